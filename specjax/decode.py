@@ -1,0 +1,245 @@
+"""The decoding loop: prefill, then steps of propose, score, verify and commit, all on the device."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import keys as streams, metrics, proposers, scorers, verifiers
+from specjax.prompts import feed
+from specjax.sampling import Sampling, num_generated, process
+from specjax.types import Array, Context, Draft, Model, Proposer, PyTree, Scorer, Verified, Verifier
+
+RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # State.finished
+
+
+class State(NamedTuple):
+    """What the next step needs. Holds no weights."""
+
+    context: Context
+    cache: PyTree  # of the target
+    proposer: PyTree
+    sampling: Sampling
+    keys: Array  # [B] one key a request
+    finished: Array  # [B] int32: RUNNING, or why the row ended
+    totals: metrics.Totals
+
+
+class Info(NamedTuple):
+    """What one step did."""
+
+    tokens: Array  # [B, K+1] int32, those committed, then -1
+    num_drafts: Array  # [B] int32
+    num_accepted: Array  # [B] int32; the token at this index is recovered, or a bonus where it equals num_drafts
+
+
+def prefill(
+    model: Model,
+    proposer: Proposer | None,
+    prompts: Array,
+    lengths: Array,
+    sampling: Sampling,
+    keys: Array,
+    *,
+    max_length: int,
+) -> State:
+    """Feed the prompts to target and proposer.
+
+    Args:
+        model: the target.
+        proposer: None is plain decoding.
+        prompts: [B, P] int32, right-padded.
+        lengths: [B] int32, each >= 1.
+        sampling: of the batch (`sampling.batch`).
+        keys: one key a request [B], or one for all [].
+        max_length: size of the token buffer, prompt and output.
+
+    Returns:
+        State. The last prompt token is fed by the first step.
+
+    Raises:
+        ValueError: for wrong shapes, a buffer smaller than the prompts or larger than the model's limit.
+    """
+    if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+        raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
+    batch_size, width = prompts.shape
+    if lengths.shape != (batch_size,):
+        raise ValueError(f"lengths must have shape [B] = ({batch_size},), got {lengths.shape}")
+    if not 1 <= width <= max_length:
+        raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
+    if model.max_length is not None and max_length > model.max_length:
+        raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
+    if sampling.max_tokens.shape != (batch_size,):
+        raise ValueError(f"sampling must be of {batch_size} rows, got max_tokens {sampling.max_tokens.shape}")
+    streams.check(keys)
+    if keys.shape == ():
+        keys = streams.fold(keys, jnp.arange(batch_size))
+    if keys.shape != (batch_size,):
+        raise ValueError(f"keys must have shape [] or [B] = ({batch_size},), got {keys.shape}")
+    proposer = proposer or proposers.none()
+
+    lengths = jnp.array(lengths, jnp.int32)
+    active = jnp.ones(batch_size, bool)
+    prompt = Context(prompts.astype(jnp.int32), lengths, active, lengths)
+    cache = feed(model, prompt, model.init_cache(batch_size, max_length))
+    proposer_state = proposer.prefill(prompt, None, proposer.init(batch_size, max_length))
+    tokens = jnp.zeros((batch_size, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
+    full = lengths >= max_length
+    return State(
+        context=Context(tokens, lengths, ~full, jnp.copy(lengths)),  # no array twice: the state is donated
+        cache=cache,
+        proposer=proposer_state,
+        sampling=sampling,
+        keys=keys,
+        finished=jnp.where(full, BUFFER_FULL, RUNNING).astype(jnp.int32),
+        totals=metrics.zeros(batch_size, proposer.num_draft_tokens),
+    )
+
+
+def step(
+    model: Model,
+    proposer: Proposer | None,
+    state: State,
+    *,
+    verifier: Verifier = verifiers.rejection,
+    scorer: Scorer = scorers.mqa,
+) -> tuple[State, Info]:
+    """Propose, score, verify and commit once: every active row gains between 1 and K+1 tokens.
+
+    A row ends at the first stop token inside the accepted block, at its max_tokens, or at the end of the buffer; nothing
+    after that is committed.
+    """
+    proposer = proposer or proposers.none()
+    context = state.context
+    keys = streams.positions(state.keys, context.length, proposer.num_draft_tokens)
+    draft, proposer_state = proposer.propose(keys, context, state.sampling, state.proposer)
+    output, cache = scorer(model, context, draft, state.cache)
+    target = process(state.sampling, output.logits, context, draft.tokens)
+    verified = verifier(keys, draft, target)
+    proposer_state = proposer.update(context, verified, output.features, proposer_state)
+
+    num_drafts = _num_drafts(draft, context.active)
+    new_context, tokens, finished = _commit(state, verified)
+    totals = metrics.update(
+        state.totals,
+        num_drafts,
+        jnp.minimum(verified.num_accepted, num_drafts),
+        new_context.length - context.length,
+        context.active,
+    )
+    state = state._replace(context=new_context, cache=cache, proposer=proposer_state, finished=finished, totals=totals)
+    return state, Info(tokens, num_drafts, verified.num_accepted)
+
+
+def _num_drafts(draft: Draft, active: Array) -> Array:
+    num_drafts = verifiers.canonical(draft).num_tokens
+    return jnp.where(active, num_drafts, 0)
+
+
+def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
+    """Append what was verified, cut where the row ends: the context, the tokens committed [B, K+1], `finished`."""
+    context, sampling = state.context, state.sampling
+    batch_size, width = verified.tokens.shape
+    buffer_size = context.tokens.shape[1]
+    index = jnp.arange(width)[None]
+    is_stop = jnp.zeros(verified.tokens.shape, bool)
+    if sampling.stop_tokens is not None:
+        is_stop = jnp.any(verified.tokens[:, :, None] == sampling.stop_tokens[:, None], axis=-1) & (
+            verified.tokens >= 0
+        )
+    stop_count = jnp.min(jnp.where(is_stop, index + 1, width + 1), axis=1)  # tokens up to the first stop
+    left = sampling.max_tokens - num_generated(context)
+    room = buffer_size - context.length
+    count = jnp.minimum(jnp.minimum(verified.num_accepted + 1, stop_count), jnp.minimum(left, room))
+    count = jnp.where(context.active, count, 0)
+
+    tokens = jnp.where(index < count[:, None], verified.tokens, -1)
+    slot = jnp.where(tokens >= 0, context.length[:, None] + index, buffer_size)
+    buffer = context.tokens.at[jnp.arange(batch_size)[:, None], slot].set(tokens, mode="drop")
+    reason = jnp.where(
+        count == stop_count,
+        STOP,
+        jnp.where(count == left, MAX_TOKENS, jnp.where(count == room, BUFFER_FULL, RUNNING)),
+    )
+    finished = jnp.where(context.active, reason, state.finished).astype(jnp.int32)
+    context = context._replace(
+        tokens=buffer, length=context.length + count, active=context.active & (finished == RUNNING)
+    )
+    return context, tokens, finished
+
+
+def deactivate(state: State, rows: Array) -> State:
+    """End the rows [B] bool that are true, as by a stop."""
+    rows = rows & state.context.active
+    context = state.context._replace(active=state.context.active & ~rows)
+    return state._replace(context=context, finished=jnp.where(rows, STOP, state.finished))
+
+
+def generate(
+    model: Model,
+    proposer: Proposer | None,
+    state: State,
+    *,
+    verifier: Verifier = verifiers.rejection,
+    scorer: Scorer = scorers.mqa,
+    max_steps: int | None = None,
+) -> State:
+    """Step until every row has ended, or `max_steps` times, in one loop on the device. Donates `state`.
+
+    The tokens of row b are state.context.tokens[b, : state.context.length[b]], its prompt first.
+    """
+    limit = jnp.asarray(jnp.iinfo(jnp.int32).max if max_steps is None else max_steps, jnp.int32)
+    changing, constant = _split(state)
+    return _generate(model, proposer, changing, constant, _callable(verifier), _callable(scorer), limit)
+
+
+def stream(
+    model: Model,
+    proposer: Proposer | None,
+    state: State,
+    *,
+    verifier: Verifier = verifiers.rejection,
+    scorer: Scorer = scorers.mqa,
+) -> Iterator[Info]:
+    """Yield what each step did, until every row has ended. Donates `state`; the last one is the generator's value."""
+    while bool(jnp.any(state.context.active)):
+        changing, constant = _split(state)
+        state, info = _step(model, proposer, changing, constant, _callable(verifier), _callable(scorer))
+        yield info
+    return state
+
+
+def _callable(function) -> jax.tree_util.Partial:
+    """A function as a pytree, so that options bound with `jax.tree_util.Partial` are traced."""
+    return function if isinstance(function, jax.tree_util.Partial) else jax.tree_util.Partial(function)
+
+
+def _split(state: State) -> tuple[State, tuple[Sampling, Array]]:
+    """What steps change, to be donated, and what they only read, which may belong to the caller."""
+    return state._replace(sampling=None, keys=None), (state.sampling, state.keys)
+
+
+def _join(changing: State, constant: tuple[Sampling, Array]) -> State:
+    sampling, keys = constant
+    return changing._replace(sampling=sampling, keys=keys)
+
+
+@partial(jax.jit, donate_argnums=2)
+def _step(model, proposer, changing, constant, verifier, scorer):
+    return step(model, proposer, _join(changing, constant), verifier=verifier, scorer=scorer)
+
+
+@partial(jax.jit, donate_argnums=2)
+def _generate(model, proposer, changing, constant, verifier, scorer, max_steps):
+    def body(carry):
+        count, changing = carry
+        state, _ = step(model, proposer, _join(changing, constant), verifier=verifier, scorer=scorer)
+        return count + 1, _split(state)[0]
+
+    def goes_on(carry):
+        count, changing = carry
+        return (count < max_steps) & jnp.any(changing.context.active)
+
+    return _join(jax.lax.while_loop(goes_on, body, (0, changing))[1], constant)

@@ -1,0 +1,292 @@
+"""What verifiers and proposers ask of a `Categorical`: probabilities of tokens, and draws from rows and residuals.
+
+Everything of size V happens here, on whole batches of rows; nothing of the size of the logits is written.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import keys as streams
+from specjax.types import Array, Categorical
+
+BLOCK_SIZE = 512  # tokens a block of the inverse CDF; with 2 uniforms of 24 bits the draw is within 5e-5 of its law
+SMALL = 1 << 20  # elements; below this drawing noise is cheaper than asking whether any row needs it
+
+
+class Law(NamedTuple):
+    """A `Categorical` with its statistics: log p(v) = (logit - shift) / temperature - log_mass for every kept v."""
+
+    distribution: Categorical
+    shift: Array  # [B, T]
+    log_mass: Array  # [B, T]
+    argmax: Array | None  # [B, T] int32
+
+
+class Residual(NamedTuple):
+    """max(scale * target - draft, 0) without one token, of one row a sequence, not normalised.
+
+    Where this has no mass it stands for the target row itself. Fields but `target` may be None.
+    """
+
+    target: Law  # T = 1
+    draft: Law | None = None  # T = 1; not subtracted where has_draft is false
+    has_draft: Array | None = None  # [B] bool
+    scale: Array | None = None  # [B]; not applied where has_draft is false
+    without: Array | None = None  # [B] int32 token id, -1 for none
+
+
+def as_categorical(target: Categorical | Array) -> Categorical:
+    """A plain array of logits means `Categorical(logits)`."""
+    return target if isinstance(target, Categorical) else Categorical(target)
+
+
+def shape_of(distribution: Categorical) -> tuple[int, ...]:
+    """(B, T, V), whether the logits are dense or packed."""
+    if distribution.rows is None:
+        return distribution.logits.shape
+    return (*distribution.rows.shape, distribution.logits.shape[-1])
+
+
+def take(distribution: Categorical, index: Array) -> Categorical:
+    """The row index [B] of each sequence, as a packed distribution with T = 1 over the same logits."""
+    logits, temperature, min_logit, log_normalizer, rows = distribution
+    if rows is None:
+        batch_size, num_rows, vocab_size = logits.shape
+        rows = jnp.arange(batch_size * num_rows, dtype=jnp.int32).reshape(batch_size, num_rows)
+        logits = logits.reshape(-1, vocab_size)
+        min_logit, log_normalizer = (f if f is None else f.reshape(-1) for f in (min_logit, log_normalizer))
+    rows = jnp.take_along_axis(rows, index[:, None], axis=1)
+    return Categorical(logits, temperature, min_logit, log_normalizer, rows)
+
+
+def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
+    """Logits [B, T, V], or [B, T, N] of the tokens ids [B, T, N], in at least float32; -inf below the cut."""
+    logits, min_logit, rows = distribution.logits, distribution.min_logit, distribution.rows
+    if ids is not None and rows is not None:
+        logits = logits[rows[..., None], ids]
+    elif ids is not None:
+        logits = jnp.take_along_axis(logits, ids, axis=-1)
+    elif rows is not None:
+        logits = logits[rows]
+    logits = _widen(logits)
+    if min_logit is None:
+        return logits
+    return jnp.where(logits >= _by_row(distribution, min_logit)[..., None], logits, -jnp.inf)
+
+
+def normalize(distribution: Categorical, argmax: bool = False) -> Law:
+    """The law of every row: one pass for the maximum, one for the mass, none where the log-normaliser is known.
+
+    The argmax is found where temperatures may be 0, or on request.
+    """
+    stored = _stored(distribution)
+    best = None
+    if argmax or distribution.temperature is not None or distribution.log_normalizer is None:
+        # Without the cut, which never removes the maximum: XLA then reduces straight from the logits.
+        top, best = _top(stored.logits, argmax or distribution.temperature is not None)
+    if distribution.log_normalizer is not None:
+        shift, log_mass = jnp.zeros_like(distribution.log_normalizer), distribution.log_normalizer
+    else:
+        shift = jnp.where(jnp.isfinite(top), top, 0)
+        log_mass = jnp.log(jnp.sum(jnp.exp(_tempered(stored, kept_logits(stored) - shift[..., None])), axis=-1))
+    return Law(distribution, *(f if f is None else _by_row(distribution, f) for f in (shift, log_mass, best)))
+
+
+def _stored(distribution: Categorical) -> Categorical:
+    """The rows in the order they lie in memory, each with its temperature: what reads all of them copies none."""
+    if distribution.rows is None:
+        return distribution
+    temperature, rows = distribution.temperature, distribution.rows
+    if temperature is not None:
+        num_rows = distribution.logits.shape[0]
+        spread = jnp.broadcast_to(temperature[:, None], rows.shape)
+        temperature = jnp.ones(num_rows, temperature.dtype).at[rows].set(spread, mode="drop")
+    min_logit = distribution.min_logit if distribution.min_logit is None else distribution.min_logit[:, None]
+    return Categorical(distribution.logits[:, None], temperature, min_logit)
+
+
+def _top(logits: Array, argmax: bool) -> tuple[Array, Array | None]:
+    """Maximum of every row [..., V] and its lowest id, over block maxima: XLA's own argmax is 10 times slower on a CPU."""
+    if not argmax:
+        return jnp.max(_widen(logits), axis=-1), None
+    vocab_size = logits.shape[-1]
+    unpadded = [(0, 0)] * (logits.ndim - 1)
+    padded = jnp.pad(_widen(logits), [*unpadded, (0, -vocab_size % BLOCK_SIZE)], constant_values=-jnp.inf)
+    block_tops = jnp.max(padded.reshape(*logits.shape[:-1], -1, BLOCK_SIZE), axis=-1)
+    block = jnp.argmax(block_tops, axis=-1, keepdims=True)
+    inside = jnp.arange(BLOCK_SIZE).reshape((1,) * (logits.ndim - 1) + (-1,))
+    ids = jnp.minimum(block * BLOCK_SIZE + inside, vocab_size - 1)
+    best = block[..., 0] * BLOCK_SIZE + jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1)
+    return jnp.max(block_tops, axis=-1), jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
+
+
+def of_drafts(distribution: Categorical) -> Law:
+    """The law that drafts were drawn from. Rows of temperature 0 are deterministic: their logits are not read."""
+    if distribution.log_normalizer is None:
+        return normalize(distribution)._replace(argmax=None)
+    return normalize(distribution._replace(temperature=None))._replace(distribution=distribution)
+
+
+def take_law(law: Law, index: Array) -> Law:
+    """The row index [B] of each sequence, as a law with T = 1."""
+
+    def row(field: Array) -> Array:
+        return jnp.take_along_axis(field, index[:, None], axis=1)
+
+    best = None if law.argmax is None else row(law.argmax)
+    return Law(take(law.distribution, index), row(law.shift), row(law.log_mass), best)
+
+
+def slice_law(law: Law, start: int, stop: int) -> Law:
+    """The rows start to stop of each sequence."""
+    distribution = law.distribution
+    if distribution.rows is not None:
+        distribution = distribution._replace(rows=distribution.rows[:, start:stop])
+    else:
+        logits, temperature, *fields = distribution
+        distribution = Categorical(
+            logits[:, start:stop], temperature, *(f if f is None else f[:, start:stop] for f in fields)
+        )
+    best = None if law.argmax is None else law.argmax[:, start:stop]
+    return Law(distribution, law.shift[:, start:stop], law.log_mass[:, start:stop], best)
+
+
+def log_probs(law: Law, ids: Array | None = None) -> Array:
+    """Log-probabilities [B, T, V], or [B, T, N] of the tokens ids [B, T, N]. Temperature 0 is one-hot at the argmax."""
+    logits = kept_logits(law.distribution, ids)
+    log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - law.log_mass[..., None]
+    if law.argmax is None or law.distribution.temperature is None:
+        return log_prob
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
+    one_hot = jnp.where(ids == law.argmax[..., None], 0, -jnp.inf)
+    return jnp.where(law.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
+
+
+def token_log_prob(law: Law, tokens: Array) -> Array:
+    """Log-probability [B, T] of one token a row; -inf for ids outside [0, V)."""
+    vocab_size = law.distribution.logits.shape[-1]
+    inside = (tokens >= 0) & (tokens < vocab_size)
+    log_prob = log_probs(law, jnp.where(inside, tokens, 0)[..., None])[..., 0]
+    return jnp.where(inside, log_prob, -jnp.inf)
+
+
+def entropy(law: Law) -> Array:
+    """Exact entropy [B, T] in nats, 0 log 0 = 0."""
+    log_prob = log_probs(law)
+    return -jnp.sum(jnp.where(log_prob > -jnp.inf, jnp.exp(log_prob) * log_prob, 0), axis=-1)
+
+
+def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
+    """Mass [B, T] of max(scale * target - draft, 0), with scale [B, T]."""
+    difference = scale[..., None] * jnp.exp(log_probs(target)) - jnp.exp(log_probs(draft))
+    return jnp.sum(jnp.maximum(difference, 0), axis=-1)
+
+
+def residual_weights(residual: Residual, ids: Array | None = None, plain: Array | None = None) -> Array:
+    """Weights [B, V] of a residual, or [B, N] of the tokens ids [B, N]; of the target row itself where `plain` [B]."""
+    window = None if ids is None else ids[:, None]
+    weight = target = jnp.exp(log_probs(residual.target, window)[:, 0])
+    if residual.draft is not None:
+        scaled = target if residual.scale is None else residual.scale[:, None] * target
+        difference = jnp.maximum(scaled - jnp.exp(log_probs(residual.draft, window)[:, 0]), 0)
+        weight = jnp.where(residual.has_draft[:, None], difference, target)
+    if residual.without is not None:
+        ids = jnp.arange(weight.shape[-1], dtype=jnp.int32)[None] if ids is None else ids
+        weight = jnp.where(ids == residual.without[:, None], 0, weight)
+    if plain is not None:
+        weight = jnp.where(plain[:, None], target, weight)
+    return jnp.where(weight > 0, weight, 0)
+
+
+def residual_probs(residual: Residual) -> Array:
+    """The law [B, V] that `pick` draws from."""
+    weights = residual_weights(residual)
+    plain = ~(jnp.sum(weights, axis=-1) > 0)
+    weights = jnp.where(plain[:, None], residual_weights(residual, plain=plain), weights)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def pick(residual: Residual, uniforms: Array) -> Array:
+    """Draw one token a sequence from its residual by inverse CDF: tokens [B] int32, always in [0, V).
+
+    The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it: one float32 uniform
+    over a whole vocabulary is off by 1e-3 and never draws most of its rare tokens.
+    """
+    vocab_size = residual.target.distribution.logits.shape[-1]
+    num_blocks = -(-vocab_size // BLOCK_SIZE)
+
+    def block_masses(weights: Array) -> Array:
+        padded = jnp.pad(weights, ((0, 0), (0, num_blocks * BLOCK_SIZE - vocab_size)))
+        return jnp.sum(padded.reshape(-1, num_blocks, BLOCK_SIZE), axis=-1)
+
+    masses = block_masses(residual_weights(residual))
+    plain = ~(jnp.sum(masses, axis=-1) > 0)
+    if residual.draft is not None or residual.without is not None:
+        masses = jax.lax.cond(
+            jnp.any(plain),
+            lambda: jnp.where(plain[:, None], block_masses(residual_weights(residual, plain=plain)), masses),
+            lambda: masses,
+        )
+    block = _first_above(masses, uniforms[:, 0])
+    ids = block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE, dtype=jnp.int32)[None]
+    weights = residual_weights(residual, jnp.minimum(ids, vocab_size - 1), plain)
+    token = block * BLOCK_SIZE + _first_above(jnp.where(ids < vocab_size, weights, 0), uniforms[:, 1])
+    return jnp.minimum(token, vocab_size - 1)
+
+
+def sample(keys: Array, distribution: Categorical) -> Array:
+    """Draw a token from every row by Gumbel-max, with the noise of keys [B, T]: tokens [B, T] int32 in [0, V).
+
+    Needs no normaliser; temperature 0 gives the argmax.
+    """
+    batch_size, num_rows, vocab_size = shape_of(distribution)
+    temperature = distribution.temperature
+
+    def draw(index: Array) -> Array:
+        logits = kept_logits(take(distribution, jnp.full((batch_size,), index)))[:, 0]
+        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+
+        def noisy() -> Array:
+            noise = streams.gumbel(keys[:, index], (vocab_size,))
+            return logits + (noise if temperature is None else temperature[:, None] * noise)
+
+        if temperature is None or batch_size * vocab_size < SMALL:
+            return jnp.argmax(noisy(), axis=-1).astype(jnp.int32)
+        best = jax.lax.cond(jnp.any(temperature > 0), lambda: jnp.argmax(noisy(), -1), lambda: jnp.argmax(logits, -1))
+        return best.astype(jnp.int32)
+
+    if num_rows == 1:
+        return draw(0)[:, None]
+    return jax.lax.map(draw, jnp.arange(num_rows)).T
+
+
+def _widen(logits: Array) -> Array:
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def _by_row(distribution: Categorical, field: Array) -> Array:
+    """A field [B, T], or [R] (also [R, 1]) where the logits are packed, as [B, T]."""
+    return field if distribution.rows is None else field.reshape(-1)[distribution.rows]
+
+
+def _tempered(distribution: Categorical, logits: Array) -> Array:
+    """Logits over temperature; unchanged in rows of temperature 0, which callers treat apart."""
+    if distribution.temperature is None:
+        return logits
+    temperature = distribution.temperature[:, None, None]
+    return logits / jnp.where(temperature > 0, temperature, 1).astype(logits.dtype)
+
+
+def _first_above(weights: Array, uniform: Array) -> Array:
+    """First index [B] at which the running sum of weights [B, N] exceeds uniform * mass; never one of weight 0.
+
+    Without any mass it is 0.
+    """
+    total = jnp.cumsum(weights, axis=-1)
+    mass = total[:, -1:]
+    bound = jnp.minimum(uniform[:, None].astype(mass.dtype) * mass, jnp.nextafter(mass, jnp.zeros_like(mass)))
+    index = jnp.arange(weights.shape[-1], dtype=jnp.int32)[None]
+    last = jnp.max(jnp.where(weights > 0, index, 0), axis=-1)
+    return jnp.min(jnp.where((weights > 0) & (total > bound), index, last[:, None]), axis=-1)

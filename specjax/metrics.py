@@ -1,0 +1,201 @@
+"""Counts of a decoding run, summed on the device, and the figures read from them at its end.
+
+Shapes: B sequences, K draft tokens. Acceptance is causal: a draft counts as accepted where it and all before it are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import Array
+
+__all__ = [
+    "Totals",
+    "acceptance_rate",
+    "acceptance_rate_per_position",
+    "mean_acceptance_length",
+    "noncausal_acceptance_rate",
+    "system_efficiency",
+    "update",
+    "zeros",
+]
+
+
+class Totals(NamedTuple):
+    """Counts of each sequence of a batch since its first step.
+
+    One sequence's counts are `jax.tree.map(lambda x: x[row], totals)`.
+    """
+
+    drafted: Array  # [B] int32, draft tokens proposed
+    accepted: Array  # [B] int32, draft tokens accepted
+    emitted: Array  # [B] int32, tokens committed to the output
+    row_steps: Array  # [B] int32, steps in which the row had at least one draft
+    steps: Array  # [B] int32, steps in which the row was active
+    drafted_at: Array  # [B, K] int32, steps with a draft at this index
+    accepted_at: Array  # [B, K] int32, steps in which the draft at this index was accepted
+
+
+def zeros(batch_size: int, num_draft_tokens: int) -> Totals:
+    """Make the totals of a run that has not started.
+
+    Args:
+        batch_size: B.
+        num_draft_tokens: K, 0 for plain decoding.
+
+    Returns:
+        Totals of zeros.
+
+    Example:
+        >>> zeros(2, 4).accepted_at.shape
+        (2, 4)
+    """
+    rows, positions = (batch_size,), (batch_size, num_draft_tokens)
+    return Totals(*(jnp.zeros(shape, jnp.int32) for shape in [rows] * 5 + [positions] * 2))
+
+
+def update(totals: Totals, num_drafts: Array, num_accepted: Array, num_emitted: Array, active: Array) -> Totals:
+    """Add one step to the totals; pure, for use inside jit.
+
+    Args:
+        totals: the counts so far.
+        num_drafts: [B] int32 in [0, K], drafts that were verified.
+        num_accepted: [B] int32, how many of them were accepted.
+        num_emitted: [B] int32, tokens committed; fewer than num_accepted + 1 where the output ended inside the step.
+        active: [B] bool; the other rows add nothing.
+
+    Returns:
+        The new totals.
+
+    Raises:
+        ValueError: an argument that does not have shape [B].
+
+    Example:
+        >>> totals = update(zeros(1, 3), jnp.array([3]), jnp.array([2]), jnp.array([3]), jnp.array([True]))
+        >>> totals.accepted_at
+        Array([[1, 1, 0]], dtype=int32)
+    """
+    batch_size, num_draft_tokens = totals.drafted_at.shape
+    step = {"num_drafts": num_drafts, "num_accepted": num_accepted, "num_emitted": num_emitted, "active": active}
+    for name, value in step.items():
+        if jnp.shape(value) != (batch_size,):
+            raise ValueError(f"{name} must have shape [B] = ({batch_size},), got {jnp.shape(value)}")
+
+    counts = num_drafts, num_accepted, num_emitted
+    drafted, accepted, emitted = (jnp.where(active, count, 0).astype(jnp.int32) for count in counts)
+    index = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, :]
+    added = Totals(
+        drafted=drafted,
+        accepted=accepted,
+        emitted=emitted,
+        row_steps=drafted > 0,
+        steps=active,
+        drafted_at=index < drafted[:, None],
+        accepted_at=index < accepted[:, None],
+    )
+    return jax.tree.map(jnp.add, totals, added)
+
+
+def acceptance_rate(totals: Totals) -> float:
+    """Read the share of the drafts that was accepted.
+
+    Args:
+        totals: the counts of a batch, or of one sequence of it.
+
+    Returns:
+        accepted / drafted; NaN when nothing was drafted.
+
+    Example:
+        >>> totals = update(zeros(1, 4), jnp.array([4]), jnp.array([3]), jnp.array([4]), jnp.array([True]))
+        >>> acceptance_rate(totals)
+        0.75
+    """
+    return float(_ratio(_sum(totals.accepted), _sum(totals.drafted)))
+
+
+def mean_acceptance_length(totals: Totals) -> float:
+    """Read the mean number of tokens that verification gave per sequence and step, over the steps with drafts.
+
+    Args:
+        totals: the counts of a batch, or of one sequence of it.
+
+    Returns:
+        1 + accepted / row_steps, in [1, K+1]; NaN when nothing was drafted.
+
+    Example:
+        >>> totals = update(zeros(1, 4), jnp.array([4]), jnp.array([3]), jnp.array([4]), jnp.array([True]))
+        >>> mean_acceptance_length(totals)
+        4.0
+    """
+    return float(1 + _ratio(_sum(totals.accepted), _sum(totals.row_steps)))
+
+
+def system_efficiency(totals: Totals) -> float:
+    """Read the tokens that verification gave as a share of those it would give if every draft were accepted.
+
+    Only steps with drafts count, each with its accepted drafts and one more token, even where the output ended sooner.
+
+    Args:
+        totals: the counts of a batch, or of one sequence of it.
+
+    Returns:
+        (accepted + row_steps) / (drafted + row_steps), in (0, 1]; NaN when nothing was drafted.
+
+    Example:
+        >>> totals = update(zeros(1, 4), jnp.array([4]), jnp.array([3]), jnp.array([4]), jnp.array([True]))
+        >>> system_efficiency(totals)
+        0.8
+    """
+    accepted, drafted, row_steps = (_sum(count) for count in (totals.accepted, totals.drafted, totals.row_steps))
+    return float(_ratio(accepted + row_steps, drafted + row_steps))
+
+
+def acceptance_rate_per_position(totals: Totals) -> np.ndarray:
+    """Read how often the draft at each index was accepted, of the steps that had one there.
+
+    Args:
+        totals: the counts of a batch, or of one sequence of it.
+
+    Returns:
+        [K] float64; NaN at an index where nothing was drafted.
+
+    Example:
+        >>> totals = update(zeros(1, 3), jnp.array([2]), jnp.array([1]), jnp.array([2]), jnp.array([True]))
+        >>> acceptance_rate_per_position(totals)
+        array([ 1.,  0., nan])
+    """
+    return _ratio(*(np.atleast_2d(count).sum(axis=0) for count in (totals.accepted_at, totals.drafted_at)))
+
+
+def noncausal_acceptance_rate(is_accepted: Array, num_drafts: Array) -> float:
+    """Compute the share of the drafts that pass their own test, whether or not those before them do.
+
+    Args:
+        is_accepted: [..., K] bool, the outcome of each draft's own test; not read past the drafts of a row.
+        num_drafts: [...] int32 in [0, K], the drafts of each row.
+
+    Returns:
+        The share; NaN when nothing was drafted.
+
+    Raises:
+        ValueError: num_drafts without the shape of is_accepted less its last axis.
+
+    Example:
+        >>> noncausal_acceptance_rate([[True, True, True, False, True]], [5])
+        0.8
+    """
+    is_accepted, num_drafts = np.asarray(is_accepted, bool), np.asarray(num_drafts)
+    if num_drafts.shape != is_accepted.shape[:-1]:
+        raise ValueError(f"num_drafts must have shape {is_accepted.shape[:-1]}, got {num_drafts.shape}")
+    is_draft = np.arange(is_accepted.shape[-1]) < num_drafts[..., None]
+    return float(_ratio(np.sum(is_accepted & is_draft), np.sum(num_drafts)))
+
+
+def _sum(count):
+    return np.asarray(count).sum()  # NumPy's, in int64
+
+
+def _ratio(part, whole):
+    return part / np.where(whole > 0, whole, np.nan)

@@ -1,0 +1,6 @@
+"""Proposers: pytree dataclasses with pure methods `init`, `prefill`, `propose`, `update`, one method a file."""
+
+from specjax.proposers.draft_model import DraftModel, draft_model
+from specjax.proposers.none import NoDrafts, none
+
+__all__ = ["DraftModel", "NoDrafts", "draft_model", "none"]

@@ -1,0 +1,35 @@
+"""No drafts: plain decoding by the same loop."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, Context, Draft, PyTree, Verified
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
+@dataclass(frozen=True)
+class NoDrafts:
+    """Proposes nothing: K = 0."""
+
+    num_draft_tokens = 0
+
+    def init(self, batch_size: int, max_length: int) -> PyTree:
+        return ()
+
+    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree:
+        return state
+
+    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:
+        return Draft(jnp.zeros((context.length.shape[0], 0), jnp.int32)), state
+
+    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
+        return state
+
+
+def none() -> NoDrafts:
+    """The proposer of plain decoding: every step emits one token of the target."""
+    return NoDrafts()

@@ -1,0 +1,14 @@
+"""Verifiers: `verify(keys, draft, target, **options) -> Verified`, one method a file.
+
+All are lossless (the output follows the target's law) but those in `LOSSY`.
+"""
+
+from specjax.verifiers.block import block
+from specjax.verifiers.core import canonical, from_core
+from specjax.verifiers.match import match
+from specjax.verifiers.rejection import rejection
+from specjax.verifiers.synthetic import synthetic
+from specjax.verifiers.typical import typical
+
+__all__ = ["block", "match", "rejection", "synthetic", "typical"]
+LOSSY = ("synthetic", "typical")

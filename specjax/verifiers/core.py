@@ -1,0 +1,210 @@
+"""What all verifiers share: the chance they draw from, the wrapper that makes a core public, the shape of a result."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from specjax import distributions, keys as streams
+from specjax.distributions import Law, Residual
+from specjax.types import Array, Categorical, Draft, Verified
+
+
+class Draw(Protocol):
+    """The only chance a verifier has. `KeyDraw` draws it; `specjax.testing` enumerates it instead."""
+
+    def flip(self, probabilities: Array) -> Array:
+        """One coin for every draft [B, K]: true with the given probabilities."""
+
+    def pick(self, residual: Residual) -> Array:
+        """One token a sequence [B] from a residual."""
+
+    def sample(self, target: Categorical) -> Array:
+        """One token from every row [B, T], with the noise of its own position."""
+
+
+class KeyDraw:
+    """Chance from the streams of keys [B, K+1]."""
+
+    def __init__(self, keys: Array):
+        self.keys = keys
+
+    def flip(self, probabilities: Array) -> Array:
+        accept = streams.stream(self.keys[:, :1], streams.ACCEPT, jnp.arange(probabilities.shape[1])[None])
+        return streams.uniform(accept) < probabilities
+
+    def pick(self, residual: Residual) -> Array:
+        return distributions.pick(residual, streams.uniform(streams.stream(self.keys[:, 0], streams.RESIDUAL), (2,)))
+
+    def sample(self, target: Categorical) -> Array:
+        return distributions.sample(streams.stream(self.keys, streams.TARGET), target)
+
+
+def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
+    """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
+
+    The wrapper checks shapes, brings the draft to one form (`canonical`), turns keys into streams, and serves the common
+    keywords `bonus_tokens` and `implementation`. The core stays reachable as `verifier.core`.
+    """
+
+    @wraps(core)
+    def verify(
+        keys: Array,
+        draft: Draft,
+        target: Categorical | Array,
+        *,
+        bonus_tokens: Array | None = None,
+        log_probs: bool = False,
+        implementation: str | None = None,
+        **options: Any,
+    ) -> Verified:
+        check_implementation(implementation)
+        target = distributions.as_categorical(target)
+        check_shapes(draft, target, bonus_tokens)
+        batch_size, num_draft_tokens = draft.tokens.shape
+        draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
+        return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, log_probs=log_probs, **options)
+
+    verify.core = core
+    return verify
+
+
+def canonical(draft: Draft) -> Draft:
+    """The draft with `num_tokens` = min(num_tokens, index of the first negative id), and -1 from there on.
+
+    With K = 0 there is no distribution either.
+    """
+    num_draft_tokens = draft.tokens.shape[1]
+    num_tokens = jnp.sum(jnp.cumprod((draft.tokens >= 0).astype(jnp.int32), axis=1), axis=1)
+    if draft.num_tokens is not None:
+        num_tokens = jnp.clip(jnp.minimum(num_tokens, draft.num_tokens), 0, None).astype(jnp.int32)
+    is_draft = jnp.arange(num_draft_tokens)[None] < num_tokens[:, None]
+    distribution = draft.distribution if num_draft_tokens else None
+    return Draft(jnp.where(is_draft, draft.tokens, -1).astype(jnp.int32), distribution, num_tokens)
+
+
+def is_deterministic(draft: Draft) -> Array:
+    """Which rows [B] have one-hot drafts by their draft temperature."""
+    temperature = draft.distribution.temperature
+    if temperature is None:
+        return jnp.zeros(draft.tokens.shape[:1], bool)
+    return temperature == 0
+
+
+def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
+    """Log of target / draft probability [B, K] of each draft token; -inf where the draft's is 0."""
+    drafted = distributions.slice_law(target, 0, draft.tokens.shape[1])
+    target_log_prob = distributions.token_log_prob(drafted, draft.tokens)
+    draft_log_prob = distributions.token_log_prob(draft_law, draft.tokens)
+    draft_log_prob = jnp.where(is_deterministic(draft)[:, None], 0, draft_log_prob)
+    ratio = target_log_prob - jnp.where(draft_log_prob > -jnp.inf, draft_log_prob, 0)
+    return jnp.where(draft_log_prob > -jnp.inf, ratio, -jnp.inf)
+
+
+def count_accepted(draft: Draft, accepted: Array) -> Array:
+    """Number of drafts [B] before the first that was not accepted."""
+    is_draft = jnp.arange(draft.tokens.shape[1])[None] < draft.num_tokens[:, None]
+    return jnp.sum(jnp.cumprod((accepted & is_draft).astype(jnp.int32), axis=1), axis=1)
+
+
+def recovery(
+    draft: Draft, draft_law: Law | None, target: Law, num_accepted: Array, scale: Array | None = None
+) -> Residual:
+    """What the token after `num_accepted` [B] drafts is drawn from: a residual after a rejection, else the target row.
+
+    `draft_law` None stands for deterministic drafts.
+    """
+    rejected = num_accepted < draft.num_tokens
+    row = take_row(draft.tokens, num_accepted)
+    target = distributions.take_law(target, num_accepted)
+    if draft_law is None:
+        return Residual(target, without=jnp.where(rejected, row, -1))
+    one_hot = is_deterministic(draft)
+    index = jnp.minimum(num_accepted, draft.tokens.shape[1] - 1)
+    return Residual(
+        target,
+        distributions.take_law(draft_law, index),
+        has_draft=rejected & ~one_hot,
+        scale=scale,
+        without=jnp.where(rejected & one_hot, row, -1),
+    )
+
+
+def take_row(values: Array, index: Array) -> Array:
+    """values[b, index[b]], and -1 where the index is past the end."""
+    inside = jnp.arange(values.shape[1])[None] == index[:, None]
+    return jnp.max(jnp.where(inside, values, -1), axis=1, initial=-1)
+
+
+def emit(
+    draft: Draft, num_accepted: Array, last: Array, law: Law | None, bonus_tokens: Array | None = None
+) -> Verified:
+    """Accepted drafts [B, K], then `last` [B] (a bonus token where one is given and all passed), then -1.
+
+    Log-probabilities are filled under `law`, the target's, unless it is None.
+    """
+    if bonus_tokens is not None:
+        last = jnp.where(num_accepted == draft.num_tokens, bonus_tokens.astype(jnp.int32), last)
+    index = jnp.arange(draft.tokens.shape[1] + 1)[None]
+    tokens = jnp.where(index < num_accepted[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))), -1)
+    tokens = jnp.where(index == num_accepted[:, None], last[:, None], tokens).astype(jnp.int32)
+    if law is None:
+        return Verified(tokens, num_accepted)
+    log_prob = distributions.token_log_prob(law, tokens)
+    return Verified(tokens, num_accepted, jnp.where(tokens >= 0, log_prob, 0).astype(jnp.float32))
+
+
+def check_implementation(implementation: str | None) -> None:
+    if implementation not in (None, "xla", "pallas", "interpret"):
+        raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
+    if implementation in ("pallas", "interpret"):
+        raise NotImplementedError(f"implementation={implementation!r} is not available; use None or 'xla'")
+
+
+def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> None:
+    """Raise ValueError where a shape or dtype of the arguments is not what verifiers take."""
+    _check("draft.tokens", draft.tokens, "[B, K]", (None, None), jnp.integer)
+    batch_size, num_draft_tokens = draft.tokens.shape
+    if draft.num_tokens is not None:
+        _check("draft.num_tokens", draft.num_tokens, "[B]", (batch_size,), jnp.integer)
+    if bonus_tokens is not None:
+        _check("bonus_tokens", bonus_tokens, "[B]", (batch_size,), jnp.integer)
+    vocab_size = _check_categorical("target", target, "K+1", (batch_size, num_draft_tokens + 1), None)
+    if draft.distribution is not None:
+        if not isinstance(draft.distribution, Categorical):
+            got = type(draft.distribution).__name__
+            raise ValueError(f"draft.distribution must be a Categorical or None (deterministic drafts), got {got}")
+        shape = (batch_size, num_draft_tokens)
+        _check_categorical("draft.distribution", draft.distribution, "K", shape, vocab_size)
+
+
+def _check_categorical(
+    name: str, distribution: Categorical, rows: str, shape: tuple[int, int], vocab_size: int | None
+) -> int:
+    logits, temperature, min_logit, log_normalizer, row_index = distribution
+    if row_index is None:
+        _check(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
+        field_axes, field_shape = f"[B, {rows}]", shape
+    else:
+        _check(f"{name}.logits", logits, "[R, V]", (None, vocab_size), jnp.floating)
+        _check(f"{name}.rows", row_index, f"[B, {rows}]", shape, jnp.integer)
+        field_axes, field_shape = "[R]", logits.shape[:1]
+    if temperature is not None:
+        _check(f"{name}.temperature", temperature, "[B]", shape[:1], jnp.floating)
+    if min_logit is not None:
+        _check(f"{name}.min_logit", min_logit, field_axes, field_shape, jnp.floating)
+    if log_normalizer is not None:
+        _check(f"{name}.log_normalizer", log_normalizer, field_axes, field_shape, jnp.floating)
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{name} must have at least one token in its vocabulary, got shape {logits.shape}")
+    return logits.shape[-1]
+
+
+def _check(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
+    got = jnp.shape(array)
+    expected = "(" + ", ".join("any" if n is None else str(n) for n in shape) + ")"
+    if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
+        raise ValueError(f"{name} must have shape {axes} = {expected}, got {got}")
+    if not jnp.issubdtype(jnp.result_type(array), kind):
+        raise ValueError(f"{name} must be of {kind.__name__} dtype, got {jnp.result_type(array)}")

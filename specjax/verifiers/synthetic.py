@@ -1,0 +1,79 @@
+"""Acceptance at given rates, for benchmarks."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import distributions
+from specjax.types import Array, Categorical, Draft, Verified
+from specjax.verifiers import core as common
+
+
+@common.from_core
+def synthetic(
+    draw: common.Draw,
+    draft: Draft,
+    target: Categorical,
+    *,
+    acceptance_rates: Sequence[float] | Array | None = None,
+    acceptance_length: float | None = None,
+    bonus_tokens: Array | None = None,
+    log_probs: bool = False,
+) -> Verified:
+    """Accept drafts at given rates, whatever they are. LOSSY: for benchmarks of everything around acceptance.
+
+    Exactly one of the two rates is given. Recovered and bonus tokens are drawn as in `rejection`.
+
+    Args:
+        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
+        draft: tokens [B, K], -1 where a row has fewer, and the distribution they were drawn from.
+        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
+        acceptance_rates: K unconditional rates: how often draft i is accepted, non-increasing, in [0, 1].
+        acceptance_length: mean number of tokens a step, in [1, K+1].
+        bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
+        log_probs: fill `Verified.log_probs`.
+        implementation: None or "xla".
+
+    Returns:
+        Verified.
+
+    Raises:
+        ValueError: for wrong shapes, dtypes or keys, or unless exactly one rate of the right length, range and order is given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from specjax import Draft, verifiers
+        >>> draft, target = Draft(jnp.array([[1, 1]])), jnp.zeros((1, 3, 2))
+        >>> verifiers.synthetic(jax.random.key(0), draft, target, acceptance_length=2).num_accepted
+        Array([1], dtype=int32)
+    """
+    num_draft_tokens = draft.tokens.shape[1]
+    rates = _rates(acceptance_rates, acceptance_length, num_draft_tokens)
+    before = jnp.concatenate([jnp.ones((min(1, num_draft_tokens),)), rates[:-1]])
+    conditional = jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
+    accept = jnp.broadcast_to(conditional[None], draft.tokens.shape)
+    num_accepted = common.count_accepted(draft, draw.flip(accept))
+    law = distributions.normalize(target)
+    draft_law = None if draft.distribution is None else distributions.of_drafts(draft.distribution)
+    last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))
+    return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+
+
+def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draft_tokens: int) -> Array:
+    """Unconditional rates [K]."""
+    if (rates is None) == (length is None):
+        given = "neither" if rates is None else "both"
+        raise ValueError(f"exactly one of acceptance_rates and acceptance_length must be given, got {given}")
+    if length is not None:
+        if not isinstance(length, jax.core.Tracer) and not 1 <= length <= num_draft_tokens + 1:
+            raise ValueError(f"acceptance_length must be in [1, K+1 = {num_draft_tokens + 1}], got {length}")
+        return jnp.clip(length - 1 - jnp.arange(num_draft_tokens, dtype=jnp.float32), 0, 1)
+    if np.shape(rates) != (num_draft_tokens,):
+        raise ValueError(f"acceptance_rates must have shape [K] = ({num_draft_tokens},), got {np.shape(rates)}")
+    if not isinstance(rates, jax.core.Tracer):
+        values = np.asarray(rates, np.float64)
+        if not (np.all((values >= 0) & (values <= 1)) and np.all(np.diff(values) <= 0)):
+            raise ValueError(f"acceptance_rates must be non-increasing and in [0, 1], got {values.tolist()}")
+    return jnp.asarray(rates, jnp.float32)

@@ -1,0 +1,69 @@
+"""Typical acceptance: keep drafts that the target finds likely enough."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax import distributions
+from specjax.types import Array, Categorical, Draft, Verified
+from specjax.verifiers import core as common
+
+
+@common.from_core
+def typical(
+    draw: common.Draw,
+    draft: Draft,
+    target: Categorical,
+    *,
+    posterior_threshold: float = 0.09,
+    posterior_alpha: float = 0.3,
+    bonus_tokens: Array | None = None,
+    log_probs: bool = False,
+) -> Verified:
+    """Verify by typical acceptance. LOSSY: the output does not follow the target's law.
+
+    A draft is accepted iff its target probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy)) of its
+    row. A rejected one is replaced by the argmax of its row; if none is rejected a bonus token is drawn from the next row.
+    The draft's distribution is not read.
+
+    Args:
+        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
+        draft: tokens [B, K], -1 where a row has fewer.
+        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
+        posterior_threshold: probability in [0, 1] above which a draft is always accepted.
+        posterior_alpha: >= 0, scale of the threshold that falls with the entropy.
+        bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
+        log_probs: fill `Verified.log_probs`.
+        implementation: None or "xla".
+
+    Returns:
+        Verified.
+
+    Raises:
+        ValueError: for wrong shapes, dtypes or keys, or an option out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from specjax import Draft, verifiers
+        >>> target = jnp.log(jnp.array([[[0.6, 0.4], [0.99, 0.01], [0.0, 1.0]]]))
+        >>> verifiers.typical(jax.random.key(0), Draft(jnp.array([[1, 1]])), target).tokens
+        Array([[ 1,  0, -1]], dtype=int32)
+
+    References:
+        Cai et al., Medusa: Simple LLM Inference Acceleration Framework, arXiv:2401.10774, section 3.3.1.
+    """
+    _check_option("posterior_threshold", posterior_threshold, 1)
+    _check_option("posterior_alpha", posterior_alpha, float("inf"))
+    law = distributions.normalize(target, argmax=True)
+    drafted = distributions.slice_law(law, 0, draft.tokens.shape[1])
+    probability = jnp.exp(distributions.token_log_prob(drafted, draft.tokens))
+    bound = jnp.minimum(posterior_threshold, posterior_alpha * jnp.exp(-distributions.entropy(drafted)))
+    num_accepted = common.count_accepted(draft, probability > bound)
+    bonus = draw.pick(distributions.Residual(distributions.take_law(law, draft.num_tokens)))
+    best = jnp.take_along_axis(law.argmax, num_accepted[:, None], axis=1)[:, 0]
+    last = jnp.where(num_accepted == draft.num_tokens, bonus, best)
+    return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+
+
+def _check_option(name: str, value: float, most: float) -> None:
+    if not isinstance(value, jax.core.Tracer) and not 0 <= value <= most:
+        raise ValueError(f"{name} must be in [0, {most}], got {value}")

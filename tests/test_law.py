@@ -1,0 +1,228 @@
+"""The exact law of one step of every verifier, and what must fail."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import distributions, testing, verifiers
+from specjax.verifiers import core as common
+
+V = 3
+LOSSLESS = [v for v in verifiers.__all__ if v not in verifiers.LOSSY]
+
+# An instance on which the usual mistakes of block verification show (level i: the law given the first i tokens).
+BLOCK_TARGET = [
+    np.array([0.25, 0.5, 0.25]),
+    np.array([[0.6, 0.4, 0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]),
+    np.broadcast_to([0.2, 0.3, 0.5], (3, 3, 3)),
+]
+BLOCK_DRAFT = [
+    np.array([0.5, 0.25, 0.25]),
+    np.array([[0.1, 0.3, 0.6], [0.5, 0.3, 0.2], [0.3, 0.4, 0.3]]),
+]
+
+
+def log_tables(tables):
+    with np.errstate(divide="ignore"):
+        return [np.log(t) for t in tables]
+
+
+def random_tables(seed: int, levels: int, zeros: bool = False) -> list[np.ndarray]:
+    """Random conditional logits of V tokens; with `zeros`, some tokens are impossible."""
+    rng = np.random.default_rng(seed)
+    result = [2 * rng.normal(size=(V,) * (level + 1)) for level in range(levels)]
+    for table in result if zeros else ():
+        hidden = rng.random(table.shape) < 0.4
+        hidden[..., 0] &= ~hidden.all(axis=-1)
+        table[hidden] = -np.inf
+    return result
+
+
+def error(verifier, target, draft, temperature=None, **options) -> float:
+    """Total variation between what the verifier emits and the target."""
+    law = testing.enumerate_law(verifier, target, draft, target_temperature=temperature, **options)
+    exact = testing.product_law([testing.probabilities(t, temperature) for t in target])
+    assert abs(law.sum() - 1) < 1e-5
+    return testing.total_variation(law, exact)
+
+
+def expected_accepted(verifier, target, draft) -> float:
+    """Mean number of accepted drafts."""
+    num_draft_tokens = len(draft)
+    paths = list(np.ndindex(*(V,) * num_draft_tokens))
+    rows = [np.stack([t[p[:i]] for i, t in enumerate(tables)]) for tables in (target, draft) for p in paths]
+    target_rows = jnp.asarray(np.stack(rows[: len(paths)]), jnp.float32)
+    draft_rows = jnp.asarray(np.stack(rows[len(paths) :]), jnp.float32)
+    drafted = verifiers.core.Draft(jnp.array(paths, jnp.int32), distributions.Categorical(draft_rows))
+    verified, weight = testing.enumerate_outcomes(verifier, drafted, target_rows)
+    path_weight = np.array([np.prod([np.exp(t[p[: i + 1]]) for i, t in enumerate(draft)]) for p in paths])
+    return float((path_weight[:, None] * weight * np.asarray(verified.num_accepted).reshape(weight.shape)).sum())
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_sampled_drafts(name, num_draft_tokens, zeros):
+    target = random_tables(1, num_draft_tokens + 1, zeros)
+    draft = random_tables(2, num_draft_tokens, zeros)
+    assert error(getattr(verifiers, name), target, draft) < 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_float64(name, x64):
+    assert error(getattr(verifiers, name), random_tables(1, 4), random_tables(2, 3), dtype=jnp.float64) < 1e-12
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_rows_with_fewer_drafts(name, num_tokens):
+    target, draft = random_tables(3, 4), random_tables(4, 3)
+    assert error(getattr(verifiers, name), target, draft, num_tokens=num_tokens) < 1e-6
+
+
+@pytest.mark.parametrize("drafts", [[0, 1, 2], [2, 2, 2], [1, -1, 0], [-1, 0, 0]])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_deterministic_drafts(name, drafts):
+    assert error(getattr(verifiers, name), random_tables(5, 4, zeros=True), drafts) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "temperature, draft_temperature", [(0.0, None), (0.0, 0.7), (0.5, 1.5), (1.7, 0.0), (0.0, 0.0)]
+)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_temperatures(name, temperature, draft_temperature):
+    target, draft = random_tables(6, 4), random_tables(7, 3)
+    assert error(getattr(verifiers, name), target, draft, temperature, draft_temperature=draft_temperature) < 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_one_hot_drafts_of_a_sampled_batch(name):
+    """A row of draft temperature 0 is one-hot at its token; its logits are garbage."""
+    target = random_tables(8, 4)
+    for drafts in [(0, 1, 2), (1, 1, 0)]:
+        rows = jnp.asarray(np.stack([t[drafts[:i]] for i, t in enumerate(target)]), jnp.float32)[None]
+        garbage = distributions.Categorical(jnp.full((1, 3, V), jnp.nan), jnp.zeros(1))
+        draft = verifiers.core.Draft(jnp.array([drafts], jnp.int32), garbage)
+        verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), draft, rows)
+        law = testing.completed_law(verified.tokens, weight[0], [testing.probabilities(t) for t in target])
+        exact = testing.product_law([testing.probabilities(t) for t in target])
+        assert testing.total_variation(law, exact) < 1e-6
+
+
+def test_a_draft_longer_than_the_support():
+    """All-zero draft mass on the drafted token rejects it, and the residual is then the target."""
+    target, draft = random_tables(9, 3), random_tables(10, 2)
+    for name in ("rejection", "block"):
+        rows = jnp.asarray(np.stack([t[(0, 0)[:i]] for i, t in enumerate(target)]), jnp.float32)[None]
+        draft_rows = jnp.asarray(np.stack([t[(0, 0)[:i]] for i, t in enumerate(draft)]), jnp.float32)[None]
+        drafted = verifiers.core.Draft(
+            jnp.zeros((1, 2), jnp.int32), distributions.Categorical(draft_rows.at[0, 0, 0].set(-jnp.inf))
+        )
+        verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), drafted, rows)
+        assert weight[0] @ np.asarray(verified.num_accepted) == 0
+
+
+def test_block_instance():
+    target, draft = log_tables(BLOCK_TARGET), log_tables(BLOCK_DRAFT)
+    assert error(verifiers.block, target, draft) < 1e-6
+    assert expected_accepted(verifiers.rejection, target, draft) == pytest.approx(1.15, abs=1e-6)
+    assert expected_accepted(verifiers.block, target, draft) == pytest.approx(1.2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("rejection", [2 / 3, 10 / 9, 38 / 27, 130 / 81]),
+        ("block", [2 / 3, 11 / 9, 5 / 3, 166 / 81]),
+        ("match", [4 / 9, 52 / 81]),
+    ],
+)
+def test_context_free_acceptance_lengths(name, expected, monkeypatch):
+    monkeypatch.setitem(globals(), "V", 2)
+    for k, value in enumerate(expected, start=1):
+        target = log_tables([np.broadcast_to([1 / 3, 2 / 3], (2,) * (i + 1)) for i in range(k + 1)])
+        draft = log_tables([np.broadcast_to([2 / 3, 1 / 3], (2,) * (i + 1)) for i in range(k)])
+        assert expected_accepted(getattr(verifiers, name), target, draft) == pytest.approx(value, abs=1e-6)
+
+
+@common.from_core
+def block_first_failure(draw, draft, target, **options):
+    class FirstFailure:
+        pick = draw.pick
+        flip = staticmethod(lambda p: jnp.cumprod(draw.flip(p).astype(jnp.int32), axis=1).astype(bool))
+
+    return verifiers.block.core(FirstFailure(), draft, target, **options)
+
+
+@common.from_core
+def block_token_residual(draw, draft, target, **options):
+    class TokenResidual:
+        flip = draw.flip
+        pick = staticmethod(lambda residual: draw.pick(residual._replace(scale=None)))
+
+    return verifiers.block.core(TokenResidual(), draft, target, **options)
+
+
+@common.from_core
+def resample_from_target(draw, draft, target, **options):
+    class Plain:
+        flip = draw.flip
+        pick = staticmethod(lambda residual: draw.pick(residual._replace(draft=None)))
+
+    return verifiers.rejection.core(Plain(), draft, target, **options)
+
+
+@pytest.mark.parametrize(
+    "broken, tv",
+    [(block_first_failure, 0.1071), (block_token_residual, 1 / 60)],
+    ids=["first failure", "token residual"],
+)
+def test_broken_block_fails(broken, tv):
+    assert error(broken, log_tables(BLOCK_TARGET), log_tables(BLOCK_DRAFT)) == pytest.approx(tv, abs=1e-4)
+
+
+def test_resampling_from_the_target_fails():
+    target = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
+    levels = log_tables([target, np.broadcast_to(target, (8, 8))])
+    assert error(resample_from_target, levels, log_tables([target[::-1]])) == pytest.approx(0.175, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", verifiers.LOSSY)
+def test_lossy_verifiers_are_lossy(name):
+    options = {"acceptance_length": 2.0} if name == "synthetic" else {}
+    assert error(getattr(verifiers, name), random_tables(1, 3), random_tables(2, 2), **options) > 0.01
+
+
+def test_length_chosen_by_the_token_it_cuts_off_is_biased():
+    """Cutting a row where token 1 was drafted conditions on it; masks must leave a forbidden draft in place."""
+    target, draft = np.log([[0.7, 0.3]]), np.log([[0.5, 0.5]])
+    law = np.zeros(2)
+    for token in range(2):
+        drafted = verifiers.core.Draft(
+            jnp.array([[token]], jnp.int32),
+            distributions.Categorical(jnp.asarray(draft[None], jnp.float32)),
+            jnp.array([1 - token], jnp.int32),
+        )
+        rows = jnp.asarray(np.stack([target[0], target[0]])[None], jnp.float32)
+        verified, weight = testing.enumerate_outcomes(verifiers.rejection, drafted, rows)
+        np.add.at(law, np.asarray(verified.tokens)[:, 0], 0.5 * weight[0])
+    np.testing.assert_allclose(law, [0.85, 0.15], atol=1e-6)
+
+
+def test_a_forbidden_draft_stays_in_place():
+    target, draft = np.array([0.7, 0.3, 0.0]), np.array([0.2, 0.4, 0.4])
+    levels = log_tables([target, np.broadcast_to(target, (3, 3))])
+    assert error(verifiers.rejection, levels, log_tables([draft])) < 1e-6
+    assert error(verifiers.block, levels, log_tables([draft])) < 1e-6
+
+
+def test_neighbours_do_not_change_a_row():
+    key = jax.random.split(jax.random.key(0), 4)
+    target = jax.random.normal(jax.random.key(1), (4, 4, 50))
+    drafts = distributions.Categorical(jax.random.normal(jax.random.key(2), (4, 3, 50)))
+    tokens = jax.random.categorical(jax.random.key(3), drafts.logits).astype(jnp.int32)
+    verify = jax.jit(verifiers.rejection)
+    whole = verify(key, verifiers.core.Draft(tokens, drafts), target)
+    part = verify(key[2:], verifiers.core.Draft(tokens[2:], distributions.Categorical(drafts.logits[2:])), target[2:])
+    np.testing.assert_array_equal(whole.tokens[2:], part.tokens)

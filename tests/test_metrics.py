@@ -1,0 +1,141 @@
+"""Metrics against figures worked by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import metrics
+
+# Two sequences, K = 3: (drafted, accepted, emitted, active) of each, step by step.
+STEPS = [
+    ([3, 3], [3, 1], [4, 2], [True, True]),
+    ([2, 0], [1, 0], [2, 1], [True, True]),  # ragged; a row without drafts emits one token
+    ([3, 3], [2, 0], [2, 0], [True, False]),  # the output of row 0 ends inside the step; row 1 has finished
+]
+
+
+def run(steps, num_draft_tokens, update=metrics.update):
+    totals = metrics.zeros(len(steps[0][0]), num_draft_tokens)
+    for step in steps:
+        totals = update(totals, *map(jnp.array, step))
+    return totals
+
+
+@pytest.mark.parametrize("update", [metrics.update, jax.jit(metrics.update)], ids=["eager", "jit"])
+def test_totals_of_a_run(update):
+    totals = run(STEPS, 3, update)
+    expected = metrics.Totals(
+        drafted=[8, 3],
+        accepted=[6, 1],
+        emitted=[8, 3],
+        row_steps=[3, 1],
+        steps=[3, 2],
+        drafted_at=[[3, 3, 2], [1, 1, 1]],
+        accepted_at=[[3, 2, 1], [1, 0, 0]],
+    )
+    for field, found, value in zip(expected._fields, totals, expected, strict=True):
+        np.testing.assert_array_equal(found, value, err_msg=field)
+        assert found.dtype == jnp.int32, field
+
+
+def test_figures_of_a_batch_and_of_one_sequence():
+    totals = run(STEPS, 3)
+    assert metrics.acceptance_rate(totals) == 7 / 11
+    assert metrics.mean_acceptance_length(totals) == 1 + 7 / 4
+    assert metrics.system_efficiency(totals) == (7 + 4) / (11 + 4)
+    np.testing.assert_array_equal(metrics.acceptance_rate_per_position(totals), [4 / 4, 2 / 4, 1 / 3])
+
+    row = jax.tree.map(lambda count: count[0], totals)
+    assert metrics.acceptance_rate(row) == 6 / 8
+    assert metrics.mean_acceptance_length(row) == 1 + 6 / 3
+    assert metrics.system_efficiency(row) == (6 + 3) / (8 + 3)
+    np.testing.assert_array_equal(metrics.acceptance_rate_per_position(row), [3 / 3, 2 / 3, 1 / 2])
+
+
+def test_system_efficiency_where_every_row_has_all_drafts():
+    totals = run([([4, 4], [4, 1], [5, 2], [True, True])], 4)
+    assert metrics.system_efficiency(totals) == (5 + 2) / (8 / 4 * 5)
+
+
+def test_inactive_rows_add_nothing():
+    totals = run([([3, 2], [3, 1], [4, 2], [False, False])], 3)
+    jax.tree.map(lambda found, zero: np.testing.assert_array_equal(found, zero), totals, metrics.zeros(2, 3))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
+def test_figures_are_nan_when_nothing_was_drafted(num_draft_tokens):
+    totals = run([([0], [0], [1], [True])], num_draft_tokens)
+    assert totals.emitted.tolist() == totals.steps.tolist() == [1]
+    for figure in (metrics.acceptance_rate, metrics.mean_acceptance_length, metrics.system_efficiency):
+        assert np.isnan(figure(totals)) and isinstance(figure(totals), float)
+    per_position = metrics.acceptance_rate_per_position(totals)
+    assert per_position.shape == (num_draft_tokens,) and np.isnan(per_position).all()
+    assert np.isnan(metrics.noncausal_acceptance_rate(np.ones((1, num_draft_tokens), bool), np.array([0])))
+
+
+def test_walk_through():
+    # Drafts [16, 5, 129, 86, 939] with outcomes [T, T, T, F, T] emit [16, 5, 129, 2949].
+    totals = run([([5], [3], [4], [True])], 5)
+    assert metrics.acceptance_rate(totals) == 3 / 5
+    assert metrics.mean_acceptance_length(totals) == 4
+    assert metrics.system_efficiency(totals) == 4 / 6
+    np.testing.assert_array_equal(metrics.acceptance_rate_per_position(totals), [1, 1, 1, 0, 0])
+    assert metrics.noncausal_acceptance_rate(np.array([[True, True, True, False, True]]), np.array([5])) == 4 / 5
+
+
+def test_causal_and_noncausal_acceptance():
+    outcomes = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 1, 0]], bool)
+    causal = [[1, 0, 0], [0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0]]
+    totals = run([([3] * 5, [1, 0, 2, 3, 0], [2, 1, 3, 4, 1], [True] * 5)], 3)
+    np.testing.assert_array_equal(totals.accepted_at, causal)
+    assert metrics.acceptance_rate(totals) == 6 / 15
+    assert metrics.noncausal_acceptance_rate(outcomes, np.full(5, 3)) == 8 / 15
+
+
+def test_noncausal_acceptance_does_not_read_past_the_drafts_of_a_row():
+    outcomes = jnp.ones((2, 2, 3), bool).at[0, 1, 0].set(False)
+    assert metrics.noncausal_acceptance_rate(outcomes, jnp.array([[3, 2], [1, 0]])) == 5 / 6
+
+
+def test_sums_over_the_batch_do_not_overflow():
+    big = jnp.full(3, 2**30)
+    totals = metrics.zeros(3, 1)._replace(drafted=big, accepted=big, row_steps=big)
+    assert metrics.acceptance_rate(totals) == 1
+    assert metrics.system_efficiency(totals) == 1
+
+
+def test_totals_can_be_donated():
+    update = jax.jit(metrics.update, donate_argnums=0)
+    totals = run(STEPS, 3, update)
+    assert totals.drafted.tolist() == [8, 3]
+    assert len({count.unsafe_buffer_pointer() for count in metrics.zeros(2, 2)}) == 7
+
+
+def test_totals_keep_their_type_in_a_loop():
+    def body(_, totals):
+        return metrics.update(totals, jnp.array([2]), jnp.array([1]), jnp.array([2]), jnp.array([True]))
+
+    totals = jax.lax.fori_loop(0, 5, body, metrics.zeros(1, 2))
+    assert totals.accepted_at.tolist() == [[5, 0]]
+
+
+def test_totals_keep_their_type_under_64_bit_counts():
+    totals = metrics.zeros(1, 2)
+    with jax.enable_x64(True):
+        totals = metrics.update(totals, *(np.array([n], np.int64) for n in (2, 1, 2)), np.array([True]))
+    assert {count.dtype for count in totals} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("name", ["num_drafts", "num_accepted", "num_emitted", "active"])
+def test_wrong_shapes_are_named(name):
+    step = dict.fromkeys(["num_drafts", "num_accepted", "num_emitted"], jnp.ones(2, jnp.int32)) | {
+        "active": jnp.ones(2, bool)
+    }
+    with pytest.raises(ValueError, match=rf"{name} must have shape \[B\] = \(2,\), got \(3,\)"):
+        metrics.update(metrics.zeros(2, 2), **step | {name: jnp.ones(3, step[name].dtype)})
+
+
+def test_noncausal_acceptance_rate_names_a_wrong_shape():
+    with pytest.raises(ValueError, match=r"num_drafts must have shape \(2,\), got \(3,\)"):
+        metrics.noncausal_acceptance_rate(np.ones((2, 4), bool), np.ones(3, int))

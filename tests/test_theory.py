@@ -1,0 +1,242 @@
+"""Theory against hand-worked values, brute force and enumeration of the textbook rules."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specjax import theory
+
+TARGET, DRAFT = np.array([1, 2]) / 3, np.array([2, 1]) / 3
+
+
+def random_laws(rng, shape, concentration=1.0):
+    return rng.dirichlet(np.full(shape[-1], concentration), size=shape[:-1])
+
+
+def context_free(law, num_draft_tokens):
+    return [np.broadcast_to(law, law.shape * (i + 1)) for i in range(num_draft_tokens)]
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (0.0, [1, 1, 1, 1, 1]),
+        (0.5, [1.5, 1.75, 1.875, 1.9375, 1.96875]),
+        (0.7, [1.7, 2.19, 2.533, 2.7731, 2.94117]),
+        (0.8, [1.8, 2.44, 2.952, 3.3616, 3.68928]),
+        (0.9, [1.9, 2.71, 3.439, 4.0951, 4.68559]),
+        (1.0, [2, 3, 4, 5, 6]),
+    ],
+)
+def test_expected_tokens(rate, expected):
+    np.testing.assert_allclose(theory.expected_tokens(rate, np.arange(1, 6)), expected, rtol=1e-14)
+    assert theory.expected_tokens(rate, 0) == 1
+    num_accepted = theory.num_accepted_probabilities(rate, 5)
+    assert num_accepted.sum() == pytest.approx(1)
+    assert num_accepted @ np.arange(1, 7) == pytest.approx(expected[-1])
+
+
+def test_expected_tokens_broadcasts_and_keeps_precision_near_one():
+    rates = np.array([[0.2], [1 - 1e-14], [1.0]])
+    tokens = theory.expected_tokens(rates, [0, 2, 7])
+    assert tokens.shape == (3, 3)
+    np.testing.assert_allclose(tokens[0], [1, 1.24, (1 - 0.2**8) / 0.8])
+    np.testing.assert_allclose(tokens[1], tokens[2], rtol=1e-12)
+
+
+def test_num_accepted_probabilities():
+    np.testing.assert_allclose(theory.num_accepted_probabilities(0.8, 3), [0.2, 0.16, 0.128, 0.512])
+    np.testing.assert_allclose(theory.num_accepted_probabilities([0.0, 1.0], 2), [[1, 0, 0], [0, 0, 1]])
+    np.testing.assert_allclose(theory.num_accepted_probabilities(0.8, 0), [1])
+
+
+@pytest.mark.parametrize(
+    ("cost_ratio", "num_drafts", "speed_ups"),
+    [
+        (0.05, [3, 6, 8, 13], [1.63, 2.35, 3.09, 4.67]),
+        (0.1, [2, 4, 6, 10], [1.46, 1.98, 2.47, 3.43]),
+        (0.2, [1, 3, 4, 7], [1.25, 1.58, 1.87, 2.37]),  # 1 and 2 tie at rate .5
+    ],
+)
+def test_best_num_draft_tokens_and_its_speed_up(cost_ratio, num_drafts, speed_ups):
+    rates = np.array([0.5, 0.7, 0.8, 0.9])
+    best = theory.best_num_draft_tokens(rates, cost_ratio)
+    assert best.tolist() == num_drafts
+    np.testing.assert_allclose(theory.speed_up(rates, best, cost_ratio), speed_ups, atol=0.005)
+
+
+def test_best_num_draft_tokens_is_zero_iff_the_rate_is_at_most_the_cost():
+    rates = np.arange(21) / 20
+    best = theory.best_num_draft_tokens(rates[:, None], rates)
+    np.testing.assert_array_equal(best == 0, rates[:, None] <= rates)
+    np.testing.assert_array_equal(theory.speed_up(rates, 0, 0.3), 1)
+
+
+def test_best_num_draft_tokens_is_the_smallest_of_a_tie_whatever_the_rounding():
+    rates = np.linspace(0.1, 0.9, 81)
+    cost_ratios = rates**2 / (1 + rates - rates**2)  # 1 and 2 drafts tie
+    np.testing.assert_array_equal(theory.best_num_draft_tokens(rates, cost_ratios), 1)
+
+
+def test_best_num_draft_tokens_is_limited():
+    assert theory.best_num_draft_tokens(0.9, 0.05, max_draft_tokens=5) == 5
+    assert theory.best_num_draft_tokens(1.0, 0.0, max_draft_tokens=7) == 7
+    assert theory.best_num_draft_tokens(0.9, 0.05, max_draft_tokens=0) == 0
+
+
+def test_speed_up_counts_the_time_of_verification():
+    assert theory.speed_up(0.5, 2, cost_ratio=0.1, verify_ratio=1.3) == pytest.approx(1.75 / 1.5)
+    assert theory.speed_up(0.5, 2, cost_ratio=[0.0, 0.1]).tolist() == pytest.approx([1.75, 1.75 / 1.2])
+
+
+def test_acceptance_rate_is_one_less_total_variation():
+    rng = np.random.default_rng(0)
+    target, draft = random_laws(rng, (4, 7)), random_laws(rng, (4, 7))
+    rates = theory.acceptance_rate(target, draft)
+    np.testing.assert_allclose(rates, 1 - np.abs(target - draft).sum(axis=-1) / 2)
+    assert theory.acceptance_rate([0.5, 0.5, 0], [0, 0.25, 0.75]) == 0.25
+
+
+def test_coupled_acceptance_rate_is_the_double_sum():
+    rng = np.random.default_rng(1)
+    target, draft = random_laws(rng, (50, 6), 0.5), random_laws(rng, (50, 6), 0.5)
+    ratios = [law[:, None, :] / law[:, :, None] for law in (target, draft)]
+    rates = theory.coupled_acceptance_rate(target, draft)
+    np.testing.assert_allclose(rates, (1 / np.maximum(*ratios).sum(axis=-1)).sum(axis=-1), rtol=1e-12)
+    overlap = theory.acceptance_rate(target, draft)  # 1 - TV
+    assert np.all(rates <= overlap) and np.all(rates >= overlap / (2 - overlap))
+
+
+def test_coupled_acceptance_rate_of_zeros_and_of_equal_laws():
+    # Only token 1 can be both: 1 / (1 + max(.5/.5, 0) + max(0, .75/.25)) = 1 / 5.
+    assert theory.coupled_acceptance_rate([0.5, 0.5, 0, 0], [0, 0.25, 0.75, 0]) == pytest.approx(0.2)
+    assert theory.coupled_acceptance_rate([1.0, 0.0], [0.0, 1.0]) == 0
+    assert theory.coupled_acceptance_rate([0.5, 0.0, 0.5], [0.5, 0.0, 0.5]) == pytest.approx(1)
+
+
+def test_coupled_acceptance_rate_is_the_agreement_of_draws_with_the_same_gumbel_noise():
+    rng = np.random.default_rng(2)
+    target, draft = random_laws(rng, (2, 5))
+    noise = rng.gumbel(size=(100_000, 5))
+    agree = (np.log(target) + noise).argmax(axis=-1) == (np.log(draft) + noise).argmax(axis=-1)
+    rate = theory.coupled_acceptance_rate(target, draft)
+    assert 0.1 < rate < 0.9
+    assert abs(agree.mean() - rate) < 6 * np.sqrt(rate * (1 - rate) / len(agree))
+
+
+def test_typical_acceptance_rate():
+    # Peaked: entropy .3944, threshold min(.09, .3 * .674) = .09. Flat over 10: threshold .03.
+    assert theory.typical_acceptance_rate([0.9, 0.1, 0.0], [0.3, 0.6, 0.1]) == pytest.approx(0.9)
+    assert theory.typical_acceptance_rate([0.92, 0.08, 0.0], [0.3, 0.6, 0.1]) == pytest.approx(0.3)
+    assert theory.typical_acceptance_rate(np.full(10, 0.1), np.full(10, 0.1)) == pytest.approx(1)
+    peaked, flat = [0.92, 0.08, 0, 0], [0.25] * 4
+    rates = theory.typical_acceptance_rate([peaked, flat], [flat, flat], posterior_threshold=0.5, posterior_alpha=0.3)
+    assert rates.tolist() == [0.25, 1]  # thresholds .227 and .075
+    # A threshold equal to the probability rejects.
+    assert theory.typical_acceptance_rate([0.5, 0.5], [0.5, 0.5], posterior_threshold=0.5, posterior_alpha=1.01) == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("rejection", [2 / 3, 10 / 9, 38 / 27, 130 / 81]),
+        ("block", [2 / 3, 11 / 9, 5 / 3, 166 / 81]),
+        ("match", [4 / 9, 52 / 81]),
+    ],
+)
+def test_expected_accepted_context_free(rule, expected):
+    lengths = range(1, len(expected) + 1)
+    found = [theory.expected_accepted(context_free(TARGET, k), context_free(DRAFT, k), rule) for k in lengths]
+    assert found == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("rejection", 1.15), ("block", 1.2)])
+def test_expected_accepted_where_the_residuals_of_block_and_token_differ(rule, expected):
+    target = [[0.25, 0.5, 0.25], [[0.6, 0.4, 0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]]
+    draft = [[0.5, 0.25, 0.25], [[0.1, 0.3, 0.6], [0.5, 0.3, 0.2], [0.3, 0.4, 0.3]]]
+    assert theory.expected_accepted(target, draft, rule) == pytest.approx(expected, rel=1e-14)
+
+
+def rejection_rule(target_rows, draft_rows, path):
+    """The law of the number of accepted drafts, each tested until the first failure."""
+    tests = [min(1, t[x] / d[x]) for t, d, x in zip(target_rows, draft_rows, path, strict=True)]
+    reach = np.cumprod([1, *tests])
+    return reach * (1 - np.array([*tests, 0]))
+
+
+def match_rule(target_rows, draft_rows, path):
+    tests = [t[x] for t, x in zip(target_rows, path, strict=True)]
+    return np.cumprod([1, *tests]) * (1 - np.array([*tests, 0]))
+
+
+def block_rule(target_rows, draft_rows, path):
+    """The law of the last index whose test passes, with the thresholds of Sun et al., algorithm 2."""
+    weight, tests = 1.0, [1.0]  # index 0 always passes
+    for i, token in enumerate(path, start=1):
+        weight = min(1, weight * target_rows[i - 1][token] / draft_rows[i - 1][token])
+        if i < len(path):
+            residual = np.maximum(weight * target_rows[i] - draft_rows[i], 0).sum()
+            tests.append(residual / (residual + 1 - weight) if residual + 1 - weight > 0 else 1)
+        else:
+            tests.append(weight)
+    failures = 1 - np.array([*tests[1:], 0])
+    return np.array(tests) * np.cumprod(failures[::-1])[::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("rejection", rejection_rule), ("block", block_rule), ("match", match_rule)]
+)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
+def test_expected_accepted_is_that_of_the_enumerated_rule(name, rule, num_draft_tokens):
+    rng = np.random.default_rng(num_draft_tokens)
+    shapes = [(3,) * (i + 1) for i in range(num_draft_tokens)]
+    target, draft = [random_laws(rng, shape) for shape in shapes], [random_laws(rng, shape) for shape in shapes]
+    expected = 0.0
+    for path in itertools.product(range(3), repeat=num_draft_tokens):
+        target_rows, draft_rows = ([law[path[:i]] for i, law in enumerate(laws)] for laws in (target, draft))
+        num_accepted = rule(target_rows, draft_rows, path)
+        assert num_accepted.sum() == pytest.approx(1)
+        mass = np.prod([law[token] for law, token in zip(draft_rows, path, strict=True)])
+        expected += mass * num_accepted @ np.arange(num_draft_tokens + 1)
+    assert theory.expected_accepted(target, draft, name) == pytest.approx(expected, rel=1e-12)
+
+
+def test_rules_agree_where_they_must():
+    rng = np.random.default_rng(3)
+    target, draft = random_laws(rng, (2, 5))
+    one = [theory.expected_accepted([target], [draft], rule) for rule in ("rejection", "block")]
+    assert one == pytest.approx([theory.acceptance_rate(target, draft)] * 2)
+    assert theory.expected_accepted(context_free(target, 3), context_free(target, 3), "block") == pytest.approx(3)
+    assert theory.expected_accepted([], []) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (theory.expected_tokens, (1.5, 2), r"acceptance_rate must be in \[0, 1\], got 1.5"),
+        (theory.expected_tokens, (float("nan"), 2), "acceptance_rate must be in"),
+        (theory.expected_tokens, (0.5, -1), "num_draft_tokens must be an integer >= 0, got -1"),
+        (theory.expected_tokens, (0.5, 2.0), "num_draft_tokens must be an integer >= 0, got 2.0"),
+        (theory.num_accepted_probabilities, (0.5, [1, 2]), "num_draft_tokens must be an integer >= 0, got"),
+        (theory.speed_up, (0.5, 2, -0.1), "cost_ratio must be >= 0, got -0.1"),
+        (theory.speed_up, (0.5, 2, 0.1, 0.0), "verify_ratio must be > 0, got 0.0"),
+        (theory.best_num_draft_tokens, (0.5, 0.1, -1), "max_draft_tokens must be an integer >= 0, got -1"),
+        (theory.acceptance_rate, ([0.5, 0.6], TARGET), "target must be of sum 1"),
+        (theory.acceptance_rate, (TARGET, [1.5, -0.5]), "draft must be nonnegative, got -0.5"),
+        (theory.acceptance_rate, (TARGET, [0.5, 0.25, 0.25]), r"draft must be of shape \(2,\), target's, got \(3,\)"),
+        (theory.coupled_acceptance_rate, (TARGET, [TARGET]), "draft must be of shape"),
+        (theory.typical_acceptance_rate, (1.0, 1.0), r"target must be of shape \[..., V\], got \(\)"),
+        (theory.expected_accepted, ([TARGET], [DRAFT], "typical"), "rule must be one of .*, got 'typical'"),
+        (theory.expected_accepted, ([TARGET], [DRAFT] * 2), "draft must be as many arrays as target, 1, got 2"),
+        (
+            theory.expected_accepted,
+            ([TARGET] * 2, [DRAFT] * 2),
+            r"target\[1\] must be of shape .* \(2, 2\), got \(2,\)",
+        ),
+        (theory.expected_accepted, ([TARGET], [[0.5, 0.1]]), r"draft\[0\] must be of sum 1"),
+    ],
+)
+def test_wrong_arguments_are_named(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
