@@ -112,13 +112,14 @@ def _top(logits: Array, argmax: bool) -> tuple[Array, Array | None]:
     if not argmax:
         return jnp.max(_widen(logits), axis=-1), None
     vocab_size = logits.shape[-1]
+    block_size = min(BLOCK_SIZE, vocab_size)
     unpadded = [(0, 0)] * (logits.ndim - 1)
-    padded = jnp.pad(_widen(logits), [*unpadded, (0, -vocab_size % BLOCK_SIZE)], constant_values=-jnp.inf)
-    block_tops = jnp.max(padded.reshape(*logits.shape[:-1], -1, BLOCK_SIZE), axis=-1)
+    padded = jnp.pad(_widen(logits), [*unpadded, (0, -vocab_size % block_size)], constant_values=-jnp.inf)
+    block_tops = jnp.max(padded.reshape(*logits.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
     block = jnp.argmax(block_tops, axis=-1, keepdims=True)
-    inside = jnp.arange(BLOCK_SIZE).reshape((1,) * (logits.ndim - 1) + (-1,))
-    ids = jnp.minimum(block * BLOCK_SIZE + inside, vocab_size - 1)
-    best = block[..., 0] * BLOCK_SIZE + jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1)
+    inside = jnp.arange(block_size).reshape((1,) * (logits.ndim - 1) + (-1,))
+    ids = jnp.minimum(block * block_size + inside, vocab_size - 1)
+    best = block[..., 0] * block_size + jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1)
     return jnp.max(block_tops, axis=-1), jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
 
 
@@ -215,11 +216,11 @@ def pick(residual: Residual, uniforms: Array) -> Array:
     over a whole vocabulary is off by 1e-3 and never draws most of its rare tokens.
     """
     vocab_size = residual.target.distribution.logits.shape[-1]
-    num_blocks = -(-vocab_size // BLOCK_SIZE)
+    block_size = min(BLOCK_SIZE, vocab_size)
 
     def block_masses(weights: Array) -> Array:
-        padded = jnp.pad(weights, ((0, 0), (0, num_blocks * BLOCK_SIZE - vocab_size)))
-        return jnp.sum(padded.reshape(-1, num_blocks, BLOCK_SIZE), axis=-1)
+        padded = jnp.pad(weights, ((0, 0), (0, -vocab_size % block_size)))
+        return jnp.sum(padded.reshape(-1, padded.shape[1] // block_size, block_size), axis=-1)
 
     masses = block_masses(residual_weights(residual))
     plain = ~(jnp.sum(masses, axis=-1) > 0)
@@ -230,9 +231,9 @@ def pick(residual: Residual, uniforms: Array) -> Array:
             lambda: masses,
         )
     block = _first_above(masses, uniforms[:, 0])
-    ids = block[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE, dtype=jnp.int32)[None]
+    ids = block[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None]
     weights = residual_weights(residual, jnp.minimum(ids, vocab_size - 1), plain)
-    token = block * BLOCK_SIZE + _first_above(jnp.where(ids < vocab_size, weights, 0), uniforms[:, 1])
+    token = block * block_size + _first_above(jnp.where(ids < vocab_size, weights, 0), uniforms[:, 1])
     return jnp.minimum(token, vocab_size - 1)
 
 

@@ -5,17 +5,19 @@ that runs through every outcome with its probability, so the shipped code is wha
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributions
+from specjax import decode, distributions, keys as streams
 from specjax.distributions import Residual
-from specjax.types import Array, Categorical, Draft, Verified
+from specjax.sampling import Sampling
+from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
 from specjax.verifiers.core import canonical
 
 Table = np.ndarray  # level i of a conditional table: [V] * i + [V], the law of token i + 1 given the first i
@@ -191,3 +193,286 @@ def product_law(tables: Sequence[Table], prefix: tuple[int, ...] = ()) -> np.nda
 def total_variation(first: np.ndarray, second: np.ndarray) -> float:
     """Half the L1 distance of two laws."""
     return 0.5 * float(np.abs(np.asarray(first, np.float64) - np.asarray(second, np.float64)).sum())
+
+
+class ChiSquare(NamedTuple):
+    """A chi-square test: `statistic` exceeds `bound` less than once in 1e9 runs when the law is right."""
+
+    statistic: float
+    degrees: int
+    bound: float
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray, min_expected: float = 5.0) -> ChiSquare:
+    """Compare counts with a law, the cells that expect fewer than `min_expected` merged into one.
+
+    Args:
+        counts: of each outcome, any shape.
+        probs: the law, the same shape.
+        min_expected: below it the chi-square law is a bad approximation of a cell.
+
+    Returns:
+        ChiSquare; infinite where an impossible outcome was counted.
+
+    Example:
+        >>> chi_square(np.array([500, 500]), np.array([0.5, 0.5])).statistic
+        0.0
+    """
+    counts, probs = np.ravel(np.asarray(counts, np.float64)), np.ravel(np.asarray(probs, np.float64))
+    if counts.shape != probs.shape:
+        raise ValueError(f"counts and probs must have the same shape, got {counts.shape} and {probs.shape}")
+    expected = counts.sum() * probs / probs.sum()
+    small = expected < min_expected
+    if small.any():
+        counts = np.append(counts[~small], counts[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(expected > 0, (counts - expected) ** 2 / expected, np.where(counts > 0, np.inf, 0.0))
+    degrees = max(len(counts) - 1, 1)
+    return ChiSquare(float(terms.sum()), degrees, degrees + 9.1 * degrees**0.5 + 41.4)
+
+
+def bigram_model(logits: Array) -> Model:
+    """A target whose law depends on the last token alone: row v of logits [V, V] is the law after token v."""
+    return Model(params=logits, apply=_bigram_apply, init_cache=_no_cache, vocab_size=logits.shape[-1])
+
+
+def _bigram_apply(params: Array, inputs: ModelInput, cache: tuple) -> tuple[ModelOutput, tuple]:
+    return ModelOutput(params[inputs.tokens]), cache
+
+
+def _no_cache(batch_size: int, max_length: int) -> tuple:
+    return ()
+
+
+def sample_draft(keys: Array, distribution: Categorical) -> tuple[Array, Categorical]:
+    """The honest drafter: a token [B, 1] from each row, and the law that it came from."""
+    return distributions.sample(keys, distribution), distribution
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["logits"], meta_fields=["num_draft_tokens", "drafter"])
+@dataclass(frozen=True)
+class BigramProposer:
+    """Drafts from a bigram table by a given drafter, `(keys [B, 1], Categorical [B, 1, V]) -> (tokens, Categorical)`."""
+
+    logits: Array  # [V, V]
+    num_draft_tokens: int
+    drafter: Callable[[Array, Categorical], tuple[Array, Categorical]] = sample_draft
+
+    def init(self, batch_size: int, max_length: int) -> PyTree:
+        return ()
+
+    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree:
+        return state
+
+    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:
+        token = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+        drawn = []
+        for i in range(self.num_draft_tokens):
+            noise = streams.stream(keys[:, :1], streams.DRAFT, i)
+            drawn.append(self.drafter(noise, Categorical(self.logits[token])))
+            token = drawn[-1][0]
+        logits = jnp.concatenate([reported.logits for _, reported in drawn], axis=1)
+        return Draft(jnp.concatenate([tokens for tokens, _ in drawn], axis=1), Categorical(logits)), state
+
+    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
+        return state
+
+
+def sampled_tokens(
+    verifier: Callable[..., Verified],
+    target: Array,
+    proposer: Any,
+    *,
+    num_samples: int,
+    num_tokens: int = 6,
+    seed: int = 0,
+) -> np.ndarray:
+    """Decode `num_samples` sequences from token 0 through the public loop.
+
+    Args:
+        verifier: with its options bound.
+        target: logits [V, V] of a bigram target.
+        proposer: of the same vocabulary.
+        num_samples: rows of the batch.
+        num_tokens: decoded after token 0, over several steps.
+        seed: of the keys.
+
+    Returns:
+        Tokens [num_samples, num_tokens].
+    """
+    state = decode.prefill(
+        bigram_model(target),
+        proposer,
+        jnp.zeros((num_samples, 1), jnp.int32),
+        jnp.ones(num_samples, jnp.int32),
+        Sampling(max_tokens=jnp.full(num_samples, num_tokens, jnp.int32)),
+        jax.random.key(seed),
+        max_length=num_tokens + 1,
+    )
+    return np.asarray(decode.generate(bigram_model(target), proposer, state, verifier=verifier).context.tokens)[:, 1:]
+
+
+def assert_lossless(
+    verifier: Callable[..., Verified],
+    *,
+    drafter: Callable[[Array, Categorical], tuple[Array, Categorical]] | None = None,
+    num_draft_tokens: int = 3,
+    num_samples: int = 600_000,
+    tolerance: float = 1e-6,
+    **options: Any,
+) -> None:
+    """Raise AssertionError unless what a verifier emits follows the target's law.
+
+    Exact, by enumeration, where the verifier exposes its core: one step is then enough, because a core cannot touch keys.
+    Otherwise, or with a drafter, six tokens over several steps of the public loop are compared by chi-square.
+
+    Args:
+        verifier: `(keys, draft, target, **options) -> Verified`.
+        drafter: `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], the Categorical it claims)`, None draws honestly.
+        num_draft_tokens: K.
+        num_samples: sequences of the statistical check.
+        tolerance: in total variation, of the exact check.
+        **options: of the verifier.
+
+    Raises:
+        AssertionError: says on which case, by how much, and at which tokens the laws differ most.
+
+    Example:
+        >>> from specjax import verifiers
+        >>> assert_lossless(verifiers.block, num_draft_tokens=2)
+    """
+    if drafter is None and hasattr(verifier, "core"):
+        for name, target, draft, settings in _exact_cases(num_draft_tokens):
+            law = enumerate_law(verifier, target, draft, **settings, **options)
+            tables = [probabilities(t, settings.get("target_temperature")) for t in target]
+            _report(name, law, product_law(tables), tolerance)
+        return
+    bound = jax.tree_util.Partial(verifier, **options) if options else verifier
+    for name, target, draft in _sampled_cases():
+        proposer = BigramProposer(jnp.log(draft), num_draft_tokens, drafter or sample_draft)
+        tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples)
+        _assert_sampled_law(name, tokens, target)
+
+
+def _exact_cases(num_draft_tokens: int):
+    """(name, target levels, draft levels or tokens, settings of enumerate_law)."""
+    rng = np.random.default_rng(0)
+    size = 3
+
+    def tables(levels: int, zeros: bool = False) -> list[Table]:
+        result = [2 * rng.normal(size=(size,) * (level + 1)) for level in range(levels)]
+        for table in result if zeros else ():
+            hidden = rng.random(table.shape) < 0.4
+            hidden[..., 0] &= ~hidden.all(axis=-1)
+            table[hidden] = -np.inf
+        return result
+
+    target, draft = tables(num_draft_tokens + 1), tables(num_draft_tokens)
+    yield "sampled drafts", target, draft, {}
+    yield "impossible tokens", tables(num_draft_tokens + 1, True), tables(num_draft_tokens, True), {}
+    yield "temperatures", target, draft, {"target_temperature": 0.6, "draft_temperature": 1.4}
+    yield "greedy row", target, draft, {"target_temperature": 0.0}
+    for num_tokens in range(num_draft_tokens):
+        yield f"row with {num_tokens} drafts", target, draft, {"num_tokens": num_tokens}
+    yield "deterministic drafts", target, [0] * num_draft_tokens, {}
+    if num_draft_tokens >= 2:
+        flat = [np.zeros((size,) * (level + 1)) for level in range(num_draft_tokens + 1)]
+        target, draft = BLOCK_INSTANCE[0] + flat[3:], BLOCK_INSTANCE[1] + flat[2:-1]
+        yield "the instance of block verification", target, draft, {"num_tokens": 2}
+
+
+def _log(table: list) -> Table:
+    with np.errstate(divide="ignore"):
+        return np.log(table)
+
+
+# On this target and draft the usual mistakes of block verification show: levels of conditional logits.
+BLOCK_INSTANCE = (
+    [
+        _log([0.25, 0.5, 0.25]),
+        _log([[0.6, 0.4, 0.0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]),
+        np.broadcast_to(_log([0.2, 0.3, 0.5]), (3, 3, 3)),
+    ],
+    [_log([0.5, 0.25, 0.25]), _log([[0.1, 0.3, 0.6], [0.5, 0.3, 0.2], [0.3, 0.4, 0.3]])],
+)
+
+
+def _sampled_cases():
+    """(name, target, draft): bigram tables [V, V] of probabilities."""
+    target = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
+    close = np.array([0.35, 0.2, 0.15, 0.1, 0.08, 0.05, 0.04, 0.03])
+    table, close_table = np.broadcast_to(target, (8, 8)), np.broadcast_to(close, (8, 8))
+    yield "8 tokens, a draft far from the target", table, table[:, ::-1]
+    yield "8 tokens, a draft close to the target", table, close_table
+    yield "2 tokens", np.array([[1, 2], [1, 2]]) / 3, np.array([[2, 1], [2, 1]]) / 3
+    rng = np.random.default_rng(1)
+    yield "3 tokens, each law after its own", *(probabilities(rng.normal(size=(3, 3))) for _ in range(2))
+
+
+def _assert_sampled_law(name: str, tokens: np.ndarray, target: np.ndarray) -> None:
+    """Compare the joint law of tokens [N, T] in windows of as many as make at most 1000 outcomes."""
+    vocab_size, num_tokens = target.shape[-1], tokens.shape[1]
+    width = min(num_tokens, int(np.log(1000) / np.log(vocab_size)))
+    marginal = np.eye(vocab_size)[0]  # of the token before the window
+    for start in range(num_tokens - width + 1):
+        law = marginal @ target
+        for _ in range(width - 1):
+            law = law[..., None] * target
+        window = tokens[:, start : start + width]
+        index = np.ravel_multi_index(tuple(window.T), (vocab_size,) * width)
+        counts = np.bincount(index, minlength=vocab_size**width).reshape(law.shape)
+        test = chi_square(counts, law)
+        if test.statistic > test.bound:
+            raise AssertionError(
+                f"not lossless on {name!r}: tokens {start} to {start + width - 1} of {len(tokens)} sequences give "
+                f"chi-square {test.statistic:.0f} with {test.degrees} degrees of freedom, expected at most "
+                f"{test.bound:.0f}; {_worst(counts / len(tokens), law)}"
+            )
+        marginal = marginal @ target
+
+
+def _report(name: str, law: np.ndarray, exact: np.ndarray, tolerance: float) -> None:
+    distance = total_variation(law, exact)
+    if not distance <= tolerance:
+        raise AssertionError(
+            f"not lossless on {name!r}: total variation {distance:.3g} from the target's law, expected at most "
+            f"{tolerance:g}; {_worst(law, exact)}"
+        )
+
+
+def _worst(law: np.ndarray, exact: np.ndarray) -> str:
+    tokens = np.unravel_index(np.argmax(np.abs(law - exact)), law.shape)
+    return f"worst at tokens {[int(t) for t in tokens]}: probability {law[tokens]:.6f}, expected {exact[tokens]:.6f}"
+
+
+def assert_permutation_equivariant(verifier: Callable[..., Verified], **options: Any) -> None:
+    """Raise AssertionError unless permuting the rows of a batch with their keys permutes the output.
+
+    Args:
+        verifier: `(keys, draft, target, **options) -> Verified`.
+        **options: of the verifier.
+    """
+    batch_size, num_draft_tokens, vocab_size = 6, 3, 11
+    target, draft, order = jax.random.split(jax.random.key(0), 3)
+    logits = jax.random.normal(draft, (batch_size, num_draft_tokens, vocab_size))
+    tokens = jnp.argmax(logits + jax.random.gumbel(order, logits.shape), axis=-1).astype(jnp.int32)
+    num_tokens = jnp.arange(batch_size) % (num_draft_tokens + 1)
+    arguments = (
+        Draft(tokens, Categorical(logits, jnp.linspace(0.0, 2.0, batch_size)), num_tokens),
+        Categorical(
+            jax.random.normal(target, (batch_size, num_draft_tokens + 1, vocab_size)),
+            jnp.linspace(2.0, 0.0, batch_size),
+        ),
+    )
+    permutation = jax.random.permutation(order, batch_size)
+    verify = jax.jit(partial(verifier, **options))
+    for shape in ((batch_size,), (batch_size, num_draft_tokens + 1)):
+        keys = jax.random.split(jax.random.key(1), shape)
+        straight = jax.tree.map(lambda x: x[permutation], verify(keys, *arguments))
+        permuted = verify(*jax.tree.map(lambda x: x[permutation], (keys, *arguments)))
+        for name, first, second in zip(Verified._fields, straight, permuted, strict=True):
+            if first is not None and not bool(jnp.array_equal(first, second)):
+                raise AssertionError(
+                    f"{name} depends on the order of the batch with keys {shape}: {first} became {second}"
+                )

@@ -30,17 +30,18 @@ class DraftModel:
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: PyTree) -> tuple[Draft, PyTree]:
         speculates = context.active
-        if self.max_length is not None:
-            speculates &= context.length + self.num_draft_tokens < self.max_length
-        tokens, distribution, state = jax.lax.cond(
-            jnp.any(speculates),
-            self._draft,
-            self._skip,
+        operands = (
             streams.stream(keys[:, :1], streams.DRAFT, jnp.arange(self.num_draft_tokens)[None]),
             context,
             sampling,
             state,
         )
+        buffer_size = context.tokens.shape[1]
+        if self.max_length is None or buffer_size - 1 + self.num_draft_tokens < self.max_length:
+            tokens, distribution, state = self._draft(*operands)
+        else:
+            speculates &= context.length + self.num_draft_tokens < self.max_length
+            tokens, distribution, state = jax.lax.cond(jnp.any(speculates), self._draft, self._skip, *operands)
         tokens = jnp.where(speculates[:, None], tokens, -1)
         return Draft(tokens, distribution, jnp.where(speculates, self.num_draft_tokens, 0).astype(jnp.int32)), state
 
@@ -80,7 +81,7 @@ class DraftModel:
             )
             return (drafts, rows, cache), None
 
-        (drafts, rows, cache), _ = jax.lax.scan(body, (drafts, stacked, cache), jnp.arange(1, width))
+        (drafts, rows, cache), _ = jax.lax.scan(body, (drafts, stacked, cache), jnp.arange(1, width), unroll=True)
         return drafts, rows._replace(temperature=sampling.temperature), cache
 
     def _skip(self, keys: Array, context: Context, sampling: Sampling, cache: PyTree):

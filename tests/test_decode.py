@@ -1,0 +1,448 @@
+"""The decoding loop on small models: exactness over several steps, ends of sequences, purity."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import decode, keys as streams, metrics, proposers, sampling, scorers, testing, verifiers
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.sampling import SamplingParams
+from specjax.types import Categorical, Draft, Model, ModelOutput
+from specjax.verifiers import core
+
+VOCAB = 61
+TARGET = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
+DRAFT = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 32, 128)
+LOSSLESS = [v for v in verifiers.__all__ if v not in verifiers.LOSSY]
+
+prefill = jax.jit(decode.prefill, static_argnames="max_length")
+
+
+def model(config: DecoderConfig, seed: int) -> Model:
+    """Random weights, scaled up so that laws are neither flat nor one-hot."""
+    return decoder_model(config, jax.tree.map(lambda x: 4 * x, init_params(config, seed)))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return model(TARGET, 0)
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return model(DRAFT, 1)
+
+
+def start(target, proposer, params, lengths=(9, 4, 1), max_length=64, keys=None, seed=0):
+    rng = np.random.default_rng(seed)
+    prompts = jnp.asarray(rng.integers(0, VOCAB, (len(lengths), max(lengths))), jnp.int32)
+    keys = jax.random.split(jax.random.key(7), len(lengths)) if keys is None else keys
+    batch = sampling.batch(params if isinstance(params, list) else [params] * len(lengths))
+    return prefill(target, proposer, prompts, jnp.array(lengths), batch, keys, max_length=max_length)
+
+
+def run(target, proposer, params, verifier=verifiers.rejection, **options):
+    return decode.generate(target, proposer, start(target, proposer, params, **options), verifier=verifier)
+
+
+def outputs(state) -> list[list[int]]:
+    context = jax.device_get(state.context)
+    return [t[p:n].tolist() for t, p, n in zip(context.tokens, context.prompt_length, context.length, strict=True)]
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5, 6])
+def test_greedy_equals_plain(target, draft, num_draft_tokens, name):
+    params = SamplingParams(temperature=0, max_tokens=40)
+    plain = run(target, None, params)
+    fast = run(target, proposers.draft_model(draft, num_draft_tokens), params, getattr(verifiers, name))
+    assert outputs(fast) == outputs(plain)
+    assert [len(o) for o in outputs(plain)] == [40, 40, 40]
+
+
+@pytest.mark.parametrize("name", ["match", "rejection"])
+def test_match_equals_plain_sampling(target, draft, name):
+    """With keys by position, exact match emits what plain sampling does, whatever the drafts."""
+    params = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, max_tokens=40)
+    plain = run(target, None, params, getattr(verifiers, name))
+    fast = run(target, proposers.draft_model(draft, 4), params, verifiers.match)
+    assert outputs(fast) == outputs(plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_target_as_its_own_draft(target, temperature, name):
+    """Every draft of the target's own is accepted, over many steps: no gap in the draft's cache."""
+    if name == "match" and temperature:
+        pytest.skip("independent noise does not match")
+    params = SamplingParams(temperature=temperature, max_tokens=100)
+    state = run(target, proposers.draft_model(target, 4), params, getattr(verifiers, name), max_length=128)
+    assert metrics.acceptance_rate(state.totals) == 1.0
+    assert metrics.mean_acceptance_length(state.totals) == 5.0
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_neighbours_do_not_change_a_request(target, draft, name):
+    proposer = proposers.draft_model(draft, 3)
+    keys = jax.random.split(jax.random.key(3), 4)
+    params = [
+        SamplingParams(temperature=t, top_k=k, max_tokens=n)
+        for t, k, n in [(1.0, 5, 20), (0.0, -1, 11), (0.7, 9, 30), (1.3, -1, 17)]
+    ]
+    verifier = getattr(verifiers, name)
+    together = run(target, proposer, params, verifier, lengths=(9, 4, 1, 6), keys=keys)
+    order = [2, 0, 3, 1]
+    rng = np.random.default_rng(0)
+    prompts = jnp.asarray(rng.integers(0, VOCAB, (4, 9)), jnp.int32)
+    lengths = jnp.array([9, 4, 1, 6])
+    shuffled = prefill(
+        target,
+        proposer,
+        prompts[jnp.array(order)],
+        lengths[jnp.array(order)],
+        sampling.batch([params[i] for i in order]),
+        keys[jnp.array(order)],
+        max_length=64,
+    )
+    shuffled = outputs(decode.generate(target, proposer, shuffled, verifier=verifier))
+    assert [shuffled[order.index(i)] for i in range(4)] == outputs(together)
+
+
+def test_stop_token_inside_the_accepted_block(target):
+    """The target drafts for itself, so whole blocks are accepted; a stop in the middle of one ends the row there."""
+    plain = outputs(run(target, None, SamplingParams(temperature=1, max_tokens=30)))
+    for offset in range(4, 9):
+        stops = [row[offset] for row in plain]
+        params = [SamplingParams(temperature=1, max_tokens=30, stop_token_ids=[s]) for s in stops]
+        state = run(target, proposers.draft_model(target, 4), params, verifiers.match)
+        for row, expected, stop in zip(outputs(state), plain, stops, strict=True):
+            assert row == expected[: expected.index(stop) + 1]
+        assert state.finished.tolist() == [decode.STOP] * 3
+        assert not state.context.active.any()
+        assert np.asarray(state.totals.emitted).tolist() == [len(row) for row in outputs(state)]
+
+
+def test_stop_of_a_self_draft_block(target):
+    params = SamplingParams(temperature=0, max_tokens=30)
+    plain = outputs(run(target, None, params))
+    stops = [row[5] for row in plain]
+    limited = [replace(params, stop_token_ids=[s]) for s in stops]
+    state = run(target, proposers.draft_model(target, 6), limited)
+    assert outputs(state) == [row[: row.index(s) + 1] for row, s in zip(plain, stops, strict=True)]
+
+
+def test_min_tokens_keep_stop_tokens_out(target, draft):
+    params = SamplingParams(temperature=1, max_tokens=30, min_tokens=12, stop_token_ids=list(range(0, VOCAB, 2)))
+    state = run(target, proposers.draft_model(draft, 4), params, verifiers.match)
+    for row in outputs(state):
+        assert len(row) >= 13
+        assert all(t % 2 for t in row[:12])
+        assert [t % 2 == 0 for t in row].index(True) == len(row) - 1
+    assert outputs(run(target, None, params, verifiers.match)) == outputs(state)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
+def test_end_of_buffer(target, draft, num_draft_tokens):
+    """Rows end where the buffer does, with the tokens that a longer buffer gives."""
+    proposer = proposers.draft_model(draft, num_draft_tokens) if num_draft_tokens else None
+    params = SamplingParams(temperature=0, max_tokens=60)
+    long = outputs(run(target, proposer, params, max_length=80))
+    state = run(target, proposer, params, max_length=20)
+    assert state.context.length.tolist() == [20, 20, 20]
+    assert state.finished.tolist() == [decode.BUFFER_FULL] * 3
+    assert outputs(state) == [row[: 20 - n] for row, n in zip(long, (9, 4, 1), strict=True)]
+
+
+def test_a_prompt_that_fills_the_buffer_is_finished(target):
+    state = run(target, None, SamplingParams(max_tokens=5), lengths=(8, 3), max_length=8)
+    assert state.finished.tolist() == [decode.BUFFER_FULL, decode.BUFFER_FULL]
+    assert state.context.length.tolist() == [8, 8]
+
+
+def test_rows_past_the_drafts_limit_decode_normally(target, draft):
+    """Top1Proposer: a row speculates iff length + K < max_length, strictly."""
+    proposer = proposers.draft_model(draft, 4, max_length=16)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    state = start(target, proposer, params, lengths=(11, 12, 2))
+    context = state.context
+    keys = streams.positions(state.keys, context.length, 4)
+    drafted, _ = proposer.propose(keys, context, state.sampling, state.proposer)
+    assert drafted.num_tokens.tolist() == [4, 0, 4]
+    assert drafted.tokens[1].tolist() == [-1] * 4
+    assert bool((drafted.tokens[0] >= 0).all())
+    skipped, _ = proposer.propose(keys, context._replace(active=jnp.array([False, True, False])), state.sampling, state.proposer)
+    assert skipped.num_tokens.tolist() == [0, 0, 0]
+    assert skipped.tokens.tolist() == [[-1] * 4] * 3
+    assert outputs(decode.generate(target, proposer, state)) == outputs(run(target, None, params, lengths=(11, 12, 2)))
+
+
+def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
+    """A draft whose every logit is NaN would show, had it been run."""
+    proposer = proposers.draft_model(replace(draft, params=jax.tree.map(lambda x: x * jnp.nan, draft.params)), 4, 16)
+    params = SamplingParams(temperature=1, max_tokens=20)
+    state = start(target, proposer, params, lengths=(12, 13))
+    keys = streams.positions(state.keys, state.context.length, 4)
+    drafted, cache = proposer.propose(keys, state.context, state.sampling, state.proposer)
+    assert not jnp.isnan(drafted.distribution.logits).any()
+    assert all(
+        bool(jnp.array_equal(a, b, equal_nan=True)) for a, b in zip(*map(jax.tree.leaves, (cache, state.proposer)), strict=True)
+    )
+
+
+def test_prompts_longer_than_a_chunk(target, draft, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=10)
+    whole = outputs(run(target, proposers.draft_model(draft, 3), params, lengths=(40, 7, 33)))
+    monkeypatch.setattr("specjax.prompts.CHUNK", 16)
+    jax.clear_caches()
+    assert outputs(run(target, proposers.draft_model(draft, 3), params, lengths=(40, 7, 33))) == whole
+
+
+def test_stream_yields_what_generate_commits(target, draft):
+    proposer = proposers.draft_model(draft, 4)
+    params = SamplingParams(temperature=1, max_tokens=25)
+    expected = outputs(run(target, proposer, params))
+    rows = [[], [], []]
+    for info in decode.stream(target, proposer, start(target, proposer, params)):
+        for row, tokens in zip(rows, info.tokens.tolist(), strict=True):
+            row += [t for t in tokens if t >= 0]
+    assert rows == expected
+
+
+def test_max_steps_pauses(target, draft):
+    proposer = proposers.draft_model(draft, 4)
+    params = SamplingParams(temperature=1, max_tokens=25)
+    state = start(target, proposer, params)
+    while state.context.active.any():
+        state = decode.generate(target, proposer, state, max_steps=2)
+        assert int(state.totals.steps.max()) <= 2 * 25
+    assert outputs(state) == outputs(run(target, proposer, params))
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A model function that counts its traces."""
+
+    apply: object
+    traces: list
+
+    def __call__(self, params, inputs, cache):
+        self.traces.append(inputs.tokens.shape)
+        return self.apply(params, inputs, cache)
+
+    def __hash__(self):
+        return id(self.traces)
+
+
+def test_one_compilation_for_any_mix(target, draft):
+    traces = []
+    counted = replace(target, apply=Counting(target.apply, traces))
+    proposer = proposers.draft_model(draft, 3)
+    mixes = [
+        [SamplingParams(temperature=t, top_p=p, max_tokens=n) for t, p, n in mix]
+        for mix in (
+            [(0.0, 0.9, 9), (1.0, 1.0, 4), (0.5, 0.7, 7)],
+            [(1.5, 0.8, 3), (0.0, 1.0, 8), (0.0, 0.6, 5)],
+        )
+    ]
+    run(counted, proposer, mixes[0])
+    first = len(traces)
+    run(counted, proposer, mixes[1], lengths=(2, 9, 5))
+    assert first > 0
+    assert len(traces) == first
+
+
+def test_weights_are_not_constants(target, draft):
+    proposer = proposers.draft_model(draft, 3)
+    state = start(target, proposer, SamplingParams(max_tokens=9))
+    text = jax.jit(decode.step).lower(target, proposer, state).as_text()
+    assert len(text) < 1_000_000
+    for constant in text.split("stablehlo.constant")[1:]:
+        assert len(constant.split("\n")[0]) < 5000
+
+
+def test_state_holds_no_weights_and_no_array_twice(target, draft):
+    proposer = proposers.draft_model(draft, 3)
+    leaves = [x for x in jax.tree.leaves(start(target, proposer, SamplingParams(max_tokens=9)))]
+    pointers = [x.unsafe_buffer_pointer() for x in leaves if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_the_callers_arrays_survive(target, draft):
+    proposer = proposers.draft_model(draft, 3)
+    prompts, lengths = jnp.zeros((2, 64), jnp.int32), jnp.array([3, 5], jnp.int32)
+    keys, rows = jax.random.split(jax.random.key(0), 2), sampling.batch([SamplingParams(max_tokens=9)] * 2)
+    for make in (decode.prefill, prefill):
+        decode.generate(target, proposer, make(target, proposer, prompts, lengths, rows, keys, max_length=64))
+        assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, keys, rows)))
+
+
+def test_a_function_of_ones_own_as_a_model():
+    """Without a cache of its own, a model needs none of the machinery."""
+
+    table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
+    own = testing.bigram_model(table)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = run(own, None, params)
+    assert outputs(run(own, proposers.draft_model(own, 3), params)) == outputs(plain)
+    token = int(plain.context.tokens[0, 8])
+    for expected in outputs(plain)[0]:
+        token = int(jnp.argmax(table[token]))
+        assert token == expected
+
+
+def apply_features(params, inputs, cache):
+    return ModelOutput(params[inputs.tokens], inputs.positions), cache
+
+
+def test_features_reach_the_proposer():
+    """`update` sees the features of the positions that were scored."""
+    own = replace(testing.bigram_model(jnp.zeros((5, 5))), apply=apply_features)
+    seen = []
+
+    class Spy(testing.BigramProposer):
+        def update(self, context, verified, features, state):
+            seen.append((context.length, features))
+            return state
+
+    jax.tree_util.register_dataclass(Spy, ["logits"], ["num_draft_tokens", "drafter"])
+    spy = Spy(jnp.zeros((5, 5)), 2)
+    state = decode.prefill(
+        own, spy, jnp.zeros((1, 4), jnp.int32), jnp.array([4]), sampling.batch([SamplingParams()]), jax.random.key(0), max_length=9
+    )
+    decode.step(own, spy, state)
+    assert seen[0][0].tolist() == [4]
+    assert seen[0][1].tolist() == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompts=jnp.zeros(4, jnp.int32)), r"prompts must be int32 \[B, P\]"),
+        (dict(prompts=jnp.zeros((2, 4))), r"prompts must be int32 \[B, P\]"),
+        (dict(prompts=jnp.zeros((2, 0), jnp.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
+        (dict(prompts=jnp.zeros((2, 17), jnp.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
+        (dict(lengths=jnp.ones(3, jnp.int32)), r"lengths must have shape \[B\] = \(2,\), got \(3,\)"),
+        (dict(max_length=129), r"max_length must be at most the model's 128, got 129"),
+        (dict(sampling=sampling.batch([SamplingParams()])), r"sampling must be of 2 rows"),
+        (dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
+        (dict(keys=jax.random.key(0, impl="rbg")), r"keys must be threefry keys"),
+        (dict(keys=jax.random.split(jax.random.key(0), 3)), r"keys must have shape \[\] or \[B\] = \(2,\), got \(3,\)"),
+    ],
+)
+def test_bad_input(target, change, message):
+    arguments = dict(
+        prompts=jnp.zeros((2, 4), jnp.int32),
+        lengths=jnp.array([4, 2]),
+        sampling=sampling.batch([SamplingParams()] * 2),
+        keys=jax.random.key(0),
+        max_length=16,
+    )
+    with pytest.raises(ValueError, match=message):
+        decode.prefill(target, None, **(arguments | change))
+
+
+def test_bad_draft_model(draft):
+    with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
+        proposers.draft_model(draft, 0)
+    with pytest.raises(ValueError, match="max_length must be at most the draft model's 128, got 200"):
+        proposers.draft_model(draft, 2, max_length=200)
+
+
+def test_scorer_feeds_token_0_for_missing_drafts(target):
+    """A draft of -1 wraps to the last row of the embedding, or worse, where it is fed as it is."""
+    state = start(target, None, SamplingParams(max_tokens=9))
+    with_gap = Draft(jnp.array([[3, -1, 5]] * 3, jnp.int32))
+    with_zero = Draft(jnp.array([[3, 0, 5]] * 3, jnp.int32))
+    outs = [scorers.mqa(target, state.context, d, state.cache)[0].logits for d in (with_gap, with_zero)]
+    np.testing.assert_array_equal(*outs)
+
+
+class TestSeveralSteps:
+    """The law of six tokens over several steps, through the public keys. One step alone would not show reused noise."""
+
+    @pytest.mark.parametrize("name", LOSSLESS)
+    def test_lossless(self, name):
+        testing.assert_lossless(getattr(verifiers, name), drafter=testing.sample_draft)
+
+    @pytest.mark.parametrize("purpose", [streams.ACCEPT, streams.DRAFT])
+    def test_noise_named_by_its_own_position_fails(self, purpose):
+        """Block verification looks at noise past the last accepted token, and would meet it again in the next step."""
+        target = jnp.log(jnp.array([[1, 2], [1, 2]]) / 3)
+        proposer = testing.BigramProposer(target[:, ::-1], 2)
+        if purpose == streams.ACCEPT:
+            tokens = testing.sampled_tokens(block_with_own_positions, target, proposer, num_samples=600_000)
+        else:
+            proposer = OwnPositions(target[:, ::-1], 2)
+            tokens = testing.sampled_tokens(verifiers.block, target, proposer, num_samples=600_000)
+        counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), (2,) * 6), minlength=64)
+        law = testing.product_law([np.broadcast_to([1 / 3, 2 / 3], (2,) * (i + 1)) for i in range(6)])
+        test = testing.chi_square(counts, law.ravel())
+        assert (test.statistic - test.degrees) / (2 * test.degrees) ** 0.5 > 25
+
+    def test_argmax_draft_scored_with_softmax_fails(self):
+        def argmax(keys, distribution):
+            return jnp.argmax(distribution.logits, axis=-1).astype(jnp.int32), distribution
+
+        self.assert_fails(verifiers.rejection, argmax)
+
+    def test_draft_at_half_temperature_scored_at_one_fails(self):
+        def cold(keys, distribution):
+            half = distribution._replace(logits=2 * distribution.logits)
+            return testing.sample_draft(keys, half)[0], distribution
+
+        self.assert_fails(verifiers.rejection, cold)
+
+    def test_draft_noise_reused_for_the_residual_fails(self):
+        self.assert_fails(rejection_with_draft_noise, testing.sample_draft)
+
+    def test_an_own_verifier_without_a_core_gets_a_verdict(self):
+        def own(keys, draft, target):
+            return verifiers.rejection(keys, draft, target)
+
+        testing.assert_lossless(own, num_samples=200_000)
+
+    @staticmethod
+    def assert_fails(verifier, drafter):
+        with pytest.raises(AssertionError, match="not lossless on .* expected at most"):
+            testing.assert_lossless(verifier, drafter=drafter)
+
+
+class OwnPositionFlips(core.KeyDraw):
+    def flip(self, probabilities):
+        return streams.uniform(streams.stream(self.keys[:, :-1], streams.ACCEPT)) < probabilities
+
+
+def block_with_own_positions(keys, draft, target):
+    return verifiers.block.core(OwnPositionFlips(keys), verifiers.canonical(draft), Categorical(target.logits))
+
+
+class OwnPositions(testing.BigramProposer):
+    def propose(self, keys, context, sampling, state):
+        drawn = [super(OwnPositions, self).propose(keys[:, i:], context, sampling, state)[0] for i in range(2)]
+        second = replace(self, num_draft_tokens=1)
+        first = drawn[0].tokens[:, :1]
+        noise = streams.stream(keys[:, 1:2], streams.DRAFT, 0)
+        token, _ = testing.sample_draft(noise, Categorical(second.logits[first]))
+        logits = jnp.concatenate([drawn[0].distribution.logits[:, :1], second.logits[first]], axis=1)
+        return Draft(jnp.concatenate([first, token], axis=1), Categorical(logits)), state
+
+
+jax.tree_util.register_dataclass(OwnPositions, ["logits"], ["num_draft_tokens", "drafter"])
+
+
+class DraftNoisePick(core.KeyDraw):
+    """Draws the residual by Gumbel-max with the noise that the first draft was drawn with."""
+
+    def pick(self, residual):
+        from specjax import distributions
+
+        probs = distributions.residual_probs(residual)
+        noise = streams.gumbel(streams.stream(self.keys[:, 0], streams.DRAFT), (probs.shape[1],))
+        return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)
+
+
+def rejection_with_draft_noise(keys, draft, target):
+    return verifiers.rejection.core(DraftNoisePick(keys), verifiers.canonical(draft), Categorical(target.logits))
