@@ -136,8 +136,8 @@ def target_loss(params: PyTree, key: Array, corpus: Array, *, num_tokens: int, l
 
 
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
-    """KL(target || draft) plus their total variation, which is the rejection rate, over rows [B, T+1]; and a little cross
-    entropy of the rows themselves.
+    """KL(target || draft) plus their total variation, which is the rejection rate, over rows [B, T+1]; and a little
+    cross entropy of the rows themselves.
     """
     log_draft = jax.nn.log_softmax(logits_of(decoder_model(DRAFT, bfloat16(params)), rows[:, :-1]))
     log_target = jax.lax.stop_gradient(jax.nn.log_softmax(logits_of(target, rows[:, :-1])))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import keys as streams, metrics, proposers, scorers, verifiers
+from specjax import guided, metrics, proposers, scorers, verifiers
+from specjax import keys as streams
 from specjax.prompts import feed
 from specjax.sampling import Sampling, num_generated, process
 from specjax.types import Array, Context, Draft, Model, Proposer, PyTree, Scorer, Verified, Verifier
@@ -87,8 +88,9 @@ def prefill(
     proposer_state = proposer.prefill(prompt, None, proposer.init(batch_size, max_length))
     tokens = jnp.zeros((batch_size, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
     full = lengths >= max_length
-    return State(
-        context=Context(tokens, lengths, ~full, jnp.copy(lengths)),  # no array twice: the state is donated
+    guided_state = None if sampling.guide is None else jnp.copy(sampling.guide.initial)
+    return State(  # no array twice: the state is donated
+        context=Context(tokens, lengths, ~full, jnp.copy(lengths), guided_state),
         cache=cache,
         proposer=proposer_state,
         sampling=sampling,
@@ -108,8 +110,8 @@ def step(
 ) -> tuple[State, Info]:
     """Propose, score, verify and commit once: every active row gains between 1 and K+1 tokens.
 
-    A row ends at the first stop token inside the accepted block, at its max_tokens, or at the end of the buffer; nothing
-    after that is committed.
+    A row ends at the first stop token inside the accepted block, at its max_tokens, or at the end of the buffer;
+    nothing after that is committed.
     """
     proposer = proposer or proposers.none()
     context = state.context
@@ -164,8 +166,14 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
         jnp.where(count == left, MAX_TOKENS, jnp.where(count == room, BUFFER_FULL, RUNNING)),
     )
     finished = jnp.where(context.active, reason, state.finished).astype(jnp.int32)
+    guided_state = context.guided_state
+    if guided_state is not None:
+        guided_state = guided.advance(sampling.guide, guided_state, tokens)[:, -1]
     context = context._replace(
-        tokens=buffer, length=context.length + count, active=context.active & (finished == RUNNING)
+        tokens=buffer,
+        length=context.length + count,
+        active=context.active & (finished == RUNNING),
+        guided_state=guided_state,
     )
     return context, tokens, finished
 

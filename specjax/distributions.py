@@ -108,7 +108,7 @@ def _stored(distribution: Categorical) -> Categorical:
 
 
 def _top(logits: Array, argmax: bool) -> tuple[Array, Array | None]:
-    """Maximum of every row [..., V] and its lowest id, over block maxima: XLA's own argmax is 10 times slower on a CPU."""
+    """Maximum of every row [..., V] and its lowest id, over block maxima: on a CPU XLA's argmax is 10 times slower."""
     if not argmax:
         return jnp.max(_widen(logits), axis=-1), None
     vocab_size = logits.shape[-1]
@@ -212,8 +212,8 @@ def residual_probs(residual: Residual) -> Array:
 def pick(residual: Residual, uniforms: Array) -> Array:
     """Draw one token a sequence from its residual by inverse CDF: tokens [B] int32, always in [0, V).
 
-    The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it: one float32 uniform
-    over a whole vocabulary is off by 1e-3 and never draws most of its rare tokens.
+    The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it: one float32
+    uniform over a whole vocabulary is off by 1e-3 and never draws most of its rare tokens.
     """
     vocab_size = residual.target.distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)

@@ -1,7 +1,8 @@
 """Exact checks of verifiers: the law of what they emit, enumerated, against the target's.
 
 A verifier made by `specjax.verifiers.from_core` takes all its chance from a `Draw`. Here the draw is replaced by one
-that runs through every outcome with its probability, so the shipped code is what is checked, and an error of 1e-6 shows.
+that runs through every outcome with its probability, so the shipped code is what is checked, and an error of 1e-6
+shows.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, distributions, keys as streams
+from specjax import decode, distributions
+from specjax import keys as streams
 from specjax.distributions import Residual
 from specjax.sampling import Sampling
 from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
@@ -183,7 +185,7 @@ def probabilities(logits: Table, temperature: float | None = None) -> np.ndarray
 
 
 def product_law(tables: Sequence[Table], prefix: tuple[int, ...] = ()) -> np.ndarray:
-    """The joint law of the tokens after `prefix`, from conditional probabilities: an array [V] * (levels - len(prefix))."""
+    """The joint law of the tokens after `prefix` from conditional ones: an array [V] * (levels - len(prefix))."""
     law = np.ones(())
     for table in tables[len(prefix) :]:
         law = law[..., None] * table[prefix]
@@ -253,7 +255,7 @@ def sample_draft(keys: Array, distribution: Categorical) -> tuple[Array, Categor
 @partial(jax.tree_util.register_dataclass, data_fields=["logits"], meta_fields=["num_draft_tokens", "drafter"])
 @dataclass(frozen=True)
 class BigramProposer:
-    """Drafts from a bigram table by a given drafter, `(keys [B, 1], Categorical [B, 1, V]) -> (tokens, Categorical)`."""
+    """Drafts from a bigram table by a drafter, `(keys [B, 1], Categorical [B, 1, V]) -> (tokens, Categorical)`."""
 
     logits: Array  # [V, V]
     num_draft_tokens: int
@@ -324,12 +326,13 @@ def assert_lossless(
 ) -> None:
     """Raise AssertionError unless what a verifier emits follows the target's law.
 
-    Exact, by enumeration, where the verifier exposes its core: one step is then enough, because a core cannot touch keys.
-    Otherwise, or with a drafter, six tokens over several steps of the public loop are compared by chi-square.
+    Exact, by enumeration, where the verifier exposes its core: one step is then enough, because a core cannot touch
+    keys. Otherwise, or with a drafter, six tokens over several steps of the public loop are compared by chi-square.
 
     Args:
         verifier: `(keys, draft, target, **options) -> Verified`.
-        drafter: `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], the Categorical it claims)`, None draws honestly.
+        drafter: `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], the Categorical it claims)`, None draws
+            honestly.
         num_draft_tokens: K.
         num_samples: sequences of the statistical check.
         tolerance: in total variation, of the exact check.

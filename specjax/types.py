@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class Categorical(NamedTuple):
-    """A categorical distribution per row: softmax over the vocabulary of logits / temperature, kept where logits >= min_logit.
+    """A categorical distribution per row: softmax of logits / temperature, kept where logits >= min_logit.
 
     With `rows`, the logits are packed: row (b, t) is `logits[rows[b, t]]`, and `min_logit` and `log_normalizer` have
     shape [R].
@@ -30,7 +30,7 @@ class Categorical(NamedTuple):
 
     @classmethod
     def from_probs(cls, probs: Array) -> "Categorical":
-        """The distribution with the given probabilities [B, T, V]; each row is normalised, a zero excludes its token."""
+        """The distribution of given probabilities [B, T, V]; rows are normalised, a zero excludes its token."""
         return cls(jnp.log(probs))
 
 
@@ -76,6 +76,7 @@ class Context(NamedTuple):
     length: Array  # [B] int32, committed
     active: Array  # [B] bool
     prompt_length: Array | None = None  # [B] int32, how many of them are prompt; None is 0
+    guided_state: Array | None = None  # [B] int32, of the grammar after them; None without guided decoding
 
 
 @partial(
@@ -87,10 +88,10 @@ class Context(NamedTuple):
 class Model:
     """A language model as a pytree: params are leaves, the functions static.
 
-    `apply` writes the T tokens of a call to the consecutive cache slots positions[:, 0] + arange(T), overwriting what was
-    there; a token sees the slots before positions[:, 0] and, inside the call, those that the mask allows. Every cache leaf
-    has the batch as its leading axis. Give module-level functions or frozen dataclasses with `__call__`: they compare by
-    value, so a model built again does not retrace.
+    `apply` writes the T tokens of a call to the consecutive cache slots positions[:, 0] + arange(T), overwriting what
+    was there; a token sees the slots before positions[:, 0] and, inside the call, those that the mask allows. Every
+    cache leaf has the batch as its leading axis. Give module-level functions or frozen dataclasses with `__call__`:
+    they compare by value, so a model built again does not retrace.
     """
 
     params: PyTree
@@ -103,8 +104,8 @@ class Model:
 class Proposer(Protocol):
     """Makes drafts. A pytree dataclass: weights are leaves, options static; all methods pure.
 
-    `prefill` sees a context that holds the prompts alone; `update` the context that the drafts were made for, before the
-    verified tokens are committed.
+    `prefill` sees a context that holds the prompts alone; `update` the context that the drafts were made for, before
+    the verified tokens are committed.
     """
 
     num_draft_tokens: int  # K, the width of every draft

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, keys as streams, metrics, proposers, sampling, scorers, testing, verifiers
+from specjax import decode, metrics, proposers, sampling, scorers, testing, verifiers
+from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
 from specjax.types import Categorical, Draft, Model, ModelOutput
@@ -72,12 +73,11 @@ def test_match_equals_plain_sampling(target, draft, name):
     assert outputs(fast) == outputs(plain)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(
+    "name, temperature", [("block", 0.0), ("block", 1.0), ("match", 0.0), ("rejection", 0.0), ("rejection", 1.0)]
+)
 def test_target_as_its_own_draft(target, temperature, name):
     """Every draft of the target's own is accepted, over many steps: no gap in the draft's cache."""
-    if name == "match" and temperature:
-        pytest.skip("independent noise does not match")
     params = SamplingParams(temperature=temperature, max_tokens=100)
     state = run(target, proposers.draft_model(target, 4), params, getattr(verifiers, name), max_length=128)
     assert metrics.acceptance_rate(state.totals) == 1.0
@@ -157,7 +157,7 @@ def test_end_of_buffer(target, draft, num_draft_tokens):
 
 
 def test_a_prompt_that_fills_the_buffer_is_finished(target):
-    state = run(target, None, SamplingParams(max_tokens=5), lengths=(8, 3), max_length=8)
+    state = run(target, None, SamplingParams(max_tokens=9), lengths=(8, 3), max_length=8)
     assert state.finished.tolist() == [decode.BUFFER_FULL, decode.BUFFER_FULL]
     assert state.context.length.tolist() == [8, 8]
 
@@ -173,7 +173,9 @@ def test_rows_past_the_drafts_limit_decode_normally(target, draft):
     assert drafted.num_tokens.tolist() == [4, 0, 4]
     assert drafted.tokens[1].tolist() == [-1] * 4
     assert bool((drafted.tokens[0] >= 0).all())
-    skipped, _ = proposer.propose(keys, context._replace(active=jnp.array([False, True, False])), state.sampling, state.proposer)
+    skipped, _ = proposer.propose(
+        keys, context._replace(active=jnp.array([False, True, False])), state.sampling, state.proposer
+    )
     assert skipped.num_tokens.tolist() == [0, 0, 0]
     assert skipped.tokens.tolist() == [[-1] * 4] * 3
     assert outputs(decode.generate(target, proposer, state)) == outputs(run(target, None, params, lengths=(11, 12, 2)))
@@ -188,7 +190,8 @@ def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
     drafted, cache = proposer.propose(keys, state.context, state.sampling, state.proposer)
     assert not jnp.isnan(drafted.distribution.logits).any()
     assert all(
-        bool(jnp.array_equal(a, b, equal_nan=True)) for a, b in zip(*map(jax.tree.leaves, (cache, state.proposer)), strict=True)
+        bool(jnp.array_equal(a, b, equal_nan=True))
+        for a, b in zip(*map(jax.tree.leaves, (cache, state.proposer)), strict=True)
     )
 
 
@@ -310,7 +313,13 @@ def test_features_reach_the_proposer():
     jax.tree_util.register_dataclass(Spy, ["logits"], ["num_draft_tokens", "drafter"])
     spy = Spy(jnp.zeros((5, 5)), 2)
     state = decode.prefill(
-        own, spy, jnp.zeros((1, 4), jnp.int32), jnp.array([4]), sampling.batch([SamplingParams()]), jax.random.key(0), max_length=9
+        own,
+        spy,
+        jnp.zeros((1, 4), jnp.int32),
+        jnp.array([4]),
+        sampling.batch([SamplingParams()]),
+        jax.random.key(0),
+        max_length=9,
     )
     decode.step(own, spy, state)
     assert seen[0][0].tolist() == [4]
@@ -406,7 +415,7 @@ class TestSeveralSteps:
 
     @staticmethod
     def assert_fails(verifier, drafter):
-        with pytest.raises(AssertionError, match="not lossless on .* expected at most"):
+        with pytest.raises(AssertionError, match=r"not lossless on .* expected at most"):
             testing.assert_lossless(verifier, drafter=drafter)
 
 

@@ -53,7 +53,7 @@ def rotate(x: Array, positions: Array, theta: float) -> Array:
 
 
 def attention_mask(inputs: ModelInput, num_slots: int) -> Array:
-    """Which cache slots each query sees [B, 1, T, S]: all before the call, and those of the call that its mask allows."""
+    """Which cache slots each query sees [B, 1, T, S]: those before the call, and in it those of its mask."""
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
     offset = jnp.arange(num_slots)[None, None] - start  # [B, 1, S]: the slot's index inside the call

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import distributions, keys as streams, prompts
+from specjax import distributions, prompts
+from specjax import keys as streams
 from specjax.sampling import Sampling, process
 from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified
 

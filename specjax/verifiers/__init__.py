@@ -4,7 +4,8 @@ All are lossless (the output follows the target's law) but those in `LOSSY`.
 """
 
 from specjax.verifiers.block import block
-from specjax.verifiers.core import canonical, from_core
+from specjax.verifiers.core import canonical as canonical
+from specjax.verifiers.core import from_core as from_core
 from specjax.verifiers.match import match
 from specjax.verifiers.rejection import rejection
 from specjax.verifiers.synthetic import synthetic

@@ -15,8 +15,8 @@ def block(
 ) -> Verified:
     """Verify the drafts of a row jointly. Lossless: emits the target's law, and never fewer tokens than rejection.
 
-    Each prefix of the drafts gets an acceptance probability of its own, and the longest accepted one is kept, also past a
-    prefix that failed. The better default for sampled drafts in a chain; the same as rejection for one draft and for
+    Each prefix of the drafts gets an acceptance probability of its own, and the longest accepted one is kept, also past
+    a prefix that failed. The better default for sampled drafts in a chain; the same as rejection for one draft and for
     deterministic drafts.
 
     Args:

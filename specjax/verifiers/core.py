@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from specjax import distributions, keys as streams
+from specjax import distributions
+from specjax import keys as streams
 from specjax.distributions import Law, Residual
 from specjax.types import Array, Categorical, Draft, Verified
 
@@ -44,8 +45,8 @@ class KeyDraw:
 def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
     """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
 
-    The wrapper checks shapes, brings the draft to one form (`canonical`), turns keys into streams, and serves the common
-    keywords `bonus_tokens` and `implementation`. The core stays reachable as `verifier.core`.
+    The wrapper checks shapes, brings the draft to one form (`canonical`), turns keys into streams, and serves the
+    common keywords `bonus_tokens` and `implementation`. The core stays reachable as `verifier.core`.
     """
 
     @wraps(core)
@@ -203,7 +204,7 @@ def _check_categorical(
 
 def _check(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
     got = jnp.shape(array)
-    expected = "(" + ", ".join("any" if n is None else str(n) for n in shape) + ")"
+    expected = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
     if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
         raise ValueError(f"{name} must have shape {axes} = {expected}, got {got}")
     if not jnp.issubdtype(jnp.result_type(array), kind):

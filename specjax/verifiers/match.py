@@ -11,9 +11,9 @@ def match(
 ) -> Verified:
     """Verify by exact match with the target's own sample. Lossless for every drafter.
 
-    A token is drawn from every target row with the noise of its own position; drafts are accepted while they equal it, and
-    the sample is emitted either way. With keys by absolute position the output is exactly what plain sampling emits with
-    the same keys, whatever the drafter. The draft's distribution is not read: a drafter that uses the same noise
+    A token is drawn from every target row with the noise of its own position; drafts are accepted while they equal it,
+    and the sample is emitted either way. With keys by absolute position the output is exactly what plain sampling emits
+    with the same keys, whatever the drafter. The draft's distribution is not read: a drafter that uses the same noise
     (stream TARGET) is accepted more often. One pass over the logits, no normaliser.
 
     Args:

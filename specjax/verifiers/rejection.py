@@ -16,8 +16,8 @@ def rejection(
 
     A draft is accepted with probability min(1, target / draft). The first rejected one is replaced by a draw from the
     normalised residual max(target - draft, 0); if none is rejected a bonus token is drawn from the next target row.
-    Deterministic drafts are verified by exact match (the same law, in one pass); rows of temperature 0 accept the argmax
-    alone. Random, greedy, sampled and deterministic rows mix.
+    Deterministic drafts are verified by exact match (the same law, in one pass); rows of temperature 0 accept the
+    argmax alone. Random, greedy, sampled and deterministic rows mix.
 
     Args:
         keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).

@@ -40,7 +40,8 @@ def synthetic(
         Verified.
 
     Raises:
-        ValueError: for wrong shapes, dtypes or keys, or unless exactly one rate of the right length, range and order is given.
+        ValueError: for wrong shapes, dtypes or keys, or unless exactly one rate of the right length, range and order is
+            given.
 
     Example:
         >>> import jax, jax.numpy as jnp

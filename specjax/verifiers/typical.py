@@ -21,9 +21,9 @@ def typical(
 ) -> Verified:
     """Verify by typical acceptance. LOSSY: the output does not follow the target's law.
 
-    A draft is accepted iff its target probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy)) of its
-    row. A rejected one is replaced by the argmax of its row; if none is rejected a bonus token is drawn from the next row.
-    The draft's distribution is not read.
+    A draft is accepted iff its target probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy)) of
+    its row. A rejected one is replaced by the argmax of its row; if none is rejected a bonus token is drawn from the
+    next row. The draft's distribution is not read.
 
     Args:
         keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).

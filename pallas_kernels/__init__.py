@@ -1,0 +1,1 @@
+"""Kernels of speculative decoding: one operation a file, arrays in, arrays out."""

@@ -1,0 +1,35 @@
+"""Speculative decoding for JAX: verifiers, proposers, scorers and decoding loops as pure functions."""
+
+from specjax import decode, keys, metrics, proposers, ragged, sampling, scorers, theory, verifiers
+from specjax.decode import generate, prefill, step, stream
+from specjax.llm import LLM
+from specjax.sampling import Sampling, SamplingParams
+from specjax.types import Categorical, Context, Draft, Model, ModelInput, ModelOutput, Verified
+
+__all__ = [
+    "LLM",
+    "Categorical",
+    "Context",
+    "Draft",
+    "Model",
+    "ModelInput",
+    "ModelOutput",
+    "Sampling",
+    "SamplingParams",
+    "Verified",
+    "decode",
+    "generate",
+    "keys",
+    "metrics",
+    "prefill",
+    "proposers",
+    "ragged",
+    "sampling",
+    "scorers",
+    "step",
+    "stream",
+    "theory",
+    "verifiers",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,8 @@
+"""Run the command as `python -m specjax`."""
+
+import sys
+
+from specjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

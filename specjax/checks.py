@@ -1,0 +1,110 @@
+"""A strict mode for debugging: the values of drafts and targets, checked on the host.
+
+Verifiers check shapes and dtypes; values are traced, so what is wrong with them shows only in the output.
+"""
+
+import jax
+import numpy as np
+
+from specjax.distributions import as_categorical
+from specjax.types import Array, Categorical, Draft
+from specjax.verifiers import core as common
+
+__all__ = ["validate"]
+
+TOLERANCE = 1e-3  # of a log-normaliser; a float32 sum over a large vocabulary is off by less
+
+
+def validate(draft: Draft, target: Categorical | Array, bonus_tokens: Array | None = None) -> None:
+    """Check everything that a verifier takes on trust. Slow: it reads all logits on the host.
+
+    Only what is read is checked: the rows of a sequence's own drafts and the one after, and no logits of drafts of
+    temperature 0. Packed batches go through `ragged.verify(lambda keys, *batch: checks.validate(*batch), ...)`; inside
+    jit use `jax.debug.callback(checks.validate, draft, target)`.
+
+    Args:
+        draft: tokens [B, K] in [0, V), then -1; ids past num_tokens [B] may be anything. Each token must be possible
+            under its distribution.
+        target: Categorical or logits [B, K+1, V], finite or -inf, with at least one token that is kept. Temperatures
+            are finite and >= 0; log_normalizer agrees with the logits; with `rows`, all that read a row in memory have
+            the same temperature.
+        bonus_tokens: [B] in [0, V), or None.
+
+    Raises:
+        ValueError: naming the field, the index and the value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from specjax import Draft
+        >>> validate(Draft(jnp.array([[1, 0]])), jnp.zeros((1, 3, 2)))
+        >>> validate(Draft(jnp.array([[1, 5]])), jnp.zeros((1, 3, 2)))
+        Traceback (most recent call last):
+            ...
+        ValueError: draft.tokens[0, 1] must be -1 or in [0, V = 2), got 5
+    """
+    target = as_categorical(target)
+    common.check_shapes(draft, target, bonus_tokens)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((draft, target, bonus_tokens))):
+        raise ValueError("draft, target and bonus_tokens must be concrete arrays, got traced ones: call outside jit")
+    draft, target = jax.tree.map(np.asarray, (draft, target))
+    tokens, (batch_size, num_draft_tokens), vocab_size = draft.tokens, draft.tokens.shape, target.logits.shape[-1]
+
+    num_tokens = np.full(batch_size, num_draft_tokens) if draft.num_tokens is None else draft.num_tokens
+    is_valid = (num_tokens >= 0) & (num_tokens <= num_draft_tokens)
+    _require("draft.num_tokens", num_tokens, is_valid, f"in [0, K = {num_draft_tokens}]")
+    is_unread = np.arange(num_draft_tokens) >= num_tokens[:, None]
+    is_valid = is_unread | ((tokens >= -1) & (tokens < vocab_size))
+    _require("draft.tokens", tokens, is_valid, f"-1 or in [0, V = {vocab_size})")
+    is_draft = np.logical_and.accumulate(~is_unread & (tokens >= 0), axis=1)
+    _require("draft.tokens", tokens, is_unread | is_draft | (tokens == -1), "-1 after a -1")
+    if bonus_tokens is not None:
+        bonus_tokens = np.asarray(bonus_tokens)
+        is_valid = (bonus_tokens >= 0) & (bonus_tokens < vocab_size)
+        _require("bonus_tokens", bonus_tokens, is_valid, f"in [0, V = {vocab_size})")
+
+    is_read = np.arange(num_draft_tokens + 1) <= is_draft.sum(axis=1)[:, None]
+    _validate_categorical("target", target, is_read)
+    if draft.distribution is not None and num_draft_tokens:
+        temperature = draft.distribution.temperature
+        is_sampled = is_draft if temperature is None else is_draft & (temperature != 0)[:, None]
+        _validate_categorical("draft.distribution", draft.distribution, is_sampled, tokens)
+
+
+def _validate_categorical(
+    name: str, distribution: Categorical, is_read: np.ndarray, tokens: np.ndarray | None = None
+) -> None:
+    """Check the parameters, and the rows that are read [B, T]; `tokens` [B, T] were drawn from them."""
+    logits, temperature, min_logit, log_normalizer, rows = distribution
+    if temperature is None:
+        temperature = np.ones(is_read.shape[:1])
+    is_valid = np.isfinite(temperature) & (temperature >= 0)
+    _require(f"{name}.temperature", temperature, is_valid, "finite and >= 0")
+    if rows is not None:
+        _require(f"{name}.rows", rows, (rows >= 0) & (rows < len(logits)), f"in [0, R = {len(logits)})")
+        spread = np.broadcast_to(temperature[:, None], rows.shape)
+        stored = np.empty(len(logits), temperature.dtype)
+        stored[rows] = spread
+        _require(f"{name}.rows", rows, stored[rows] == spread, "a row that sequences of one temperature read")
+
+    for b, t in np.argwhere(is_read).tolist():
+        at = (b, t) if rows is None else (int(rows[b, t]),)
+        row = logits[at].astype(np.float64)
+        _require(f"{name}.logits", row, np.isfinite(row) | (row == -np.inf), "finite or -inf", at)
+        _require(f"{name}.logits", row.max(), row.max() > -np.inf, "more than -inf for some token", at)
+        if min_logit is not None:
+            cut = min_logit[at]
+            _require(f"{name}.min_logit", cut, cut <= row.max(), f"at most the greatest logit, {row.max()}", at)
+            row = np.where(row >= cut, row, -np.inf)
+        if tokens is not None:
+            token = tokens[b, t]
+            _require("draft.tokens", token, row[token] > -np.inf, f"of positive probability under {name}", (b, t))
+        if log_normalizer is not None and temperature[b] > 0:
+            expected = np.logaddexp.reduce(row / temperature[b])
+            is_valid = abs(log_normalizer[at] - expected) <= TOLERANCE * max(1, abs(expected) / 100)
+            _require(f"{name}.log_normalizer", log_normalizer[at], is_valid, f"{expected:.6g}, as of its logits", at)
+
+
+def _require(name: str, values: np.ndarray, is_valid: np.ndarray, expected: str, at: tuple[int, ...] = ()) -> None:
+    if not np.all(is_valid):
+        index = tuple(np.argwhere(~is_valid)[0].tolist())
+        raise ValueError(f"{name}{[*at, *index]} must be {expected}, got {values[index]}")

@@ -1,0 +1,270 @@
+"""Loading Hugging Face checkpoints: the numbers against a Llama in numpy, and every way a directory can be wrong."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from specjax.models import load
+from specjax.models.decoder import param_shapes
+from specjax.types import ModelInput
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 10,
+    "max_position_embeddings": 32,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+UNTIED = CONFIG | {"tie_word_embeddings": False}
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def make_tensors(config, seed=0):
+    hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    query, key_value = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {"model.embed_tokens": (config["vocab_size"], hidden), "model.norm": (hidden,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{i}.input_layernorm": (hidden,),
+            f"model.layers.{i}.self_attn.q_proj": (query, hidden),
+            f"model.layers.{i}.self_attn.k_proj": (key_value, hidden),
+            f"model.layers.{i}.self_attn.v_proj": (key_value, hidden),
+            f"model.layers.{i}.self_attn.o_proj": (hidden, query),
+            f"model.layers.{i}.post_attention_layernorm": (hidden,),
+            f"model.layers.{i}.mlp.gate_proj": (mlp, hidden),
+            f"model.layers.{i}.mlp.up_proj": (mlp, hidden),
+            f"model.layers.{i}.mlp.down_proj": (hidden, mlp),
+        }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head"] = (config["vocab_size"], hidden)
+    rng = np.random.default_rng(seed)
+    return {f"{name}.weight": rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write(directory, config, tensors, num_shards=1):
+    """Write a checkpoint; the tensors are dealt to the shards in turn."""
+    (directory / "config.json").write_text(json.dumps(config))
+    if num_shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+    weight_map = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+def llama_logits(config, tensors, tokens):
+    """The reference: logits [T, V] of tokens [T], in float64, from the tensors as Hugging Face names them."""
+    weights = {name.removesuffix(".weight"): np.float64(tensor) for name, tensor in tensors.items()}
+    num_tokens, heads, kv_heads = len(tokens), config["num_attention_heads"], config["num_key_value_heads"]
+
+    def norm(x, name):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
+
+    def split(x, num_heads):  # [H, T, D]
+        return x.reshape(num_tokens, num_heads, -1).transpose(1, 0, 2)
+
+    def rotate(x):
+        half = x.shape[-1] // 2
+        angle = np.arange(num_tokens)[:, None] * config["rope_theta"] ** (-np.arange(half) / half)
+        turn = np.exp(1j * angle) * (x[..., :half] + 1j * x[..., half:])
+        return np.concatenate([turn.real, turn.imag], -1)
+
+    x = weights["model.embed_tokens"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        y = norm(x, f"{layer}.input_layernorm")
+        query = rotate(split(y @ weights[f"{layer}.self_attn.q_proj"].T, heads))
+        key = rotate(split(y @ weights[f"{layer}.self_attn.k_proj"].T, kv_heads)).repeat(heads // kv_heads, 0)
+        value = split(y @ weights[f"{layer}.self_attn.v_proj"].T, kv_heads).repeat(heads // kv_heads, 0)
+        scores = np.exp(query @ key.transpose(0, 2, 1) / np.sqrt(query.shape[-1])) * np.tri(num_tokens)
+        attended = scores / scores.sum(-1, keepdims=True) @ value
+        attended = attended.transpose(1, 0, 2).reshape(num_tokens, -1)
+        x = x + attended @ weights[f"{layer}.self_attn.o_proj"].T
+        y = norm(x, f"{layer}.post_attention_layernorm")
+        gate = y @ weights[f"{layer}.mlp.gate_proj"].T
+        up = y @ weights[f"{layer}.mlp.up_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{layer}.mlp.down_proj"].T
+    head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+    return norm(x, "model.norm") @ weights[head].T
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+def test_logits_are_those_of_llama(tmp_path, config, num_shards):
+    tensors = make_tensors(config)
+    model = load(write(tmp_path, config, tensors, num_shards))
+    assert (model.vocab_size, model.max_length) == (11, 32)
+
+    tokens = np.array([3, 0, 7, 7, 10, 1, 2])
+    inputs = ModelInput(jnp.asarray(tokens)[None], jnp.arange(7)[None])
+    logits = model.apply(model.params, inputs, None)[0].logits
+    np.testing.assert_allclose(logits[0], llama_logits(config, tensors, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_parameters_have_the_wanted_dtype(tmp_path, stored, wanted):
+    tensors = {name: tensor.astype(jnp.dtype(stored)) for name, tensor in make_tensors(UNTIED).items()}
+    model = load(str(write(tmp_path, UNTIED, tensors)), dtype=wanted)
+    shapes = param_shapes(model.apply.config)
+    assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, shapes)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(wanted)}
+    assert model.init_cache(1, 4)[0]["key"].dtype == jnp.dtype(wanted)
+    np.testing.assert_array_equal(
+        model.params["embedding"], tensors["model.embed_tokens.weight"].astype(jnp.dtype(wanted))
+    )
+
+
+def test_absent_fields_take_the_defaults_of_llama(tmp_path):
+    optional = ("num_key_value_heads", "head_dim", "rope_theta", "hidden_act", "attention_bias", "mlp_bias")
+    config = {name: value for name, value in CONFIG.items() if name not in optional} | {"hidden_size": 16}
+    config |= {"head_dim": None, "rope_scaling": None}  # null is absent
+    tensors = make_tensors({**config, "head_dim": 4, "num_key_value_heads": 4})
+    decoder = load(write(tmp_path, config, tensors)).apply.config
+    assert (decoder.num_kv_heads, decoder.head_size, decoder.rope_theta) == (4, 4, 10000.0)
+
+
+def test_rope_theta_inside_rope_parameters(tmp_path):
+    config = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    config["rope_parameters"] = {"rope_theta": 777, "rope_type": "default"}
+    assert load(write(tmp_path, config, make_tensors(config))).apply.config.rope_theta == 777.0
+
+
+def test_equal_checkpoints_do_not_retrace(tmp_path):
+    write(tmp_path, CONFIG, make_tensors(CONFIG))
+    first, second = jax.tree.structure(load(tmp_path)), jax.tree.structure(load(tmp_path))
+    assert first == second and hash(first) == hash(second)
+
+
+def test_importing_the_package_loads_no_flax():
+    code = "import sys, specjax.models; print({'flax', 'safetensors', 'tokenizers'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float64"])
+def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
+    with pytest.raises(ValueError, match=f"dtype must be float32, bfloat16 or float16, got {dtype}"):
+        load(write(tmp_path, CONFIG, make_tensors(CONFIG)), dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"model_type": "mamba"}, NotImplementedError, "model_type must be 'llama', got 'mamba'"),
+        ({"model_type": None}, ValueError, "must have the field model_type"),
+        ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act .* must be 'silu', got 'gelu'"),
+        ({"attention_bias": True}, NotImplementedError, "attention_bias .* must be False, got True"),
+        ({"mlp_bias": True}, NotImplementedError, "mlp_bias .* must be False, got True"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, NotImplementedError, "rope_scaling .* 'default', got 'llama3'"),
+        ({"rope_scaling": {"type": "linear"}}, NotImplementedError, "rope_scaling .* 'default', got 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, NotImplementedError, "rope_parameters .* 'default', got 'yarn'"),
+        ({"rope_parameters": "yarn"}, ValueError, "rope_parameters .* must be dict, got 'yarn'"),
+        ({"vocab_size": None}, ValueError, "must have the field vocab_size"),
+        ({"vocab_size": "11"}, ValueError, "vocab_size .* must be a positive int, got '11'"),
+        ({"num_hidden_layers": True}, ValueError, "num_hidden_layers .* must be a positive int, got True"),
+        ({"intermediate_size": 0}, ValueError, "intermediate_size .* must be a positive int, got 0"),
+        ({"rms_norm_eps": "tiny"}, ValueError, "rms_norm_eps .* must be a positive float, got 'tiny'"),
+        ({"rope_theta": -1}, ValueError, "rope_theta .* must be a positive float, got -1"),
+        ({"tie_word_embeddings": 1}, ValueError, "tie_word_embeddings .* must be bool, got 1"),
+        ({"head_dim": None, "hidden_size": 10}, ValueError, "hidden_size must be a multiple .* = 4, got 10"),
+        ({"num_key_value_heads": 3}, ValueError, "num_heads must be a multiple of num_kv_heads = 3, got 4"),
+    ],
+)
+def test_field_of_config(tmp_path, change, error, match):
+    write(tmp_path, CONFIG, make_tensors(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+    with pytest.raises(error, match=match):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"), [('{"model_type":', "must be JSON"), ("[]", "must hold a JSON object, got list")]
+)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_damaged_json(tmp_path, name, content, match):
+    write(tmp_path, CONFIG, make_tensors(CONFIG), num_shards=2)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} {match}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, {K_PROJ: 1}])
+def test_damaged_weight_map(tmp_path, weight_map):
+    write(tmp_path, CONFIG, make_tensors(CONFIG), num_shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"weight_map in .* must map names"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file(tmp_path, name):
+    write(tmp_path, CONFIG, make_tensors(CONFIG))
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"directory must hold {name}"):
+        load(tmp_path)
+
+
+def test_missing_directory(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"directory must hold a checkpoint, got .*nowhere"):
+        load(tmp_path / "nowhere")
+
+
+def test_missing_shard(tmp_path):
+    write(tmp_path, CONFIG, make_tensors(CONFIG), num_shards=3)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"index.json names model-1.safetensors, which does not exist"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, -1])
+def test_truncated_weights(tmp_path, num_shards, num_bytes):
+    write(tmp_path, CONFIG, make_tensors(CONFIG), num_shards)
+    name = "model.safetensors" if num_shards == 1 else "model-1.safetensors"
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=f"{name} must be a whole safetensors file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [K_PROJ, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_missing_tensor(tmp_path, name):
+    tensors = make_tensors(UNTIED)
+    del tensors[name]
+    with pytest.raises(ValueError, match=f"tensor {name} is missing from"):
+        load(write(tmp_path, UNTIED, tensors))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("name", make_tensors(UNTIED))
+def test_wrong_shape(tmp_path, name, num_shards):
+    tensors = make_tensors(UNTIED)
+    tensors[name] = np.zeros((5, *tensors[name].shape), np.float32)
+    with pytest.raises(ValueError, match=rf"tensor {name} must have shape \(\d.*\), got \(5, "):
+        load(write(tmp_path, UNTIED, tensors, num_shards))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_unexpected_dtype(tmp_path, dtype):
+    tensors = make_tensors(CONFIG)
+    tensors[K_PROJ] = tensors[K_PROJ].astype(jnp.dtype(dtype))
+    with pytest.raises(ValueError, match=f"tensor {K_PROJ} must be of type F32, BF16 or F16, got .*8"):
+        load(write(tmp_path, CONFIG, tensors))

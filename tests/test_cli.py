@@ -1,0 +1,209 @@
+"""The command, on a checkpoint that greedily says one sentence; mostly inside this process, where it compiles once."""
+
+import io
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
+
+from specjax import decode
+from specjax.cli import _compare, main
+
+PROMPT, TEXT = SENTENCE[0], SENTENCE[1:]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    ids = [*make_tokenizer().encode(SENTENCE, add_special_tokens=False).ids, 1]
+    directory = tmp_path_factory.mktemp("cli") / "model"
+    return str(write_checkpoint(directory, chain_tensors(ids), num_layers=1, hidden=128))
+
+
+@pytest.fixture
+def generate(model, capsys):
+    """Run `specjax generate` with the model as target and draft: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        exit_code = main(["generate", "--model", model, "--draft", model, "--num-draft-tokens", "3", *arguments])
+        return exit_code, *capsys.readouterr()
+
+    return run
+
+
+def process(*arguments, text=None):
+    command = [sys.executable, "-m", "specjax", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=300)
+
+
+class TestText:
+    def test_piped(self, generate):
+        exit_code, out, err = generate(PROMPT)
+        assert (exit_code, out) == (0, TEXT + "\n")
+        assert "tokens/s" in err
+        assert "acceptance rate 1.00, mean acceptance length 4.00" in err
+
+    def test_sampling_options_and_stop(self, generate):
+        exit_code, out, _ = generate(PROMPT, "--temperature", "0.01", "--seed", "3", "--stop", "never", "--stop", ", E")
+        assert (exit_code, out) == (0, "o東京é🚀\n")
+
+    def test_terminal(self, generate, monkeypatch):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLORTERM", "")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        _, out, err = generate(PROMPT)
+        assert "\x1b[32mo\x1b[0m" in out  # an accepted draft
+        assert "\x1b[36m東\x1b[0m" in out  # a bonus token
+        assert "\x1b[32maccepted\x1b[0m \x1b[31mrecovered\x1b[0m \x1b[36mbonus\x1b[0m\n" in out
+        assert "acceptance rate" in err
+
+    def test_compare(self, generate):
+        _, out, err = generate(PROMPT, "--compare")
+        assert out == TEXT + "\n"
+        assert "plain decoding: a speed-up of " in err
+        assert err.endswith("; the texts agree\n")
+
+    def test_plain_decoding(self, model, capsys):
+        assert main(["generate", PROMPT, "--model", model]) == 0
+        out, err = capsys.readouterr()
+        assert out == TEXT + "\n"
+        assert "no drafts" in err
+
+    def test_interrupted(self, generate, monkeypatch):
+        interrupt_after(monkeypatch, calls=3)
+        exit_code, out, err = generate(PROMPT)
+        assert (exit_code, out) == (130, "o東京\n")
+        assert "7 tokens in" in err
+
+
+def interrupt_after(monkeypatch, calls):
+    """Interrupt decoding as Ctrl-C would: the first call compiles, each other one makes a step."""
+    decode_generate, counter = decode.generate, iter(range(calls))
+
+    def decode_or_interrupt(*args, **options):
+        if next(counter, None) is None:
+            raise KeyboardInterrupt
+        return decode_generate(*args, **options)
+
+    monkeypatch.setattr(decode, "generate", decode_or_interrupt)
+
+
+class TestJson:
+    def test_figures(self, generate):
+        exit_code, out, err = generate(PROMPT, "--json", "--compare")
+        report = json.loads(out)
+        assert (exit_code, err) == (0, "")
+        assert (report["prompt"], report["text"], report["finish_reason"]) == (PROMPT, TEXT, "stop")
+        assert report["stop_reason"] is None
+        assert report["metrics"]["num_tokens"] == len(report["token_ids"]) == 20
+        assert report["metrics"]["acceptance_rate_per_position"] == [1, 1, 1]
+        assert report["metrics"]["tokens_per_second"] > 0
+        compare = report["compare"]
+        assert compare["texts_agree"] is True
+        assert compare["speed_up"] == compare["tokens_per_second"] / compare["plain_tokens_per_second"] > 0
+
+    def test_speed_up_is_over_plain_decoding(self):
+        def llm(speed, plain=None):
+            result = SimpleNamespace(text="", metrics=SimpleNamespace(tokens_per_second=speed))
+            return SimpleNamespace(generate=lambda prompt, params: [result], plain=lambda: plain)
+
+        compared = _compare(llm(30.0, plain=llm(10.0)), PROMPT, None)
+        assert (compared["tokens_per_second"], compared["plain_tokens_per_second"]) == (30, 10)
+        assert compared["speed_up"] == 3
+
+    def test_no_number_is_null(self, model, capsys):
+        assert main(["generate", PROMPT, "--model", model, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["metrics"]["acceptance_rate"] is None
+        assert "compare" not in report
+
+    def test_interrupted(self, generate, monkeypatch):
+        interrupt_after(monkeypatch, calls=2)
+        exit_code, out, _ = generate(PROMPT, "--json")
+        report = json.loads(out)
+        assert (exit_code, report["text"], report["finish_reason"]) == (130, "o東", None)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--temperature", "-1"], "temperature must be >= 0, got -1.0"),
+            (["--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
+            (["--stop", ""], "stop must be made of non-empty strings"),
+            (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
+            (["--num-draft-tokens", "0", "--compare"], "--compare needs drafts"),
+            (["--num-draft-tokens", "-2"], "num_draft_tokens must be >= 0, got -2"),
+        ],
+    )
+    def test_value(self, generate, arguments, message):
+        exit_code, out, err = generate(PROMPT, *arguments)
+        assert (exit_code, out) == (2, "")
+        assert err.startswith(f"specjax: error: {message}")
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize("arguments", [["generate", "--top-k", "x"], ["nonsense"], [], ["generate", "a", "b"]])
+    def test_usage(self, arguments, capsys):
+        with pytest.raises(SystemExit) as error:
+            main(arguments)
+        assert error.value.code == 2
+        err = capsys.readouterr().err
+        assert err.startswith("specjax: error: ")
+        assert err.count("\n") == 1
+
+    def test_no_prompt(self, generate, monkeypatch):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        assert generate() == (
+            2,
+            "",
+            "specjax: error: PROMPT must be an argument or come from standard input, got neither\n",
+        )
+
+    def test_prompt_is_not_text(self, generate, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+        exit_code, _, err = generate()
+        assert exit_code == 2
+        assert "'utf-8' codec can't decode" in err
+
+    def test_missing_package(self, generate, monkeypatch):
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        exit_code, _, err = generate(PROMPT)
+        assert exit_code == 2
+        assert "tokenizers is missing" in err
+        assert "specjax[cli]" in err
+
+
+class TestProcess:
+    def test_standard_input(self, model):
+        done = process("generate", "-", "--model", model, text=PROMPT)
+        assert (done.returncode, done.stdout) == (0, TEXT + "\n")
+        assert "no drafts" in done.stderr
+
+    def test_json_alone_on_standard_output(self, model):
+        done = process("generate", "--model", model, "--draft", model, "--json", text=PROMPT)
+        assert json.loads(done.stdout)["text"] == TEXT
+        assert done.returncode == 0
+
+    def test_error(self):
+        done = process("generate", "a", "--model", "no/such")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("specjax: error: model must be a directory")
+
+    def test_help_is_quick(self):
+        code = (
+            "import sys; from specjax.cli import main\n"
+            "try: main(['generate', '--help'])\n"
+            "except SystemExit: print(sys.modules.keys() & {'flax', 'rich', 'safetensors', 'tokenizers'})"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60)
+        assert "PROMPT" in done.stdout
+        assert done.stdout.endswith("set()\n")
+
+    def test_version(self, capsys):
+        with pytest.raises(SystemExit) as done:
+            main(["--version"])
+        assert done.value.code == 0
+        assert capsys.readouterr().out.startswith("specjax 0.")

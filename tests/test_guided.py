@@ -1,0 +1,288 @@
+"""Grammars: their tables against the regular expressions they come from, and the text that follows them."""
+
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import SamplingParams, decode, guided, proposers, sampling, verifiers
+from specjax.guided import Grammar
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+
+WORDS = ["yes", "no", "may", "be", " very", "12", "345", '": ', '{"', "ab", "bc", "abc", ", ", "é", "tr", "ue", "false"]
+VOCABULARY = [bytes([byte]) for byte in b'abcdefghijklmnopqrstuvwxyz0123456789 ,:."{}-\n\xc3\xa9'] + [
+    w.encode() for w in WORDS
+]
+VOCABULARY += [b"", b"</s>"]  # a special token, and the end
+V, EOS = len(VOCABULARY), len(VOCABULARY) - 1
+
+
+def from_regex(pattern):
+    pytest.importorskip("outlines_core")
+    return guided.from_regex(pattern, VOCABULARY, [EOS])
+
+
+def next_states(grammar, state):
+    """The tokens that a state allows, each with the state after it."""
+    row = grammar.transitions[state, grammar.token_classes]
+    return {token: row[token] for token in np.flatnonzero(row >= 0)}
+
+
+def texts(grammar, size):
+    """All texts of at most `size` bytes over a, b, c and newline that the grammar accepts."""
+    found, todo = set(), [(0, b"")]
+    for state, text in todo:
+        for token, after in next_states(grammar, state).items():
+            longer = text + VOCABULARY[token]
+            if token == EOS:
+                found.add(text.decode())
+            elif len(longer) <= size and set(longer) <= set(b"abc\n"):
+                todo.append((after, longer))
+    return found
+
+
+class TestFromRegex:
+    @pytest.mark.parametrize(
+        "pattern",
+        [
+            "a|ab",
+            "ab|a",
+            "(a|ab)(c|bcb)?",
+            "a*?b?",
+            "a{2,3}?b?",
+            "[^a]*",
+            "(a|b)*abb",
+            "(?:a|ab)(?:|c)",
+            "",
+            "a.c",
+            ".*",
+        ]
+        + ["a*", "a\n?", "(a*)*", "[ab]+(\n[ab]+)*", "(?i)AB?", "a|[a-c]{2}b?|"],
+    )
+    def test_language(self, pattern):
+        strings = ("".join(s) for size in range(5) for s in itertools.product("abc\n", repeat=size))
+        assert texts(from_regex(pattern), 4) == {s for s in strings if re.fullmatch(pattern, s)}
+
+    def test_tokens_are_read_byte_by_byte(self):
+        grammar = from_regex("é[0-9]{3}")
+        allowed = [VOCABULARY[token] for token in next_states(grammar, 0)]
+        assert allowed == [b"\xc3", "é".encode()]
+
+    def test_after_the_end_only_the_end(self):
+        grammar = from_regex("ab?")
+        state = next_states(grammar, 0)[VOCABULARY.index(b"ab")]
+        assert list(next_states(grammar, state)) == [EOS]
+        assert next_states(grammar, next_states(grammar, state)[EOS]) == {EOS: next_states(grammar, state)[EOS]}
+
+    def test_what_the_vocabulary_cannot_end_is_not_begun(self):
+        grammar = from_regex("aX|b|(c+Z)")  # no token has an X or Z
+        assert {VOCABULARY[token] for token in next_states(grammar, 0)} == {b"b"}
+
+    def test_several_stop_tokens(self):
+        pytest.importorskip("outlines_core")
+        grammar = guided.from_regex("a", [b"a", b"b", b"", b"a"], [1, 2])
+        assert list(next_states(grammar, 0)) == [0, 3]
+        assert list(next_states(grammar, next_states(grammar, 0)[3])) == [1, 2]
+
+    def test_tables_are_small(self):
+        pytest.importorskip("outlines_core")
+        pieces = [b"%d" % i for i in range(10000)] + [b"x%d" % i for i in range(10000)] + [b""]
+        grammar = guided.from_regex("[0-9]+(x[0-9]+)?", pieces, [20000])
+        assert grammar.token_classes.shape == (20001,) and grammar.transitions.shape[1] < 10
+
+    @pytest.mark.parametrize("pattern", ["[", "a)(b", "^a$", "a(?=b)", r"(a)\1", "X", r"[^\s\S]"])
+    def test_bad_pattern(self, pattern):
+        with pytest.raises(ValueError, match="pattern must"):
+            from_regex(pattern)
+
+    @pytest.mark.parametrize("eos", [[], [V], [-1]])
+    def test_bad_stop_tokens(self, eos):
+        with pytest.raises(ValueError, match="eos_token_ids must be one or more ids in"):
+            guided.from_choices(["a"], VOCABULARY, eos)
+
+    def test_json_schema(self):
+        pytest.importorskip("outlines_core")
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["yes", "no"]}}}
+        grammar = guided.from_json_schema(schema | {"required": ["a", "b"]}, VOCABULARY, [EOS])
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            value = json.loads(walk(grammar, rng))
+            assert set(value) == {"a", "b"} and value["a"] in (True, False) and value["b"] in ("yes", "no")
+
+
+def walk(grammar, rng):
+    """A text by a random walk."""
+    state, text = 0, b""
+    while True:
+        token, state = rng.choice(list(next_states(grammar, state).items()))
+        if token == EOS:
+            return text.decode()
+        text += VOCABULARY[token]
+
+
+class TestFromChoices:
+    def test_texts(self):
+        grammar = guided.from_choices(["yes", "no", "a.*", "maybe", "may", "é\n"], VOCABULARY, [EOS])
+        rng = np.random.default_rng(0)
+        with pytest.raises(ValueError, match="choices must match"):
+            guided.from_choices(["X"], VOCABULARY, [EOS])
+        assert {walk(grammar, rng) for _ in range(300)} == {"yes", "no", "maybe", "may", "é\n"}  # there is no *
+
+    @pytest.mark.parametrize("choices", [[], "yes", [1]])
+    def test_bad_choices(self, choices):
+        with pytest.raises(ValueError, match="choices must be a non-empty sequence of strings, got"):
+            guided.from_choices(choices, VOCABULARY, [EOS])
+
+
+class TestGrammar:
+    @pytest.mark.parametrize(
+        ("classes", "transitions", "message"),
+        [
+            ([[0]], [[0]], r"token_classes \[V\] must be non-empty integers"),
+            ([0], [0], r"transitions \[S, C\] must be non-empty integers"),
+            ([0], np.zeros((0, 1), int), r"transitions \[S, C\] must be"),
+            ([0.5], [[0]], r"token_classes \[V\] must be non-empty integers"),
+            ([0, 2], [[0, 0]], r"token_classes must be in \[0, 2\), got 0 to 2"),
+            ([0, -1], [[0, 0]], r"token_classes must be in \[0, 2\), got -1 to 0"),
+            ([0, 0], [[1]], r"transitions must be in \[-1, 1\), got 1 to 1"),
+            ([0, 0], [[-2]], r"transitions must be in \[-1, 1\), got -2 to -2"),
+            ([0, 0], [[1, 0], [-1, 0]], "transitions must allow a token in every state, got none in state 1"),
+        ],
+    )
+    def test_bad_tables(self, classes, transitions, message):
+        with pytest.raises(ValueError, match=message):
+            Grammar(classes, transitions)
+
+    def test_batch(self):
+        """Rows advance as their own grammars say, in one table of few sizes."""
+        one, two = Grammar([0, 1, 2], [[1, -1, 0], [-1, 0, 1]]), Grammar([0, 0, 1, 1], [[0, 1], [1, -1]])
+        guide = guided.batch([one, None, two, one])
+        assert jax.tree.map(jnp.shape, guide) == guided.Guide((4, 4), (8, 4), (4,), (4,))
+        tokens = jnp.array([[0, 1, 1, 0], [3, 3, 0, 1], [0, 3, 3, 1], [1, -1, 2, 0]])
+        states = np.asarray(guided.advance(guide, guide.initial, tokens))
+        assert states.tolist() == [[1, 2, 1, 1, 2], [0] * 5, [3, 3, 4, 4, 4], [1, 1, 1, 1, 2]]
+        allowed = np.asarray(guided.allowed(guide, jnp.asarray(states[:, :3])))
+        assert allowed[0].tolist() == [
+            [True, False, True, False],
+            [False, True, True, False],
+            [True, False, True, False],
+        ]
+        assert allowed[1].all()
+        assert allowed[2].tolist() == [[True] * 4, [True] * 4, [True, True, False, False]]
+
+    def test_no_grammar_is_none(self):
+        assert guided.batch([None, None]) is None
+
+    def test_unknown_tokens_are_forbidden(self):
+        guide = guided.batch([Grammar([0, 0], [[0]]), None], vocab_size=4)
+        allowed = guided.allowed(guide, guide.initial[:, None])
+        assert allowed[:, 0].tolist() == [[True, True, False, False], [True] * 4]
+
+    def test_vocabularies_differ(self):
+        grammar = Grammar([0, 0, 0], [[0]])
+        with pytest.raises(ValueError, match="guided_decoding must have at most vocab_size = 2 tokens, got 3"):
+            guided.batch([grammar], vocab_size=2)
+        rows = sampling.batch([SamplingParams(guided_decoding=grammar)])
+        context = decode.Context(jnp.zeros((1, 4), jnp.int32), jnp.array([1]), jnp.array([True]))
+        with pytest.raises(ValueError, match="guided_decoding must be of V = 5 tokens, got 3"):
+            sampling.process(rows, jnp.zeros((1, 1, 5)), context, jnp.zeros((1, 0), jnp.int32))
+        with pytest.raises(ValueError, match=r"context must have a guided_state \[B\]"):
+            sampling.process(rows, jnp.zeros((1, 1, 3)), context, jnp.zeros((1, 0), jnp.int32))
+
+
+class TestVocabulary:
+    TEXT = "the café: 12 → {x}\n\n\tend 🙂"
+
+    def test_byte_level(self):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=280, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator([self.TEXT] * 4, trainer)
+        tokenizer.add_tokens(["<tool é>"])
+        vocabulary = guided.vocabulary(tokenizer)
+        assert len(vocabulary) == tokenizer.get_vocab_size() and vocabulary[0] == b""
+        ids = tokenizer.encode(self.TEXT + "<tool é>").ids
+        assert b"".join(vocabulary[i] for i in ids).decode() == self.TEXT + "<tool é>"
+
+    def test_sentencepiece(self):
+        from tokenizers import Tokenizer, decoders, models, normalizers
+
+        pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz", "é"]
+        model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>")
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        vocabulary = guided.vocabulary(tokenizer)
+        assert b"".join(vocabulary[i] for i in tokenizer.encode(self.TEXT).ids).decode() == self.TEXT
+
+    def test_other(self):
+        from tokenizers import Tokenizer, decoders, models
+
+        tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
+        for decoder, kinds in ((None, r"\[\]"), (decoders.WordPiece(), "'WordPiece'")):
+            tokenizer.decoder = decoder
+            with pytest.raises(ValueError, match=f"tokenizer must decode as ByteLevel, .* got .*{kinds}"):
+                guided.vocabulary(tokenizer)
+
+
+CONFIG = DecoderConfig(
+    vocab_size=V, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, mlp_size=32, max_length=64
+)
+PATTERNS = [
+    r"[0-9]{1,3}(,[0-9]{2,3}){0,4}",
+    "(yes|no|maybe)( very){0,3}",
+    r'\{"a": (true|false), "b": "[a-c]{0,5}é?"\}',
+]
+CHOICES = ["yes", "no", "may", "maybe"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    params = init_params(CONFIG, 0)
+    params["embedding"] = 40 * params["embedding"]  # logits of some size
+    noisy = jax.tree.map(lambda x: x + 0.3 * jnp.std(x) * jax.random.normal(jax.random.key(1), x.shape), params)
+    return decoder_model(CONFIG, params), decoder_model(CONFIG, noisy)
+
+
+@pytest.mark.parametrize("verifier", [None, verifiers.rejection, verifiers.block, verifiers.match])
+def test_text_follows_the_grammar(models, verifier):
+    """Requests with several grammars and without one, greedy and sampled, in one batch."""
+    pytest.importorskip("outlines_core")
+    grammars = {pattern: from_regex(pattern) for pattern in PATTERNS}
+    grammars["|".join(CHOICES)] = guided.from_choices(CHOICES, VOCABULARY, [EOS])
+    cases = [(pattern, temperature) for pattern in [*grammars, None] for temperature in (0, 1, 1)]
+    params = [
+        SamplingParams(temperature=t, max_tokens=40, min_tokens=2, guided_decoding=grammars.get(pattern))
+        for pattern, t in cases
+    ]
+    rows = sampling.batch(params, [EOS], V)
+    target, draft = models
+    proposer = None if verifier is None else proposers.draft_model(draft, 3)
+    size = len(params)
+    texts, accepted = set(), 0
+    for seed in range(8):
+        keys = jax.random.split(jax.random.key(seed), size)
+        prompts = jnp.broadcast_to(jnp.array([5, seed]), (size, 2))
+        state = decode.prefill(target, proposer, prompts, jnp.full(size, 2), rows, keys, max_length=48)
+        state = decode.generate(target, proposer, state, verifier=verifier or verifiers.rejection)
+        accepted += int(state.totals.accepted.sum())
+        for (pattern, _), tokens, length, finished in zip(
+            cases, state.context.tokens.tolist(), state.context.length, state.finished, strict=True
+        ):
+            if pattern is not None:
+                text = b"".join(VOCABULARY[token] for token in tokens[2 : length - 1]).decode()
+                assert finished == decode.STOP and tokens[length - 1] == EOS
+                assert re.fullmatch(pattern, text)
+                texts.add(text)
+    assert len(texts) > 20
+    assert verifier is None or accepted > 20

@@ -1,0 +1,103 @@
+"""The package as it is installed: what importing loads, the wheel, the README and the docstrings."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import specjax
+
+ROOT = Path(__file__).parent.parent
+NEEDS_CHECKPOINTS = "specjax.models.checkpoint"
+
+
+def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
+    """What a process of its own prints."""
+    environment = os.environ | {"PYTHONPATH": str(path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["specjax", "specjax.models", "specjax.testing"])
+def test_import_is_light(module):
+    heavy = ("flax", "optax", "chex", "tokenizers", "safetensors", "transformers", "rich", "matplotlib", "torch")
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_kernels_know_nothing_of_specjax():
+    assert python("import sys, pallas_kernels.cut; print('specjax' in sys.modules)") == "False"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling")
+    out = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], capture_output=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_both_packages_and_the_weights(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"specjax", "pallas_kernels"}
+    weights = [name for name in names if name.endswith(".safetensors")]
+    assert len(weights) == 3
+    sizes = [zipfile.ZipFile(wheel).getinfo(name).file_size for name in weights]
+    assert max(sizes) <= 15e6
+    assert sum(sizes) <= 32e6
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_wheel_works_outside_the_tree(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import specjax, pallas_kernels; print(specjax.__file__); "
+        "print(specjax.LLM().generate('def f(', specjax.SamplingParams(temperature=0, max_tokens=4))[0].token_ids)"
+    )
+    file, tokens = python(code, path=tmp_path / "site", cwd=tmp_path).splitlines()
+    assert file.startswith(str(tmp_path))
+    assert len(tokens.split(",")) == 4
+
+
+def test_version_is_that_of_the_project():
+    assert f'version = "{specjax.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_readme_has_python():
+    assert len(readme_blocks()) >= 3
+
+
+@pytest.mark.parametrize("index", range(len(readme_blocks())))
+def test_readme_block_runs(index):
+    exec(compile(readme_blocks()[index], f"README.md block {index}", "exec"), {"__name__": "readme"})
+
+
+def modules() -> list[str]:
+    found = [
+        m.name
+        for p in (specjax, importlib.import_module("pallas_kernels"))
+        for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")
+    ]
+    return sorted(name for name in found if not name.endswith("__main__"))
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -1,0 +1,483 @@
+"""The contract that every verifier keeps, hand-worked cases, edges, and the draw itself."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cut import min_logit
+from specjax import distributions, testing, verifiers
+from specjax import keys as streams
+from specjax.types import Categorical, Draft
+from specjax.verifiers import core
+
+OPTIONS = {"synthetic": {"acceptance_length": 2.0}}
+NAMES = verifiers.__all__
+LOSSLESS = [name for name in NAMES if name not in verifiers.LOSSY]
+BATCH, DRAFTS, VOCAB = 4, 3, 50
+
+
+def bound(name):
+    """A verifier with the options it cannot do without."""
+    return partial(getattr(verifiers, name), **OPTIONS.get(name, {}))
+
+
+def example(batch=BATCH, drafts=DRAFTS, vocab=VOCAB, dtype=jnp.float32, seed=0):
+    """A draft with rows of all kinds (greedy, sampled, ragged) and its target."""
+    target, draft, token = jax.random.split(jax.random.key(seed), 3)
+    logits = (2 * jax.random.normal(draft, (batch, drafts, vocab))).astype(dtype)
+    tokens = jax.random.categorical(token, logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+    temperature = jnp.arange(batch) % 3 * 0.7
+    drafted = Draft(tokens, Categorical(logits, jnp.roll(temperature, 1)), drafts - jnp.arange(batch) % (drafts + 1))
+    scored = (2 * jax.random.normal(target, (batch, drafts + 1, vocab))).astype(dtype)
+    return drafted, Categorical(scored, temperature)
+
+
+class Scripted:
+    """Chance written by hand."""
+
+    def __init__(self, accepted, token):
+        self.accepted, self.token = jnp.asarray(accepted), jnp.asarray(token, jnp.int32)
+
+    def flip(self, probabilities):
+        return self.accepted
+
+    def pick(self, residual):
+        return self.token
+
+
+class TestGoldenCases:
+    def test_walk_through(self):
+        """Five drafts, the fourth rejected: three accepted, one recovered, the bonus dropped."""
+        draft = Draft(jnp.array([[16, 5, 129, 86, 939]]), Categorical(jnp.zeros((1, 5, 3000))))
+        draw = Scripted([[True, True, True, False, True]], [2949])
+        verified = verifiers.rejection.core(draw, core.canonical(draft), Categorical(jnp.zeros((1, 6, 3000))))
+        assert verified.tokens.tolist() == [[16, 5, 129, 2949, -1, -1]]
+        assert verified.num_accepted.tolist() == [3]
+
+    def test_causal_mask(self):
+        accepted = [[1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 1, 0]]
+        draft = Draft(jnp.zeros((5, 3), jnp.int32), Categorical(jnp.zeros((5, 3, 4))))
+        draw = Scripted(np.array(accepted, bool), [3] * 5)
+        verified = verifiers.rejection.core(draw, core.canonical(draft), Categorical(jnp.zeros((5, 4, 4))))
+        assert verified.num_accepted.tolist() == [1, 0, 2, 3, 0]
+        assert verified.tokens.tolist() == [
+            [0, 3, -1, -1],
+            [3, -1, -1, -1],
+            [0, 0, 3, -1],
+            [0, 0, 0, 3],
+            [3, -1, -1, -1],
+        ]
+
+    def test_block_keeps_the_longest_accepted_prefix(self):
+        draft = Draft(jnp.zeros((3, 3), jnp.int32), Categorical(jnp.zeros((3, 3, 4))))
+        draw = Scripted([[False, True, False], [False, False, True], [False] * 3], [3] * 3)
+        verified = verifiers.block.core(draw, core.canonical(draft), Categorical(jnp.zeros((3, 4, 4))))
+        assert verified.num_accepted.tolist() == [2, 3, 0]
+
+    def test_bonus_tokens_after_full_acceptance_alone(self):
+        draft = Draft(jnp.array([[1, 1], [1, 1], [1, -1]]), Categorical(jnp.zeros((3, 2, 4))))
+        draw = Scripted([[True, True], [True, False], [True, False]], [2] * 3)
+        bonus = jnp.array([3, 3, 3])
+        target = Categorical(jnp.zeros((3, 3, 4)))
+        verified = verifiers.rejection.core(draw, core.canonical(draft), target, bonus_tokens=bonus)
+        assert verified.tokens.tolist() == [[1, 1, 3], [1, 2, -1], [1, 3, -1]]
+
+    def test_match_refuses_bonus_tokens(self):
+        draft, target = example()
+        with pytest.raises(ValueError, match="bonus_tokens must be None"):
+            verifiers.match(jax.random.key(0), draft, target, bonus_tokens=jnp.zeros(BATCH, jnp.int32))
+
+
+class TestTypical:
+    def test_threshold_is_exact(self):
+        """On a flat law 1/V > alpha / V accepts, however large V is; slack inside the logarithm would reject."""
+        vocab = 200_000
+        draft = Draft(jnp.zeros((1, 1), jnp.int32))
+        verified = verifiers.typical(jax.random.key(0), draft, jnp.zeros((1, 2, vocab)), posterior_alpha=0.9)
+        assert verified.num_accepted.tolist() == [1]
+
+    def test_hand_worked(self):
+        """Entropy .5 ln 2 + .5 ln 4 = 1.0397: the bound is min(.3, .9 * exp(-1.0397)) = .3."""
+        target = Categorical.from_probs(jnp.array([[[0.5, 0.25, 0.25], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]]]))
+        options = dict(posterior_threshold=0.3, posterior_alpha=0.9)
+        for tokens, expected in (([0, 1], [0, 1, 2]), ([1, 1], [0, -1, -1]), ([0, 0], [0, 1, -1])):
+            verified = verifiers.typical(jax.random.key(0), Draft(jnp.array([tokens])), target, **options)
+            assert verified.tokens.tolist() == [expected]
+
+    def test_greedy_row(self):
+        target = Categorical(jnp.log(jnp.array([[[0.6, 0.4], [0.6, 0.4]]])), jnp.zeros(1))
+        for token, expected in ((0, [0, 0]), (1, [0, -1])):
+            verified = verifiers.typical(jax.random.key(0), Draft(jnp.array([[token]])), target)
+            assert verified.tokens.tolist() == [expected]
+
+    @pytest.mark.parametrize(
+        "option", [{"posterior_threshold": -0.1}, {"posterior_threshold": 2}, {"posterior_alpha": -1}]
+    )
+    def test_bad_options(self, option):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            verifiers.typical(jax.random.key(0), *example(), **option)
+
+
+class TestSynthetic:
+    @pytest.mark.parametrize(
+        "option, rates",
+        [({"acceptance_length": 2.5}, [1, 0.5, 0]), ({"acceptance_rates": [0.9, 0.6, 0.6]}, [0.9, 0.6, 0.6])],
+    )
+    def test_rates(self, option, rates):
+        draft = Draft(jnp.zeros((100_000, 3), jnp.int32))
+        verified = verifiers.synthetic(jax.random.key(0), draft, jnp.zeros((100_000, 4, 2)), **option)
+        for i, rate in enumerate(rates):
+            assert float((verified.num_accepted > i).mean()) == pytest.approx(rate, abs=0.01)
+
+    @pytest.mark.parametrize(
+        "options, message",
+        [
+            ({}, "exactly one of acceptance_rates and acceptance_length must be given, got neither"),
+            ({"acceptance_rates": [1, 1, 1], "acceptance_length": 2}, "got both"),
+            ({"acceptance_rates": [1, 1]}, r"acceptance_rates must have shape \[K\] = \(3,\)"),
+            ({"acceptance_rates": [0.5, 0.6, 0.1]}, "acceptance_rates must be non-increasing"),
+            ({"acceptance_rates": [1.5, 0.6, 0.1]}, "acceptance_rates must be non-increasing and in"),
+            ({"acceptance_length": 0.5}, r"acceptance_length must be in \[1, K\+1 = 4\], got 0.5"),
+            ({"acceptance_length": 5}, r"acceptance_length must be in \[1, K\+1 = 4\], got 5"),
+        ],
+    )
+    def test_bad_options(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            verifiers.synthetic(jax.random.key(0), *example(), **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestContract:
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("batch, drafts", [(BATCH, DRAFTS), (1, 1), (0, DRAFTS), (BATCH, 0), (0, 0)])
+    def test_shapes_and_dtypes(self, name, batch, drafts, dtype):
+        draft, target = example(batch, drafts, dtype=dtype)
+        options = {"acceptance_length": 1.0} if name == "synthetic" else {}
+        verified = jax.jit(partial(getattr(verifiers, name), log_probs=True, **options))(
+            jax.random.key(0), draft, target
+        )
+        assert verified.tokens.shape == (batch, drafts + 1)
+        assert verified.num_accepted.shape == (batch,)
+        assert verified.log_probs.shape == (batch, drafts + 1)
+        assert (verified.tokens.dtype, verified.num_accepted.dtype) == (jnp.int32, jnp.int32)
+        assert verified.log_probs.dtype == jnp.float32
+
+    def test_form_of_the_output(self, name):
+        draft, target = example(64)
+        verified = jax.jit(bound(name))(jax.random.key(0), draft, target)
+        tokens, accepted = np.asarray(verified.tokens), np.asarray(verified.num_accepted)
+        assert ((accepted >= 0) & (accepted <= np.asarray(draft.num_tokens))).all()
+        index = np.arange(DRAFTS + 1)
+        assert (tokens[index > accepted[:, None]] == -1).all()
+        assert ((tokens >= 0) == (index <= accepted[:, None])).all()
+        is_draft = index[:DRAFTS] < accepted[:, None]
+        assert (tokens[:, :DRAFTS][is_draft] == np.asarray(draft.tokens)[is_draft]).all()
+        assert (tokens < VOCAB).all()
+
+    def test_eager_is_jit(self, name):
+        arguments = jax.random.key(0), *example()
+        for eager, jitted in zip(bound(name)(*arguments), jax.jit(bound(name))(*arguments), strict=True):
+            np.testing.assert_array_equal(eager, jitted)
+
+    def test_vmap(self, name):
+        keys = jax.random.split(jax.random.key(0), 3)
+        examples = [example(seed=i) for i in range(3)]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *examples)
+        mapped = jax.jit(jax.vmap(bound(name)))(keys, *stacked)
+        for i, one in enumerate(examples):
+            np.testing.assert_array_equal(mapped.tokens[i], jax.jit(bound(name))(keys[i], *one).tokens)
+
+    def test_permutation(self, name):
+        testing.assert_permutation_equivariant(getattr(verifiers, name), **OPTIONS.get(name, {}))
+
+    def test_neighbours(self, name):
+        keys = jax.random.split(jax.random.key(0), BATCH)
+        whole = jax.jit(bound(name))(keys, *example())
+        part = jax.jit(bound(name))(*jax.tree.map(lambda x: x[1:3], (keys, *example())))
+        np.testing.assert_array_equal(whole.tokens[1:3], part.tokens)
+
+    def test_one_trace_for_many_values(self, name):
+        traces = []
+
+        @jax.jit
+        def verify(keys, draft, target):
+            traces.append(0)
+            return bound(name)(keys, draft, target)
+
+        for seed in range(3):
+            verify(jax.random.key(seed), *example(seed=seed))
+        assert len(traces) == 1
+
+    def test_key_forms_of_one_request_agree(self, name):
+        """A key a row is that of the K+1 positions it is spread over."""
+        keys = jax.random.split(jax.random.key(0), BATCH)
+        spread = streams.of_step(keys, BATCH, DRAFTS)
+        assert spread.shape == (BATCH, DRAFTS + 1)
+        by_row, by_position = (jax.jit(bound(name))(k, *example()) for k in (keys, spread))
+        np.testing.assert_array_equal(by_row.tokens, by_position.tokens)
+
+    def test_log_probs(self, name):
+        draft, target = example(64)
+        verified = jax.jit(partial(bound(name), log_probs=True))(jax.random.key(0), draft, target)
+        with np.errstate(divide="ignore"):
+            expected = np.stack(
+                [
+                    np.log(np.maximum(testing.probabilities(row, float(t)), 0))
+                    for row, t in zip(target.logits, target.temperature, strict=True)
+                ]
+            )
+        tokens = np.asarray(verified.tokens)
+        chosen = np.take_along_axis(expected, np.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(verified.log_probs, np.where(tokens >= 0, chosen, 0), atol=1e-5)
+
+    def test_garbage_past_the_drafts_is_not_read(self, name):
+        draft, target = example()
+        past = jnp.arange(DRAFTS)[None, :, None] >= draft.num_tokens[:, None, None]
+        logits = jnp.where(past, jnp.nan, draft.distribution.logits)
+        beyond = jnp.arange(DRAFTS + 1)[None, :, None] > draft.num_tokens[:, None, None]
+        poisoned = (
+            Draft(
+                jnp.where(past[..., 0], 10**6, draft.tokens),
+                draft.distribution._replace(logits=logits),
+                draft.num_tokens,
+            ),
+            target._replace(logits=jnp.where(beyond, jnp.nan, target.logits)),
+        )
+        clean, dirty = (jax.jit(bound(name))(jax.random.key(0), *x) for x in ((draft, target), poisoned))
+        np.testing.assert_array_equal(clean.tokens, dirty.tokens)
+
+    def test_minus_one_ends_the_row(self, name):
+        draft, target = example()
+        ended = draft._replace(tokens=draft.tokens.at[:, 1].set(-1), num_tokens=None)
+        short = draft._replace(num_tokens=jnp.ones(BATCH, jnp.int32))
+        first, second = (jax.jit(bound(name))(jax.random.key(0), d, target) for d in (ended, short))
+        np.testing.assert_array_equal(first.tokens, second.tokens)
+        assert int(first.num_accepted.max()) <= 1
+
+    @pytest.mark.parametrize("fill", [jnp.nan, -jnp.inf, jnp.inf])
+    @pytest.mark.parametrize("where", ["target", "draft", "both"])
+    def test_ids_stay_in_range_on_broken_rows(self, name, fill, where):
+        draft, target = example(12)
+        if where != "draft":
+            target = target._replace(logits=target.logits.at[::2].set(fill))
+        if where != "target":
+            draft = draft._replace(
+                distribution=draft.distribution._replace(logits=draft.distribution.logits.at[::3].set(fill))
+            )
+        verified = jax.jit(bound(name))(jax.random.key(0), draft, target)
+        emitted = np.arange(DRAFTS + 1) <= np.asarray(verified.num_accepted)[:, None]
+        tokens = np.asarray(verified.tokens)
+        assert ((tokens[emitted] >= 0) & (tokens[emitted] < VOCAB)).all()
+        assert (tokens[~emitted] == -1).all()
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (
+                lambda k, d, t: (k, d, t._replace(logits=t.logits[:, :-1])),
+                r"target must have shape \[B, K\+1, V\] = \(4, 4, any\), got \(4, 3, 50\)",
+            ),
+            (lambda k, d, t: (k, d, t._replace(logits=t.logits[:2])), r"target must have shape"),
+            (
+                lambda k, d, t: (k, d, t._replace(temperature=jnp.ones(3))),
+                r"target.temperature must have shape \[B\] = \(4,\), got \(3,\)",
+            ),
+            (
+                lambda k, d, t: (k, d, t._replace(logits=t.logits.astype(jnp.int32))),
+                r"target must be of floating dtype, got int32",
+            ),
+            (
+                lambda k, d, t: (k, d._replace(tokens=d.tokens[0]), t),
+                r"draft.tokens must have shape \[B, K\] = \(any, any\), got \(3,\)",
+            ),
+            (lambda k, d, t: (k, d._replace(tokens=d.tokens * 1.0), t), r"draft.tokens must be of integer dtype"),
+            (
+                lambda k, d, t: (k, d._replace(num_tokens=jnp.ones(3, jnp.int32)), t),
+                r"draft.num_tokens must have shape",
+            ),
+            (
+                lambda k, d, t: (k, d._replace(distribution=Categorical(jnp.zeros((4, 3, 49)))), t),
+                r"draft.distribution must have shape \[B, K, V\] = \(4, 3, 50\), got \(4, 3, 49\)",
+            ),
+            (
+                lambda k, d, t: (k, d._replace(distribution=jnp.zeros((4, 3, 50))), t),
+                r"draft.distribution must be a Categorical or None",
+            ),
+            (lambda k, d, t: (jax.random.PRNGKey(0), d, t), r"keys must be typed keys"),
+            (lambda k, d, t: (jax.random.key(0, impl="rbg"), d, t), r"keys must be threefry keys"),
+            (
+                lambda k, d, t: (jax.random.split(k, 3), d, t),
+                r"keys must have shape \[\], \[B\] = \(4,\) or \[B, K\+1\] = \(4, 4\), got \(3,\)",
+            ),
+        ],
+    )
+    def test_bad_shapes(self, name, change, message):
+        with pytest.raises(ValueError, match=message):
+            bound(name)(*change(jax.random.key(0), *example()))
+
+    def test_bad_implementation(self, name):
+        with pytest.raises(ValueError, match="implementation must be None, 'xla', 'pallas' or 'interpret', got 'cuda'"):
+            bound(name)(jax.random.key(0), *example(), implementation="cuda")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "synthetic"])  # which accepts what it is given
+def test_drafts_outside_the_vocabulary_are_rejected(name):
+    draft, target = example()
+    wild = Draft(jnp.full_like(draft.tokens, VOCAB + 7), draft.distribution._replace(temperature=None))
+    verified = jax.jit(bound(name))(jax.random.key(0), wild, target)
+    assert verified.num_accepted.tolist() == [0] * BATCH
+    assert int(verified.tokens.max()) < VOCAB
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "synthetic"])  # which accepts what it is given
+def test_greedy_rows_of_a_mixed_batch(name):
+    """Rows of temperature 0 emit the argmax at every position, lowest id on ties, beside sampled rows."""
+    draft, target = example(12)
+    logits = target.logits.at[:, :, 7].set(9.0).at[:, :, 30].set(9.0)
+    drafts = draft.tokens.at[:, 0].set(7)
+    verified = jax.jit(bound(name))(jax.random.key(0), draft._replace(tokens=drafts), target._replace(logits=logits))
+    greedy = np.asarray(verified.tokens)[np.asarray(target.temperature) == 0]
+    assert set(greedy.ravel()) <= {7, -1}
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSLESS if n != "match"])
+def test_a_known_normalizer_changes_nothing(name):
+    draft, target = example(32)
+    logits, temperature = draft.distribution[:2]
+    safe = jnp.where(temperature > 0, temperature, 1)[:, None, None]
+    known = draft.distribution._replace(log_normalizer=jax.nn.logsumexp(logits / safe, axis=-1))
+    target_safe = jnp.where(target.temperature > 0, target.temperature, 1)[:, None, None]
+    target_known = target._replace(log_normalizer=jax.nn.logsumexp(target.logits / target_safe, axis=-1))
+    verify = jax.jit(bound(name))
+    expected = verify(jax.random.key(0), draft, target)
+    for pair in ((draft._replace(distribution=known), target), (draft, target_known)):
+        np.testing.assert_array_equal(verify(jax.random.key(0), *pair).tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSLESS if n != "match"])
+def test_a_uniform_of_zero_does_not_accept_an_impossible_draft(name, monkeypatch):
+    monkeypatch.setattr(streams, "uniform", lambda keys, shape=(): jnp.zeros((*keys.shape, *shape)))
+    target = Categorical(jnp.zeros((1, 2, 4)).at[0, 0, 2].set(-jnp.inf))
+    draft = Draft(jnp.array([[2]]), Categorical(jnp.zeros((1, 1, 4))))
+    verified = getattr(verifiers, name)(jax.random.key(0), draft, target)
+    assert verified.num_accepted.tolist() == [0]
+    assert verified.tokens[0, 0] != 2
+
+
+@pytest.mark.parametrize("name", ["block", "rejection"])
+def test_the_recovered_token_is_never_the_rejected_draft(name):
+    draft, target = example(512, vocab=5)
+    verified = jax.jit(bound(name))(jax.random.key(1), draft, target._replace(temperature=None))
+    rejected = np.asarray(verified.num_accepted) < np.asarray(draft.num_tokens)
+    rows = np.flatnonzero(rejected)
+    at = np.asarray(verified.num_accepted)[rows]
+    assert (np.asarray(verified.tokens)[rows, at] != np.asarray(draft.tokens)[rows, at]).all()
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("vocab", [1, 2, 100, 8193, 10000, 50272, 151936])
+def test_the_ends_of_the_vocabulary(vocab, uniform):
+    """The extreme uniforms give the first and the last token with any mass, never an id without."""
+    logits = jnp.zeros((1, 1, vocab)).at[0, 0, : vocab // 4].set(-jnp.inf).at[0, 0, vocab - vocab // 4 :].set(-jnp.inf)
+    law = distributions.normalize(Categorical(logits))
+    token = distributions.pick(distributions.Residual(law), jnp.full((1, 2), uniform))
+    assert token.tolist() == [vocab // 4 if uniform == 0 else vocab - vocab // 4 - 1]
+
+
+class TestTheDraw:
+    """The inverse CDF in float32, over all points of the grids of its two uniforms."""
+
+    def first_above_law(self, weights):
+        """Probability of each index of `_first_above`: how many of the 2**24 uniforms give it."""
+        total = np.asarray(jnp.cumsum(jnp.asarray(weights)[None], axis=-1))[0]
+        mass = total[-1]
+        count = np.clip(np.ceil(total.astype(np.float64) / mass * 2**24).astype(np.int64) + 2, 0, 2**24)
+        for _ in range(5):  # uniforms u with float32(u * mass) < total
+            bound = (np.maximum(count - 1, 0) * np.float32(2**-24)).astype(np.float32) * mass
+            count = np.where(
+                (count > 0) & ~(np.minimum(bound, np.nextafter(mass, np.float32(0))) < total), count - 1, count
+            )
+        count = np.where(np.asarray(weights) > 0, count, 0)
+        return np.diff(np.maximum.accumulate(count), prepend=0) / 2**24
+
+    def laws(self):
+        vocab = 128256
+        rng = np.random.default_rng(0)
+        yield np.zeros(vocab)
+        yield -np.log(np.arange(1, vocab + 1))
+        yield 2 * rng.normal(size=vocab)
+        yield np.where(np.arange(vocab) == 77_777, 14.0, 0.0)
+
+    def test_counted_on_the_grid(self):
+        for logits in self.laws():
+            logits = jnp.asarray(logits, jnp.float32)[None, None]
+            residual = distributions.Residual(distributions.normalize(Categorical(logits)))
+            weights = np.asarray(distributions.residual_weights(residual))[0]
+            blocks = np.pad(weights, (0, -len(weights) % distributions.BLOCK_SIZE)).reshape(
+                -1, distributions.BLOCK_SIZE
+            )
+            block_law = self.first_above_law(np.asarray(jnp.sum(jnp.asarray(blocks), axis=-1)))
+            law = np.concatenate([p * self.first_above_law(b) for p, b in zip(block_law, blocks, strict=True)])[
+                : len(weights)
+            ]
+            exact = testing.probabilities(np.asarray(logits[0, 0], np.float64))
+            assert law.sum() == pytest.approx(1, abs=1e-6)
+            assert testing.total_variation(law, exact) < 5e-5
+
+    def test_the_count_is_of_the_function(self):
+        rng = np.random.default_rng(1)
+        weights = rng.random(37).astype(np.float32) * (rng.random(37) < 0.7)
+        drawn = distributions._first_above(
+            jnp.broadcast_to(weights, (200_000, 37)), jnp.asarray(rng.integers(0, 2**24, 200_000) / 2**24, jnp.float32)
+        )
+        counts = np.bincount(np.asarray(drawn), minlength=37)
+        test = testing.chi_square(counts, self.first_above_law(weights))
+        assert test.statistic < test.bound
+
+    def test_gumbel_noise_has_a_resolved_tail(self):
+        """The largest of many draws follows its law past the 16.6 where a 23-bit uniform ends."""
+        noise = streams.gumbel(jax.random.split(jax.random.key(0), 64), (1 << 20,))
+        assert float(noise.max()) > 16.8
+        assert bool(jnp.isfinite(noise).all())
+        tail = noise[noise > 12]
+        expected = noise.size * -np.expm1(-np.exp(-12.0))
+        assert abs(tail.size - expected) < 6 * expected**0.5
+        assert len(np.unique(np.asarray(tail))) > 0.9 * tail.size
+
+
+VOCAB_SAMPLED, SAMPLES, CHUNK = 4096, 200_000, 4000
+
+
+@pytest.mark.parametrize("drafts", ["sampled", "deterministic"])
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_sampled_distribution(name, temperature, top_p, drafts):
+    """200,000 first tokens of a vocabulary of 4096 against the law, by chi-square."""
+    rng = np.random.default_rng(5)
+    target_logits, draft_logits = rng.normal(size=(2, VOCAB_SAMPLED)) * 1.5
+    draft_logits = 0.5 * (target_logits + draft_logits)
+    logits = jnp.asarray(np.stack([target_logits] * 2), jnp.float32)
+    cut = min_logit(logits, temperature=jnp.full(2, temperature), top_p=jnp.full(2, top_p))
+    law = testing.probabilities(np.where(target_logits >= np.asarray(cut)[0], target_logits, -np.inf), temperature)
+    draft_row = jnp.asarray(draft_logits, jnp.float32)[None]
+
+    def first_tokens(key):
+        draft_key, key = jax.random.split(key)
+        distribution = None
+        tokens = jnp.full((CHUNK, 1), int(np.argsort(target_logits)[-3]), jnp.int32)
+        if drafts == "sampled":
+            distribution = Categorical(draft_row, rows=jnp.zeros((CHUNK, 1), jnp.int32))
+            tokens = jax.random.categorical(draft_key, draft_row[0], shape=(CHUNK, 1)).astype(jnp.int32)
+        scored = Categorical(
+            logits, jnp.full(CHUNK, temperature), cut, rows=jnp.broadcast_to(jnp.arange(2)[None], (CHUNK, 2))
+        )
+        return getattr(verifiers, name)(key, Draft(tokens, distribution), scored).tokens[:, 0]
+
+    chunks = 1 if temperature == 0 else SAMPLES // CHUNK
+    tokens = jax.jit(lambda keys: jax.lax.map(first_tokens, keys))(jax.random.split(jax.random.key(0), chunks))
+    test = testing.chi_square(np.bincount(np.asarray(tokens).ravel(), minlength=VOCAB_SAMPLED), law)
+    assert test.statistic < test.bound
