@@ -90,7 +90,7 @@ def normalize(distribution: Categorical, argmax: bool = False) -> Law:
         shift, log_mass = jnp.zeros_like(distribution.log_normalizer), distribution.log_normalizer
     else:
         shift = jnp.where(jnp.isfinite(top), top, 0)
-        log_mass = jnp.log(jnp.sum(jnp.exp(_tempered(stored, kept_logits(stored) - shift[..., None])), axis=-1))
+        log_mass = jnp.log(jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1))
     return Law(distribution, *(f if f is None else _by_row(distribution, f) for f in (shift, log_mass, best)))
 
 
@@ -105,6 +105,17 @@ def _stored(distribution: Categorical) -> Categorical:
         temperature = jnp.ones(num_rows, temperature.dtype).at[rows].set(spread, mode="drop")
     min_logit = distribution.min_logit if distribution.min_logit is None else distribution.min_logit[:, None]
     return Categorical(distribution.logits[:, None], temperature, min_logit)
+
+
+def _kept_exponents(stored: Categorical, shift: Array) -> Array:
+    """(logits - shift) / temperature, -inf below the cut; by arithmetic: XLA on a CPU writes what it selects."""
+    logits = _widen(stored.logits)
+    exponents = _tempered(stored, logits - shift)
+    if stored.min_logit is None:
+        return exponents
+    limits = jnp.finfo(logits.dtype)
+    cut = jnp.maximum(stored.min_logit.astype(logits.dtype), limits.min)[..., None]
+    return exponents + jnp.minimum(logits - cut, 0) * limits.max
 
 
 def _top(logits: Array, argmax: bool) -> tuple[Array, Array | None]:

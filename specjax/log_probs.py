@@ -41,8 +41,8 @@ def logprobs(logits: Array, tokens: Array, n: int = 0) -> LogProbs:
         >>> import jax.numpy as jnp
         >>> logits = jnp.log(jnp.array([[[0.5, 0.125, 0.375], [0.25, 0.25, 0.5]]]))
         >>> result = logprobs(logits, jnp.array([[2, -1]]), n=2)
-        >>> result.chosen.round(3), result.rank
-        (Array([[-0.981,  0.   ]], dtype=float32), Array([[2, 0]], dtype=int32))
+        >>> round(float(result.chosen[0, 0]), 3), result.rank
+        (-0.981, Array([[2, 0]], dtype=int32))
         >>> result.top_ids
         Array([[[0, 2],
                 [2, 0]]], dtype=int32)

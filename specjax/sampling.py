@@ -48,7 +48,8 @@ class SamplingParams:
         stop: strings that end the text; the text does not contain them.
         stop_token_ids: token ids that end the text.
         max_tokens: most tokens to generate.
-        min_tokens: tokens to generate before a stop token may come. A grammar that is complete ends the text before.
+        min_tokens: tokens to generate before a stop token may come, unless nothing else is allowed: a complete grammar
+            ends the text before.
         ignore_eos: go on after the end-of-sequence token.
         presence_penalty: taken off the logit of every token that was generated, in [-2, 2].
         frequency_penalty: taken off as many times as the token was generated, in [-2, 2].
@@ -298,9 +299,8 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
         is_stop = _contains(sampling.stop_tokens, shape[-1])
         masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
-        if sampling.guide is not None:  # a complete grammar allows nothing but to stop
-            masked = jnp.where(jnp.any(masked > -jnp.inf, axis=-1, keepdims=True), masked, logits)
-        logits = masked
+        is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows nothing but to stop
+        logits = jnp.where(is_left, masked, logits)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     if any(penalty is not None for penalty in penalties):
         logits = _penalize(*penalties, logits, context, drafts, row)
@@ -439,7 +439,7 @@ def _tokenized(
             raise ValueError(f"bad_words must be sequences of token ids where batch has no tokenize, got {word!r}")
         bare = word.lstrip()
         sequences += [tuple(tokenize(text)) for text in ((bare, " " + bare) if bare else (word,))]
-        if not sequences[-1]:
+        if () in sequences:
             raise ValueError(f"bad_words must have tokens, got {word!r}, which has none")
     return list(dict.fromkeys(sequences))
 

@@ -203,13 +203,14 @@ def test_exact_law(name):
         ([[1], [], [2, 3]], [[2, 4], [5], [2, 3, 6]], [[2], [5], [2, 3, 6]]),
         ([[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7], [4, 8]]),
         ([[], []], [[3], [4]], [[3], [4]]),
+        ([[16, 5, 129, 86, 939]], [[16, 5, 129, 2949, 47, 655]], [[16, 5, 129, 2949]]),
     ],
 )
 @pytest.mark.parametrize("name", ["rejection", "block", "match"])
 def test_from_lists_to_lists(name, drafts, best, expected):
     """Greedy requests: what agrees with the target's best tokens is accepted."""
-    batch = ragged.pack(drafts)
-    target = Categorical(jax.nn.one_hot(np.concatenate(best), V), jnp.zeros(len(drafts)))
+    batch, vocab_size = ragged.pack(drafts), 3000
+    target = Categorical(jax.nn.one_hot(np.concatenate(best), vocab_size), jnp.zeros(len(drafts)))
     verified = ragged.verify(
         VERIFIERS[name],
         jax.random.key(0),
@@ -219,14 +220,18 @@ def test_from_lists_to_lists(name, drafts, best, expected):
         target,
         max_draft_tokens=batch.max_draft_tokens,
     )
-    assert ragged.parse_output(verified.tokens, V) == expected
+    assert ragged.parse_output(verified.tokens, vocab_size) == expected
 
 
 def test_longer_drafts_are_cut_under_jit():
-    verify = jax.jit(partial(ragged.verify, verifiers.rejection, max_draft_tokens=2))
-    target = Categorical(jax.nn.one_hot(jnp.array([1, 2, 3, 4, 5]), V), jnp.zeros(1))
-    verified = verify(jax.random.key(0), jnp.array([1, 2, 3, 4]), jnp.array([4]), None, target)
-    np.testing.assert_array_equal(verified.tokens, [[1, 2, 3]])
+    def verify(verifier, counts):
+        target = Categorical(jax.nn.one_hot(jnp.array([1, 2, 3, 4, 5]), V), jnp.zeros(1))
+        tokens = jnp.array([1, 2, 3, 4])
+        return ragged.verify(verifier, jax.random.key(0), tokens, counts, None, target, max_draft_tokens=2)
+
+    counts = jnp.array([4])
+    np.testing.assert_array_equal(jax.jit(partial(verify, verifiers.rejection))(counts).tokens, [[1, 2, 3]])
+    np.testing.assert_array_equal(jax.jit(partial(verify, lambda keys, draft, target: draft.num_tokens))(counts), [2])
 
 
 def test_pack():

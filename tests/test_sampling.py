@@ -94,7 +94,7 @@ def oracle_logits(params, logits, prompt, output):
         if output[len(output) - len(prefix) :] == prefix and len(prefix) <= len(output):
             forbidden.add(last)
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-    if len(output) < params.min_tokens and not (params.guided_decoding and set(range(V)) <= forbidden | stops):
+    if len(output) < params.min_tokens and not set(range(V)) <= forbidden | stops:
         forbidden |= stops
     logits[list(forbidden)] = -np.inf
     for token in range(V):
@@ -292,6 +292,11 @@ class TestBlock:
         tokens = jax.jit(verifier)(jax.random.key(0), draft, law).tokens
         assert np.all((tokens >= -1) & (tokens < V)) and tokens[0, 0] >= 0
 
+    def test_min_tokens_yields_where_nothing_else_is_allowed(self):
+        rows = sampling.batch([SamplingParams(min_tokens=3, allowed_token_ids=[EOS, 2], bad_words=[[3, 2]])], [EOS])
+        law = sampling.process(rows, jnp.zeros((1, 2, V)), make_context([[1]], [[]]), jnp.array([[3]]))
+        assert np.argwhere(law.logits > -np.inf).tolist() == [[0, 0, 2], [0, 1, EOS]]
+
 
 class TestProcessors:
     def test_each_row_keeps_its_order(self):
@@ -488,17 +493,18 @@ MIXED = [
     SamplingParams(max_tokens=24, guided_decoding=GRAMMAR, frequency_penalty=2),
     SamplingParams(max_tokens=24, guided_decoding=GRAMMAR, min_tokens=9, logit_bias={EOS: 9, 2: 1}, presence_penalty=2),
     SamplingParams(max_tokens=24, min_tokens=6, logit_bias={EOS: 5}, logits_processors=[lower_output, double_last]),
-    SamplingParams(max_tokens=24, allowed_token_ids=[1, 4, 9, EOS], top_p=0.7, top_k=5, min_p=0.1, frequency_penalty=1),
+    SamplingParams(max_tokens=24, allowed_token_ids=[1, 4, 9, EOS], frequency_penalty=1),
 ]
 
 
-def generate(params, proposer, verifier=verifiers.rejection, seed=0):
+def generate(params, proposer, verifier=verifiers.rejection):
     rows = sampling.batch(params, [EOS], V)
     width = max(map(len, PROMPTS))
     prompts = jnp.asarray([prompt + [0] * (width - len(prompt)) for prompt in PROMPTS[: len(params)]])
     lengths = jnp.asarray([len(prompt) for prompt in PROMPTS[: len(params)]])
     model = decoder_model(CONFIG, PARAMS)
-    state = decode.prefill(model, proposer, prompts, lengths, rows, jax.random.key(seed), max_length=48)
+    prefill = jax.jit(decode.prefill, static_argnames="max_length")
+    state = prefill(model, proposer, prompts, lengths, rows, jax.random.key(0), max_length=48)
     state = decode.generate(model, proposer, state, verifier=verifier)
     ends = np.asarray(state.context.length)
     return [
@@ -531,7 +537,7 @@ class TestDecoding:
         proposer = proposers.draft_model(model, 3)
         rows = sampling.batch(MIXED, [EOS], V)
         context = make_context(PROMPTS, OUTPUTS, guided_state(rows, OUTPUTS))
-        cache = proposer.prefill(context, None, proposer.init(len(MIXED), BUFFER + 4))
+        cache = jax.jit(proposer.prefill)(context, None, proposer.init(len(MIXED), BUFFER + 4))
         keys = jax.random.split(jax.random.key(0), (len(MIXED), 4))
         draft, _ = jax.jit(proposer.propose)(keys, context, rows, cache)
         history = [p + o + d for p, o, d in zip(PROMPTS, OUTPUTS, draft.tokens.tolist(), strict=True)]

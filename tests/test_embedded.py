@@ -1,0 +1,92 @@
+"""The embedded pair: its size, its exactness, and how often its drafts are accepted."""
+
+import sysconfig
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax import SamplingParams, models
+
+PROMPTS = [
+    "def fibonacci(n):",
+    "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n",
+    "x",
+    "# Café, naïve, 日本語\ndef greet(name='世界'):\n    return",
+]
+HELD_OUT = ("textwrap", "heapq", "statistics", "calendar", "csv", "queue")  # modules that the pair has not seen
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return specjax.LLM()
+
+
+def num_parameters(model) -> int:
+    return sum(x.size for x in jax.tree.leaves(model.params))
+
+
+def test_sizes(llm):
+    target, draft = num_parameters(llm.model), num_parameters(llm.proposer.model)
+    assert 10e6 <= target <= 15e6
+    assert draft <= target / 10
+    files = list(models.EMBEDDED.rglob("*.safetensors"))
+    assert max(f.stat().st_size for f in files) <= 15e6
+    assert sum(f.stat().st_size for f in files) <= 32e6
+
+
+def test_tokenizer_keeps_every_text(llm):
+    for text in [
+        *PROMPTS,
+        "\t\r\n \x00 \u200b 👩‍👩‍👧 ﷽",
+        Path(sysconfig.get_paths()["stdlib"], "textwrap.py").read_text(),
+    ]:
+        assert llm.tokenizer.decode(llm.tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5, 6])
+def test_greedy_is_plain(llm, num_draft_tokens):
+    """Token for token, in float32, in a batch of prompts of different lengths."""
+    params = SamplingParams(temperature=0, max_tokens=48)
+    plain = [r.token_ids for r in llm.plain().generate(PROMPTS, params)]
+    fast = specjax.LLM(num_draft_tokens=num_draft_tokens).generate(PROMPTS, params)
+    assert [r.token_ids for r in fast] == plain
+    assert all(r.metrics.num_drafted > 0 for r in fast)
+
+
+def test_seeded_requests_do_not_change_with_their_batch(llm):
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=24) for i, t in enumerate((0.8, 1.2, 0.5, 1.0))]
+    together = [r.token_ids for r in llm.generate(PROMPTS, params)]
+    alone = [llm.generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, params, strict=True)]
+    assert alone == together
+    assert llm.generate(PROMPTS[::-1], params[::-1])[0].token_ids == together[-1]
+
+
+@pytest.mark.parametrize("temperature, floor", [(0.0, 3.0), (0.8, 2.5)])
+def test_mean_acceptance_length_on_held_out_modules(llm, temperature, floor):
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    prompts = []
+    for name in HELD_OUT:
+        ids = llm.tokenizer.encode((stdlib / f"{name}.py").read_text()).ids
+        prompts += [ids[start : start + 64] for start in (0, len(ids) // 2)]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=128, ignore_eos=True) for i in range(len(prompts))
+    ]
+    results = llm.generate(prompts, params)
+    accepted = sum(r.metrics.num_accepted for r in results)
+    steps = sum(r.metrics.num_drafted for r in results) / 4
+    assert accepted / steps + 1 >= floor
+
+
+def test_bfloat16_tokens_are_near_ties(llm):
+    """In bfloat16 one token and K+1 tokens differ in the last bits: every token is then nearly the argmax."""
+    half = specjax.LLM(dtype="bfloat16")
+    (result,) = half.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=48))
+    ids = half.tokenizer.encode(PROMPTS[0]).ids
+    tokens = np.array([ids + result.token_ids], np.int32)
+    inputs = specjax.ModelInput(tokens, np.arange(tokens.shape[1])[None])
+    logits = np.asarray(half.model.apply(half.model.params, inputs, None)[0].logits)[0, len(ids) - 1 : -1]
+    chosen = np.take_along_axis(logits, np.array(result.token_ids)[:, None], axis=1)[:, 0]
+    assert (logits.max(axis=1) - chosen < 0.25).all()
