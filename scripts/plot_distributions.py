@@ -46,7 +46,10 @@ def verify(verifier, key, probs, draft_probs, num_draft_tokens, is_shared=False,
     """One step of a batch: sample drafts, and verify them."""
     step_keys = keys.of_step(key, BATCH, num_draft_tokens)
     distribution = rows(draft_probs, num_draft_tokens)
-    draft_keys = keys.stream(step_keys[:, :-1], keys.TARGET if is_shared else keys.DRAFT)
+    if is_shared:
+        draft_keys = keys.stream(step_keys[:, :-1], keys.TARGET)
+    else:
+        draft_keys = keys.stream(step_keys[:, :1], keys.DRAFT, jnp.arange(num_draft_tokens)[None])
     draft = Draft(distributions.sample(draft_keys, distribution), distribution, num_tokens)
     return verifier(step_keys, draft, rows(probs, num_draft_tokens + 1))
 

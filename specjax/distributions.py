@@ -82,13 +82,12 @@ def normalize(distribution: Categorical, argmax: bool = False) -> Law:
     The argmax is found where temperatures may be 0, or on request.
     """
     stored = _stored(distribution)
-    best = None
-    if argmax or distribution.temperature is not None or distribution.log_normalizer is None:
-        # Without the cut, which never removes the maximum: XLA then reduces straight from the logits.
-        top, best = _top(stored.logits, argmax or distribution.temperature is not None)
+    # Of all logits: the cut never removes the maximum, and XLA then reduces straight from the logits.
+    best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
     if distribution.log_normalizer is not None:
         shift, log_mass = jnp.zeros_like(distribution.log_normalizer), distribution.log_normalizer
     else:
+        top = jnp.max(_widen(stored.logits), axis=-1)
         shift = jnp.where(jnp.isfinite(top), top, 0)
         log_mass = jnp.log(jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1))
     return Law(distribution, *(f if f is None else _by_row(distribution, f) for f in (shift, log_mass, best)))
@@ -118,10 +117,8 @@ def _kept_exponents(stored: Categorical, shift: Array) -> Array:
     return exponents + jnp.minimum(logits - cut, 0) * limits.max
 
 
-def _top(logits: Array, argmax: bool) -> tuple[Array, Array | None]:
-    """Maximum of every row [..., V] and its lowest id, over block maxima: on a CPU XLA's argmax is 10 times slower."""
-    if not argmax:
-        return jnp.max(_widen(logits), axis=-1), None
+def _argmax(logits: Array) -> Array:
+    """Lowest id of the maximum of every row [..., V], over block maxima: on a CPU XLA's argmax is 10 times slower."""
     vocab_size = logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     unpadded = [(0, 0)] * (logits.ndim - 1)
@@ -131,7 +128,7 @@ def _top(logits: Array, argmax: bool) -> tuple[Array, Array | None]:
     inside = jnp.arange(block_size).reshape((1,) * (logits.ndim - 1) + (-1,))
     ids = jnp.minimum(block * block_size + inside, vocab_size - 1)
     best = block[..., 0] * block_size + jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1)
-    return jnp.max(block_tops, axis=-1), jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
+    return jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
 
 
 def of_drafts(distribution: Categorical) -> Law:
