@@ -1,8 +1,9 @@
 """Speculative decoding for JAX: verifiers, proposers, scorers and decoding loops as pure functions."""
 
-from specjax import decode, keys, metrics, proposers, ragged, sampling, scorers, theory, verifiers
+from specjax import checks, decode, guided, keys, metrics, proposers, ragged, sampling, scorers, theory, verifiers
 from specjax.decode import generate, prefill, step, stream
 from specjax.llm import LLM
+from specjax.log_probs import logprobs
 from specjax.sampling import Sampling, SamplingParams
 from specjax.types import Categorical, Context, Draft, Model, ModelInput, ModelOutput, Verified
 
@@ -17,9 +18,12 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "Verified",
+    "checks",
     "decode",
     "generate",
+    "guided",
     "keys",
+    "logprobs",
     "metrics",
     "prefill",
     "proposers",

@@ -379,15 +379,14 @@ class TestSeveralSteps:
     @pytest.mark.parametrize("purpose", [streams.ACCEPT, streams.DRAFT])
     def test_noise_named_by_its_own_position_fails(self, purpose):
         """Block verification looks at noise past the last accepted token, and would meet it again in the next step."""
-        target = jnp.log(jnp.array([[1, 2], [1, 2]]) / 3)
-        proposer = testing.BigramProposer(target[:, ::-1], 2)
+        target, draft = (np.broadcast_to(law, (3, 3)) for law in ([0.6, 0.3, 0.1], [0.3, 0.4, 0.3]))
         if purpose == streams.ACCEPT:
-            tokens = testing.sampled_tokens(block_with_own_positions, target, proposer, num_samples=600_000)
+            verifier, proposer = block_with_own_positions, testing.BigramProposer(jnp.log(draft), 3)
         else:
-            proposer = OwnPositions(target[:, ::-1], 2)
-            tokens = testing.sampled_tokens(verifiers.block, target, proposer, num_samples=600_000)
-        counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), (2,) * 6), minlength=64)
-        law = testing.product_law([np.broadcast_to([1 / 3, 2 / 3], (2,) * (i + 1)) for i in range(6)])
+            verifier, proposer = verifiers.block, OwnPositions(jnp.log(draft), 2)
+        tokens = testing.sampled_tokens(verifier, jnp.log(target), proposer, num_samples=600_000)
+        counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), (3,) * 6), minlength=3**6)
+        law = testing.product_law([np.broadcast_to(target[0], (3,) * (i + 1)) for i in range(6)])
         test = testing.chi_square(counts, law.ravel())
         assert (test.statistic - test.degrees) / (2 * test.degrees) ** 0.5 > 25
 
