@@ -70,7 +70,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, V = {VOCAB}, K = {NUM_DRAFTS}; microseconds")
-    print("\n| verifier | dtype | " + " | ".join(f"B = {b}" for b in BATCHES) + " | % of floor at B = 256 |")
+    print(
+        "\n| verifier | dtype | "
+        + " | ".join(f"B = {b}" for b in BATCHES)
+        + " | memory floor as % of the time at B = 256 |"
+    )
     print("|---" * (len(BATCHES) + 3) + "|")
     rows = []
     for label, (name, drafts) in CASES.items():

@@ -434,7 +434,7 @@ def _encode(llm: LLM, name: str, prompt: str | Sequence[int]) -> list[int]:
         ids = np.asarray(prompt)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
-    if not ids.size:
+    if not len(prompt) or not ids.size:
         raise ValueError(f"{name} must have at least one token, got {prompt!r}")
     if len(ids) >= llm.max_length:
         raise ValueError(

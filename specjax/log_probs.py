@@ -47,8 +47,8 @@ def logprobs(logits: Array, tokens: Array, n: int = 0) -> LogProbs:
         Array([[[0, 2],
                 [2, 0]]], dtype=int32)
     """
-    common._check("logits", logits, "[B, T, V]", (None, None, None), jnp.floating)
-    common._check("tokens", tokens, "[B, T]", logits.shape[:2], jnp.integer)
+    common.check_array("logits", logits, "[B, T, V]", (None, None, None), jnp.floating)
+    common.check_array("tokens", tokens, "[B, T]", logits.shape[:2], jnp.integer)
     if not 0 <= n <= logits.shape[-1]:
         raise ValueError(f"n must be in [0, V = {logits.shape[-1]}], got {n}")
     law = distributions.normalize(Categorical(logits))

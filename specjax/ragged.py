@@ -103,8 +103,8 @@ def verify(
                [ 0,  1, -1]], dtype=int32)
     """
     draft_tokens, counts, target = jnp.asarray(draft_tokens), jnp.asarray(cu_num_draft_tokens), as_categorical(target)
-    common._check("draft_tokens", draft_tokens, "[num_tokens]", (None,), jnp.integer)
-    common._check("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
+    common.check_array("draft_tokens", draft_tokens, "[num_tokens]", (None,), jnp.integer)
+    common.check_array("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
     num_tokens, batch_size = draft_tokens.shape[0], counts.shape[0]
     _check_packed("target", target, "[num_tokens + B, V]", (num_tokens + batch_size, None))
     if not isinstance(counts, jax.core.Tracer):
@@ -129,7 +129,7 @@ def verify(
             draft_distribution = Categorical(target.logits)
         if temperature is not None:
             # All that point at a row agree on its temperature: that of the sequence whose row it is.
-            common._check("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
+            common.check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
             temperature = expand_to_tokens(temperature, counts, max(num_tokens, 1))[first[:, 0]]
         draft_distribution = draft_distribution._replace(temperature=temperature, rows=draft_rows)
     draft = Draft(tokens, draft_distribution, jnp.minimum(num_drafts[:, 0], max_draft_tokens))
@@ -156,8 +156,8 @@ def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int) -> Ar
         Array([7, 7, 8, 8, 8, 9], dtype=int32)
     """
     values, counts = jnp.asarray(values), jnp.asarray(cu_num_tokens)
-    common._check("cu_num_tokens", counts, "[B]", (None,), jnp.integer)
-    common._check("values", values, "[B]", counts.shape, np.generic)
+    common.check_array("cu_num_tokens", counts, "[B]", (None,), jnp.integer)
+    common.check_array("values", values, "[B]", counts.shape, np.generic)
     return values[jnp.searchsorted(counts, jnp.arange(num_tokens, dtype=counts.dtype), side="right")]
 
 
@@ -182,7 +182,7 @@ def parse_output(tokens: Array, vocab_size: int) -> list[list[int]]:
 def _check_packed(name: str, distribution: Categorical, axes: str, shape: tuple[int | None, ...]) -> None:
     if distribution.rows is not None:
         raise ValueError(f"{name}.rows must be None: it is built here, got shape {jnp.shape(distribution.rows)}")
-    common._check(f"{name}.logits", distribution.logits, axes, shape, jnp.floating)
+    common.check_array(f"{name}.logits", distribution.logits, axes, shape, jnp.floating)
 
 
 def _check_counts(counts: np.ndarray, num_tokens: int, max_draft_tokens: int) -> None:

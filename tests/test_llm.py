@@ -439,7 +439,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("prompts", "options", "message"),
         [
-            ([""], {}, None),
+            ([""], {}, r"prompts\[0\] must have at least one token, got ''"),
             ([[]], {}, r"prompts\[0\] must have at least one token, got \[\]"),
             (["a", []], {}, r"prompts\[1\] must have at least one token"),
             ([[1, 300]], {}, r"prompts\[0\] must have token ids in \[0, 300\), got 300"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from specjax import distributions
@@ -61,7 +62,7 @@ def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
         **options: Any,
     ) -> Verified:
         check_implementation(implementation)
-        target = distributions.as_categorical(target)
+        draft, target = jax.tree.map(jnp.asarray, (draft, distributions.as_categorical(target)))
         check_shapes(draft, target, bonus_tokens)
         batch_size, num_draft_tokens = draft.tokens.shape
         draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
@@ -165,12 +166,12 @@ def check_implementation(implementation: str | None) -> None:
 
 def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> None:
     """Raise ValueError where a shape or dtype of the arguments is not what verifiers take."""
-    _check("draft.tokens", draft.tokens, "[B, K]", (None, None), jnp.integer)
+    check_array("draft.tokens", draft.tokens, "[B, K]", (None, None), jnp.integer)
     batch_size, num_draft_tokens = draft.tokens.shape
     if draft.num_tokens is not None:
-        _check("draft.num_tokens", draft.num_tokens, "[B]", (batch_size,), jnp.integer)
+        check_array("draft.num_tokens", draft.num_tokens, "[B]", (batch_size,), jnp.integer)
     if bonus_tokens is not None:
-        _check("bonus_tokens", bonus_tokens, "[B]", (batch_size,), jnp.integer)
+        check_array("bonus_tokens", bonus_tokens, "[B]", (batch_size,), jnp.integer)
     vocab_size = _check_categorical("target", target, "K+1", (batch_size, num_draft_tokens + 1), None)
     if draft.distribution is not None:
         if not isinstance(draft.distribution, Categorical):
@@ -185,24 +186,25 @@ def _check_categorical(
 ) -> int:
     logits, temperature, min_logit, log_normalizer, row_index = distribution
     if row_index is None:
-        _check(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
+        check_array(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
         field_axes, field_shape = f"[B, {rows}]", shape
     else:
-        _check(f"{name}.logits", logits, "[R, V]", (None, vocab_size), jnp.floating)
-        _check(f"{name}.rows", row_index, f"[B, {rows}]", shape, jnp.integer)
+        check_array(f"{name}.logits", logits, "[R, V]", (None, vocab_size), jnp.floating)
+        check_array(f"{name}.rows", row_index, f"[B, {rows}]", shape, jnp.integer)
         field_axes, field_shape = "[R]", logits.shape[:1]
     if temperature is not None:
-        _check(f"{name}.temperature", temperature, "[B]", shape[:1], jnp.floating)
+        check_array(f"{name}.temperature", temperature, "[B]", shape[:1], jnp.floating)
     if min_logit is not None:
-        _check(f"{name}.min_logit", min_logit, field_axes, field_shape, jnp.floating)
+        check_array(f"{name}.min_logit", min_logit, field_axes, field_shape, jnp.floating)
     if log_normalizer is not None:
-        _check(f"{name}.log_normalizer", log_normalizer, field_axes, field_shape, jnp.floating)
+        check_array(f"{name}.log_normalizer", log_normalizer, field_axes, field_shape, jnp.floating)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name} must have at least one token in its vocabulary, got shape {logits.shape}")
     return logits.shape[-1]
 
 
-def _check(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
+def check_array(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
+    """Raise ValueError unless `array` has this shape (None: any size) and a dtype of this kind."""
     got = jnp.shape(array)
     expected = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
     if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
