@@ -11,17 +11,6 @@ from specjax.verifiers import core as common
 V = 3
 LOSSLESS = [v for v in verifiers.__all__ if v not in verifiers.LOSSY]
 
-# An instance on which the usual mistakes of block verification show (level i: the law given the first i tokens).
-BLOCK_TARGET = [
-    np.array([0.25, 0.5, 0.25]),
-    np.array([[0.6, 0.4, 0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]),
-    np.broadcast_to([0.2, 0.3, 0.5], (3, 3, 3)),
-]
-BLOCK_DRAFT = [
-    np.array([0.5, 0.25, 0.25]),
-    np.array([[0.1, 0.3, 0.6], [0.5, 0.3, 0.2], [0.3, 0.4, 0.3]]),
-]
-
 
 def log_tables(tables):
     with np.errstate(divide="ignore"):
@@ -124,7 +113,7 @@ def test_a_draft_longer_than_the_support():
 
 
 def test_block_instance():
-    target, draft = log_tables(BLOCK_TARGET), log_tables(BLOCK_DRAFT)
+    target, draft = testing.BLOCK_INSTANCE
     assert error(verifiers.block, target, draft) < 1e-6
     assert expected_accepted(verifiers.rejection, target, draft) == pytest.approx(1.15, abs=1e-6)
     assert expected_accepted(verifiers.block, target, draft) == pytest.approx(1.2, abs=1e-6)
@@ -179,13 +168,24 @@ def resample_from_target(draw, draft, target, **options):
     ids=["first failure", "token residual"],
 )
 def test_broken_block_fails(broken, tv):
-    assert error(broken, log_tables(BLOCK_TARGET), log_tables(BLOCK_DRAFT)) == pytest.approx(tv, abs=1e-4)
+    assert error(broken, *testing.BLOCK_INSTANCE) == pytest.approx(tv, abs=1e-4)
 
 
 def test_resampling_from_the_target_fails():
     target = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
     levels = log_tables([target, np.broadcast_to(target, (8, 8))])
     assert error(resample_from_target, levels, log_tables([target[::-1]])) == pytest.approx(0.175, abs=1e-4)
+
+
+@pytest.mark.parametrize("broken", [block_first_failure, block_token_residual, resample_from_target])
+def test_a_broken_verifier_gets_its_verdict(broken):
+    with pytest.raises(AssertionError, match=r"not lossless on .*: total variation .*; worst at tokens \[.*\]"):
+        testing.assert_lossless(broken)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_lossless_verifier_gets_its_verdict(name):
+    testing.assert_lossless(getattr(verifiers, name))
 
 
 @pytest.mark.parametrize("name", verifiers.LOSSY)
