@@ -1,8 +1,9 @@
 """Device time of verification on this machine's accelerator.
 
-    python scripts/bench_verify.py [--json FILE]
+    python scripts/bench_verify.py
+    python scripts/bench_verify.py --batches 8 --num-drafts 7
 
-prints the table of the README. One verification is timed as the slope of a loop on the device: the time of LONG
+print the tables of the README. One verification is timed as the slope of a loop on the device: the time of LONG
 iterations less that of SHORT ones, so that neither dispatch nor the loop's start counts. A barrier keeps what does not
 change from being hoisted out of the loop. Floor: each target row and one draft row a sequence read once.
 """
@@ -17,10 +18,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
-VOCAB, NUM_DRAFTS = 128256, 5
-BATCHES = (1, 8, 64, 256)
+VOCAB, CUT_ROWS = 128256, 64
 SHORT, LONG, REPEATS = 10, 60, 7
 PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
 CASES = {  # verifier, drafts
@@ -32,75 +33,91 @@ CASES = {  # verifier, drafts
 }
 
 
-@partial(jax.jit, static_argnames=("name", "iterations"))
-def loop(name, iterations, keys, draft, target):
-    options = {"acceptance_length": 3.5} if name == "synthetic" else {}
+def device_seconds(function, keys, *arguments) -> float:
+    """Time of one `function(keys, *arguments)` inside a loop on the device."""
 
-    def body(i, carry):
-        total, draft, target = carry
-        draft, target = jax.lax.optimization_barrier((draft, target))
-        step_keys = jax.vmap(jax.random.fold_in)(keys, jnp.full(len(keys), i))
-        return total + getattr(verifiers, name)(step_keys, draft, target, **options).tokens, draft, target
+    @partial(jax.jit, static_argnames="iterations")
+    def loop(iterations, keys, arguments):
+        def body(i, carry):
+            total, arguments = carry
+            arguments = jax.lax.optimization_barrier(arguments)
+            step_keys = jax.vmap(jax.random.fold_in)(keys, jnp.full(len(keys), i))
+            return total + function(step_keys, *arguments), arguments
 
-    total = jnp.zeros((len(keys), NUM_DRAFTS + 1), jnp.int32)
-    return jax.lax.fori_loop(0, iterations, body, (total, draft, target))[0]
+        shape = jax.eval_shape(function, keys, *arguments)
+        return jax.lax.fori_loop(0, iterations, body, (jnp.zeros(shape.shape, shape.dtype), arguments))[0]
+
+    medians = []
+    for iterations in (SHORT, LONG):
+        jax.block_until_ready(loop(iterations, keys, arguments))
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            jax.block_until_ready(loop(iterations, keys, arguments))
+            times.append(time.perf_counter() - start)
+        medians.append(statistics.median(times))
+    return (medians[1] - medians[0]) / (LONG - SHORT)
 
 
-def seconds(*arguments) -> float:
-    jax.block_until_ready(loop(*arguments))
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(loop(*arguments))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def inputs(batch: int, dtype, drafts: str):
+def inputs(batch: int, num_drafts: int, dtype, drafts: str) -> tuple[Draft, Categorical]:
     """Logits whose drafts are accepted with probability 0.7 or so."""
     keys = jax.random.split(jax.random.key(0), 3)
-    target = 2 * jax.random.normal(keys[0], (batch, NUM_DRAFTS + 1, VOCAB), dtype)
-    logits = target[:, :NUM_DRAFTS] + 0.5 * jax.random.normal(keys[1], (batch, NUM_DRAFTS, VOCAB), dtype)
+    target = 2 * jax.random.normal(keys[0], (batch, num_drafts + 1, VOCAB), dtype)
+    logits = target[:, :num_drafts] + 0.5 * jax.random.normal(keys[1], (batch, num_drafts, VOCAB), dtype)
     tokens = jnp.argmax(logits + jax.random.gumbel(keys[2], logits.shape, dtype), axis=-1).astype(jnp.int32)
     return Draft(tokens, Categorical(logits) if drafts == "sampled" else None), Categorical(target)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    args = parser.parse_args()
-    print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, V = {VOCAB}, K = {NUM_DRAFTS}; microseconds")
-    print(
-        "\n| verifier | dtype | "
-        + " | ".join(f"B = {b}" for b in BATCHES)
-        + " | memory floor as % of the time at B = 256 |"
-    )
-    print("|---" * (len(BATCHES) + 3) + "|")
+def time_verifiers(batches: list[int], num_drafts: int) -> list[dict]:
+    print("\n| verifier | dtype | " + " | ".join(f"B = {b}" for b in batches), end=" | ")
+    print(f"memory floor as % of the time at B = {batches[-1]} |\n" + "|---" * (len(batches) + 3) + "|")
     rows = []
     for label, (name, drafts) in CASES.items():
+        options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
+
+        def verify(keys, draft, target, name=name, options=options):
+            return getattr(verifiers, name)(keys, draft, target, **options).tokens
+
         for dtype in (jnp.float32, jnp.bfloat16):
             times = []
-            for batch in BATCHES:
+            for batch in batches:
                 keys = jax.random.split(jax.random.key(1), batch)
-                arguments = inputs(batch, dtype, drafts)
-                slope = (seconds(name, LONG, keys, *arguments) - seconds(name, SHORT, keys, *arguments)) / (
-                    LONG - SHORT
-                )
-                read = batch * (NUM_DRAFTS + 1 + (drafts == "sampled")) * VOCAB * jnp.dtype(dtype).itemsize
-                times.append(slope)
-                rows.append(
-                    {
-                        "verifier": label,
-                        "dtype": jnp.dtype(dtype).name,
-                        "batch": batch,
-                        "us": slope * 1e6,
-                        "bytes": read,
-                    }
-                )
+                times.append(device_seconds(verify, keys, *inputs(batch, num_drafts, dtype, drafts)))
+                read = batch * (num_drafts + 1 + (drafts == "sampled")) * VOCAB * jnp.dtype(dtype).itemsize
+                entry = {"verifier": label, "dtype": jnp.dtype(dtype).name, "batch": batch, "num_drafts": num_drafts}
+                rows.append(entry | {"us": times[-1] * 1e6, "floor_bytes": read})
             cells = " | ".join(f"{t * 1e6:.0f}" for t in times)
-            print(f"| {label} | {jnp.dtype(dtype).name} | {cells} | {100 * read / PEAK / times[-1]:.0f} |", flush=True)
+            share = f"{100 * read / PEAK / times[-1]:.0f}" if jax.default_backend() == "gpu" else "-"
+            print(f"| {label} | {jnp.dtype(dtype).name} | {cells} | {share} |", flush=True)
+    return rows
+
+
+def time_cut() -> list[dict]:
+    logits = 3 * jax.random.normal(jax.random.key(0), (CUT_ROWS, VOCAB))
+    limits = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    keys = jax.random.split(jax.random.key(1), 1)
+    cases = {
+        "top-k + top-p cut": lambda keys, x: min_logit(x, **{k: jnp.full(CUT_ROWS, v) for k, v in limits.items()}),
+        "sort": lambda keys, x: jnp.sort(x, axis=-1)[:, 0],
+    }
+    rows = [{"op": label, "us": device_seconds(f, keys, logits) * 1e6} for label, f in cases.items()]
+    print(f"\n| [{CUT_ROWS}, {VOCAB}] float32 | microseconds |\n|---|---|")
+    for row in rows:
+        print(f"| {row['op']} | {row['us']:.0f} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--num-drafts", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    device = jax.devices()[0].device_kind
+    print(f"device {device}, jax {jax.__version__}, V = {VOCAB}, K = {args.num_drafts}; microseconds")
+    rows = time_verifiers(args.batches, args.num_drafts) + time_cut()
     if args.json:
-        args.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

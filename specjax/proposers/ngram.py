@@ -1,0 +1,99 @@
+"""Drafts looked up in the sequence itself."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, Context, Draft, PyTree, Verified
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "min_n", "max_n"])
+@dataclass(frozen=True)
+class NGram:
+    """Copies what followed an earlier occurrence of the last n tokens. Needs no model; drafts are deterministic."""
+
+    num_draft_tokens: int
+    min_n: int
+    max_n: int
+
+    def init(self, batch_size: int, max_length: int) -> PyTree:
+        return ()
+
+    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree:
+        return state
+
+    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:
+        lookup = partial(look_up, num_draft_tokens=self.num_draft_tokens, min_n=self.min_n, max_n=self.max_n)
+        tokens, num_tokens = jax.vmap(lookup)(context.tokens, context.length)
+        num_tokens = jnp.where(context.active, num_tokens, 0)
+        is_draft = jnp.arange(self.num_draft_tokens)[None] < num_tokens[:, None]
+        return Draft(jnp.where(is_draft, tokens, -1), None, num_tokens), state
+
+    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
+        return state
+
+
+def look_up(tokens: Array, length: Array, *, num_draft_tokens: int, min_n: int, max_n: int) -> tuple[Array, Array]:
+    """Of one row: what followed the earliest occurrence of the longest suffix that occurred before.
+
+    An occurrence ends before the suffix itself does; the two may overlap.
+
+    Args:
+        tokens: [L] int32.
+        length: [] int32, tokens that count.
+        num_draft_tokens: K.
+        min_n: shortest suffix.
+        max_n: longest suffix.
+
+    Returns:
+        Tokens [K] int32, garbage past the second value, how many there are: 0 where no suffix occurred before.
+    """
+    size = tokens.shape[0]
+    end = jnp.arange(size)  # an occurrence is tokens[end - n : end]
+    run, still = jnp.zeros(size, jnp.int32), end < length
+    for n in range(1, max_n + 1):
+        before = jnp.pad(tokens, (n, 0), constant_values=-1)[:size]  # tokens[end - n]
+        still &= (before == tokens[jnp.maximum(length - n, 0)]) & (end >= n) & (length >= n)
+        run = jnp.where(still, n, run)
+    longest = jnp.max(run, initial=0)
+    first = jnp.min(jnp.where(run == longest, end, size), initial=size)
+    found = longest >= min_n
+    source = jnp.minimum(first + jnp.arange(num_draft_tokens), size - 1)
+    return tokens[source], jnp.where(found, jnp.minimum(length - first, num_draft_tokens), 0).astype(jnp.int32)
+
+
+def ngram(num_draft_tokens: int, min_n: int = 1, max_n: int = 3) -> NGram:
+    """Draft by looking up the last tokens of a sequence in itself.
+
+    The longest n in [min_n, max_n] whose last n tokens occurred before wins, and of its occurrences the earliest; up to
+    num_draft_tokens tokens after it are the draft. Rows without an occurrence decode normally.
+
+    Args:
+        num_draft_tokens: K >= 1.
+        min_n: shortest suffix looked up, >= 1.
+        max_n: longest suffix looked up, >= min_n.
+
+    Returns:
+        A proposer.
+
+    Raises:
+        ValueError: for a number out of its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from specjax import Context, proposers
+        >>> context = Context(jnp.array([[5, 6, 7, 8, 5, 6, 0, 0]]), jnp.array([6]), jnp.array([True]))
+        >>> proposers.ngram(3).propose(None, context, None, ())[0].tokens
+        Array([[7, 8, 5]], dtype=int32)
+
+    References:
+        Saxena, Prompt Lookup Decoding, 2023.
+    """
+    if num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens must be >= 1, got {num_draft_tokens}")
+    if not 1 <= min_n <= max_n:
+        raise ValueError(f"min_n and max_n must satisfy 1 <= min_n <= max_n, got {min_n} and {max_n}")
+    return NGram(num_draft_tokens, min_n, max_n)
