@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--model", metavar="DIR", help="Hugging Face checkpoint of the target; default: a built-in pair"
     )
-    generate.add_argument("--draft", metavar="DIR", help="checkpoint of the draft, of the same vocabulary")
+    generate.add_argument("--draft", metavar="DIR", help="checkpoint of the draft, of the same vocabulary, or ngram")
     generate.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="0: plain decoding; default: 4")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")

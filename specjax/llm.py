@@ -83,8 +83,8 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face checkpoint, tokenizer.json in it or beside it; None is the embedded pair.
-        draft: directory of a checkpoint with the same vocabulary, or a proposer; None is the embedded draft for the
-            embedded target, and no drafts for any other.
+        draft: directory of a checkpoint with the same vocabulary, "ngram" (look-up in the text itself), or a proposer;
+            None is the embedded draft for the embedded target, and no drafts for any other.
         num_draft_tokens: K of a draft given by its directory; 0 is plain decoding, whatever the draft.
         verifier: one of `specjax.verifiers`. The output follows the target's law if the verifier is lossless.
         dtype: of the weights; None is float32.
@@ -116,7 +116,9 @@ class LLM:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         dtype = jnp.float32 if dtype is None else dtype
         directory = _directory("model", model)
-        if isinstance(draft, str | Path):
+        if draft == "ngram":
+            draft = proposers.ngram(num_draft_tokens) if num_draft_tokens else None
+        elif isinstance(draft, str | Path):
             draft = _directory("draft", draft)
         elif draft is not None and not hasattr(draft, "propose"):
             raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")

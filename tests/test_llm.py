@@ -199,6 +199,12 @@ class TestGenerate:
         other = LLM(target, proposers.draft_model(load(draft), 4), verifier=verifiers.rejection)
         assert tokens(other.generate(PROMPTS, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
 
+    def test_ngram_as_draft(self, llm, pair):
+        other = LLM(pair[0], "ngram", num_draft_tokens=3)
+        results = other.generate(PROMPTS, GREEDY)
+        assert tokens(results) == tokens(llm.generate(PROMPTS, GREEDY))
+        assert sum(r.metrics.num_drafted for r in results) > 0
+
     def test_few_compilations(self, llm):
         llm.generate(PROMPTS, GREEDY)
         sizes = _prefill._cache_size(), decode._generate._cache_size()
