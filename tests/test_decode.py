@@ -379,6 +379,24 @@ class TestSeveralSteps:
     def test_lossless(self, name):
         testing.assert_lossless(getattr(verifiers, name), drafter=testing.sample_draft)
 
+    @pytest.mark.parametrize("name", LOSSLESS)
+    def test_draft_model_reports_what_it_sampled(self, name):
+        """A draft model at the request's temperature and cut: the output has the target's law at both."""
+        rows, table = 200_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
+        target = testing.bigram_model(jnp.log(jnp.broadcast_to(jnp.asarray(table, jnp.float32)[None], (8, 8))))
+        proposer = proposers.draft_model(replace(target, params=target.params[:, ::-1]), 3)
+        requests = sampling.Sampling(
+            max_tokens=jnp.full(rows, 4), temperature=jnp.full(rows, 0.5), top_k=jnp.full(rows, 6)
+        )
+        prompts, lengths = jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32)
+        state = decode.prefill(target, proposer, prompts, lengths, requests, jax.random.key(0), max_length=5)
+        tokens = np.asarray(decode.generate(target, proposer, state, verifier=getattr(verifiers, name)).context.tokens)
+        kept = np.where(table >= np.sort(table)[-6], table, 0) ** 2  # all ties of the sixth
+        law = np.broadcast_to(kept / kept.sum(), (8, 8))
+        counts = np.bincount(8 * tokens[:, 2] + tokens[:, 3], minlength=64)
+        test = testing.chi_square(counts, (law[0][:, None] * law).ravel())
+        assert test.statistic < test.bound
+
     @pytest.mark.parametrize("purpose", [streams.ACCEPT, streams.DRAFT])
     def test_noise_named_by_its_own_position_fails(self, purpose):
         """Block verification looks at noise past the last accepted token, and would meet it again in the next step."""
