@@ -1,6 +1,19 @@
 """Speculative decoding for JAX: verifiers, proposers, scorers and decoding loops as pure functions."""
 
-from specjax import checks, decode, guided, keys, metrics, proposers, ragged, sampling, scorers, theory, verifiers
+from specjax import (
+    checks,
+    decode,
+    guided,
+    keys,
+    metrics,
+    proposers,
+    ragged,
+    sampling,
+    scorers,
+    testing,
+    theory,
+    verifiers,
+)
 from specjax.decode import generate, prefill, step, stream
 from specjax.llm import LLM
 from specjax.log_probs import logprobs
@@ -32,6 +45,7 @@ __all__ = [
     "scorers",
     "step",
     "stream",
+    "testing",
     "theory",
     "verifiers",
 ]

@@ -1,11 +1,14 @@
 """The decoding loop: prefill, then steps of propose, score, verify and commit, all on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
 
 from specjax import guided, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
@@ -61,17 +64,20 @@ def prefill(
         State. The last prompt token is fed by the first step.
 
     Raises:
-        ValueError: for wrong shapes, a buffer smaller than the prompts or larger than the model's limit.
+        ValueError: for wrong shapes, a buffer smaller than the prompts or larger than the model's limit; and, outside
+            jit, for lengths or token ids out of range.
     """
+    prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
     batch_size, width = prompts.shape
-    if lengths.shape != (batch_size,):
-        raise ValueError(f"lengths must have shape [B] = ({batch_size},), got {lengths.shape}")
+    if lengths.shape != (batch_size,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be int32 of shape [B] = ({batch_size},), got {lengths.dtype} {lengths.shape}")
     if not 1 <= width <= max_length:
         raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
     if model.max_length is not None and max_length > model.max_length:
         raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
+    _check_prompts(prompts, lengths, model.vocab_size)
     if sampling.max_tokens.shape != (batch_size,):
         raise ValueError(f"sampling must be of {batch_size} rows, got max_tokens {sampling.max_tokens.shape}")
     streams.check(keys)
@@ -98,6 +104,19 @@ def prefill(
         finished=jnp.where(full, BUFFER_FULL, RUNNING).astype(jnp.int32),
         totals=metrics.zeros(batch_size, proposer.num_draft_tokens),
     )
+
+
+def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
+    """Raise ValueError for values out of range, where there are values: not under jit."""
+    if isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    prompts, lengths = np.asarray(prompts), np.asarray(lengths)
+    width = prompts.shape[1]
+    if not ((lengths >= 1) & (lengths <= width)).all():
+        raise ValueError(f"lengths must be in [1, P = {width}], got {lengths.tolist()}")
+    ids = prompts[np.arange(width) < lengths[:, None]]
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(f"prompts must have token ids in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
 
 
 def step(
@@ -155,7 +174,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
     left = sampling.max_tokens - num_generated(context)
     room = buffer_size - context.length
     count = jnp.minimum(jnp.minimum(verified.num_accepted + 1, stop_count), jnp.minimum(left, room))
-    count = jnp.where(context.active, count, 0)
+    count = jnp.where(context.active, count, 0).astype(jnp.int32)
 
     tokens = jnp.where(index < count[:, None], verified.tokens, -1)
     slot = jnp.where(tokens >= 0, context.length[:, None] + index, buffer_size)
@@ -200,7 +219,8 @@ def generate(
     """
     limit = jnp.asarray(jnp.iinfo(jnp.int32).max if max_steps is None else max_steps, jnp.int32)
     changing, constant = _split(state)
-    return _generate(model, proposer, changing, constant, _callable(verifier), _callable(scorer), limit)
+    verifier, scorer = _checked_verifier(verifier, proposer), _callable(scorer)
+    return _generate(model, proposer, changing, constant, verifier, scorer, limit)
 
 
 def stream(
@@ -212,16 +232,41 @@ def stream(
     scorer: Scorer = scorers.mqa,
 ) -> Iterator[Info]:
     """Yield what each step did, until every row has ended. Donates `state`; the last one is the generator's value."""
+    verifier, scorer = _checked_verifier(verifier, proposer), _callable(scorer)
     while bool(jnp.any(state.context.active)):
         changing, constant = _split(state)
-        state, info = _step(model, proposer, changing, constant, _callable(verifier), _callable(scorer))
+        state, info = _step(model, proposer, changing, constant, verifier, scorer)
         yield info
     return state
 
 
-def _callable(function) -> jax.tree_util.Partial:
-    """A function as a pytree, so that options bound with `jax.tree_util.Partial` are traced."""
-    return function if isinstance(function, jax.tree_util.Partial) else jax.tree_util.Partial(function)
+@dataclass(frozen=True)
+class _Bound:
+    """A function with static keywords, equal to another by value."""
+
+    function: Callable
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *args, **keywords):
+        return self.function(*args, **dict(self.keywords), **keywords)
+
+
+def _callable(function: Callable) -> Partial:
+    """A function as a pytree, so that numbers bound with `jax.tree_util.Partial` are traced."""
+    if not callable(function):
+        raise ValueError(f"verifier and scorer must be functions, got {function!r}")
+    if not isinstance(function, Partial):
+        return Partial(function)
+    static = {k: v for k, v in function.keywords.items() if v is None or isinstance(v, bool | str)}
+    traced = {k: v for k, v in function.keywords.items() if k not in static}
+    return Partial(_Bound(function.func, tuple(sorted(static.items()))), *function.args, **traced)
+
+
+def _checked_verifier(verifier: Verifier, proposer: Proposer | None) -> Partial:
+    """The verifier as a pytree; its bound options are checked here, because under jit they have no values."""
+    if isinstance(verifier, Partial) and hasattr(verifier.func, "check_options"):
+        verifier.func.check_options((proposer or proposers.none()).num_draft_tokens, **verifier.keywords)
+    return _callable(verifier)
 
 
 def _split(state: State) -> tuple[State, tuple[Sampling, Array]]:

@@ -110,8 +110,10 @@ class LLM:
         dtype: DTypeLike | None = None,
         max_length: int | None = None,
     ):
-        if num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens must be >= 0, got {num_draft_tokens}")
+        if not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens must be an integer >= 0, got {num_draft_tokens!r}")
+        if not callable(verifier):
+            raise ValueError(f"verifier must be a function, as specjax.verifiers.block, got {verifier!r}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         dtype = jnp.float32 if dtype is None else dtype
@@ -123,10 +125,10 @@ class LLM:
         elif draft is not None and not hasattr(draft, "propose"):
             raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
 
-        self.tokenizer = _load_tokenizer(directory)
-        self.eos_token_ids = _eos_token_ids(directory)
         self.verifier = verifier
         self.model = models.load(directory, dtype=dtype)
+        self.tokenizer = _load_tokenizer(directory)
+        self.eos_token_ids = _eos_token_ids(directory)
         limit = self.model.max_length
         self.max_length = limit if max_length is None else max_length
         if not 2 <= self.max_length <= limit:
@@ -177,6 +179,8 @@ class LLM:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         params = SamplingParams() if params is None else params
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError(f"params must be SamplingParams, one for all or one a prompt, got {params!r}")
         if len(params) != len(prompts):
             raise ValueError(f"params must be one for all or one for each of {len(prompts)} prompts, got {len(params)}")
         if not prompts:
@@ -417,7 +421,10 @@ def _load_tokenizer(directory: Path) -> "Tokenizer":
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise ValueError(f"model must have a tokenizer.json in its directory or beside it, got {str(directory)!r}")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} must be a tokenizer of the tokenizers library: {error}") from error
     tokenizer.no_truncation()  # a checkpoint may carry the settings of its training
     tokenizer.no_padding()
     return tokenizer

@@ -127,7 +127,7 @@ def verify(
         temperature = draft_distribution.temperature
         if num_tokens == 0:
             draft_distribution = Categorical(target.logits)
-        if temperature is not None:
+        if temperature is not None and batch_size:
             # All that point at a row agree on its temperature: that of the sequence whose row it is.
             common.check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
             temperature = expand_to_tokens(temperature, counts, max(num_tokens, 1))[first[:, 0]]
@@ -136,13 +136,14 @@ def verify(
     return verifier(keys, draft, target._replace(rows=target_rows), **options)
 
 
-def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int) -> Array:
+def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int | None = None) -> Array:
     """Repeat the value of each sequence for each of its tokens.
 
     Args:
         values: [B], any dtype.
         cu_num_tokens: [B] int32, how many tokens there are up to and including those of each sequence.
-        num_tokens: length of the result, static. Past the last token it holds the last value.
+        num_tokens: length of the result, static; None reads it from the last count, which must then be concrete. Past
+            the last token it holds the last value.
 
     Returns:
         [num_tokens], of the dtype of `values`.
@@ -158,6 +159,8 @@ def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int) -> Ar
     values, counts = jnp.asarray(values), jnp.asarray(cu_num_tokens)
     common.check_array("cu_num_tokens", counts, "[B]", (None,), jnp.integer)
     common.check_array("values", values, "[B]", counts.shape, np.generic)
+    if num_tokens is None:
+        num_tokens = int(counts[-1]) if counts.size else 0
     return values[jnp.searchsorted(counts, jnp.arange(num_tokens, dtype=counts.dtype), side="right")]
 
 

@@ -118,7 +118,8 @@ class SamplingParams:
             require(name, "a sequence", isinstance(value, Iterable))
             return tuple(value)
 
-        require("temperature", ">= 0", _is_number(self.temperature) and self.temperature >= 0)
+        is_temperature = _is_number(self.temperature) and 0 <= self.temperature <= np.finfo(np.float32).max
+        require("temperature", ">= 0 and finite in float32", is_temperature)
         require("top_k", "-1 or >= 1", _is_int(self.top_k) and (self.top_k >= 1 or self.top_k == -1))
         require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
         in_range("min_p", 0, 1)

@@ -119,6 +119,7 @@ def enumerate_law(
     dtype: Any = jnp.float32,
     target_temperature: float | None = None,
     draft_temperature: float | None = None,
+    min_logit: float | None = None,
     **options: Any,
 ) -> np.ndarray:
     """Compute the exact law of the next K+1 tokens: those that one step emits, then the target's own.
@@ -131,6 +132,7 @@ def enumerate_law(
         dtype: of the logits given to the verifier.
         target_temperature: None is 1.
         draft_temperature: None is 1.
+        min_logit: the cut of all rows of target and draft; None is none.
         **options: of the verifier.
 
     Returns:
@@ -147,18 +149,22 @@ def enumerate_law(
     def constant(value: float | int | None, kind: Any) -> Array | None:
         return None if value is None else jnp.full(batch_size, value, kind)
 
+    def distribution(tables: Sequence[Table], temperature: float | None) -> Categorical:
+        cut = None if min_logit is None else jnp.full((batch_size, len(tables)), min_logit, jnp.float32)
+        return Categorical(rows(tables), constant(temperature, jnp.float32), cut)
+
     drafted = Draft(
         jnp.asarray(np.array(paths, np.int32).reshape(batch_size, num_draft_tokens)),
-        None if deterministic else Categorical(rows(draft), constant(draft_temperature, jnp.float32)),
+        None if deterministic else distribution(draft, draft_temperature),
         constant(num_tokens, jnp.int32),
     )
-    scored = Categorical(rows(target), constant(target_temperature, jnp.float32))
+    scored = distribution(target, target_temperature)
     verified, weight = enumerate_outcomes(verifier, drafted, scored, **options)
-    target_law = [probabilities(t, target_temperature) for t in target]
+    target_law = [probabilities(t, target_temperature, min_logit) for t in target]
     if deterministic:
         path_weight = np.ones(1)
     else:
-        draft_law = [probabilities(t, draft_temperature) for t in draft]
+        draft_law = [probabilities(t, draft_temperature, min_logit) for t in draft]
         path_weight = np.array([np.prod([t[p[: i + 1]] for i, t in enumerate(draft_law)]) for p in paths])
 
     return completed_law(verified.tokens, (path_weight[:, None] * weight).reshape(-1), target_law)
@@ -174,9 +180,11 @@ def completed_law(tokens: Array, weight: np.ndarray, target: Sequence[Table]) ->
     return law
 
 
-def probabilities(logits: Table, temperature: float | None = None) -> np.ndarray:
+def probabilities(logits: Table, temperature: float | None = None, min_logit: float | None = None) -> np.ndarray:
     """Softmax of logits / temperature over the last axis in float64; temperature 0 is one-hot at the lowest argmax."""
     logits = np.asarray(logits, np.float64)
+    if min_logit is not None:
+        logits = np.where(logits >= min_logit, logits, -np.inf)
     if temperature == 0:
         return np.eye(logits.shape[-1])[np.argmax(logits, axis=-1)]
     logits = logits / (1.0 if temperature is None else temperature)
@@ -252,14 +260,20 @@ def sample_draft(keys: Array, distribution: Categorical) -> tuple[Array, Categor
     return distributions.sample(keys, distribution), distribution
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["logits"], meta_fields=["num_draft_tokens", "drafter"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["logits"], meta_fields=["num_draft_tokens", "drafter", "is_ragged"]
+)
 @dataclass(frozen=True)
 class BigramProposer:
-    """Drafts from a bigram table by a drafter, `(keys [B, 1], Categorical [B, 1, V]) -> (tokens, Categorical)`."""
+    """Drafts from a bigram table by a drafter, `(keys [B, 1], Categorical [B, 1, V]) -> (tokens, Categorical)`.
+
+    A drafter that claims None makes deterministic drafts. Ragged rows have as many drafts as their length says, modulo.
+    """
 
     logits: Array  # [V, V]
     num_draft_tokens: int
-    drafter: Callable[[Array, Categorical], tuple[Array, Categorical]] = sample_draft
+    drafter: Callable[[Array, Categorical], tuple[Array, Categorical | None]] = sample_draft
+    is_ragged: bool = False
 
     def init(self, batch_size: int, max_length: int) -> PyTree:
         return ()
@@ -274,8 +288,12 @@ class BigramProposer:
             noise = streams.stream(keys[:, :1], streams.DRAFT, i)
             drawn.append(self.drafter(noise, Categorical(self.logits[token])))
             token = drawn[-1][0]
+        tokens = jnp.concatenate([tokens for tokens, _ in drawn], axis=1)
+        num_tokens = context.length % (self.num_draft_tokens + 1) if self.is_ragged else None
+        if drawn[0][1] is None:
+            return Draft(tokens, None, num_tokens), state
         logits = jnp.concatenate([reported.logits for _, reported in drawn], axis=1)
-        return Draft(jnp.concatenate([tokens for tokens, _ in drawn], axis=1), Categorical(logits)), state
+        return Draft(tokens, Categorical(logits), num_tokens), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
         return state
@@ -288,6 +306,7 @@ def sampled_tokens(
     *,
     num_samples: int,
     num_tokens: int = 6,
+    temperature: Array | None = None,
     seed: int = 0,
 ) -> np.ndarray:
     """Decode `num_samples` sequences from token 0 through the public loop.
@@ -298,6 +317,7 @@ def sampled_tokens(
         proposer: of the same vocabulary.
         num_samples: rows of the batch.
         num_tokens: decoded after token 0, over several steps.
+        temperature: [num_samples] of the target; None is 1.
         seed: of the keys.
 
     Returns:
@@ -308,7 +328,7 @@ def sampled_tokens(
         proposer,
         jnp.zeros((num_samples, 1), jnp.int32),
         jnp.ones(num_samples, jnp.int32),
-        Sampling(max_tokens=jnp.full(num_samples, num_tokens, jnp.int32)),
+        Sampling(max_tokens=jnp.full(num_samples, num_tokens, jnp.int32), temperature=temperature),
         jax.random.key(seed),
         max_length=num_tokens + 1,
     )
@@ -345,10 +365,12 @@ def assert_lossless(
         >>> from specjax import verifiers
         >>> assert_lossless(verifiers.block, num_draft_tokens=2)
     """
+    assert_permutation_equivariant(verifier, **options)
     if drafter is None and hasattr(verifier, "core"):
         for name, target, draft, settings in _exact_cases(num_draft_tokens):
             law = enumerate_law(verifier, target, draft, **settings, **options)
-            tables = [probabilities(t, settings.get("target_temperature")) for t in target]
+            limits = settings.get("target_temperature"), settings.get("min_logit")
+            tables = [probabilities(t, *limits) for t in target]
             _report(name, law, product_law(tables), tolerance)
         return
     bound = jax.tree_util.Partial(verifier, **options) if options else verifier
@@ -356,6 +378,19 @@ def assert_lossless(
         proposer = BigramProposer(jnp.log(draft), num_draft_tokens, drafter or sample_draft)
         tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples)
         _assert_sampled_law(name, tokens, target)
+    if drafter is None:
+        temperature = jnp.where(jnp.arange(num_samples) % 2 == 0, 1.7, 0.5)
+        for name, kind in (("ragged rows", {"is_ragged": True}), ("deterministic drafts", {"drafter": _first_token})):
+            proposer = BigramProposer(jnp.log(draft), num_draft_tokens, **kind)
+            tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples, temperature=temperature)
+            for start, value in enumerate((1.7, 0.5)):
+                law = probabilities(np.log(target), value)
+                _assert_sampled_law(f"{name} at temperature {value} among others", tokens[start::2], law)
+
+
+def _first_token(keys: Array, distribution: Categorical) -> tuple[Array, None]:
+    """A deterministic drafter."""
+    return jnp.zeros(keys.shape, jnp.int32), None
 
 
 def _exact_cases(num_draft_tokens: int):
@@ -376,6 +411,9 @@ def _exact_cases(num_draft_tokens: int):
     yield "impossible tokens", tables(num_draft_tokens + 1, True), tables(num_draft_tokens, True), {}
     yield "temperatures", target, draft, {"target_temperature": 0.6, "draft_temperature": 1.4}
     yield "greedy row", target, draft, {"target_temperature": 0.0}
+    yield "draft of temperature 0", target, draft, {"draft_temperature": 0.0}
+    kept = [[np.where(np.arange(size) == 0, np.maximum(t, 0.5), t) for t in tables] for tables in (target, draft)]
+    yield "cut", *kept, {"min_logit": 0.0}
     for num_tokens in range(num_draft_tokens):
         yield f"row with {num_tokens} drafts", target, draft, {"num_tokens": num_tokens}
     yield "deterministic drafts", target, [0] * num_draft_tokens, {}

@@ -131,7 +131,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--temperature", "-1"], "temperature must be >= 0, got -1.0"),
+            (["--temperature", "-1"], "temperature must be >= 0 and finite in float32, got -1.0"),
             (["--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
             (["--stop", ""], "stop must be made of non-empty strings"),
             (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),

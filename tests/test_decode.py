@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import Partial
 
 from specjax import decode, metrics, proposers, sampling, scorers, testing, verifiers
 from specjax import keys as streams
@@ -313,7 +314,7 @@ def test_features_reach_the_proposer():
             seen.append((context.length, features))
             return state
 
-    jax.tree_util.register_dataclass(Spy, ["logits"], ["num_draft_tokens", "drafter"])
+    jax.tree_util.register_dataclass(Spy, ["logits"], ["num_draft_tokens", "drafter", "is_ragged"])
     spy = Spy(jnp.zeros((5, 5)), 2)
     state = decode.prefill(
         own,
@@ -336,7 +337,12 @@ def test_features_reach_the_proposer():
         (dict(prompts=jnp.zeros((2, 4))), r"prompts must be int32 \[B, P\]"),
         (dict(prompts=jnp.zeros((2, 0), jnp.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
         (dict(prompts=jnp.zeros((2, 17), jnp.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
-        (dict(lengths=jnp.ones(3, jnp.int32)), r"lengths must have shape \[B\] = \(2,\), got \(3,\)"),
+        (dict(lengths=jnp.ones(3, jnp.int32)), r"lengths must be int32 of shape \[B\] = \(2,\), got int32 \(3,\)"),
+        (dict(lengths=jnp.ones(2)), r"lengths must be int32 of shape \[B\] = \(2,\), got float32"),
+        (dict(lengths=jnp.array([0, 1])), r"lengths must be in \[1, P = 4\], got \[0, 1\]"),
+        (dict(lengths=[5, 1]), r"lengths must be in \[1, P = 4\], got \[5, 1\]"),
+        (dict(prompts=jnp.full((2, 4), VOCAB)), r"prompts must have token ids in \[0, 61\), got 61 to 61"),
+        (dict(prompts=[[1, 2, 3, -1], [1, 1, 1, 1]]), r"prompts must have token ids in \[0, 61\), got -1 to 3"),
         (dict(max_length=129), r"max_length must be at most the model's 128, got 129"),
         (dict(sampling=sampling.batch([SamplingParams()])), r"sampling must be of 2 rows"),
         (dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
@@ -354,6 +360,44 @@ def test_bad_input(target, change, message):
     )
     with pytest.raises(ValueError, match=message):
         decode.prefill(target, None, **(arguments | change))
+
+
+@pytest.mark.parametrize(
+    "verifier, message",
+    [
+        (Partial(verifiers.synthetic, acceptance_length=9.0), r"acceptance_length must be in \[1, K\+1 = 3\], got 9.0"),
+        (Partial(verifiers.synthetic, acceptance_rates=[0.1, 0.5]), "acceptance_rates must be non-increasing"),
+        (Partial(verifiers.typical, posterior_threshold=-3.0), "posterior_threshold must be in"),
+        ("rejection", "verifier and scorer must be functions, got 'rejection'"),
+    ],
+)
+def test_bad_verifier(target, draft, verifier, message):
+    proposer = proposers.draft_model(draft, 2)
+    state = start(target, proposer, SamplingParams(max_tokens=9))
+    with pytest.raises(ValueError, match=message):
+        decode.generate(target, proposer, state, verifier=verifier)
+    with pytest.raises(ValueError, match=message):
+        next(decode.stream(target, proposer, state, verifier=verifier))
+
+
+def test_options_of_a_verifier(target, draft):
+    """Bound numbers are traced, flags are static."""
+    proposer = proposers.draft_model(draft, 2)
+    params = SamplingParams(temperature=1, max_tokens=60)
+    for rates, expected in (([1.0, 1.0], 3.0), ([1.0, 0.0], 2.0), ([0.0, 0.0], 1.0)):
+        verifier = Partial(verifiers.synthetic, acceptance_rates=rates, implementation="xla", log_probs=False)
+        state = run(target, proposer, params, verifier, max_length=90)
+        assert metrics.mean_acceptance_length(state.totals) == expected
+
+
+@pytest.mark.parametrize("name", verifiers.__all__)
+def test_under_x64(x64, name):
+    own = testing.bigram_model(jax.random.normal(jax.random.key(0), (VOCAB, VOCAB), jnp.float32))
+    verifier = getattr(verifiers, name)
+    verifier = Partial(verifier, acceptance_length=2.0) if name == "synthetic" else verifier
+    state = run(own, proposers.draft_model(own, 3), SamplingParams(temperature=0.8, max_tokens=12), verifier)
+    assert [len(row) for row in outputs(state)] == [12, 12, 12]
+    assert state.context.length.dtype == jnp.int32
 
 
 def test_bad_draft_model(draft):
@@ -459,7 +503,7 @@ class OwnPositions(testing.BigramProposer):
         return Draft(jnp.concatenate([first, token], axis=1), Categorical(logits)), state
 
 
-jax.tree_util.register_dataclass(OwnPositions, ["logits"], ["num_draft_tokens", "drafter"])
+jax.tree_util.register_dataclass(OwnPositions, ["logits"], ["num_draft_tokens", "drafter", "is_ragged"])
 
 
 class DraftNoisePick(core.KeyDraw):

@@ -183,6 +183,63 @@ def test_a_broken_verifier_gets_its_verdict(broken):
         testing.assert_lossless(broken)
 
 
+@common.from_core
+def ignores_one_hot_drafts(draw, draft, target, **options):
+    """Scores the argmax draft of a row of draft temperature 0 with the softmax."""
+    softmax = draft.distribution
+    if softmax is not None and softmax.temperature is not None:
+        softmax = softmax._replace(temperature=jnp.where(softmax.temperature == 0, 1, softmax.temperature))
+    return verifiers.rejection.core(draw, draft._replace(distribution=softmax), target, **options)
+
+
+@common.from_core
+def ignores_the_cut(draw, draft, target, **options):
+    uncut = draft.distribution and draft.distribution._replace(min_logit=None)
+    draft, target = draft._replace(distribution=uncut), target._replace(min_logit=None)
+    return verifiers.rejection.core(draw, draft, target, **options)
+
+
+@common.from_core
+def takes_the_temperature_of_row_0(draw, draft, target, **options):
+    temperature = target.temperature
+    if temperature is not None:
+        temperature = jnp.full_like(temperature, temperature[0])
+    return verifiers.rejection.core(draw, draft, target._replace(temperature=temperature), **options)
+
+
+@pytest.mark.parametrize(
+    "broken, case",
+    [
+        (ignores_one_hot_drafts, "draft of temperature 0"),
+        (ignores_the_cut, "cut"),
+        (takes_the_temperature_of_row_0, "depends on the order of the batch"),
+    ],
+)
+def test_a_verifier_that_ignores_a_field_gets_its_verdict(broken, case):
+    with pytest.raises(AssertionError, match=case):
+        testing.assert_lossless(broken)
+
+
+@pytest.mark.parametrize("empty", [-np.inf, np.nan])
+@pytest.mark.parametrize("name", ["block", "rejection"])
+def test_a_row_without_mass(name, empty):
+    """Block verification looks ahead; a target row without mass, as after a stop token, ends what it looks at."""
+    target, draft = np.log([0.5, 0.5]), np.log([0.9, 0.1])
+    law, rows = np.zeros(2), jnp.asarray(np.stack([target, np.full(2, empty), target])[None], jnp.float32)
+    for path in np.ndindex(2, 2):
+        drawn_from = distributions.Categorical(jnp.asarray(np.stack([draft, draft])[None], jnp.float32))
+        drafted = verifiers.core.Draft(jnp.array([path], jnp.int32), drawn_from)
+        verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), drafted, rows)
+        by_token = np.exp(draft[list(path)].sum()) * np.nan_to_num(weight[0])
+        # A draw from the empty row has no law; what came before it has.
+        first = np.asarray(verified.tokens)[:, 0]
+        accepted = np.asarray(verified.num_accepted)
+        np.add.at(law, path[0], np.exp(draft[list(path)].sum()) * min(1, np.exp(target[path[0]] - draft[path[0]])))
+        np.add.at(law, first[accepted == 0], by_token[accepted == 0])
+        assert by_token[accepted > 1].sum() == 0
+    np.testing.assert_allclose(law, [0.5, 0.5], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_a_lossless_verifier_gets_its_verdict(name):
     testing.assert_lossless(getattr(verifiers, name))

@@ -13,7 +13,7 @@ from specjax.verifiers.match import accept_matches
 def block(
     draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
 ) -> Verified:
-    """Verify the drafts of a row jointly. Lossless: emits the target's law, and never fewer tokens than rejection.
+    """Verify the drafts of a row jointly. Lossless: emits the target's law, on average in no more steps than rejection.
 
     Each prefix of the drafts gets an acceptance probability of its own, and the longest accepted one is kept, also past
     a prefix that failed. The better default for sampled drafts in a chain; the same as rejection for one draft and for
@@ -49,6 +49,7 @@ def block(
         return accept_matches(draw, draft, target, bonus_tokens, log_probs)
     num_draft_tokens = draft.tokens.shape[1]
     law = distributions.normalize(target)
+    draft = common.canonical(draft._replace(num_tokens=jnp.minimum(draft.num_tokens, num_usable_rows(law))))
     draft_law = distributions.of_drafts(draft.distribution)
     log_joint = jax.vmap(joint_log_ratio)(common.log_ratio(draft, draft_law, law))
     joint = jnp.exp(log_joint)
@@ -66,12 +67,17 @@ def block(
         greedy = jnp.cumprod(is_best, axis=1).astype(accept.dtype)
         accept = jnp.where(target.temperature[:, None] == 0, greedy, accept)
 
-    index = jnp.arange(1, num_draft_tokens + 1)[None]
+    index = jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None]
     accepted = draw.flip(accept) & (index <= draft.num_tokens[:, None])
     num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1)
     log_scale = jnp.take_along_axis(jnp.pad(log_joint, ((0, 0), (1, 0))), num_accepted[:, None], axis=1)[:, 0]
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted, jnp.exp(log_scale)))
     return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+
+
+def num_usable_rows(law: distributions.Law) -> Array:
+    """Target rows [B] before the first without mass, as there is one after a stop token: looking ahead ends there."""
+    return jnp.sum(jnp.cumprod(jnp.isfinite(law.log_mass).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def joint_log_ratio(log_ratio: Array) -> Array:

@@ -62,7 +62,12 @@ def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
         **options: Any,
     ) -> Verified:
         check_implementation(implementation)
-        draft, target = jax.tree.map(jnp.asarray, (draft, distributions.as_categorical(target)))
+        if not isinstance(draft, Draft):
+            raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
+        target = target if isinstance(target, Categorical) else jnp.asarray(target)
+        draft, target, bonus_tokens = jax.tree.map(
+            jnp.asarray, (draft, distributions.as_categorical(target), bonus_tokens)
+        )
         check_shapes(draft, target, bonus_tokens)
         batch_size, num_draft_tokens = draft.tokens.shape
         draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
@@ -78,7 +83,7 @@ def canonical(draft: Draft) -> Draft:
     With K = 0 there is no distribution either.
     """
     num_draft_tokens = draft.tokens.shape[1]
-    num_tokens = jnp.sum(jnp.cumprod((draft.tokens >= 0).astype(jnp.int32), axis=1), axis=1)
+    num_tokens = jnp.sum(jnp.cumprod((draft.tokens >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     if draft.num_tokens is not None:
         num_tokens = jnp.clip(jnp.minimum(num_tokens, draft.num_tokens), 0, None).astype(jnp.int32)
     is_draft = jnp.arange(num_draft_tokens)[None] < num_tokens[:, None]
@@ -107,7 +112,7 @@ def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
 def count_accepted(draft: Draft, accepted: Array) -> Array:
     """Number of drafts [B] before the first that was not accepted."""
     is_draft = jnp.arange(draft.tokens.shape[1])[None] < draft.num_tokens[:, None]
-    return jnp.sum(jnp.cumprod((accepted & is_draft).astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod((accepted & is_draft).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def recovery(

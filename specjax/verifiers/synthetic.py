@@ -1,6 +1,7 @@
 """Acceptance at given rates, for benchmarks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +72,19 @@ def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draf
         if not isinstance(length, jax.core.Tracer) and not 1 <= length <= num_draft_tokens + 1:
             raise ValueError(f"acceptance_length must be in [1, K+1 = {num_draft_tokens + 1}], got {length}")
         return jnp.clip(length - 1 - jnp.arange(num_draft_tokens, dtype=jnp.float32), 0, 1)
-    if np.shape(rates) != (num_draft_tokens,):
-        raise ValueError(f"acceptance_rates must have shape [K] = ({num_draft_tokens},), got {np.shape(rates)}")
-    if not isinstance(rates, jax.core.Tracer):
-        values = np.asarray(rates, np.float64)
+    is_traced = any(isinstance(rate, jax.core.Tracer) for rate in jax.tree.leaves(rates))
+    rates = jnp.asarray(rates, jnp.float32)
+    if rates.shape != (num_draft_tokens,):
+        raise ValueError(f"acceptance_rates must have shape [K] = ({num_draft_tokens},), got {rates.shape}")
+    if not is_traced:
+        values = np.asarray(rates)
         if not (np.all((values >= 0) & (values <= 1)) and np.all(np.diff(values) <= 0)):
             raise ValueError(f"acceptance_rates must be non-increasing and in [0, 1], got {values.tolist()}")
-    return jnp.asarray(rates, jnp.float32)
+    return rates
+
+
+def _check_options(num_draft_tokens: int, **options: Any) -> None:
+    _rates(options.get("acceptance_rates"), options.get("acceptance_length"), num_draft_tokens)
+
+
+synthetic.check_options = _check_options

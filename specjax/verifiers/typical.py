@@ -1,5 +1,7 @@
 """Typical acceptance: keep drafts that the target finds likely enough."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -51,8 +53,7 @@ def typical(
     References:
         Cai et al., Medusa: Simple LLM Inference Acceleration Framework, arXiv:2401.10774, section 3.3.1.
     """
-    _check_option("posterior_threshold", posterior_threshold, 1)
-    _check_option("posterior_alpha", posterior_alpha, float("inf"))
+    _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
     law = distributions.normalize(target, argmax=True)
     drafted = distributions.slice_law(law, 0, draft.tokens.shape[1])
     probability = jnp.exp(distributions.token_log_prob(drafted, draft.tokens))
@@ -64,6 +65,11 @@ def typical(
     return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
 
 
-def _check_option(name: str, value: float, most: float) -> None:
-    if not isinstance(value, jax.core.Tracer) and not 0 <= value <= most:
-        raise ValueError(f"{name} must be in [0, {most}], got {value}")
+def _check_options(num_draft_tokens: int, **options: Any) -> None:
+    for name, most in (("posterior_threshold", 1), ("posterior_alpha", float("inf"))):
+        value = options.get(name, 0)
+        if not isinstance(value, jax.core.Tracer) and not 0 <= value <= most:
+            raise ValueError(f"{name} must be in [0, {most}], got {value}")
+
+
+typical.check_options = _check_options
