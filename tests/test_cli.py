@@ -136,7 +136,7 @@ class TestErrors:
             (["--stop", ""], "stop must be made of non-empty strings"),
             (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
             (["--num-draft-tokens", "0", "--compare"], "--compare needs drafts"),
-            (["--num-draft-tokens", "-2"], "num_draft_tokens must be >= 0, got -2"),
+            (["--num-draft-tokens", "-2"], "num_draft_tokens must be an integer >= 0, got -2"),
         ],
     )
     def test_value(self, generate, arguments, message):
