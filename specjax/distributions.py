@@ -256,8 +256,6 @@ def sample(keys: Array, distribution: Categorical) -> Array:
     def draw(index: Array) -> Array:
         logits = kept_logits(take(distribution, jnp.full((batch_size,), index)))[:, 0]
         logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        logits -= jnp.where(jnp.isfinite(top), top, 0)  # large logits would round the noise away
 
         def noisy() -> Array:
             noise = streams.gumbel(keys[:, index], (vocab_size,))

@@ -365,8 +365,8 @@ def assert_lossless(
         >>> from specjax import verifiers
         >>> assert_lossless(verifiers.block, num_draft_tokens=2)
     """
-    assert_permutation_equivariant(verifier, **options)
     if drafter is None and hasattr(verifier, "core"):
+        assert_permutation_equivariant(verifier, **options)
         for name, target, draft, settings in _exact_cases(num_draft_tokens):
             law = enumerate_law(verifier, target, draft, **settings, **options)
             limits = settings.get("target_temperature"), settings.get("min_logit")
