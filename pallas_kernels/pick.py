@@ -51,7 +51,7 @@ def pick(
         jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None,
     )
     return call(
-        partial(_kernel, recover_best=recover_best),
+        partial(_pick_kernel, recover_best=recover_best),
         outputs,
         (tokens, target, draft, statistics, residuals, bonus_tokens),
         grid=(batch_size,),
@@ -60,7 +60,7 @@ def pick(
     )
 
 
-def _kernel(inputs, out, *, recover_best: bool):
+def _pick_kernel(inputs, out, *, recover_best: bool):
     tokens, target, draft, statistics, residuals, bonus_tokens = inputs
     num_drafts = tokens.shape[1]
     num_rows = residuals.residual.shape[1]
@@ -139,9 +139,8 @@ def _kernel(inputs, out, *, recover_best: bool):
         return
     is_greedy = temperature == 0
     logit = target.load(at, jnp.maximum(last, 0), last >= 0)
-    last_log_prob = jnp.where(
-        is_greedy, jnp.where(last == best, 0, -jnp.inf), (logit - top) * inverse(temperature) - log_mass
-    )
+    greedy_log_prob = jnp.where(last == best, temperature, -jnp.inf)  # 0: a scalar select needs one that varies
+    last_log_prob = jnp.where(is_greedy, greedy_log_prob, (logit - top) * inverse(temperature) - log_mass)
     log_prob = plgpu.load(residuals.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
     log_prob = jnp.where(is_greedy, 0, log_prob)
     log_prob = jnp.where(lane == num_accepted, last_log_prob, log_prob)

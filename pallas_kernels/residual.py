@@ -100,7 +100,7 @@ def residual_masses(
         best_id=jax.ShapeDtypeStruct((batch_size, num_tiles), jnp.int32) if has_best else None,
     )
     return call(
-        partial(_kernel, accept=accept, recover_best=recover_best, tile_size=tile_size),
+        partial(_residual_kernel, accept=accept, recover_best=recover_best, tile_size=tile_size),
         outputs,
         (tokens, num_tokens, target, draft, statistics, options),
         grid=(batch_size, num_rows, num_tiles),
@@ -114,7 +114,7 @@ def default_tile_size(num_rows: int) -> int:
     return 2048 if num_rows < 32 else 4096
 
 
-def _kernel(inputs, out: Residuals, *, accept, recover_best: bool, tile_size: int):
+def _residual_kernel(inputs, out: Residuals, *, accept, recover_best: bool, tile_size: int):
     tokens, num_tokens, target, draft, statistics, options = inputs
     num_drafts = tokens.shape[1]
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))

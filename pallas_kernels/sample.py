@@ -62,7 +62,7 @@ def sample(
     num_tiles = pl.cdiv(rows.vocab_size, tile_size)
     shape = batch_size, num_rows
     masses = call(
-        partial(_mass_kernel, tile_size=tile_size),
+        partial(_block_mass_kernel, tile_size=tile_size),
         _Masses(
             jax.ShapeDtypeStruct((*shape, num_tiles), jnp.float32),
             jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32),
@@ -74,7 +74,7 @@ def sample(
         interpret=interpret,
     )
     return call(
-        partial(_pick_kernel, purpose=purpose),
+        partial(_sample_kernel, purpose=purpose),
         (
             jax.ShapeDtypeStruct(shape, jnp.int32),
             None if tokens is None else jax.ShapeDtypeStruct((batch_size,), jnp.int32),
@@ -95,7 +95,7 @@ def default_tile_size(num_rows: int, vocab_size: int) -> int:
     return max(BLOCK_SIZE, min(tile_size, pl.next_power_of_2(vocab_size)))
 
 
-def _mass_kernel(inputs, out: _Masses, *, tile_size: int):
+def _block_mass_kernel(inputs, out: _Masses, *, tile_size: int):
     tokens, num_tokens, rows = inputs
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
     is_needed = jnp.bool_(True) if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
@@ -125,7 +125,7 @@ def _mass_kernel(inputs, out: _Masses, *, tile_size: int):
             plgpu.store(out.best_id.at[sequence, row, tile], tile * tile_size + jax.lax.argmax(logits, 0, jnp.int32))
 
 
-def _pick_kernel(inputs, out, *, purpose: int | None):
+def _sample_kernel(inputs, out, *, purpose: int | None):
     key_data, tokens, num_tokens, bonus_tokens, rows, masses = inputs
     out_tokens, out_num_accepted, out_log_probs = out
     num_rows = out_tokens.shape[1]

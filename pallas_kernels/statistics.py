@@ -77,7 +77,7 @@ def row_statistics(
         jax.ShapeDtypeStruct((batch_size, num_drafts + 2), jnp.float32),
     )
     return call(
-        partial(_kernel, streams=streams, tile_size=tile_size),
+        partial(_statistics_kernel, streams=streams, tile_size=tile_size),
         outputs,
         (key_data, tokens, num_tokens, target, draft),
         grid=(batch_size, num_rows, num_tiles),
@@ -94,7 +94,7 @@ def default_tile_size(num_rows: int, vocab_size: int) -> int:
     return min(tile_size, pl.next_power_of_2(vocab_size))
 
 
-def _kernel(inputs, out: Statistics, *, streams: Streams, tile_size: int):
+def _statistics_kernel(inputs, out: Statistics, *, streams: Streams, tile_size: int):
     key_data, tokens, num_tokens, target, draft = inputs
     num_drafts = tokens.shape[1]
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
