@@ -26,7 +26,7 @@ def pick(
     *,
     recover_best: bool = False,
     log_probs: bool = False,
-    num_warps: int = 4,
+    num_warps: int = 8,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:
     """Emit the accepted drafts and one token.

@@ -19,7 +19,7 @@ from specjax import distributions
 from specjax import keys as streams
 from specjax.types import Array, Categorical, Draft, Verified
 
-_STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
+STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
 SMALL_VOCAB = 2048  # below it a few fused operations do as well
 MAX_DRAFT_TOKENS = 64  # all of them are lanes of one program
 _SUPPORTED = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -93,7 +93,7 @@ def by_residual(
         num_tokens,
         target_rows,
         draft_rows,
-        streams=_STREAMS,
+        streams=STREAMS,
         entropy=entropy,
         interpret=interpret,
     )
