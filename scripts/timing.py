@@ -36,7 +36,6 @@ def _loop_seconds(function, copies, num_iterations: int) -> float:
                 result = link if function is None else _first(function(*chained))
             return copies, result
 
-        first = copies[0]
         shape = jax.eval_shape(
             lambda a: _after(a, jnp.zeros(1))[1] if function is None else _first(function(*a)), copies[0]
         )
