@@ -63,9 +63,9 @@ class Tensors:
         """Raise ValueError where the files hold the tensor `name` and it differs from `other`."""
         if name not in self._paths:
             return
-        with self._slice(name, shape) as mine, self._slice(other, shape) as theirs:
-            step = _num_rows(shape)
-            if not all(np.array_equal(mine[i : i + step], theirs[i : i + step]) for i in range(0, shape[0], step)):
+        self._check(name, shape)
+        for rows in _chunks(0, shape[0], shape):
+            if not np.array_equal(self._cut(name, rows), self._cut(other, rows)):
                 raise ValueError(f"tensor {name} in {self._paths[name]} must equal {other}, which it is tied to")
         self._take(name)
 
@@ -98,26 +98,28 @@ class Tensors:
         raise ValueError(f"tensor {name} is missing from {self._directory}")
 
     def _take(self, name: str) -> None:
-        self._advance(self._unread.pop(name, 0))
+        self._advance(self._unread.pop(self._find(name), 0))
 
-    @contextlib.contextmanager
-    def _slice(self, name: str, shape: tuple[int, ...]) -> Iterator:
-        """A stored tensor to take slices of. The file is open no longer than this, and its pages held no longer."""
-        name = self._find(name)
-        path = self._paths[name]
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        path = self._paths[self._find(name)]
         with _open(path) as file:
-            entry = file.get_slice(name)
-            if tuple(entry.get_shape()) != shape:
-                raise ValueError(f"tensor {name} in {path} must have shape {shape}, got {tuple(entry.get_shape())}")
-            if entry.get_dtype() not in DTYPES:
-                raise ValueError(f"tensor {name} in {path} must be of type F32, BF16 or F16, got {entry.get_dtype()}")
-            yield entry
+            entry = file.get_slice(self._find(name))
+            stored, dtype = tuple(entry.get_shape()), entry.get_dtype()
+        if stored != shape:
+            raise ValueError(f"tensor {name} in {path} must have shape {shape}, got {stored}")
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name} in {path} must be of type F32, BF16 or F16, got {dtype}")
+
+    def _cut(self, name: str, index: slice | tuple[slice, ...]) -> np.ndarray:
+        """A part of a stored tensor. The file is mapped no longer than this, so that its pages add to nothing."""
+        name = self._find(name)
+        with _open(self._paths[name]) as file:
+            return file.get_slice(name)[index]
 
     def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Array:
         """Tensors one below the other along their first axis, and then transposed if asked for."""
         for name, shape in shapes.items():
-            with self._slice(name, shape):
-                pass  # checked before memory is taken
+            self._check(name, shape)
         whole = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
         if transpose:
             whole = whole[::-1]
@@ -135,8 +137,9 @@ class Tensors:
             array = jax.device_put(part((slice(None),) * len(whole)))
         else:
             array = jax.make_array_from_callback(whole, self._sharding, part)
+        array.block_until_ready()  # so that the host holds one array at a time
         for name in shapes:
-            self._take(self._find(name))
+            self._take(name)
         return array
 
     def _fill(self, out: np.ndarray, bounds: list[tuple[int, int]], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -145,18 +148,15 @@ class Tensors:
         columns = tuple(slice(*bound) for bound in rest)
         offset = 0  # of the tensor
         for name, shape in shapes.items():
-            begin, end = max(first - offset, 0), min(last - offset, shape[0])
-            with self._slice(name, shape) as entry:
-                step = _num_rows(shape)
-                for row in range(begin, end, step):
-                    rows = slice(row, min(row + step, end))
-                    target = slice(rows.start + offset - first, rows.stop + offset - first)
-                    out[target] = entry[(rows, *columns)]
+            for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), shape):
+                out[rows.start + offset - first : rows.stop + offset - first] = self._cut(name, (rows, *columns))
             offset += shape[0]
 
 
-def _num_rows(shape: tuple[int, ...]) -> int:
-    return max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
+def _chunks(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[slice]:
+    """The rows from begin to end of a tensor, a few at a time."""
+    step = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
+    return (slice(row, min(row + step, end)) for row in range(begin, end, step))
 
 
 def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
