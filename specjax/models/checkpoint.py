@@ -43,14 +43,17 @@ def load(
     directory = Path(directory)
     if not directory.is_dir():
         raise FileNotFoundError(f"directory must hold a checkpoint, got {directory}, which is not a directory")
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}") from error
+    if wanted not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {wanted}")
 
     config = ConfigFile(directory / "config.json")
     family = config.choice("model_type", tuple(BUILD))
     if "quantization_config" in config:
         raise ValueError(f"{config.where('quantization_config')} must be absent: specjax loads no quantized weights")
-    tensors = Tensors(directory, dtype, sharding)
+    tensors = Tensors(directory, wanted, sharding)
     with tensors.progress():
         return BUILD[family](config, tensors)
