@@ -163,6 +163,27 @@ def test_rope_theta_inside_rope_parameters(tmp_path):
     assert load(write(tmp_path, config, make_tensors(config))).apply.config.rope_theta == 777.0
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (4096, 4096)),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 3}, (3, 3)),
+        ({"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}, (None, 3)),
+    ],
+)
+def test_windows(tmp_path, fields, expected):
+    config = CONFIG | {"model_type": "mistral"} | fields
+    assert load(write(tmp_path, config, make_tensors(config))).apply.config.windows == expected
+
+
+@pytest.mark.parametrize("types", [["full_attention"], ["full_attention", "chunked"], ["full_attention", []], "full"])
+def test_damaged_layer_types(tmp_path, types):
+    config = CONFIG | {"model_type": "mistral", "layer_types": types}
+    with pytest.raises(ValueError, match=r"layer_types in .* must be (2 times 'full_attention' or|list)"):
+        load(write(tmp_path, config, make_tensors(config)))
+
+
 def test_equal_checkpoints_do_not_retrace(tmp_path):
     write(tmp_path, CONFIG, make_tensors(CONFIG))
     first, second = jax.tree.structure(load(tmp_path)), jax.tree.structure(load(tmp_path))

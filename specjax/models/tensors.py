@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import importlib.util
 import math
 import sys
 from collections.abc import Iterator
@@ -78,14 +79,14 @@ class Tensors:
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
         """Show a progress bar on standard error while reading, if that is a terminal and rich is installed."""
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        except ModuleNotFoundError:
+        if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
             yield
             return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(f"loading {self._directory.name}", total=sum(self._unread.values()))
             self._advance = lambda num_bytes: bar.advance(task, num_bytes)
             yield
