@@ -1,5 +1,7 @@
 """Every family's logits are those of transformers: recorded ones everywhere, live ones where it is installed."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,3 +89,10 @@ def test_logits_are_those_of_transformers(case, reference, goldens, tmp_path):
     hf_model.save_pretrained(tmp_path / "half")
     ours = whole_logits(load(tmp_path / "half", jnp.bfloat16))
     assert difference(ours, expected) <= 2 * difference(half, expected) + 1e-3
+
+
+def test_heads_of_opt_must_be_even_parts(tmp_path):
+    directory = write(tmp_path / "opt", "opt")
+    (directory / "config.json").write_text(json.dumps(CONFIGS["opt"] | {"num_attention_heads": 5}))
+    with pytest.raises(ValueError, match=r"hidden_size in .* must be a multiple of num_attention_heads = 5, got 32"):
+        load(directory)

@@ -62,18 +62,16 @@ class TestWalkThrough:
         return LLM(target, draft, num_draft_tokens=5)
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    def test_one_step(self, llm, temperature):
-        """Three drafts are accepted, the fourth rejected and replaced; the accepted fifth is dropped."""
-        params = SamplingParams(temperature=temperature, top_p=0.95, seed=0, max_tokens=16)
-        stream = llm.stream(self.PROMPT, params)
+    def test_generation(self, llm, temperature):
+        """Three drafts are accepted, the fourth rejected and replaced, the fifth dropped; then on to the end."""
+        stream = llm.stream(self.PROMPT, SamplingParams(temperature=temperature, top_p=0.95, seed=0, max_tokens=16))
         pieces = [next(stream) for _ in range(4)]
         assert [piece.token_id for piece in pieces] == [16, 5, 129, 2949]
         assert [piece.kind for piece in pieces] == ["accepted", "accepted", "accepted", "recovered"]
         assert (stream.result.metrics.num_drafted, stream.result.metrics.num_accepted) == (5, 3)
 
-    def test_to_the_end_of_the_sequence(self, llm):
-        stream = llm.stream(self.PROMPT, SamplingParams(temperature=0, top_p=0.95, max_tokens=16))
-        assert tuple(piece.token_id for piece in stream) == self.TARGET
+        pieces += list(stream)
+        assert tuple(piece.token_id for piece in pieces) == self.TARGET
         assert stream.result.completions[0].finish_reason == "stop"
         assert stream.result.text.split() == ["t16", "t5", "t129", "t2949", "t655", "t40", "t2"]
 

@@ -51,24 +51,24 @@ def decoder(
             )
         head_size = hidden_size // num_heads
     theta, scaling = _rope(config)
+    fields = {
+        "vocab_size": config.size("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": config.size("num_hidden_layers", most=MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": config.size("num_key_value_heads", num_heads),
+        "head_size": config.size("head_dim", head_size),
+        "mlp_size": config.size("intermediate_size"),
+        "max_length": config.size("max_position_embeddings"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": config.number("rms_norm_eps"),
+        "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
+    }
     try:
-        decoder_config = DecoderConfig(
-            vocab_size=config.size("vocab_size"),
-            hidden_size=hidden_size,
-            num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
-            num_heads=num_heads,
-            num_kv_heads=config.size("num_key_value_heads", num_heads),
-            head_size=config.size("head_dim", head_size),
-            mlp_size=config.size("intermediate_size"),
-            max_length=config.size("max_position_embeddings"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=config.number("rms_norm_eps"),
-            tie_embeddings=config.get("tie_word_embeddings", bool, tie_embeddings),
-            **options,
-        )
+        decoder_config = DecoderConfig(**fields, **options)
     except ValueError as error:
-        raise error if str(config.path) in str(error) else ValueError(f"{config.path}: {error}") from error
+        raise ValueError(f"{config.path}: {error}") from error
     return decoder_model(decoder_config, _params(decoder_config, tensors, norms))
 
 

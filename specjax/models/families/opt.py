@@ -20,7 +20,7 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class OPTConfig:
-    """Sizes and options of an OPT decoder."""
+    """Sizes and options of an OPT decoder. `hidden_size` must be a multiple of `num_heads`."""
 
     vocab_size: int
     embedding_size: int  # where it is not hidden_size, projections stand between
@@ -31,10 +31,6 @@ class OPTConfig:
     max_length: int
     norm_first: bool = True  # before attention and MLP, not behind
     final_norm: bool = True
-
-    def __post_init__(self):
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size must be a multiple of num_heads = {self.num_heads}, got {self.hidden_size}")
 
     @property
     def num_kv_heads(self) -> int:
@@ -140,21 +136,23 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("activation_function", "relu")
     for name in ("enable_bias", "layer_norm_elementwise_affine", "tie_word_embeddings"):
         config.only(name, True)
-    hidden_size, norm_first = config.size("hidden_size"), config.get("do_layer_norm_before", bool, True)
-    try:
-        opt_config = OPTConfig(
-            vocab_size=config.size("vocab_size"),
-            embedding_size=config.size("word_embed_proj_dim", hidden_size),
-            hidden_size=hidden_size,
-            num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
-            num_heads=config.size("num_attention_heads"),
-            mlp_size=config.size("ffn_dim"),
-            max_length=config.size("max_position_embeddings"),
-            norm_first=norm_first,
-            final_norm=norm_first and not config.get("_remove_final_layer_norm", bool, False),
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, got {hidden_size}"
         )
-    except ValueError as error:
-        raise error if str(config.path) in str(error) else ValueError(f"{config.path}: {error}") from error
+    norm_first = config.get("do_layer_norm_before", bool, True)
+    opt_config = OPTConfig(
+        vocab_size=config.size("vocab_size"),
+        embedding_size=config.size("word_embed_proj_dim", hidden_size),
+        hidden_size=hidden_size,
+        num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=num_heads,
+        mlp_size=config.size("ffn_dim"),
+        max_length=config.size("max_position_embeddings"),
+        norm_first=norm_first,
+        final_norm=norm_first and not config.get("_remove_final_layer_norm", bool, False),
+    )
     return network_model(OPT, opt_config, _params(opt_config, tensors))
 
 
