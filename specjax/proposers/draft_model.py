@@ -27,7 +27,7 @@ class Fed(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["model", "temperature"],
-    meta_fields=["num_draft_tokens", "max_length", "is_greedy", "speculate_below"],
+    meta_fields=["num_draft_tokens", "max_length", "is_greedy", "speculate_below", "may_pause"],
 )
 @dataclass(frozen=True)
 class DraftModel:
@@ -39,6 +39,7 @@ class DraftModel:
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
     speculate_below: int | None = None
+    may_pause: bool = False  # rows may go on without this draft and come back: what they miss is fed then
 
     def init(self, batch_size: int, max_length: int) -> Fed:
         limit = max_length if self.max_length is None else min(max_length, self.max_length)
@@ -55,7 +56,8 @@ class DraftModel:
             speculates &= context.length + self.num_draft_tokens < self.max_length
         if self.speculate_below is not None:
             speculates &= jnp.sum(context.active) < self.speculate_below
-        state = self._catch_up(context, speculates, state)
+        if self.may_pause:
+            state = self._catch_up(context, speculates, state)
         noise = streams.stream(keys[:, :1], streams.DRAFT, jnp.arange(self.num_draft_tokens)[None])
         operands = noise, context, self._shaping(sampling), state
         if is_limited or self.speculate_below is not None:
@@ -193,13 +195,22 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if speculate_below is not None and speculate_below < 1:
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below}")
-    if temperature is None:
-        return DraftModel(model, num_draft_tokens, max_length, speculate_below=speculate_below)
-    values = np.asarray(temperature)
-    if values.ndim > 1 or not np.issubdtype(values.dtype, np.number) or not np.all((values >= 0) & np.isfinite(values)):
-        raise ValueError(f"temperature must be None, or a number or numbers [B], >= 0 and finite, got {temperature!r}")
-    if not values.any():
-        return DraftModel(model, num_draft_tokens, max_length, None, True, speculate_below)
+    is_greedy = False
+    if temperature is not None:
+        values = np.asarray(temperature)
+        is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
+        if not is_number or not np.all((values >= 0) & np.isfinite(values)):
+            raise ValueError(
+                f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}"
+            )
+        is_greedy = not values.any()
+        temperature = None if is_greedy else jnp.asarray(values, jnp.float32)
     return DraftModel(
-        model, num_draft_tokens, max_length, jnp.asarray(values, jnp.float32), speculate_below=speculate_below
+        model,
+        num_draft_tokens,
+        max_length,
+        temperature,
+        is_greedy,
+        speculate_below,
+        may_pause=speculate_below is not None,
     )

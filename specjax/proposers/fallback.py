@@ -1,13 +1,13 @@
 """Two proposers: the first drafts where it can, the second in the other rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.proposers.draft_model import run_where
+from specjax.proposers.draft_model import DraftModel, run_where
 from specjax.types import Array, Categorical, Context, Draft, Proposer, PyTree, Verified
 from specjax.verifiers import canonical
 
@@ -114,4 +114,6 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
         Array([[ 7,  5, -1],
                [ 9,  2,  5]], dtype=int32)
     """
+    if isinstance(second, DraftModel):
+        second = replace(second, may_pause=True)
     return Fallback(first, second)
