@@ -104,7 +104,7 @@ class TestLogProbs:
 
     def test_truncated_prompt(self, llm):
         ids = encode(llm, PROMPTS[2])
-        params = replace(MIX[1], logprobs=1, prompt_logprobs=1)
+        params = replace(MIX[1], prompt_logprobs=1, presence_penalty=0.5)
         truncations = [replace(params, truncate_prompt_tokens=n) for n in (4, None, 1000)]
         prompts = [PROMPTS[2], ids[-4:], PROMPTS[2]]
         truncated, short, whole = llm.generate(prompts, truncations)
@@ -115,8 +115,8 @@ class TestLogProbs:
         assert truncated.prompt == PROMPTS[2]
 
     def test_truncation_makes_a_prompt_fit(self, llm):
-        params = SamplingParams(temperature=0, max_tokens=3, truncate_prompt_tokens=20)
-        assert len(llm.generate([[5] * 500], params)[0].token_ids) == 3
+        params = replace(MIX[1], truncate_prompt_tokens=20)
+        assert len(llm.generate([[5] * 500], params)[0].prompt_logprobs) == 20
 
 
 def sampled(**options):
