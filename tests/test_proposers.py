@@ -16,6 +16,7 @@ from specjax.types import Context, Draft
 
 VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
+ONES = jnp.ones((1, 1), jnp.int32)
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +223,12 @@ class TestDraftModel:
             proposers.draft_model(target, 2, **options)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "period"])
+@partial(jax.tree_util.register_dataclass, data_fields=["known"], meta_fields=["num_draft_tokens", "period"])
 @dataclass(frozen=True)
 class Sometimes:
-    """Token 1, twice, in rows of a length that its period divides, or its neighbour."""
+    """Drafts known tokens [B, L], but only in rows of a length that its period divides, or of the next length."""
 
+    known: jax.Array
     num_draft_tokens: int
     period: int
 
@@ -237,9 +239,10 @@ class Sometimes:
         return state
 
     def propose(self, keys, context, sampling, state):
+        index = context.length[:, None] + jnp.arange(self.num_draft_tokens)[None]
         drafts = context.active & (context.length % self.period < 2)
-        tokens = jnp.where(drafts[:, None], jnp.ones((1, self.num_draft_tokens), jnp.int32), -1)
-        return Draft(tokens), state
+        known = jnp.broadcast_to(self.known, context.tokens.shape)
+        return Draft(jnp.where(drafts[:, None], jnp.take_along_axis(known, index, axis=1), -1)), state
 
     def update(self, context, verified, features, state):
         return state
@@ -248,11 +251,11 @@ class Sometimes:
 class TestFallback:
     def test_the_law_is_the_targets(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
-        proposer = proposers.fallback(Sometimes(3, 3), proposers.draft_model(draft, 2))
+        proposer = proposers.fallback(Sometimes(ONES, 3, 3), proposers.draft_model(draft, 2))
         testing.assert_proposer_lossless(proposer, num_samples=30_000)
 
     def test_rows_of_both(self, bigram):
-        proposer = proposers.fallback(Sometimes(3, 4), proposers.draft_model(bigram, 2))
+        proposer = proposers.fallback(Sometimes(ONES, 3, 4), proposers.draft_model(bigram, 2))
         draft = propose_once(bigram, proposer, SamplingParams(temperature=0.8, max_tokens=9), lengths=(5, 2, 8))
         alone = propose_once(
             bigram, proposers.draft_model(bigram, 2), SamplingParams(temperature=0.8, max_tokens=9), lengths=(5, 2, 8)
@@ -263,15 +266,34 @@ class TestFallback:
         checks.validate(draft, jnp.zeros((3, 4, VOCAB)))
 
     def test_the_second_knows_what_the_first_wrote(self, target):
-        """It drafts from all that was committed, also in steps without it: its drafts are those of the target."""
-        proposer = proposers.fallback(Sometimes(2, 25), proposers.draft_model(target, 4))
-        params = SamplingParams(temperature=0, max_tokens=57)
-        state = start(target, proposer, params, max_length=128)
-        infos = [jax.device_get(info) for info in decode.stream(target, proposer, state)]
-        drafts = np.concatenate([info.num_drafts for info in infos])
-        accepted = np.concatenate([info.num_accepted for info in infos])
-        assert (accepted[drafts == 4] == 4).all()
-        assert (drafts == 2).any() and (drafts == 4).any()
+        """Its drafts are those of a fresh start from what is committed, whoever drafted it, in whichever steps."""
+        noise = init_params(CONFIG, 1)
+        other = replace(target, params=jax.tree.map(lambda x, y: x + 0.3 * y, target.params, noise))
+        params, lengths = SamplingParams(temperature=0, max_tokens=57), (5, 2)
+        known = decode.generate(target, None, start(target, None, params, lengths)).context.tokens
+        second = proposers.draft_model(other, 3, temperature=0)
+        proposer = proposers.fallback(Sometimes(known, 2, 5), second)
+
+        @jax.jit
+        def drafts(state):
+            """Those of the second as it goes on, those of a fresh start, and in which rows they are used."""
+            context = state.context
+            keys = streams.positions(state.keys, context.length, 3)
+            fresh = second.prefill(context, None, second.init(2, 64))
+            draft, both = proposer.propose(keys, context, state.sampling, state.proposer)
+            return draft.tokens, second.propose(keys, context, state.sampling, fresh)[0].tokens, both.is_first
+
+        step, counts = jax.jit(decode.step), np.zeros((2, 4), int)
+        state = start(target, proposer, params, lengths)
+        while state.context.active.any():
+            ours, fresh, is_first = jax.device_get(drafts(state))
+            np.testing.assert_array_equal(ours[~is_first], fresh[~is_first])
+            active = state.context.active
+            state, info = step(target, proposer, state)
+            np.add.at(counts, (is_first[active].astype(int), np.asarray(info.num_accepted)[active]), 1)
+        assert (counts[0] > 0).all(), "the second should be accepted in every length"
+        assert counts[1, 2] > 5
+        np.testing.assert_array_equal(state.context.tokens, known)
 
     def test_the_first_must_be_deterministic(self, bigram):
         proposer = proposers.fallback(proposers.draft_model(bigram, 2), proposers.ngram(2))

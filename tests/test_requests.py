@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_llm import PROMPTS, tokens, write_pair
 
-from specjax import ModelInput, requests, verifiers
+from specjax import ModelInput, keys, requests, verifiers
 from specjax.llm import LLM
 from specjax.sampling import SamplingParams
 
@@ -146,6 +147,14 @@ class TestSamples:
         (fewer,) = llm.generate(PROMPTS[0], sampled(n=2))
         sequences = [completion.token_ids for completion in result.completions]
         assert all(completion.token_ids in sequences for completion in fewer.completions)
+
+    def test_keys(self):
+        """The first sample has the request's own key; no other shares a key with a position of any."""
+        requests = jax.random.split(jax.random.key(0), 2)
+        samples = keys.samples(requests[jnp.array([0, 0, 0, 1])], jnp.array([0, 1, 2, 1]))
+        assert (samples[0] == requests[0]).all()
+        used = jnp.concatenate([requests, samples[1:], keys.positions(samples, jnp.zeros(4, jnp.int32), 63).ravel()])
+        assert len({tuple(words) for words in jax.random.key_data(used).tolist()}) == len(used)
 
     def test_samples_ignore_the_batch(self, llm):
         alone = [llm.generate(prompt, sampled(n=2, seed=i))[0] for i, prompt in enumerate(PROMPTS[:2])]
