@@ -269,7 +269,7 @@ class TestFallback:
         """Its drafts are those of a fresh start from what is committed, whoever drafted it, in whichever steps."""
         noise = init_params(CONFIG, 1)
         other = replace(target, params=jax.tree.map(lambda x, y: x + 0.3 * y, target.params, noise))
-        params, lengths = SamplingParams(temperature=0, max_tokens=57), (5, 2)
+        params, lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (57, 25)], (5, 2)
         known = decode.generate(target, None, start(target, None, params, lengths)).context.tokens
         second = proposers.draft_model(other, 3, temperature=0)
         proposer = proposers.fallback(Sometimes(known, 2, 5), second)

@@ -48,8 +48,8 @@ class Fallback:
         rest = context._replace(active=context.active & ~is_first)
         propose = partial(self._propose, self.second)
         other, second = run_where(rest.active, propose, keys, rest, sampling, state.second)
-        tokens = jnp.where(is_first[:, None], draft.tokens, other.tokens)
-        num_tokens = jnp.where(is_first, draft.num_tokens, jnp.where(rest.active, other.num_tokens, 0))
+        tokens = jnp.where(rest.active[:, None], other.tokens, draft.tokens)
+        num_tokens = jnp.where(rest.active, other.num_tokens, draft.num_tokens)
         distribution = other.distribution
         if distribution is not None:
             temperature = 1.0 if distribution.temperature is None else distribution.temperature
