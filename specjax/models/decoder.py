@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.decode_attention import decode_attention, is_supported
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
 
@@ -66,6 +67,29 @@ def attention_mask(inputs: ModelInput, num_slots: int) -> Array:
     return ((offset < 0) | ((offset < num_tokens) & inside))[:, None]
 
 
+def attend_and_update(
+    query: Array, key: Array, value: Array, cache: dict, inputs: ModelInput, mask: Array
+) -> tuple[Array, dict]:
+    """Write the keys and values [B, T, H, D] of a call to its slots, none past the end, and attend to the cache."""
+
+    def kernel(query, key, value, key_cache, value_cache, start, mask):
+        return decode_attention(query, key, value, key_cache, value_cache, start)
+
+    def xla(query, key, value, key_cache, value_cache, start, mask):
+        row = jnp.arange(query.shape[0])[:, None]
+        slot = start[:, None] + jnp.arange(query.shape[1])[None]
+        key_cache = key_cache.at[row, slot].set(key.astype(key_cache.dtype), mode="drop")
+        value_cache = value_cache.at[row, slot].set(value.astype(value_cache.dtype), mode="drop")
+        return jax.nn.dot_product_attention(query, key_cache, value_cache, mask=mask), key_cache, value_cache
+
+    operands = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], mask
+    if inputs.mask is None and is_supported(query, cache["key"]):
+        attended, key, value = jax.lax.platform_dependent(*operands, cuda=kernel, default=xla)
+    else:
+        attended, key, value = xla(*operands)
+    return attended, {"key": key, "value": value}
+
+
 class Layer(nnx.Module):
     """Attention and SwiGLU, each behind a norm and added to the stream. Projections of one input are one matrix."""
 
@@ -91,15 +115,10 @@ class Layer(nnx.Module):
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
         query = rotate(query, inputs.positions, config.rope_theta)
         key = rotate(key, inputs.positions, config.rope_theta)
-        if cache is not None:
-            row = jnp.arange(batch_size)[:, None]
-            slot = inputs.positions[:, :1] + jnp.arange(num_tokens)[None]
-            cache = {
-                "key": cache["key"].at[row, slot].set(key.astype(cache["key"].dtype), mode="drop"),
-                "value": cache["value"].at[row, slot].set(value.astype(cache["value"].dtype), mode="drop"),
-            }
-            key, value = cache["key"], cache["value"]
-        attended = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=cache is None)
+        if cache is None:
+            attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        else:
+            attended, cache = attend_and_update(query, key, value, cache, inputs, mask)
         x = x + attended.reshape(batch_size, num_tokens, heads * size) @ self.attention_out[...]
 
         gate, up = jnp.split(rms_norm(x, self.mlp_norm[...], config.norm_eps) @ self.gate_up[...], 2, axis=-1)
@@ -121,6 +140,11 @@ class Decoder(nnx.Module):
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
+        if cache is not None and inputs.tokens.shape == (1, 1) and jax.default_backend() == "gpu":
+            # XLA multiplies two rows by a matrix faster than one. The second token is never seen.
+            pair = ModelInput(jnp.pad(inputs.tokens, ((0, 0), (0, 1))), inputs.positions + jnp.arange(2)[None])
+            output, cache = self(pair, cache)
+            return jax.tree.map(lambda x: x[:, :1], output), cache
         # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):

@@ -1,0 +1,85 @@
+"""Attention of new tokens to a cache, against float32 attention over a cache updated by a scatter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.decode_attention import decode_attention, is_supported
+
+CASES = {  # B, T, H, kv heads, D, S, start of each row
+    "empty and full": (2, 3, 4, 2, 16, 40, [0, 37]),
+    "past the end": (3, 6, 8, 2, 64, 200, [197, 199, 200]),
+    "one token": (1, 1, 4, 1, 32, 300, [257]),
+    "one split": (40, 2, 8, 8, 16, 70, [i % 69 for i in range(40)]),
+    "blocks of several splits": (1, 2, 4, 2, 16, 3000, [2900]),
+}
+
+
+def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.bfloat16):
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+    new, cached = (batch, num_tokens, kv_heads, size), (batch, slots, kv_heads, size)
+    query = normal(0, batch, num_tokens, heads, size)
+    return query, normal(1, *new), normal(2, *new), normal(3, *cached), normal(4, *cached), jnp.array(start, jnp.int32)
+
+
+def expected(query, key, value, key_cache, value_cache, start):
+    slot = start[:, None] + jnp.arange(query.shape[1])[None]
+    row = jnp.arange(len(start))[:, None]
+    caches = key_cache.at[row, slot].set(key, mode="drop"), value_cache.at[row, slot].set(value, mode="drop")
+    mask = jnp.arange(key_cache.shape[1])[None, None] <= slot[..., None]
+    wide = (x.astype(jnp.float32) for x in (query, *caches))
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(*wide, mask=mask[:, None]), *caches
+
+
+def check(case, interpret):
+    arrays = operands(*case)
+    attended, *caches = jax.jit(decode_attention, static_argnames="interpret")(*arrays, interpret=interpret)
+    reference, *reference_caches = expected(*arrays)
+    fits = (np.array(case[-1])[:, None] + np.arange(case[1]) < case[5])[..., None, None]
+    difference = np.where(fits, np.asarray(attended, np.float32) - reference, 0)
+    assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(np.where(fits, reference, 0))
+    for cache, reference_cache in zip(caches, reference_caches, strict=True):
+        np.testing.assert_array_equal(cache, reference_cache)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_interpreted(case):
+    check(case, interpret=True)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_compiled(case):
+    check(case, interpret=False)
+
+
+def test_padding_is_not_read():
+    """NaN in a slot past a row's length reaches no output."""
+    query, key, value, key_cache, value_cache, start = operands(*CASES["empty and full"])
+    unseen = jnp.arange(40)[None, :, None, None] >= start[:, None, None, None]
+    poisoned = (jnp.where(unseen, jnp.nan, cache) for cache in (key_cache, value_cache))
+    attended = decode_attention(query, key, value, *poisoned, start, interpret=True)[0]
+    np.testing.assert_array_equal(
+        attended, decode_attention(query, key, value, key_cache, value_cache, start, interpret=True)[0]
+    )
+
+
+def test_lowers_for_cuda():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    for case in ((1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)):
+        shapes = jax.eval_shape(lambda case=case: operands(*case))
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            text = jax.jit(decode_attention).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("__gpu$xla.gpu.triton") == (2 if case[0] == 1 else 1)
+
+
+def test_unsupported():
+    arrays = operands(1, 2, 4, 2, 16, 40, [0], jnp.float32)
+    assert not is_supported(arrays[0], arrays[3])
+    with pytest.raises(NotImplementedError, match="float32"):
+        decode_attention(*arrays)
