@@ -12,7 +12,6 @@ from specjax import keys as streams
 from specjax.types import Array, Categorical
 
 BLOCK_SIZE = 512  # tokens a block of the inverse CDF; with 2 uniforms of 24 bits the draw is within 5e-5 of its law
-SMALL = 1 << 20  # elements; below this drawing noise is cheaper than asking whether any row needs it
 
 
 class Law(NamedTuple):
@@ -226,16 +225,12 @@ def pick(residual: Residual, uniforms: Array) -> Array:
     vocab_size = residual.target.distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
 
-    def block_masses(weights: Array) -> Array:
-        padded = jnp.pad(weights, ((0, 0), (0, -vocab_size % block_size)))
-        return jnp.sum(padded.reshape(-1, padded.shape[1] // block_size, block_size), axis=-1)
-
-    masses = block_masses(residual_weights(residual))
+    masses = _block_sums(residual_weights(residual), block_size)
     plain = ~(jnp.sum(masses, axis=-1) > 0)
     if residual.draft is not None or residual.without is not None:
         masses = jax.lax.cond(
             jnp.any(plain),
-            lambda: jnp.where(plain[:, None], block_masses(residual_weights(residual, plain=plain)), masses),
+            lambda: jnp.where(plain[:, None], _block_sums(residual_weights(residual, plain=plain), block_size), masses),
             lambda: masses,
         )
     block = _first_above(masses, uniforms[:, 0])
@@ -248,27 +243,38 @@ def pick(residual: Residual, uniforms: Array) -> Array:
 def sample(keys: Array, distribution: Categorical) -> Array:
     """Draw a token from every row by Gumbel-max, with the noise of keys [B, T]: tokens [B, T] int32 in [0, V).
 
-    Needs no normaliser; temperature 0 gives the argmax.
+    In two levels: a block of the vocabulary by the log of its mass, then a token inside it. The maximum of Gumbel noise
+    added to the logits of a block is distributed as the log of its mass plus one Gumbel number, so the law is the same
+    and a row of V tokens takes V / BLOCK_SIZE + BLOCK_SIZE random numbers. Vocabularies of one block are drawn from
+    directly. Temperature 0 gives the argmax.
     """
-    batch_size, num_rows, vocab_size = shape_of(distribution)
-    temperature = distribution.temperature
+    vocab_size = distribution.logits.shape[-1]
+    block_size = min(BLOCK_SIZE, vocab_size)
+    stored = _stored(distribution)
+    top = jnp.max(_widen(stored.logits), axis=-1)
+    shift = jnp.where(jnp.isfinite(top), top, 0)
+    masses = _block_sums(jnp.exp(_kept_exponents(stored, shift[..., None])), block_size)
+    if distribution.rows is not None:
+        shift, masses = shift[distribution.rows, 0], masses[distribution.rows, 0]
+    noise = streams.gumbel(keys, (block_size + masses.shape[-1],))
+    scores = jnp.where(masses > 0, jnp.log(masses) + noise[..., block_size:], -jnp.inf)
+    block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
+    ids = block * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
+    logits = kept_logits(distribution, jnp.minimum(ids, vocab_size - 1)) - shift[..., None]
+    logits = _tempered(distribution, jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf))
+    token = block[..., 0] * block_size + jnp.argmax(logits + noise[..., :block_size], axis=-1)
+    token = jnp.minimum(token, vocab_size - 1).astype(jnp.int32)
+    if distribution.temperature is None:
+        return token
+    best = _by_row(distribution, _argmax(stored.logits))
+    return jnp.where(distribution.temperature[:, None] == 0, best, token)
 
-    def draw(index: Array) -> Array:
-        logits = kept_logits(take(distribution, jnp.full((batch_size,), index)))[:, 0]
-        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
-        def noisy() -> Array:
-            noise = streams.gumbel(keys[:, index], (vocab_size,))
-            return logits + (noise if temperature is None else temperature[:, None] * noise)
-
-        if temperature is None or batch_size * vocab_size < SMALL:
-            return jnp.argmax(noisy(), axis=-1).astype(jnp.int32)
-        best = jax.lax.cond(jnp.any(temperature > 0), lambda: jnp.argmax(noisy(), -1), lambda: jnp.argmax(logits, -1))
-        return best.astype(jnp.int32)
-
-    if num_rows == 1:
-        return draw(0)[:, None]
-    return jax.lax.map(draw, jnp.arange(num_rows)).T
+def _block_sums(weights: Array, block_size: int) -> Array:
+    """Sums [..., ceil(V / block_size)] of blocks of weights [..., V]."""
+    unpadded = [(0, 0)] * (weights.ndim - 1)
+    padded = jnp.pad(weights, [*unpadded, (0, -weights.shape[-1] % block_size)])
+    return jnp.sum(padded.reshape(*weights.shape[:-1], -1, block_size), axis=-1)
 
 
 def _widen(logits: Array) -> Array:

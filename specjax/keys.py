@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
-_NUM_PURPOSES = 4
+NUM_PURPOSES = 4
 
 
 def check(keys: Array) -> None:
@@ -45,20 +45,25 @@ def of_step(keys: Array, batch_size: int, num_draft_tokens: int) -> Array:
     Raises:
         ValueError: for raw keys, another generator than threefry, or another shape.
     """
-    check(keys)
-    shape = (batch_size, num_draft_tokens + 1)
-    if keys.shape == shape:
+    check_step(keys, batch_size, num_draft_tokens)
+    if keys.shape == (batch_size, num_draft_tokens + 1):
         return keys
     if keys.shape == ():
         keys = fold(keys, jnp.arange(batch_size))
-    if keys.shape != (batch_size,):
-        raise ValueError(f"keys must have shape [], [B] = ({batch_size},) or [B, K+1] = {shape}, got {keys.shape}")
     return fold(keys[:, None], jnp.arange(num_draft_tokens + 1)[None])
+
+
+def check_step(keys: Array, batch_size: int, num_draft_tokens: int) -> None:
+    """Raise ValueError unless `keys` are typed threefry keys [], [B] or [B, K+1]."""
+    check(keys)
+    shape = (batch_size, num_draft_tokens + 1)
+    if keys.shape not in ((), (batch_size,), shape):
+        raise ValueError(f"keys must have shape [], [B] = ({batch_size},) or [B, K+1] = {shape}, got {keys.shape}")
 
 
 def stream(keys: Array, purpose: int, index: Array | int = 0) -> Array:
     """The keys of one purpose; `index` tells apart the draws that a step makes for it."""
-    return fold(keys, jnp.asarray(index, jnp.uint32) * _NUM_PURPOSES + purpose)
+    return fold(keys, jnp.asarray(index, jnp.uint32) * NUM_PURPOSES + purpose)
 
 
 def _bits(keys: Array, shape: tuple[int, ...]) -> Array:

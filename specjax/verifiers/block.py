@@ -1,15 +1,17 @@
 """Block verification: the drafts of a row accepted or rejected together."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from specjax import distributions
+from specjax import distributions, kernels
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
 from specjax.verifiers.match import accept_matches
 
 
-@common.from_core
+@partial(common.from_core, kernel=kernels.block)
 def block(
     draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
 ) -> Verified:

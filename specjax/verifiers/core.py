@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax import distributions
+from specjax import distributions, kernels
 from specjax import keys as streams
 from specjax.distributions import Law, Residual
 from specjax.types import Array, Categorical, Draft, Verified
@@ -43,11 +43,14 @@ class KeyDraw:
         return distributions.sample(streams.stream(self.keys, streams.TARGET), target)
 
 
-def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
+def from_core(
+    core: Callable[..., Verified], *, kernel: Callable[..., Verified] | None = None
+) -> Callable[..., Verified]:
     """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
 
     The wrapper checks shapes, brings the draft to one form (`canonical`), turns keys into streams, and serves the
-    common keywords `bonus_tokens` and `implementation`. The core stays reachable as `verifier.core`.
+    common keywords `bonus_tokens` and `implementation`. The core stays reachable as `verifier.core`. A `kernel`
+    `(keys, draft, target, *, interpret, **options) -> Verified` runs in its place on CUDA where it supports the case.
     """
 
     @wraps(core)
@@ -61,7 +64,8 @@ def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
         implementation: str | None = None,
         **options: Any,
     ) -> Verified:
-        check_implementation(implementation)
+        if implementation not in (None, "xla", "pallas", "interpret"):
+            raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
         if not isinstance(draft, Draft):
             raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
         target = target if isinstance(target, Categorical) else jnp.asarray(target)
@@ -70,8 +74,25 @@ def from_core(core: Callable[..., Verified]) -> Callable[..., Verified]:
         )
         check_shapes(draft, target, bonus_tokens)
         batch_size, num_draft_tokens = draft.tokens.shape
-        draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
-        return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, log_probs=log_probs, **options)
+        streams.check_step(keys, batch_size, num_draft_tokens)
+
+        common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
+
+        def by_core(keys: Array, draft: Draft, target: Categorical) -> Verified:
+            draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
+            return core(draw, canonical(draft), target, **common, **options)
+
+        def by_kernel(keys: Array, draft: Draft, target: Categorical) -> Verified:
+            return kernel(keys, draft, target, interpret=implementation == "interpret", **common, **options)
+
+        lack = "a verifier with a kernel" if kernel is None else kernels.unsupported(draft, target)
+        if implementation in ("pallas", "interpret"):
+            if lack is not None:
+                raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
+            return by_kernel(keys, draft, target)
+        if implementation is None and lack is None and kernels.is_worthwhile(target):
+            return jax.lax.platform_dependent(keys, draft, target, cuda=by_kernel, default=by_core)
+        return by_core(keys, draft, target)
 
     verify.core = core
     return verify
@@ -160,13 +181,6 @@ def emit(
         return Verified(tokens, num_accepted)
     log_prob = distributions.token_log_prob(law, tokens)
     return Verified(tokens, num_accepted, jnp.where(tokens >= 0, log_prob, 0).astype(jnp.float32))
-
-
-def check_implementation(implementation: str | None) -> None:
-    if implementation not in (None, "xla", "pallas", "interpret"):
-        raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
-    if implementation in ("pallas", "interpret"):
-        raise NotImplementedError(f"implementation={implementation!r} is not available; use None or 'xla'")
 
 
 def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> None:

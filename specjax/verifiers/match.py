@@ -1,11 +1,19 @@
 """Exact match: sample the target at every position, accept while the draft agrees."""
 
-from specjax import distributions
+from functools import partial
+from typing import Any
+
+from specjax import distributions, kernels
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
 
 
-@common.from_core
+def _kernel(keys: Array, draft: Draft, target: Categorical, *, bonus_tokens: Array | None, **options: Any) -> Verified:
+    _check_bonus_tokens(bonus_tokens)
+    return kernels.by_sample(keys, draft, target, bonus_tokens=None, **options)
+
+
+@partial(common.from_core, kernel=_kernel)
 def match(
     draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
 ) -> Verified:
@@ -40,8 +48,7 @@ def match(
     References:
         Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv:2408.07978.
     """
-    if bonus_tokens is not None:
-        raise ValueError("bonus_tokens must be None: match emits its own sample of every position")
+    _check_bonus_tokens(bonus_tokens)
     return accept_matches(draw, draft, target, None, log_probs)
 
 
@@ -53,3 +60,8 @@ def accept_matches(
     num_accepted = common.count_accepted(draft, sampled[:, :-1] == draft.tokens)
     last = common.take_row(sampled, num_accepted)
     return common.emit(draft, num_accepted, last, distributions.normalize(target) if log_probs else None, bonus_tokens)
+
+
+def _check_bonus_tokens(bonus_tokens: Array | None) -> None:
+    if bonus_tokens is not None:
+        raise ValueError("bonus_tokens must be None: match emits its own sample of every position")

@@ -1,14 +1,16 @@
 """Modified rejection sampling, token by token."""
 
+from functools import partial
+
 import jax.numpy as jnp
 
-from specjax import distributions
+from specjax import distributions, kernels
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
 from specjax.verifiers.match import accept_matches
 
 
-@common.from_core
+@partial(common.from_core, kernel=kernels.rejection)
 def rejection(
     draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
 ) -> Verified:

@@ -1,18 +1,36 @@
 """Acceptance at given rates, for benchmarks."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributions
+from specjax import distributions, kernels
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
 
 
-@common.from_core
+def _kernel(
+    keys: Array,
+    draft: Draft,
+    target: Categorical,
+    *,
+    acceptance_rates: Sequence[float] | Array | None = None,
+    acceptance_length: float | None = None,
+    **common_options: Any,
+) -> Verified:
+    options = _conditional(_rates(acceptance_rates, acceptance_length, draft.tokens.shape[1]))
+    return kernels.by_residual(keys, draft, target, accept=_accept, options=options, **common_options)
+
+
+def _accept(evidence: kernels.Evidence, options: Any) -> Array:
+    return options[jnp.minimum(evidence.lane, options.shape[0] - 1)]
+
+
+@partial(common.from_core, kernel=_kernel)
 def synthetic(
     draw: common.Draw,
     draft: Draft,
@@ -53,9 +71,7 @@ def synthetic(
     """
     num_draft_tokens = draft.tokens.shape[1]
     rates = _rates(acceptance_rates, acceptance_length, num_draft_tokens)
-    before = jnp.concatenate([jnp.ones((min(1, num_draft_tokens),)), rates[:-1]])
-    conditional = jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
-    accept = jnp.broadcast_to(conditional[None], draft.tokens.shape)
+    accept = jnp.broadcast_to(_conditional(rates)[None], draft.tokens.shape)
     num_accepted = common.count_accepted(draft, draw.flip(accept))
     law = distributions.normalize(target)
     draft_law = None if draft.distribution is None else distributions.of_drafts(draft.distribution)
@@ -81,6 +97,12 @@ def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draf
         if not (np.all((values >= 0) & (values <= 1)) and np.all(np.diff(values) <= 0)):
             raise ValueError(f"acceptance_rates must be non-increasing and in [0, 1], got {values.tolist()}")
     return rates
+
+
+def _conditional(rates: Array) -> Array:
+    """Rates [K] of each draft given that all before it were accepted."""
+    before = jnp.concatenate([jnp.ones((min(1, len(rates)),)), rates[:-1]])
+    return jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
 
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:

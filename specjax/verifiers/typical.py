@@ -1,16 +1,44 @@
 """Typical acceptance: keep drafts that the target finds likely enough."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax import distributions
+from specjax import distributions, kernels
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
 
 
-@common.from_core
+def _kernel(
+    keys: Array,
+    draft: Draft,
+    target: Categorical,
+    *,
+    posterior_threshold: float = 0.09,
+    posterior_alpha: float = 0.3,
+    **common_options: Any,
+) -> Verified:
+    _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+    return kernels.by_residual(
+        keys,
+        draft._replace(distribution=None),
+        target,
+        accept=_accept,
+        options=jnp.array([posterior_threshold, posterior_alpha], jnp.float32),
+        entropy=True,
+        recover_best=True,
+        **common_options,
+    )
+
+
+def _accept(evidence: kernels.Evidence, options: Any) -> Array:
+    bound = jnp.minimum(options[0], options[1] * jnp.exp(-evidence.entropy))
+    return (jnp.exp(evidence.log_prob) > bound).astype(jnp.float32)
+
+
+@partial(common.from_core, kernel=_kernel)
 def typical(
     draw: common.Draw,
     draft: Draft,

@@ -1,0 +1,110 @@
+"""What every kernel shares: rows of logits as they are read inside a kernel, and the call that starts one."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+BLOCK_SIZE = 512  # tokens of a block of the vocabulary: draws choose a block first, then a token inside it
+LOG2_E = math.log2(math.e)
+
+
+class Rows(NamedTuple):
+    """Distributions softmax(logits / temperature) over what is kept; outside kernels arrays, inside references."""
+
+    logits: Array  # [B, T, V], or [R, V] with rows
+    temperature: Array | None = None  # [B]; None is 1; 0 puts all mass on the argmax
+    min_logit: Array | None = None  # [B, T] or [R]: the smallest kept logit
+    log_normalizer: Array | None = None  # [B, T] or [R]: logsumexp of the kept logits / temperature
+    rows: Array | None = None  # [B, T] int32: row (b, t) is logits[rows[b, t]]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[-1]
+
+    def at(self, sequence: Array, position: Array) -> tuple[Array, ...]:
+        """Where a row lies, for `load`."""
+        if self.rows is None:
+            return sequence, position
+        return (plgpu.load(self.rows.at[sequence, position]),)
+
+    def load(self, at: tuple[Array, ...], ids: Array, where: Array | bool = True) -> Array:
+        """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is not."""
+        mask = (ids < self.vocab_size) & where
+        logits = plgpu.load(self.logits.at[*at, ids], mask=mask, other=-jnp.inf).astype(jnp.float32)
+        if self.min_logit is None:
+            return logits
+        cut = plgpu.load(self.min_logit.at[at]).astype(jnp.float32)
+        return jnp.where(logits >= cut, logits, -jnp.inf)
+
+    def load_temperature(self, sequence: Array) -> Array:
+        """float32, 1 where there is none."""
+        if self.temperature is None:
+            return jnp.float32(1)
+        return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
+
+
+def inverse(temperature: Array) -> Array:
+    """1 / temperature, 1 for greedy rows."""
+    return 1 / jnp.where(temperature > 0, temperature, 1)
+
+
+def finite(top: Array) -> Array:
+    """The maximum of a row, 0 if the row is empty, so that subtracting it gives no NaN."""
+    return jnp.where(top > -jnp.inf, top, 0)
+
+
+def exp(logits: Array, scale: Array, log_mass: Array | float = 0) -> Array:
+    """exp(logits * scale - log_mass), in the base that the hardware has."""
+    return jnp.exp2(logits * (scale * LOG2_E) - log_mass * LOG2_E)
+
+
+def first_above(weights: Array, uniform: Array) -> Array:
+    """First index at which the running sum of weights [N] exceeds uniform * mass; never one of weight 0."""
+    total = jnp.cumsum(weights)
+    mass = jnp.max(total)
+    bound = jnp.minimum(uniform * mass, jnp.nextafter(mass, jnp.float32(0)))
+    index = jax.lax.iota(jnp.int32, weights.shape[0])
+    last = jnp.max(jnp.where(weights > 0, index, 0))
+    return jnp.min(jnp.where((weights > 0) & (total > bound), index, last))
+
+
+def count_drafts(tokens, num_tokens, sequence: Array) -> Array:
+    """Number of drafts of a sequence: up to the first negative id, at most its `num_tokens` (a reference, or None)."""
+    width = tokens.shape[1]
+    index = jax.lax.iota(jnp.int32, pl.next_power_of_2(width))
+    ids = plgpu.load(tokens.at[sequence, index], mask=index < width, other=-1)
+    count = jnp.min(jnp.where(ids < 0, index, width))
+    if num_tokens is not None:
+        count = jnp.maximum(jnp.minimum(count, plgpu.load(num_tokens.at[sequence])), 0)
+    return count
+
+
+def call(
+    kernel: Callable[..., None],
+    outputs: Any,
+    inputs: Any,
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    interpret: bool,
+) -> Any:
+    """Run `kernel(inputs, outputs)`, both of references, over a grid. Whole arrays in, whole arrays out."""
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
+    axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))  # inside shard_map
+    out_shape = jax.tree.map(
+        lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs
+    )
+    (result,) = pl.pallas_call(
+        kernel,
+        out_shape=(out_shape,),
+        grid=grid,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+    )(inputs)
+    return result

@@ -1,0 +1,152 @@
+"""Statistics of the rows that drafts stand in: maximum and mass of every tile of the vocabulary, the draft's logit.
+
+Bound by memory: each row is read once, by programs that share no work. The uniforms of a verification are drawn here
+too, by the first program of each row, while the loads of the others are on their way.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import threefry
+from pallas_kernels.rows import Rows, call, count_drafts, exp, finite, inverse
+
+
+class Statistics(NamedTuple):
+    """Of N tiles of K target rows, then of the K draft rows where their log-normaliser is not known: R = K or 2K.
+
+    Rows at and after the number of drafts of a sequence are not written.
+    """
+
+    top: Array  # [B, R, N] largest kept logit of the tile
+    mass: Array  # [B, R, N] sum of exp((logit - top) / temperature); in greedy rows 1 if a token beats the draft's
+    weighted: Array | None  # [B, R, N] sum of exp(x) x, x = (logit - top) / temperature; for the entropy
+    token: Array  # [B, 2K] logit of the draft's token in the target rows, then in the draft rows; -inf if not kept
+    uniforms: Array  # [B, K + 2] one to accept each draft, two to draw the token after the accepted ones
+
+
+class Streams(NamedTuple):
+    """What is folded into the key of a sequence's first position for each purpose: accept + i * stride, residual."""
+
+    accept: int
+    residual: int
+    stride: int
+
+
+def row_statistics(
+    key_data: Array,
+    tokens: Array,
+    num_tokens: Array | None,
+    target: Rows,
+    draft: Rows | None,
+    *,
+    streams: Streams,
+    entropy: bool = False,
+    tile_size: int | None = None,
+    num_warps: int = 8,
+    interpret: bool = False,
+) -> Statistics:
+    """Reduce the rows that drafts stand in.
+
+    Args:
+        key_data: [2], [B, 2] or [B, K+1, 2] uint32.
+        tokens: [B, K] int32.
+        num_tokens: [B] int32 or None.
+        target: of K+1 rows a sequence; the last is not read.
+        draft: of K rows, or None.
+        streams: names of the random streams.
+        entropy: fill `weighted`.
+        tile_size: tokens a program, a power of two.
+    """
+    batch_size, num_drafts = tokens.shape
+    num_rows = num_drafts * (1 if draft is None or draft.log_normalizer is not None else 2)
+    if tile_size is None:
+        tile_size = default_tile_size(batch_size * num_rows, target.vocab_size)
+    num_tiles = pl.cdiv(target.vocab_size, tile_size)
+    tiles = jax.ShapeDtypeStruct((batch_size, num_rows, num_tiles), jnp.float32)
+    outputs = Statistics(
+        tiles,
+        tiles,
+        tiles if entropy else None,
+        jax.ShapeDtypeStruct((batch_size, 2 * num_drafts), jnp.float32),
+        jax.ShapeDtypeStruct((batch_size, num_drafts + 2), jnp.float32),
+    )
+    return call(
+        partial(_statistics_kernel, streams=streams, tile_size=tile_size),
+        outputs,
+        (key_data, tokens, num_tokens, target, draft),
+        grid=(batch_size, num_rows, num_tiles),
+        num_warps=num_warps,
+        interpret=interpret,
+    )
+
+
+def default_tile_size(num_rows: int, vocab_size: int) -> int:
+    """Tiles small enough that a small batch still fills the device, large enough that a program has loads in flight."""
+    tile_size = 8192
+    while tile_size > 2048 and num_rows * pl.cdiv(vocab_size, tile_size) < 256:
+        tile_size //= 2
+    return min(tile_size, pl.next_power_of_2(vocab_size))
+
+
+def _statistics_kernel(inputs, out: Statistics, *, streams: Streams, tile_size: int):
+    key_data, tokens, num_tokens, target, draft = inputs
+    num_drafts = tokens.shape[1]
+    sequence, row, tile = (pl.program_id(axis) for axis in range(3))
+    is_target = row < num_drafts
+    position = jnp.where(is_target, row, row - num_drafts)
+    is_draft = position < count_drafts(tokens, num_tokens, sequence)
+    token = plgpu.load(tokens.at[sequence, position])
+
+    @pl.when(is_draft & is_target)
+    def _():
+        _reduce_tile(target, sequence, position, row, tile, token, out, tile_size)
+
+    if draft is not None and out.top.shape[1] > num_drafts:
+
+        @pl.when(is_draft & ~is_target & (draft.load_temperature(sequence) > 0))
+        def _():
+            _reduce_tile(draft, sequence, position, row, tile, token, out, tile_size)
+
+    @pl.when((tile == 0) & is_target)
+    def _():
+        plgpu.store(out.token.at[sequence, row], target.load(target.at(sequence, position), token, is_draft))
+        if draft is not None:
+            logit = draft.load(draft.at(sequence, position), token, is_draft)
+            plgpu.store(out.token.at[sequence, num_drafts + row], logit)
+        key = threefry.load_key(key_data, sequence, 0)
+        # The two uniforms of the residual are drawn with the first draft's.
+        lane = jax.lax.iota(jnp.int32, 4)
+        data = jnp.where(lane == 0, row * streams.stride + streams.accept, streams.residual)
+        uniforms = threefry.uniform(threefry.fold_in(key, data), jnp.maximum(lane - 1, 0))
+        index = jnp.where(lane == 0, row, num_drafts + lane - 1)
+        plgpu.store(out.uniforms.at[sequence, index], uniforms, mask=(lane == 0) | ((row == 0) & (lane < 3)))
+
+
+def _reduce_tile(rows: Rows, sequence, position, row, tile, token, out: Statistics, tile_size: int):
+    ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
+    at = rows.at(sequence, position)
+    temperature = rows.load_temperature(sequence)
+    logits = rows.load(at, ids)
+    top = jnp.max(logits)
+    distance = logits - finite(top)
+    weights = exp(distance, inverse(temperature))
+    mass = jnp.sum(weights)
+    if rows.temperature is not None:
+
+        def beaten():
+            logit = rows.load(at, token)
+            return jnp.max(((logits > logit) | ((logits == logit) & (ids < token))).astype(jnp.float32))
+
+        mass = jax.lax.cond(temperature == 0, beaten, lambda: mass)
+    plgpu.store(out.top.at[sequence, row, tile], top)
+    plgpu.store(out.mass.at[sequence, row, tile], mass)
+    if out.weighted is not None:
+        exponent = distance * inverse(temperature)
+        weighted = jnp.sum(jnp.where(weights > 0, weights * exponent, 0))
+        plgpu.store(out.weighted.at[sequence, row, tile], weighted)

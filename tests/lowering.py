@@ -1,0 +1,75 @@
+"""Lowering for CUDA on a machine without a GPU, and compilation of the Triton kernels in the result."""
+
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax._src.lib.mlir import ir
+from jax._src.pallas.triton.lowering import _new_ir_context
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+
+class Kernel(NamedTuple):
+    name: str
+    triton_ir: str
+    num_warps: int
+    num_stages: int
+    grid: tuple[int, int, int]
+
+
+class Resources(NamedTuple):
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+
+
+def triton_kernels(function: Callable, *arguments) -> list[Kernel]:
+    """The Triton kernels that `function` lowers to for an H200."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return list(_kernels_in(lowered.compiler_ir("stablehlo").operation))
+
+
+def _kernels_in(operation) -> Iterator[Kernel]:
+    if operation.name == "stablehlo.custom_call" and _target(operation) == "__gpu$xla.gpu.triton":
+        config = operation.attributes["mhlo.backend_config"]
+        with _new_ir_context():
+            text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+        names = ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
+        warps, stages, *grid = (ir.IntegerAttr(config[name]).value for name in names)
+        yield Kernel(ir.StringAttr(config["name"]).value, text, warps, stages, tuple(grid))
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _kernels_in(inner.operation)
+
+
+def _target(operation) -> str:
+    return ir.StringAttr(operation.attributes["call_target_name"]).value
+
+
+def compile_for_sm90(kernel: Kernel, directory: Path) -> Resources:
+    """Compile a kernel with the `triton` package, then its PTX with the assembler that comes with it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    source = directory / "kernel.ttir"
+    source.write_text(kernel.triton_ir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
+        compiled = triton.compile(str(source), target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = directory / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(directory / "kernel.cubin")]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    words = report.replace(",", "").split()
+    spilled = int(words[words.index("spill") - 2])
+    registers = int(words[words.index("registers") - 1])
+    stack = int(words[words.index("stack") - 2])
+    return Resources(registers, spilled, stack)
