@@ -37,7 +37,9 @@ def decode_attention(
     value_cache: Array,
     start: Array,
     *,
+    window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Attend to the slots before `start` and causally to the new tokens, and write those to the slots from it on.
@@ -49,7 +51,9 @@ def decode_attention(
         key_cache: [B, S, kv heads, D] of the same dtype.
         value_cache: as key_cache.
         start: [B] int32, the slot of the first new token. Those past the end of the cache are not written.
+        window: slots that a query sees, its own included; None is all before it.
         scale: of the scores; None is 1 / sqrt(D).
+        softcap: c turns a score s into c tanh(s / c).
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -80,14 +84,20 @@ def decode_attention(
             heads_ref.at[b, token[:, None], head[:, None], d[None]], mask=(token < num_tokens)[:, None], other=0.0
         )
         first = start_ref[b]
+        seen = 0 if window is None else jnp.clip(first - window + 1, 0, num_slots)  # the first slot of any query
         length = jnp.minimum(first, num_slots)
-        chunk = pl.cdiv(length, splits * block_size) * block_size
-        begin = jnp.minimum(split * chunk, length)
+        chunk = pl.cdiv(length - seen, splits * block_size) * block_size
+        begin = jnp.minimum(seen + split * chunk, length)
         end = jnp.minimum(begin + chunk, length)
 
-        def fold(carry, keys, values, is_seen):
+        def fold(carry, keys, values, slot, is_seen):
             total, top, mass = carry
-            scores = jnp.where(is_seen, plgpu.dot(queries, keys.T) * scale, _HIDDEN)
+            scores = plgpu.dot(queries, keys.T) * scale
+            if softcap is not None:
+                scores = softcap * (1 - 2 / (1 + jnp.exp(2 / softcap * scores)))  # tanh
+            if window is not None:
+                is_seen &= (first + token)[:, None] - slot[None] < window
+            scores = jnp.where(is_seen, scores, _HIDDEN)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             weights, shrink = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
             total = total * shrink[:, None] + plgpu.dot(weights.astype(values.dtype), values)
@@ -98,7 +108,7 @@ def decode_attention(
             inside = (slot < end)[:, None]
             keys = plgpu.load(key_in.at[b, slot[:, None], h, d[None]], mask=inside, other=0.0)
             values = plgpu.load(value_in.at[b, slot[:, None], h, d[None]], mask=inside, other=0.0)
-            return fold(carry, keys, values, (slot < end)[None])
+            return fold(carry, keys, values, slot, (slot < end)[None])
 
         def new_tokens(carry):
             i = lax.iota(jnp.int32, num_new)
@@ -107,7 +117,7 @@ def decode_attention(
             values = plgpu.load(heads_ref.at[b, i[:, None], num_heads + kv_heads + h, d[None]], mask=exists, other=0.0)
             plgpu.store(key_out.at[b, (first + i)[:, None], h, d[None]], keys, mask=fits)
             plgpu.store(value_out.at[b, (first + i)[:, None], h, d[None]], values, mask=fits)
-            return fold(carry, keys, values, (i[None] <= token[:, None]) & (i < num_tokens)[None])
+            return fold(carry, keys, values, first + i, (i[None] <= token[:, None]) & (i < num_tokens)[None])
 
         carry = jnp.zeros((num_rows, size), jnp.float32), jnp.full((num_rows,), _HIDDEN), jnp.zeros((num_rows,))
         carry = lax.fori_loop(0, pl.cdiv(end - begin, block_size), block, carry)

@@ -1,10 +1,9 @@
 """Text in, text out: the device decodes a batch of prompts, the host makes the text and finds stop strings."""
 
 import copy
-import json
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,9 +13,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specjax import decode, metrics, models, proposers, sampling, verifiers
+from specjax.models import chat
+from specjax.models import tokenizer as tokenizers
+from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel
 from specjax.sampling import SamplingParams
-from specjax.types import Proposer, Verifier
+from specjax.types import Model, Proposer, Verifier
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,9 +84,11 @@ class LLM:
     """A target model (`model`) with its `tokenizer` and what drafts for it (`proposer`).
 
     Args:
-        model: directory of a Hugging Face checkpoint, tokenizer.json in it or beside it; None is the embedded pair.
-        draft: directory of a checkpoint with the same vocabulary, "ngram" (look-up in the text itself), or a proposer;
-            None is the embedded draft for the embedded target, and no drafts for any other.
+        model: directory of a Hugging Face checkpoint, tokenizer in it or tokenizer.json beside it; None is the
+            embedded pair.
+        draft: directory of a checkpoint with the same vocabulary, of any family, "ngram" (look-up in the text itself),
+            or a proposer; None is the embedded draft for the embedded target, and no drafts for any other. A draft
+            whose limit is lower drafts as long as a sequence is within it.
         num_draft_tokens: K of a draft given by its directory; 0 is plain decoding, whatever the draft.
         verifier: one of `specjax.verifiers`. The output follows the target's law if the verifier is lossless.
         dtype: of the weights; None is float32.
@@ -127,8 +131,9 @@ class LLM:
 
         self.verifier = verifier
         self.model = models.load(directory, dtype=dtype)
-        self.tokenizer = _load_tokenizer(directory)
-        self.eos_token_ids = _eos_token_ids(directory)
+        self.tokenizer = tokenizers.load_tokenizer(directory)
+        self.eos_token_ids = tokenizers.eos_token_ids(directory, self.tokenizer)
+        self._directory = directory
         limit = self.model.max_length
         self.max_length = limit if max_length is None else max_length
         if not 2 <= self.max_length <= limit:
@@ -137,7 +142,7 @@ class LLM:
         if draft is None or num_draft_tokens == 0:
             draft = proposers.none()
         elif isinstance(draft, Path):
-            draft = proposers.draft_model(models.load(draft, dtype=dtype), num_draft_tokens)
+            draft = proposers.draft_model(_load_draft(draft, directory, self, dtype), num_draft_tokens)
         if isinstance(draft, DraftModel) and draft.model.vocab_size != self.model.vocab_size:
             raise ValueError(
                 f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, "
@@ -190,6 +195,31 @@ class LLM:
         for _ in _show_progress(chunks, batch.rows) if progress else chunks:
             pass
         return [batch.result(i, len(row.token_ids)) for i, row in enumerate(batch.rows)]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+    ) -> Result:
+        """Generate the assistant's answer to a conversation.
+
+        Args:
+            messages: each a mapping with "role" ("system", "user" or "assistant") and "content".
+            params: of the request; None is `SamplingParams()`.
+
+        Returns:
+            The result; its prompt is token ids.
+
+        Raises:
+            ModuleNotFoundError: jinja2 is not installed.
+            ValueError: the checkpoint has no chat template, or that refuses the messages; or as `generate`.
+        """
+        return self.generate([self.encode_chat(messages)], params)[0]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation, up to where the assistant's answer begins, by the chat template."""
+        text = chat.render(self._directory, messages)
+        return self.tokenizer.encode(text, add_special_tokens=False).ids  # the template writes them
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> "Stream":
         """Generate for one prompt, a token at a time.
@@ -414,25 +444,15 @@ def _directory(name: str, path: str | Path) -> Path:
     return Path(path)
 
 
-def _load_tokenizer(directory: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    paths = [parent / "tokenizer.json" for parent in (directory, directory.parent)]
-    path = next((path for path in paths if path.is_file()), None)
+def _load_draft(directory: Path, target: Path, llm: LLM, dtype: DTypeLike) -> Model:
+    """The draft model; where its tokenizer is the target's, its logits have the target's size."""
+    path = tokenizers.find_tokenizer(directory)
     if path is None:
-        raise ValueError(f"model must have a tokenizer.json in its directory or beside it, got {str(directory)!r}")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{path} must be a tokenizer of the tokenizers library: {error}") from error
-    tokenizer.no_truncation()  # a checkpoint may carry the settings of its training
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _eos_token_ids(directory: Path) -> tuple[int, ...]:
-    eos = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        return models.load(directory, dtype=dtype)
+    if path != tokenizers.find_tokenizer(target):
+        check_same_vocabulary(llm.tokenizer, tokenizers.load_tokenizer(directory))
+    draft = models.load(directory, dtype=dtype)
+    return draft if draft.vocab_size == llm.model.vocab_size else resize_vocabulary(draft, llm.model.vocab_size)
 
 
 def _encode(llm: LLM, name: str, prompt: str | Sequence[int]) -> list[int]:

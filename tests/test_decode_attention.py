@@ -1,5 +1,7 @@
 """Attention of new tokens to a cache, against float32 attention over a cache updated by a scatter."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.decode_attention import decode_attention, is_supported
+from specjax.models.attention import attend
+
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 CASES = {  # B, T, H, kv heads, D, S, start of each row
     "empty and full": (2, 3, 4, 2, 16, 40, [0, 37]),
@@ -26,20 +31,21 @@ def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.b
     return query, normal(1, *new), normal(2, *new), normal(3, *cached), normal(4, *cached), jnp.array(start, jnp.int32)
 
 
-def expected(query, key, value, key_cache, value_cache, start):
+def expected(query, key, value, key_cache, value_cache, start, window=None, scale=None, softcap=None):
     slot = start[:, None] + jnp.arange(query.shape[1])[None]
     row = jnp.arange(len(start))[:, None]
     caches = key_cache.at[row, slot].set(key, mode="drop"), value_cache.at[row, slot].set(value, mode="drop")
-    mask = jnp.arange(key_cache.shape[1])[None, None] <= slot[..., None]
+    distance = slot[..., None] - jnp.arange(key_cache.shape[1])[None, None]
+    mask = (distance >= 0) & (distance < (window or key_cache.shape[1] + query.shape[1]))
     wide = (x.astype(jnp.float32) for x in (query, *caches))
     with jax.default_matmul_precision("highest"):
-        return jax.nn.dot_product_attention(*wide, mask=mask[:, None]), *caches
+        return attend(*wide, mask[:, None], scale, softcap), *caches
 
 
-def check(case, interpret):
+def check(case, interpret, **options):
     arrays = operands(*case)
-    attended, *caches = jax.jit(decode_attention, static_argnames="interpret")(*arrays, interpret=interpret)
-    reference, *reference_caches = expected(*arrays)
+    attended, *caches = jax.jit(partial(decode_attention, interpret=interpret, **options))(*arrays)
+    reference, *reference_caches = expected(*arrays, **options)
     fits = (np.array(case[-1])[:, None] + np.arange(case[1]) < case[5])[..., None, None]
     difference = np.where(fits, np.asarray(attended, np.float32) - reference, 0)
     assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(np.where(fits, reference, 0))
@@ -47,15 +53,11 @@ def check(case, interpret):
         np.testing.assert_array_equal(cache, reference_cache)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_interpreted(case):
-    check(case, interpret=True)
-
-
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_compiled(case):
-    check(case, interpret=False)
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
+def test_against_reference(case, options, interpret):
+    check(case, interpret, **options)
 
 
 def test_padding_is_not_read():

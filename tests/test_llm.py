@@ -486,8 +486,6 @@ class TestBadInput:
 
     def test_vocabularies_differ(self, pair, tmp_path):
         other = write_checkpoint(tmp_path / "other", random_tensors(0, vocab_size=310), vocab_size=310)
-        with pytest.raises(ValueError, match="draft must have the vocabulary of the target, 300 tokens, got 310"):
-            LLM(pair[0], other)
         with pytest.raises(ValueError, match="300 tokens, got 310"):
             LLM(pair[0], proposers.draft_model(load(other), 2))
 
