@@ -14,7 +14,8 @@ import specjax
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specjax.llm import LLM, Metrics, Piece
+    from specjax.llm import LLM
+    from specjax.requests import Metrics, Piece
     from specjax.sampling import SamplingParams
 
 STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # of the kinds of pieces
@@ -134,7 +135,12 @@ def _generate(args: argparse.Namespace) -> int:
 def _read_standard_input() -> str:
     if sys.stdin.isatty():
         raise ValueError("PROMPT must be an argument or come from standard input, got neither")
-    return sys.stdin.buffer.read().decode("utf-8")
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        got = f"byte {content[error.start]:#04x} at {error.start}"
+        raise ValueError(f"PROMPT must be UTF-8 on standard input, got {got}") from error
 
 
 def _console() -> "Console":

@@ -182,10 +182,9 @@ class TestErrors:
         )
 
     def test_prompt_is_not_text(self, generate, monkeypatch):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-        exit_code, _, err = generate()
-        assert exit_code == 2
-        assert "'utf-8' codec can't decode" in err
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+        message = "specjax: error: PROMPT must be UTF-8 on standard input, got byte 0xff at 2\n"
+        assert generate() == (2, "", message)
 
     def test_missing_package(self, generate, monkeypatch):
         monkeypatch.setitem(sys.modules, "tokenizers", None)
