@@ -27,15 +27,20 @@ class Rows(NamedTuple):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        return self.logits.shape[:2] if self.rows is None else self.rows.shape
+
     def at(self, sequence: Array, position: Array) -> tuple[Array, ...]:
         """Where a row lies, for `load`."""
         if self.rows is None:
             return sequence, position
         return (plgpu.load(self.rows.at[sequence, position]),)
 
-    def load(self, at: tuple[Array, ...], ids: Array, where: Array | bool = True) -> Array:
-        """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is not."""
-        mask = (ids < self.vocab_size) & where
+    def load(self, at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
+        """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is false."""
+        mask = ids < self.vocab_size if where is None else (ids < self.vocab_size) & where
         logits = plgpu.load(self.logits.at[*at, ids], mask=mask, other=-jnp.inf).astype(jnp.float32)
         if self.min_logit is None:
             return logits
@@ -93,8 +98,14 @@ def call(
     grid: tuple[int, ...],
     num_warps: int,
     interpret: bool,
+    begun: Any = None,
 ) -> Any:
-    """Run `kernel(inputs, outputs)`, both of references, over a grid. Whole arrays in, whole arrays out."""
+    """Run `kernel(inputs, outputs)`, both of references, over a grid. Whole arrays in, whole arrays out.
+
+    With `begun`, which is the last of the inputs, the outputs continue those arrays in place.
+    """
+    num_begun = len(jax.tree.leaves(begun))
+    first_begun = len(jax.tree.leaves(inputs)) - num_begun
     types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
     axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))  # inside shard_map
     out_shape = jax.tree.map(
@@ -105,6 +116,7 @@ def call(
         out_shape=(out_shape,),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        input_output_aliases={first_begun + i: i for i in range(num_begun)},
         interpret=interpret,
     )(inputs)
     return result

@@ -56,7 +56,7 @@ def sample(
         tokens [B, T] int32, with drafts -1 after the last; number of accepted drafts [B] int32, or None; with
         `log_probs` the log-probability [B, T] float32 of each token.
     """
-    batch_size, num_rows = rows.logits.shape[:2] if rows.rows is None else rows.rows.shape
+    batch_size, num_rows = rows.shape
     if tile_size is None:
         tile_size = default_tile_size(batch_size * num_rows, rows.vocab_size)
     num_tiles = pl.cdiv(rows.vocab_size, tile_size)
@@ -98,19 +98,20 @@ def default_tile_size(num_rows: int, vocab_size: int) -> int:
 def _block_mass_kernel(inputs, out: _Masses, *, tile_size: int):
     tokens, num_tokens, rows = inputs
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
+    ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
+    temperature = rows.load_temperature(sequence)
     is_needed = jnp.bool_(True) if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
+    # Dense rows are read before it is known whether they are needed: that is a load sooner.
+    logits = rows.load(rows.at(sequence, row), ids, None if rows.rows is None else is_needed)
 
     @pl.when(is_needed)
     def _():
-        ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
-        temperature = rows.load_temperature(sequence)
-        logits = rows.load(rows.at(sequence, row), ids)
-        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-        top = jnp.max(logits)
+        kept = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+        top = jnp.max(kept)
         plgpu.store(out.top.at[sequence, row, tile], top)
 
         def store_masses():
-            weights = exp(logits - finite(top), inverse(temperature))
+            weights = exp(kept - finite(top), inverse(temperature))
             num_blocks = tile_size // BLOCK_SIZE
             sums = jnp.sum(weights.reshape(num_blocks, BLOCK_SIZE), axis=1)
             plgpu.store(out.mass.at[sequence, row, tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)], sums)
@@ -122,7 +123,7 @@ def _block_mass_kernel(inputs, out: _Masses, *, tile_size: int):
 
         @pl.when(temperature == 0)
         def _():
-            plgpu.store(out.best_id.at[sequence, row, tile], tile * tile_size + jax.lax.argmax(logits, 0, jnp.int32))
+            plgpu.store(out.best_id.at[sequence, row, tile], tile * tile_size + jax.lax.argmax(kept, 0, jnp.int32))
 
 
 def _sample_kernel(inputs, out, *, purpose: int | None):

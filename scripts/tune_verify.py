@@ -4,14 +4,16 @@ python scripts/tune_verify.py --batches 1 64 256 --dtypes bfloat16
 """
 
 import argparse
+from functools import partial
 from itertools import product
 
 import jax
 from bench_verify import inputs
 from timing import device_seconds
 
+from pallas_kernels.accept import accept, accept_ratio
 from pallas_kernels.pick import pick
-from pallas_kernels.residual import accept_ratio, residual_masses
+from pallas_kernels.residual import residual_masses
 from pallas_kernels.rows import Rows
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import row_statistics
@@ -30,22 +32,21 @@ def cases(batch: int, dtype: str):
     def statistics(key_data, tokens, target, draft, **tuning):
         return row_statistics(key_data, tokens, None, target, draft, streams=kernels.STREAMS, **tuning)
 
-    def residual(tokens, target, draft, statistics, **tuning):
-        return residual_masses(tokens, None, target, draft, statistics, None, accept=accept_ratio, **tuning)
-
-    def block_residual(tokens, target, draft, statistics, **tuning):
-        return residual_masses(tokens, None, target, draft, statistics, None, accept=None, **tuning)
-
     def draw(key_data, tokens, target, **tuning):
         return sample(key_data, target, tokens, purpose=0, **tuning)
 
     found = jax.jit(statistics)(key_data, tokens, target, distribution)
-    masses = jax.jit(residual)(tokens, target, distribution, found)
+    arrays = tokens, None, target, distribution, found, None
+    decision = accept(*arrays, rule=accept_ratio)
+    masses = residual_masses(tokens, target, distribution, decision)
     tiled = [{"tile_size": tile, "num_warps": warps} for tile, warps in product(TILES, WARPS)]
+    warped = [{"num_warps": warps} for warps in (1, 2, 4, 8)]
     yield "statistics", statistics, (key_data, tokens, target, distribution), tiled
-    yield "residual", residual, (tokens, target, distribution, found), tiled
-    yield "block residual", block_residual, (tokens, target, distribution, found), tiled
-    yield "pick", pick, (tokens, target, distribution, found, masses), [{"num_warps": warps} for warps in WARPS]
+    yield "accept", partial(accept, rule=accept_ratio), arrays, warped
+    yield "residual", residual_masses, (tokens, target, distribution, decision), tiled
+    block_decision = accept(*arrays, rule=None)
+    yield "block residual", residual_masses, (tokens, target, distribution, block_decision), tiled
+    yield "pick", pick, (tokens, target, distribution, found, decision, masses), warped[1:]
     yield "sample", draw, (key_data, tokens, target), [option | {"pick_num_warps": 8} for option in tiled[:9]]
     picks = [{"pick_num_warps": warps} for warps in WARPS]
     yield "sample, second launch", draw, (key_data, tokens, target), picks
