@@ -100,7 +100,7 @@ def _block_mass_kernel(inputs, out: _Masses, *, tile_size: int):
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
     temperature = rows.load_temperature(sequence)
-    is_needed = jnp.bool_(True) if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
+    is_needed = row >= 0 if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
     # Dense rows are read before it is known whether they are needed: that is a load sooner.
     logits = rows.load(rows.at(sequence, row), ids, None if rows.rows is None else is_needed)
 
