@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from lowering import triton_kernels
 
 from pallas_kernels.decode_attention import decode_attention, is_supported
+from specjax import SamplingParams, decode, proposers, sampling
 from specjax.models.attention import attend
+from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
@@ -71,13 +73,29 @@ def test_padding_is_not_read():
     )
 
 
-def test_lowers_for_cuda():
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    for case in ((1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)):
-        shapes = jax.eval_shape(lambda case=case: operands(*case))
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            text = jax.jit(decode_attention).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("__gpu$xla.gpu.triton") == (2 if case[0] == 1 else 1)
+@pytest.mark.parametrize("case", [(1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)])
+def test_lowers_for_cuda(case):
+    names = [kernel.name for kernel in triton_kernels(decode_attention, *jax.eval_shape(lambda: operands(*case)))]
+    assert names == ["decode_attention", "join_splits"][: 2 if case[0] == 1 else 1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_decoding_lowers_for_cuda(num_drafts):
+    """The whole loop: the kernel in every layer of target and draft, in place of XLA's attention."""
+    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), param_shapes(config))
+    model = decoder_model(config, params)
+    proposer = proposers.draft_model(model, num_drafts) if num_drafts else proposers.none()
+    rows = sampling.batch([SamplingParams(max_tokens=9)])
+    state = decode.prefill(
+        model, proposer, jnp.ones((1, 3), int), jnp.array([3]), rows, jax.random.key(0), max_length=64
+    )
+
+    def step(model, proposer, state):
+        return decode.step(model, proposer, state)
+
+    names = [kernel.name for kernel in triton_kernels(step, model, proposer, state)]
+    assert names.count("decode_attention") >= config.num_layers * (2 if num_drafts else 1)  # a scan's body counts once
 
 
 def test_unsupported():
