@@ -133,7 +133,7 @@ def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
     sequence, row, tile = pl.program_id(0), first + pl.program_id(1), pl.program_id(2)
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
     temperature = rows.load_temperature(sequence)
-    is_needed = jnp.bool_(True) if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
+    is_needed = row >= 0 if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
     may_read = None
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
@@ -167,7 +167,7 @@ def _draw_kernel(inputs, out: _Drawn, *, first: int, purpose: int | None):
     key_data, tokens, num_tokens, bonus_tokens, rows, masses, num_accepted, _ = inputs
     sequence, row = pl.program_id(0), first + pl.program_id(1)
     count = None if tokens is None else count_drafts(tokens, num_tokens, sequence)
-    is_needed = jnp.bool_(True) if tokens is None else row <= count
+    is_needed = row >= 0 if tokens is None else row <= count
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
 

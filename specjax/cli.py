@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--max-length", type=int, metavar="N", help="most tokens of prompt and output")
     generate.add_argument("--chat", action="store_true", help="answer the prompt, by the chat template of the model")
-    generate.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="0: plain decoding; default: 4")
+    generate.add_argument(
+        "--num-draft-tokens", type=_int_or_auto, default=4, metavar="K", help="0: plain decoding; auto; default: 4"
+    )
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
     generate.add_argument("--top-k", type=int, default=-1, metavar="K", help="number of most likely tokens to keep")
@@ -81,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--compare", action="store_true", help="measure against plain decoding of the target")
     generate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
+
+
+def _int_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
+from specjax.draft_length import CHOICES
 from specjax.models import chat
 from specjax.models import tokenizer as tokenizers
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
-from specjax.proposers import DraftModel
+from specjax.proposers import DraftModel, NoDrafts
 from specjax.requests import CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
@@ -30,7 +32,9 @@ class LLM:
         draft: directory of a checkpoint with the same vocabulary, of any family, "ngram" (look-up in the text itself),
             or a proposer; None is the embedded draft for the embedded target, and no drafts for any other. A draft
             whose limit is lower drafts as long as a sequence is within it.
-        num_draft_tokens: K of a draft given by its directory; 0 is plain decoding, whatever the draft.
+        num_draft_tokens: K of a draft given by its directory; 0 is plain decoding, whatever the draft. "auto" chooses
+            it every few steps, for the whole batch, by the recent acceptance rate: a request's tokens then depend on
+            its batch, seed or not.
         verifier: one of `specjax.verifiers`. The output follows the target's law if the verifier is lossless.
         dtype: of the weights; None is float32.
         max_length: most tokens of a sequence, prompt and output; None is the model's limit.
@@ -50,13 +54,16 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft: str | Path | Proposer | None = None,
-        num_draft_tokens: int = 4,
+        num_draft_tokens: int | Literal["auto"] = 4,
         verifier: Verifier = verifiers.rejection,
         dtype: DTypeLike | None = None,
         max_length: int | None = None,
     ):
+        is_auto = num_draft_tokens == "auto"
+        if is_auto:
+            num_draft_tokens = max(CHOICES)
         if not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens must be an integer >= 0, got {num_draft_tokens!r}")
+            raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
             raise ValueError(f"verifier must be a function, as specjax.verifiers.block, got {verifier!r}")
         if model is None:
@@ -89,13 +96,16 @@ class LLM:
                 f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, "
                 f"got {draft.model.vocab_size}"
             )
+        if is_auto and not isinstance(draft, DraftModel | NoDrafts):
+            raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
         self.proposer = draft
+        self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
         self._entropy = np.random.default_rng()
 
     def plain(self) -> "LLM":
         """The same target, weights shared, without drafts."""
         other = copy.copy(self)
-        other.proposer = proposers.none()
+        other.proposer, other.chooses_draft_length = proposers.none(), False
         return other
 
     def generate(
@@ -107,8 +117,8 @@ class LLM:
     ) -> list[Result]:
         """Generate for all prompts in one batch.
 
-        After the first step it is one loop on the device, unless a stop string or the progress bar needs the host
-        between steps.
+        After the first step it is one loop on the device, unless a stop string, the progress bar or the choice of
+        num_draft_tokens needs the host between steps.
 
         Args:
             prompts: text, or token ids, of any lengths.
@@ -139,7 +149,8 @@ class LLM:
             return []
         ids = [_encode(self, f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
         batch = Batch(self, prompts, ids, params, _request_keys(self, params))
-        chunks = batch.run(CHUNK if progress or any(p.stop for p in params) else None)
+        needs_host = progress or self.chooses_draft_length or any(p.stop for p in params)
+        chunks = batch.run(CHUNK if needs_host else None)
         for _ in show_progress(chunks, batch.outputs) if progress else chunks:
             pass
         return batch.results()

@@ -12,6 +12,7 @@ import numpy as np
 from specjax import decode, guided, metrics, sampling
 from specjax import keys as streams
 from specjax.detokenize import Output
+from specjax.draft_length import DraftLength
 from specjax.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class Batch:
         listed = [n for p in params for n in (p.logprobs, p.prompt_logprobs) if n is not None]
         has_logprobs = bool(listed) or max(counts) > 1
         num_logprobs = min(guided.round_up(max(listed)), llm.model.vocab_size) if any(listed) else 0
+        self._draft_length = None
+        if llm.chooses_draft_length:
+            self._draft_length = DraftLength(llm.model, llm.proposer, len(request))
         self._state = _prefill(
             llm.model,
             llm.proposer,
@@ -148,6 +152,8 @@ class Batch:
             if np.any(is_done & (finished == decode.RUNNING)):
                 self._state = decode.deactivate(self._state, jnp.asarray(is_done))
             num_steps, is_running = max_steps, not is_done.all()
+            if is_running and self._draft_length is not None:
+                self._step(0)  # the next chunk may have another number of drafts
             yield
 
     def results(self) -> list[Result]:
@@ -227,12 +233,15 @@ class Batch:
     def _step(self, max_steps: int | None) -> list[np.ndarray]:
         """Decode a chunk and read what came of it: the tokens, the lengths and `finished` of all rows."""
         llm = self._llm
+        proposer = llm.proposer if self._draft_length is None else self._draft_length.proposer
         self._state = state = decode.generate(
-            llm.model, llm.proposer, self._state, verifier=llm.verifier, max_steps=max_steps
+            llm.model, proposer, self._state, verifier=llm.verifier, max_steps=max_steps
         )
         read: Any = state.context.tokens, state.context.length, state.finished, state.totals, state.log_probs
         # Copies: the next chunk reuses the buffers.
         *rows, self.totals, self._log_probs = jax.tree.map(np.array, jax.device_get(read))
+        if self._draft_length is not None:
+            self._draft_length.update(self.totals)
         return rows
 
 

@@ -3,13 +3,14 @@
 Host-side NumPy in float64. Shapes: V vocabulary, K draft tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 __all__ = [
     "acceptance_rate",
+    "best_draft_length",
     "best_num_draft_tokens",
     "coupled_acceptance_rate",
     "expected_accepted",
@@ -140,6 +141,31 @@ def best_num_draft_tokens(
     speed_ups = speed_up(np.asarray(acceptance_rate)[..., None], choices, np.asarray(cost_ratio)[..., None])
     is_best = speed_ups >= speed_ups.max(axis=-1, keepdims=True) * (1 - 1e-12)  # ties differ by rounding
     return is_best.argmax(axis=-1)
+
+
+def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float]) -> int:
+    """Find the number of draft tokens of the most tokens a second, among those whose step was timed.
+
+    Args:
+        acceptance_rate: in [0, 1]; each draft is accepted independently at this rate.
+        step_seconds: the time of a whole step for each number K of draft tokens; K = 0 is plain decoding.
+
+    Returns:
+        K; the smallest one where several tie.
+
+    Raises:
+        ValueError: no times, a time that is not positive, or a rate outside [0, 1].
+
+    Example:
+        >>> best_draft_length(0.7, {0: 4.0e-3, 3: 6.6e-3, 5: 8.3e-3})
+        3
+    """
+    if not step_seconds:
+        raise ValueError("step_seconds must have the time of at least one number of draft tokens, got none")
+    choices = sorted(step_seconds)
+    seconds = np.array([step_seconds[k] for k in choices], np.float64)
+    _require(seconds > 0, "step_seconds", "> 0", step_seconds)
+    return choices[int(np.argmax(expected_tokens(acceptance_rate, choices) / seconds))]
 
 
 def acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:

@@ -152,7 +152,7 @@ class TestErrors:
             (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
             (["--num-draft-tokens", "0", "--compare"], "--compare needs drafts"),
             (["--max-length", "500"], "max_length must be in [2, 192], the model's limit, got 500"),
-            (["--num-draft-tokens", "-2"], "num_draft_tokens must be an integer >= 0, got -2"),
+            (["--num-draft-tokens", "-2"], "num_draft_tokens must be an integer >= 0 or 'auto', got -2"),
         ],
     )
     def test_value(self, generate, arguments, message):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from lowering import compile_for_sm90, triton_kernels
 
+import specjax.kernels
 from specjax import Categorical, Draft, verifiers
 
 NUM_DRAFTS = 5
@@ -51,3 +52,9 @@ def test_kernels_compile_without_spilling(verifier, shaped, tmp_path):
         for kernel in kernels:
             resources = compile_for_sm90(kernel, tmp_path)
             assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
+def test_draws_of_a_draft_model_lower_to_triton():
+    keys, _, target = inputs(4, 128256, jnp.bfloat16, shaped=True)
+    kernels = triton_kernels(specjax.kernels.draw, jax.ShapeDtypeStruct((4, 6), keys.dtype), target)
+    assert [kernel.name for kernel in kernels] == KERNELS["match"][:2]

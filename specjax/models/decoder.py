@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.models import network
-from specjax.models.attention import attend, attention_mask, update_cache
+from specjax.models.attention import attend, attend_to_cache, attention_mask
 from specjax.models.rope import RopeScaling, rotate
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
@@ -90,9 +90,12 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(hidden), norm(hidden)
 
-    def __call__(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
+    def __call__(
+        self, x: Array, inputs: ModelInput, mask: Array | None, window: int | None, cache: dict | None
+    ) -> tuple[Array, dict | None]:
         config = self.config
-        attended, cache = self._attention(rms_norm(x, self.attention_norm[...], config), inputs, mask, cache)
+        normed = rms_norm(x, self.attention_norm[...], config)
+        attended, cache = self._attention(normed, inputs, mask, window, cache)
         if config.post_norms:
             attended = rms_norm(attended, self.attention_post_norm[...], config)
         x = x + attended
@@ -102,7 +105,9 @@ class Layer(nnx.Module):
             added = rms_norm(added, self.mlp_post_norm[...], config)
         return x + added, cache
 
-    def _attention(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
+    def _attention(
+        self, x: Array, inputs: ModelInput, mask: Array | None, window: int | None, cache: dict | None
+    ) -> tuple[Array, dict | None]:
         config = self.config
         batch_size, num_tokens, _ = x.shape
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
@@ -117,10 +122,11 @@ class Layer(nnx.Module):
             key = rms_norm(key, self.key_norm[...], config)
         query = rotate(query, inputs.positions, config.rope_theta, config.rope_scaling)
         key = rotate(key, inputs.positions, config.rope_theta, config.rope_scaling)
-        if cache is not None:
-            cache = update_cache(cache, key, value, inputs)
-            key, value = cache["key"], cache["value"]
-        attended = attend(query, key, value, mask, config.attention_scale, config.attention_softcap)
+        scale, softcap = config.attention_scale, config.attention_softcap
+        if cache is None:
+            attended = attend(query, key, value, mask, scale, softcap)
+        else:
+            attended, cache = attend_to_cache(query, key, value, cache, inputs, mask, window, scale, softcap)
         out = attended.reshape(batch_size, num_tokens, heads * size) @ self.attention_out[...]
         if config.attention_out_bias:
             out = out + self.attention_out_bias[...][None, None]
@@ -142,6 +148,11 @@ class Decoder(nnx.Module):
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
+        if cache is not None and inputs.tokens.shape == (1, 1) and jax.default_backend() == "gpu":
+            # XLA multiplies two rows by a matrix faster than one. The second token is never seen.
+            pair = ModelInput(jnp.pad(inputs.tokens, ((0, 0), (0, 1))), inputs.positions + jnp.arange(2)[None])
+            output, cache = self(pair, cache)
+            return jax.tree.map(lambda x: x[:, :1], output), cache
         config = self.config
         # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
@@ -149,10 +160,18 @@ class Decoder(nnx.Module):
             x = self.embedding[...][inputs.tokens]
             if config.scale_embedding:
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
-            masks = self._masks(inputs, cache)
+            num_slots = inputs.tokens.shape[1] if cache is None else cache[0]["key"].shape[1]
+            windows = [
+                window if window is not None and window < num_slots else None
+                for window in config.windows or (None,) * config.num_layers
+            ]
+            masks = {  # None is causal
+                window: None if cache is None and window is None else attention_mask(inputs, num_slots, window)
+                for window in dict.fromkeys(windows)
+            }
             new_cache = None if cache is None else []
-            for i, layer in enumerate(self.layers):
-                x, layer_cache = layer(x, inputs, masks[i], None if cache is None else cache[i])
+            for i, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+                x, layer_cache = layer(x, inputs, masks[window], window, None if cache is None else cache[i])
                 if cache is not None:
                     new_cache.append(layer_cache)
             features = rms_norm(x, self.norm[...], config)
@@ -161,17 +180,6 @@ class Decoder(nnx.Module):
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         return ModelOutput(logits, features), new_cache
-
-    def _masks(self, inputs: ModelInput, cache: list | None) -> list[Array | None]:
-        """The mask of each layer, one array for all layers of a window; None is causal."""
-        num_slots = inputs.tokens.shape[1] if cache is None else cache[0]["key"].shape[1]
-        windows = self.config.windows or (None,) * self.config.num_layers
-        windows = [window if window is not None and window < num_slots else None for window in windows]
-        masks = {
-            window: None if cache is None and window is None else attention_mask(inputs, num_slots, window)
-            for window in dict.fromkeys(windows)
-        }
-        return [masks[window] for window in windows]
 
 
 def init_params(config: DecoderConfig, seed: int) -> PyTree:

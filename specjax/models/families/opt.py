@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.models.attention import attend, attention_mask, update_cache
+from specjax.models.attention import attend, attend_to_cache, attention_mask
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
 from specjax.models.network import network_model
@@ -82,10 +82,11 @@ class Layer(nnx.Module):
         qkv = self.qkv(self.attention_norm(x) if config.norm_first else x)
         qkv = qkv.reshape(batch_size, num_tokens, 3 * config.num_heads, config.head_size)
         query, key, value = jnp.split(qkv, 3, axis=2)
-        if cache is not None:
-            cache = update_cache(cache, key, value, inputs)
-            key, value = cache["key"], cache["value"]
-        x = x + self.attention_out(attend(query, key, value, mask).reshape(x.shape))
+        if cache is None:
+            attended = attend(query, key, value, mask)
+        else:
+            attended, cache = attend_to_cache(query, key, value, cache, inputs, mask)
+        x = x + self.attention_out(attended.reshape(x.shape))
         if not config.norm_first:
             x = self.attention_norm(x)
         hidden = self.mlp_in(self.mlp_norm(x) if config.norm_first else x)

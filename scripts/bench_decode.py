@@ -1,0 +1,233 @@
+"""Time whole decoding on this machine's accelerator, with random weights of given shapes.
+
+    python scripts/bench_decode.py --preset 8b-1b
+    python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
+
+prints the tables of the README. A step is timed as the slope of `specjax.generate`: the time of LONG steps less that of
+SHORT ones, on one state that goes on. With --parts its parts are timed alone, in loops of their own; "other" is what
+is left. A step costs the same whatever it accepts, so tokens/s at an acceptance rate are the expected tokens of a step
+over its time; with --parts the JSON also has what a short run at that rate gave (`verifiers.synthetic`). Floor: the
+weights, and the cache as far as it is filled, read once a call at PEAK.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from specjax import Context, decode, models, proposers, sampling, scorers, theory, verifiers
+from specjax import keys as streams
+from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.sampling import SamplingParams
+from specjax.types import Draft, Model
+
+PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
+SHORT, LONG, REPEATS = 2, 12, 5
+RATES = (1.0, 0.7)
+
+SHAPES = {
+    "8b": DecoderConfig(128256, 4096, 32, 32, 8, 128, 14336, 131072, rope_theta=5e5, tie_embeddings=False),
+    "1b": DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, 131072, rope_theta=5e5),
+    "100m": DecoderConfig(128256, 512, 8, 8, 4, 64, 2048, 131072, rope_theta=5e5),
+}
+PRESETS = ("8b-1b", "1b-100m", "embedded")
+
+
+def random_model(config: DecoderConfig) -> Model:
+    """A model of random bfloat16 weights, made on the device."""
+
+    @partial(jax.jit, static_argnums=1)
+    def weights(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return 0.02 * jax.random.normal(key, shape, jnp.bfloat16) if len(shape) > 1 else jnp.ones(shape, jnp.bfloat16)
+
+    leaves, tree = jax.tree.flatten(param_shapes(config))
+    keys = jax.random.split(jax.random.key(config.hidden_size), len(leaves))
+    return decoder_model(config, tree.unflatten([weights(k, x.shape) for k, x in zip(keys, leaves, strict=True)]))
+
+
+def load(preset: str) -> tuple[Model, Model]:
+    """Target and draft."""
+    if preset == "embedded":
+        return tuple(models.load(models.EMBEDDED / name) for name in ("target", "draft"))
+    return tuple(random_model(SHAPES[name]) for name in preset.split("-"))
+
+
+def bytes_read(model: Model, batch: int, context: int) -> int:
+    """Of one call with few tokens: the weights but the rows of an untied embedding, and the filled cache."""
+    sizes = {name: sum(x.nbytes for x in jax.tree.leaves(part)) for name, part in model.params.items()}
+    cache = jax.eval_shape(lambda: model.init_cache(1, 1))
+    cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    return sum(sizes.values()) - ("head" in sizes) * sizes["embedding"] + batch * context * cached
+
+
+def slope(call) -> float:
+    """Seconds of one more iteration of `call(iterations)`."""
+    medians = []
+    for iterations in (SHORT, LONG):
+        call(iterations)
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            call(iterations)
+            times.append(time.perf_counter() - start)
+        medians.append(statistics.median(times))
+    return (medians[1] - medians[0]) / (LONG - SHORT)
+
+
+class Run:
+    """A batch at a context length, with K drafts, that goes on from call to call."""
+
+    def __init__(self, target: Model, draft: Model, batch: int, context: int, num_drafts: int):
+        self.target, self.batch = target, batch
+        self.proposer = proposers.draft_model(draft, num_drafts) if num_drafts else proposers.none()
+        steps = (REPEATS + 1) * (SHORT + LONG) + 2 * LONG
+        size = context + (num_drafts + 1) * steps
+        prompts = jax.random.randint(jax.random.key(0), (batch, context), 0, target.vocab_size)
+        rows = sampling.batch([SamplingParams(temperature=1.0, max_tokens=size)] * batch)
+        self.state = jax.jit(decode.prefill, static_argnames="max_length")(
+            target, self.proposer, prompts, jnp.full(batch, context), rows, jax.random.key(1), max_length=size
+        )
+
+    def steps(self, count: int, verifier) -> int:
+        """Take steps; how many tokens came of them."""
+        before = int(self.state.context.length.sum())
+        self.state = decode.generate(self.target, self.proposer, self.state, verifier=verifier, max_steps=count)
+        return int(self.state.context.length.sum()) - before
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of drafting, scoring and verifying alone. Ends the run: its state is used up."""
+        target, proposer, state = self.target, self.proposer, self.state
+        num_drafts, context, rows = proposer.num_draft_tokens, state.context, state.sampling
+        keys = streams.positions(state.keys, context.length, num_drafts)
+        tokens = jnp.ones((self.batch, num_drafts), jnp.int32)
+        logits = jax.random.normal(jax.random.key(2), (self.batch, num_drafts + 1, target.vocab_size))
+
+        def continued(drafts: jax.Array) -> Context:  # what a call gives is what the next one reads
+            last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
+            return context._replace(tokens=last)
+
+        @partial(jax.jit, donate_argnums=1)
+        def draft(n, cache, proposer):
+            def body(i, carry):
+                drafts, cache = carry
+                draft, cache = proposer.propose(streams.fold(keys, i), continued(drafts), rows, cache)
+                return draft.tokens, cache
+
+            return jax.lax.fori_loop(0, n, body, (tokens, cache))
+
+        @partial(jax.jit, donate_argnums=1)
+        def score(n, cache, target):
+            def body(i, carry):
+                drafts, cache = carry
+                output, cache = scorers.mqa(target, context, Draft(drafts), cache)
+                return jnp.argmax(output.logits, axis=-1)[:, 1:].astype(jnp.int32), cache
+
+            return jax.lax.fori_loop(0, n, body, (tokens, cache))
+
+        @jax.jit
+        def verify(n, logits, drafts):
+            def body(i, drafts):
+                logits_, drafts = jax.lax.optimization_barrier((logits, drafts))
+                law = sampling.process(rows, logits_[:, :-1], context, drafts)
+                target_law = sampling.process(rows, logits_, context, drafts)
+                return verifiers.rejection(streams.fold(keys, i), Draft(drafts, law), target_law).tokens[:, :-1]
+
+            return jax.lax.fori_loop(0, n, body, drafts)
+
+        def timed(loop, cache, model) -> float:
+            def call(n):
+                nonlocal cache
+                cache = jax.block_until_ready(loop(n, cache, model))[1]
+
+            return slope(call)
+
+        seconds = {"draft": timed(draft, state.proposer, proposer), "score": timed(score, state.cache, target)}
+        return seconds | {"verify": slope(lambda n: jax.block_until_ready(verify(n, logits, tokens)))}
+
+
+def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:
+    """Of one setting: seconds of a step, and of its parts, bytes, compile time, tokens/s."""
+    run = Run(target, draft, batch, context, num_drafts)
+    verifiers_at = {
+        rate: Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(num_drafts)])
+        for rate in (RATES if num_drafts else ())
+    }
+    start = time.perf_counter()
+    run.steps(0, verifiers.rejection)
+    row = {"batch": batch, "context": context, "num_drafts": num_drafts, "compile_s": time.perf_counter() - start}
+    row["step_s"] = slope(lambda n: run.steps(n, verifiers.rejection))
+    row["tokens_per_s"] = {
+        rate: batch * float(theory.expected_tokens(rate, num_drafts)) / row["step_s"] for rate in verifiers_at or (1.0,)
+    }
+    row["bytes"] = bytes_read(target, batch, context) + num_drafts * bytes_read(draft, batch, context)
+    row["floor_s"] = row["bytes"] / PEAK
+    if num_drafts and with_parts:
+        measured = row["measured_tokens_per_s"] = {}
+        for rate, verifier in verifiers_at.items():
+            run.steps(0, verifier)
+            start = time.perf_counter()
+            measured[rate] = run.steps(LONG, verifier) / (time.perf_counter() - start)
+        row |= {f"{name}_s": seconds for name, seconds in run.parts().items()}
+        row["other_s"] = row["step_s"] - sum(row[f"{name}_s"] for name in ("draft", "score", "verify"))
+    return row
+
+
+def table(rows: list[dict]) -> None:
+    print("| B | context | K | ms a step | draft / score / verify / other, ms | % of floor | compile, s |", end="")
+    print(" tokens/s at acceptance " + " | at ".join(map(str, RATES)) + " | against plain at 0.7 |")
+    print("|---" * 10 + "|")
+    for row in rows:
+        split = "-"
+        if "other_s" in row:
+            split = " / ".join(f"{1e3 * row[f'{part}_s']:.2f}" for part in ("draft", "score", "verify", "other"))
+        plain = next(r for r in rows if (r["batch"], r["context"]) == (row["batch"], row["context"]))
+        rates = [row["tokens_per_s"].get(rate, row["tokens_per_s"][1.0]) for rate in RATES]
+        print(
+            f"| {row['batch']} | {row['context']} | {row['num_drafts']} | {1e3 * row['step_s']:.2f} | {split} | "
+            f"{100 * row['floor_s'] / row['step_s']:.0f} | {row['compile_s']:.0f} | "
+            + " | ".join(f"{rate:.0f}" for rate in rates)
+            + f" | {rates[-1] / plain['tokens_per_s'][1.0]:.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="embedded")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512])
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 5, 8])
+    parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+
+    target, draft = load(args.preset)
+    device = jax.devices()[0]
+    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {target.params['embedding'].dtype}\n")
+    rows = []
+    for batch in args.batches:
+        for context in args.contexts:
+            for num_drafts in (0, *args.num_drafts):
+                rows.append(measure(target, draft, batch, context, num_drafts, args.parts))
+    table(rows)
+
+    print("\n| B | context | best K at acceptance 0.5 | 0.7 | 0.9 |\n|---|---|---|---|---|")
+    for batch in args.batches:
+        for context in args.contexts:
+            costs = {r["num_drafts"]: r["step_s"] for r in rows if (r["batch"], r["context"]) == (batch, context)}
+            best = (theory.best_draft_length(rate, costs) for rate in (0.5, 0.7, 0.9))
+            print(f"| {batch} | {context} | " + " | ".join(map(str, best)) + " |")
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    print(f"\npeak memory {peak / 2**30:.1f} GiB")
+    if args.json:
+        about = {"device": device.device_kind, "jax": jax.__version__, "preset": args.preset, "peak_bytes": peak}
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
