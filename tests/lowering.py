@@ -41,8 +41,7 @@ def _kernels_in(operation) -> Iterator[Kernel]:
             with _new_ir_context():
                 text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
             warps, stages, *grid = (
-                ir.IntegerAttr(config[name]).value
-                for name in ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
+                ir.IntegerAttr(config[name]).value for name in ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
             )
             yield Kernel(ir.StringAttr(config["name"]).value, text, warps, stages, tuple(grid))
     for region in operation.regions:

@@ -1,0 +1,458 @@
+"""The cut of rows of logits, in three launches, by searches in registers.
+
+1. The maximum of every block of neighbouring tokens, and for top-p the mass of the row.
+2. One program a row gathers the blocks with the largest maxima and bisects the bit patterns of their logits. The cut
+   found there is the row's if it lies above all other blocks.
+3. Where it does not, as with a very flat law, one program a row reads it, several thresholds a read, until the logits
+   between those next to the cut fit in registers.
+
+Rows that ask for nothing are not read.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.rows import call, exp, finite, inverse
+
+_CHUNK = 1024  # tokens of a load in launch 3
+_UNROLL = 8  # loads in flight
+_LINEAR = 7  # thresholds tried a read, evenly between two logits; one more halves the bit patterns
+_BRACKET = 4096  # tokens that are searched in registers in the end
+_UNUSED_BITS = {"float32": 0, "bfloat16": 16, "float16": 13}  # of float32, in logits of this dtype
+
+_SUBNORMAL = 0x7FFFFF  # largest bit pattern of a subnormal float32
+
+
+class Limits(NamedTuple):
+    """What rows ask for; outside kernels arrays, inside references, then scalars of a row."""
+
+    temperature: Array | None  # [R], positive where anything is on; None is 1
+    top_k: Array | None  # [R] int32, 0 where off
+    top_p: Array | None  # [R], at least 1 where off
+    min_p: Array | None  # [R], 0 or less where off
+
+    def of(self, row: Array) -> "Limits":
+        """The scalars of one row."""
+        return Limits(*(None if ref is None else plgpu.load(ref.at[row]) for ref in self))
+
+    @property
+    def is_restricted(self) -> Array:
+        """Whether min-p or top-k is on: top-p does not work on the whole row."""
+        by_top_k = jnp.bool_(False) if self.top_k is None else self.top_k > 0
+        return by_top_k if self.min_p is None else by_top_k | (self.min_p > 0)
+
+    @property
+    def is_asked(self) -> Array:
+        """Whether anything is on."""
+        return self.is_restricted if self.top_p is None else self.is_restricted | (self.top_p < 1)
+
+    @property
+    def scale(self) -> Array:
+        """1 / temperature."""
+        return jnp.float32(1) if self.temperature is None else inverse(self.temperature)
+
+    @property
+    def min_distance(self) -> Array:
+        """What min-p lets a logit be above the best one; negative."""
+        log_min_p = jnp.log(self.min_p)
+        return log_min_p if self.temperature is None else log_min_p * self.temperature
+
+
+class _Blocks(NamedTuple):
+    """Of M blocks, and of N tiles of some blocks each."""
+
+    top: Array  # [R, M] largest logit
+    tile_top: Array | None  # [R, N] largest logit, of rows where top-p works on the whole row
+    tile_mass: Array | None  # [R, N] sum of exp((logit - tile_top) / temperature)
+
+    def mass(self, row: Array, top: Array, scale: Array) -> Array:
+        """Of the row, relative to its largest logit."""
+        num_tiles = self.tile_top.shape[1]
+        tile = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_tiles))
+        tops = plgpu.load(self.tile_top.at[row, tile], mask=tile < num_tiles, other=-jnp.inf)
+        masses = plgpu.load(self.tile_mass.at[row, tile], mask=tile < num_tiles, other=0)
+        return jnp.sum(masses * exp(tops - top, scale))
+
+
+class _Scratch(NamedTuple):
+    """A list a row, of as many numbers as its reference [R, C + 1] is wide, less one."""
+
+    values: Any
+    interpret: bool
+
+    @property
+    def capacity(self) -> int:
+        return self.values.shape[1] - 1
+
+    def append(self, row: Array, count: Array, values: Array, where: Array) -> Array:
+        """Put some values after the `count` first; returns how many there are now, or would be if they fitted."""
+        position = count + jax.lax.cumsum(where.astype(jnp.int32)) - 1
+        fits = where & (position < self.capacity)
+        # Interpreted, what is masked is stored too, as it was: to the place that is not used.
+        plgpu.store(self.values.at[row, jnp.where(fits, position, self.capacity)], values, mask=fits)
+        return count + jnp.sum(where.astype(jnp.float32)).astype(jnp.int32)
+
+    def load(self, row: Array, count: Array, other: float) -> Array:
+        """[C] what was appended by all threads, then `other`."""
+        if not self.interpret:
+            plgpu.debug_barrier()
+        lane = jax.lax.iota(jnp.int32, self.capacity)
+        return plgpu.load(self.values.at[row, lane], mask=lane < count, other=other)
+
+
+class _Found(NamedTuple):
+    cut: Array  # [R] NaN where the row must be searched whole
+    scratch: Array  # [R, C + 1] int32 the blocks to gather
+
+
+def search(
+    logits: Array,
+    limits: Limits,
+    *,
+    block_size: int = 64,
+    num_candidates: int = 128,
+    tile_size: int = 8192,
+    num_warps: tuple[int, int, int] = (8, 8, 8),
+    interpret: bool = False,
+) -> Array:
+    """Find the cut [R] float32 of logits [R, V] float32, bfloat16 or float16.
+
+    Args:
+        block_size: tokens of a block, a power of two.
+        num_candidates: blocks of a row that are gathered, a power of two.
+        tile_size: tokens a program of launch 1, a power of two.
+        num_warps: of each launch.
+    """
+    num_rows, vocab_size = logits.shape
+    tile_size = max(block_size, min(tile_size, pl.next_power_of_2(vocab_size)))
+    num_tiles = pl.cdiv(vocab_size, tile_size)
+
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, *shape), jnp.float32)
+
+    tiles = None if limits.top_p is None else floats(num_tiles)
+    blocks = call(
+        partial(_block_kernel, block_size=block_size, tile_size=tile_size),
+        _Blocks(floats(num_tiles * (tile_size // block_size)), tiles, tiles),
+        (logits, limits),
+        grid=(num_rows, num_tiles),
+        num_warps=num_warps[0],
+        interpret=interpret,
+    )
+    found = call(
+        partial(_candidate_kernel, block_size=block_size, interpret=interpret),
+        _Found(floats(), jax.ShapeDtypeStruct((num_rows, num_candidates + 1), jnp.int32)),
+        (logits, limits, blocks),
+        grid=(num_rows,),
+        num_warps=num_warps[1],
+        interpret=interpret,
+    )
+    cut, _ = call(
+        partial(_row_kernel, interpret=interpret),
+        (floats(), floats(_BRACKET + 1)),
+        (logits, limits, blocks, found.cut),
+        grid=(num_rows,),
+        num_warps=num_warps[2],
+        interpret=interpret,
+    )
+    return cut
+
+
+def _load(logits, row: Array, ids: Array, where: Array | bool = True) -> Array:
+    """Logits in float32, NaN as -inf."""
+    x = plgpu.load(logits.at[row, ids], mask=(ids < logits.shape[1]) & where, other=-jnp.inf).astype(jnp.float32)
+    return jnp.where(jnp.isnan(x), -jnp.inf, x)
+
+
+def _key(value: Array, dtype: jnp.dtype) -> Array:
+    """An integer that orders as the numbers of `dtype` do, neighbours for neighbours; subnormal ones count as 0."""
+    unused = _UNUSED_BITS[dtype.name]
+    bits = jax.lax.bitcast_convert_type(value, jnp.int32)
+    size = jnp.maximum(((bits & 0x7FFFFFFF) >> unused) - (_SUBNORMAL >> unused), 0)
+    return jnp.where(bits < 0, -size, size)
+
+
+def _value(key: Array, dtype: jnp.dtype) -> Array:
+    """The number that has a key."""
+    unused = _UNUSED_BITS[dtype.name]
+    size = jnp.abs(key)
+    size = jnp.where(size > 0, size + (_SUBNORMAL >> unused), size)
+    value = jax.lax.bitcast_convert_type(size << unused, jnp.float32)
+    return jnp.where(key < 0, -value, value)
+
+
+def _middle(low: Array, high: Array) -> Array:
+    """(low + high) / 2, rounded up, without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+def _bisect(low: Array, high: Array, dtype: jnp.dtype, is_reached: Callable[[Array], Array]) -> Array:
+    """The largest key in (low, high] whose value is_reached, else low."""
+
+    def narrow(bracket):
+        low, high = bracket
+        middle = _middle(low, high)
+        reached = is_reached(_value(middle, dtype))
+        return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
+
+    return jax.lax.while_loop(lambda bracket: bracket[0] < bracket[1], narrow, (low, high))[0]
+
+
+def _block_kernel(inputs, out: _Blocks, *, block_size: int, tile_size: int):
+    logits, limits = inputs
+    row, tile = pl.program_id(0), pl.program_id(1)
+    limits = limits.of(row)
+
+    @pl.when(limits.is_asked)
+    def _():
+        x = _load(logits, row, tile * tile_size + jax.lax.iota(jnp.int32, tile_size))
+        num_blocks = tile_size // block_size
+        tops = jnp.max(x.reshape(num_blocks, block_size), axis=1)
+        plgpu.store(out.top.at[row, tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)], tops)
+        if limits.top_p is None:
+            return
+
+        @pl.when(~limits.is_restricted)
+        def _():
+            top = jnp.max(tops)
+            plgpu.store(out.tile_top.at[row, tile], top)
+            plgpu.store(out.tile_mass.at[row, tile], jnp.sum(exp(x - finite(top), limits.scale)))
+
+
+def _load_tops(blocks: _Blocks, row: Array) -> Array:
+    num_blocks = blocks.top.shape[1]
+    block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
+    return plgpu.load(blocks.top.at[row, block], mask=block < num_blocks, other=-jnp.inf)
+
+
+def _candidate_kernel(inputs, out: _Found, *, block_size: int, interpret: bool):
+    logits, limits, blocks = inputs
+    row = pl.program_id(0)
+    limits = limits.of(row)
+
+    def find() -> Array:
+        tops = _load_tops(blocks, row)
+        top = jnp.max(tops)
+        x, rest = _gather(logits, row, tops, top, limits, _Scratch(out.scratch, interpret), block_size)
+        cut, decisive = _search_candidates(
+            x, rest, top, limits, logits.dtype, lambda: blocks.mass(row, top, limits.scale)
+        )
+        return jnp.where((decisive > rest) | (rest == -jnp.inf), cut, jnp.nan)
+
+    plgpu.store(out.cut.at[row], jax.lax.cond(limits.is_asked, find, lambda: jnp.zeros_like(limits.scale) - jnp.inf))
+
+
+def _gather(logits, row: Array, tops: Array, top: Array, limits: Limits, scratch: _Scratch, block_size: int):
+    """Tokens [C, block_size] of the blocks with the largest maxima, and the largest logit of all others."""
+    dtype, num_candidates = logits.dtype, scratch.capacity
+    least = jnp.float32(num_candidates * 3 // 4)
+    if limits.top_k is not None:  # top_k blocks hold the top_k best tokens
+        least = jnp.maximum(least, jnp.minimum(limits.top_k.astype(jnp.float32), num_candidates))
+
+    def count(threshold: Array) -> Array:
+        return jnp.sum((tops >= threshold).astype(jnp.float32))
+
+    def narrow(state):
+        low, high, num_above = state
+        middle = _middle(low, high)
+        at_middle = count(_value(middle, dtype))
+        enough = at_middle >= least
+        return (
+            jnp.where(enough, middle, low),
+            jnp.where(enough, high, middle - 1),
+            jnp.where(enough, at_middle, num_above),
+        )
+
+    lowest = jnp.min(jnp.where(tops > -jnp.inf, tops, top))
+    low, _, num_above = jax.lax.while_loop(
+        lambda state: (state[2] > num_candidates) & (state[0] < state[1]),
+        narrow,
+        (_key(lowest, dtype), _key(top, dtype), count(lowest)),
+    )
+    # Where too many blocks tie they are left out.
+    chosen = tops >= _value(low + (num_above > num_candidates).astype(jnp.int32), dtype)
+    count = scratch.append(row, low ^ low, jax.lax.iota(jnp.int32, tops.shape[0]), chosen)
+    block = scratch.load(row, count, -1)
+    shape = num_candidates, block_size
+    ids = jnp.broadcast_to(block[:, None] * block_size, shape) + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    x = _load(logits, row, ids, ids >= 0)
+    return x, jnp.max(jnp.where(chosen, -jnp.inf, tops))
+
+
+def _search_candidates(x: Array, rest: Array, top: Array, limits: Limits, dtype, row_mass) -> tuple[Array, Array]:
+    """The cut of a row that consists of x and of logits of at most `rest`; it is right if the second lies above."""
+    cut = rest
+    if limits.min_p is not None:
+        kept = jnp.min(jnp.where(x - top >= limits.min_distance, x, jnp.inf))
+        kept = jnp.where(rest - top >= limits.min_distance, rest, jnp.minimum(kept, top))
+        cut = jnp.where(limits.min_p > 0, kept, cut)
+    if limits.top_k is not None:
+        top_k = limits.top_k.astype(jnp.float32)
+        high = jnp.where(top_k > 0, top, cut)
+        key = _bisect(
+            _key(cut, dtype),
+            _key(high, dtype),
+            dtype,
+            lambda threshold: jnp.sum((x >= threshold).astype(jnp.float32)) >= top_k,
+        )
+        cut = _value(key, dtype)
+    decisive = cut
+    if limits.top_p is not None:
+        weights = exp(x - finite(top), limits.scale)
+
+        def mass_from(threshold: Array) -> Array:
+            return jnp.sum(jnp.where(x >= threshold, weights, 0))
+
+        mass = jax.lax.cond(limits.is_restricted, lambda: mass_from(cut), row_mass)
+        high = jnp.where(limits.top_p < 1, top, cut)
+        key = _bisect(
+            _key(cut, dtype),
+            _key(high, dtype),
+            dtype,
+            lambda threshold: mass_from(threshold) >= limits.top_p * mass,
+        )
+        cut = _value(key, dtype)
+        decisive = jnp.where(limits.is_restricted, decisive, cut)
+    return cut, decisive
+
+
+def _row_kernel(inputs, out, *, interpret: bool):
+    logits, limits, blocks, found = inputs
+    row = pl.program_id(0)
+    cut = plgpu.load(found.at[row])
+    out_cut, scratch = out
+    find = partial(_search_row, logits, row, limits, blocks, _Scratch(scratch, interpret))
+    plgpu.store(out_cut.at[row], jax.lax.cond(jnp.isnan(cut), find, lambda: cut))
+
+
+def _search_row(logits, row: Array, limits: Limits, blocks: _Blocks, scratch: _Scratch) -> Array:
+    """The cut of a whole row."""
+    limits, dtype = limits.of(row), logits.dtype
+    tops = _load_tops(blocks, row)
+    top = jnp.max(tops)
+    cut = jnp.full_like(top, -jnp.inf)
+
+    def raise_cut(cut: Array, is_on: Array, weigh: Callable[[Array], Array], target: Array, hint: Array) -> Array:
+        high = jnp.where(is_on, top, cut)
+        bracket = _key(cut, dtype), _key(high, dtype)
+        return _value(_narrow(logits, row, *bracket, weigh, target, hint, scratch), dtype)
+
+    if limits.min_p is not None:
+
+        def keep(x: Array, least: Array) -> Array:
+            return jnp.minimum(least, jnp.where(x - top >= limits.min_distance, x, jnp.inf))
+
+        kept = jnp.min(_over_row(logits, row, keep, jnp.full(_CHUNK, jnp.inf, jnp.float32)))
+        cut = jnp.where(limits.min_p > 0, jnp.minimum(kept, top), cut)
+    if limits.top_k is not None:
+        target = limits.top_k.astype(jnp.float32)
+        # As many tokens as blocks reach the smallest maximum.
+        hint = jnp.min(jnp.where(tops > -jnp.inf, tops, top))
+        cut = raise_cut(cut, target > 0, jnp.ones_like, target, hint)
+    if limits.top_p is not None:
+
+        def weigh(x: Array) -> Array:
+            return exp(x - top, limits.scale)
+
+        mass = jax.lax.cond(
+            limits.is_restricted,
+            lambda: _sums(logits, row, [cut], weigh)[0],
+            lambda: blocks.mass(row, top, limits.scale),
+        )
+        # All tokens below hold less than 1 - top_p of the mass.
+        hint = top + jnp.log((1 - limits.top_p) * mass / logits.shape[1]) / limits.scale
+        cut = raise_cut(cut, limits.top_p < 1, weigh, limits.top_p * mass, hint)
+    return cut
+
+
+def _narrow(
+    logits,
+    row: Array,
+    low: Array,
+    high: Array,
+    weigh: Callable[[Array], Array],
+    target: Array,
+    hint: Array,
+    scratch: _Scratch,
+) -> Array:
+    """The largest key in (low, high] from whose value up weights of the row sum to `target`, else low."""
+    dtype = logits.dtype
+
+    def is_wide(state):
+        low, high, at_low, above, num_fit = state
+        # Each token between weighs as much as `low` at least.
+        return (low < high) & ~(at_low - above <= num_fit * weigh(_value(low, dtype)))
+
+    def narrow(state):
+        low, high, at_low, above, num_fit = state
+        last = _value(high, dtype)
+        first = jnp.maximum(_value(low, dtype), jnp.finfo(jnp.float32).min)
+        first = jnp.where(hint < last, jnp.maximum(first, hint), first)
+        values = [first * (1 - i / _LINEAR) + last * (i / _LINEAR) for i in range(_LINEAR)]
+        keys = [jnp.maximum(jnp.minimum(_key(value, dtype), high), low) for value in values] + [_middle(low, high)]
+        for key, total in zip(keys, _sums(logits, row, [_value(key, dtype) for key in keys], weigh), strict=True):
+            reached = total >= target
+            low = jnp.where(reached, jnp.maximum(low, key), low)
+            high = jnp.where(reached, high, jnp.minimum(high, key - 1))
+            at_low = jnp.where(reached, jnp.minimum(at_low, total), at_low)
+            above = jnp.where(reached, above, jnp.maximum(above, total))
+        return low, high, at_low, above, num_fit
+
+    def search_between(low, high, above):
+        first, last = _value(low, dtype), _value(high, dtype)
+
+        def collect(x: Array, count: Array) -> Array:
+            return scratch.append(row, count, x, (x >= first) & (x <= last))
+
+        count = _over_row(logits, row, collect, low ^ low)
+        x = scratch.load(row, count, -jnp.inf)
+        weights = weigh(x)
+        fits = count <= scratch.capacity
+        found = _bisect(
+            low,
+            jnp.where(fits, high, low),
+            dtype,
+            lambda threshold: above + jnp.sum(jnp.where(x >= threshold, weights, 0)) >= target,
+        )
+        return found, jnp.where(fits, found, high)
+
+    def attempt(state):
+        low, high, at_low, above, num_fit = jax.lax.while_loop(is_wide, narrow, state)
+        low, high = jax.lax.cond(low < high, lambda: search_between(low, high, above), lambda: (low, high))
+        # Rounding may hide some of what lies between. If it was too much, the bracket alone must close.
+        return low, high, at_low, above, num_fit * 0
+
+    zero = jnp.zeros_like(target)
+    state = low, high, zero + jnp.inf, zero, zero + scratch.capacity
+    return jax.lax.while_loop(lambda state: state[0] < state[1], attempt, state)[0]
+
+
+def _sums(logits, row: Array, thresholds: list[Array], weigh: Callable[[Array], Array]) -> list[Array]:
+    """The weights of a row from each threshold up."""
+
+    def add(x: Array, sums: list[Array]) -> list[Array]:
+        weights = weigh(x)
+        return [total + jnp.where(x >= least, weights, 0) for total, least in zip(sums, thresholds, strict=True)]
+
+    zeros = [jnp.zeros(_CHUNK, jnp.float32)] * len(thresholds)
+    return [jnp.sum(total) for total in _over_row(logits, row, add, zeros)]
+
+
+def _over_row(logits, row: Array, step: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """Fold `step(x [_CHUNK], carry)` over a row."""
+    lane = jax.lax.iota(jnp.int32, _CHUNK)
+
+    def body(i, carry):
+        chunks = [_load(logits, row, (i * _UNROLL + j) * _CHUNK + lane) for j in range(_UNROLL)]
+        for x in chunks:
+            carry = step(x, carry)
+        return carry
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(logits.shape[1], _CHUNK * _UNROLL)), body, carry)
