@@ -23,6 +23,7 @@ from pallas_kernels.rows import call, exp, finite, inverse
 
 _CHUNK = 1024  # tokens of a load in launch 3
 _UNROLL = 8  # loads in flight
+_COLLECTED = 4096
 _LINEAR = 7  # thresholds tried a read, evenly between two logits; one more halves the bit patterns
 _BRACKET = 4096  # tokens that are searched in registers in the end
 _UNUSED_BITS = {"float32": 0, "bfloat16": 16, "float16": 13}  # of float32, in logits of this dtype
@@ -45,8 +46,11 @@ class Limits(NamedTuple):
     @property
     def is_restricted(self) -> Array:
         """Whether min-p or top-k is on: top-p does not work on the whole row."""
-        by_top_k = jnp.bool_(False) if self.top_k is None else self.top_k > 0
-        return by_top_k if self.min_p is None else by_top_k | (self.min_p > 0)
+        if self.top_k is None and self.min_p is None:
+            return self.top_p > jnp.inf  # never; a constant would not lower
+        if self.min_p is None:
+            return self.top_k > 0
+        return self.min_p > 0 if self.top_k is None else (self.top_k > 0) | (self.min_p > 0)
 
     @property
     def is_asked(self) -> Array:
@@ -193,16 +197,35 @@ def _middle(low: Array, high: Array) -> Array:
     return (low | high) - ((low ^ high) >> 1)
 
 
-def _bisect(low: Array, high: Array, dtype: jnp.dtype, is_reached: Callable[[Array], Array]) -> Array:
-    """The largest key in (low, high] whose value is_reached, else low."""
+def _bisect(
+    x: Array, weights: Array | None, low: Array, high: Array, target: Array, dtype: jnp.dtype, above: Array | float = 0
+) -> Array:
+    """The largest logit in (low, high] from which up weights of x, None for 1, and `above` sum to target, else low."""
 
-    def narrow(bracket):
-        low, high = bracket
+    def narrow(state):
+        low, high, num_from_low, num_above = state
         middle = _middle(low, high)
-        reached = is_reached(_value(middle, dtype))
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
+        is_above = x >= _value(middle, dtype)
+        count = jnp.sum(is_above.astype(jnp.float32))
+        total = count if weights is None else above + jnp.sum(jnp.where(is_above, weights, 0))
+        reached = total >= target
+        return (
+            jnp.where(reached, middle, low),
+            jnp.where(reached, high, middle - 1),
+            jnp.where(reached, count, num_from_low),
+            jnp.where(reached, num_above, count),
+        )
 
-    return jax.lax.while_loop(lambda bracket: bracket[0] < bracket[1], narrow, (low, high))[0]
+    def is_open(state):
+        low, high, num_from_low, num_above = state
+        return (low < high) & (num_from_low - num_above > 1)
+
+    zero = jnp.zeros_like(target)
+    state = _key(low, dtype), _key(high, dtype), zero + jnp.inf, zero
+    low, high, *_ = jax.lax.while_loop(is_open, narrow, state)
+    low_value = _value(low, dtype)
+    only = jnp.min(jnp.where(x >= low_value, x, jnp.inf))
+    return jnp.where(low < high, only, low_value)
 
 
 def _block_kernel(inputs, out: _Blocks, *, block_size: int, tile_size: int):
@@ -237,16 +260,20 @@ def _candidate_kernel(inputs, out: _Found, *, block_size: int, interpret: bool):
     row = pl.program_id(0)
     limits = limits.of(row)
 
-    def find() -> Array:
+    @pl.when(~limits.is_asked)
+    def _():
+        plgpu.store(out.cut.at[row], jnp.float32(-jnp.inf))
+
+    @pl.when(limits.is_asked)
+    def _():
         tops = _load_tops(blocks, row)
         top = jnp.max(tops)
         x, rest = _gather(logits, row, tops, top, limits, _Scratch(out.scratch, interpret), block_size)
         cut, decisive = _search_candidates(
             x, rest, top, limits, logits.dtype, lambda: blocks.mass(row, top, limits.scale)
         )
-        return jnp.where((decisive > rest) | (rest == -jnp.inf), cut, jnp.nan)
-
-    plgpu.store(out.cut.at[row], jax.lax.cond(limits.is_asked, find, lambda: jnp.zeros_like(limits.scale) - jnp.inf))
+        is_found = (decisive > rest) | (rest == -jnp.inf)
+        plgpu.store(out.cut.at[row], jnp.where(is_found, cut, jnp.nan))
 
 
 def _gather(logits, row: Array, tops: Array, top: Array, limits: Limits, scratch: _Scratch, block_size: int):
@@ -295,30 +322,13 @@ def _search_candidates(x: Array, rest: Array, top: Array, limits: Limits, dtype,
         cut = jnp.where(limits.min_p > 0, kept, cut)
     if limits.top_k is not None:
         top_k = limits.top_k.astype(jnp.float32)
-        high = jnp.where(top_k > 0, top, cut)
-        key = _bisect(
-            _key(cut, dtype),
-            _key(high, dtype),
-            dtype,
-            lambda threshold: jnp.sum((x >= threshold).astype(jnp.float32)) >= top_k,
-        )
-        cut = _value(key, dtype)
+        cut = _bisect(x, None, cut, jnp.where(top_k > 0, top, cut), top_k, dtype)
     decisive = cut
     if limits.top_p is not None:
         weights = exp(x - finite(top), limits.scale)
 
-        def mass_from(threshold: Array) -> Array:
-            return jnp.sum(jnp.where(x >= threshold, weights, 0))
-
-        mass = jax.lax.cond(limits.is_restricted, lambda: mass_from(cut), row_mass)
-        high = jnp.where(limits.top_p < 1, top, cut)
-        key = _bisect(
-            _key(cut, dtype),
-            _key(high, dtype),
-            dtype,
-            lambda threshold: mass_from(threshold) >= limits.top_p * mass,
-        )
-        cut = _value(key, dtype)
+        mass = jax.lax.cond(limits.is_restricted, lambda: jnp.sum(jnp.where(x >= cut, weights, 0)), row_mass)
+        cut = _bisect(x, weights, cut, jnp.where(limits.top_p < 1, top, cut), limits.top_p * mass, dtype)
         decisive = jnp.where(limits.is_restricted, decisive, cut)
     return cut, decisive
 
@@ -337,7 +347,7 @@ def _search_row(logits, row: Array, limits: Limits, blocks: _Blocks, scratch: _S
     limits, dtype = limits.of(row), logits.dtype
     tops = _load_tops(blocks, row)
     top = jnp.max(tops)
-    cut = jnp.full_like(top, -jnp.inf)
+    cut = jnp.minimum(top, -jnp.inf)  # a constant does not lower here
 
     def raise_cut(cut: Array, is_on: Array, weigh: Callable[[Array], Array], target: Array, hint: Array) -> Array:
         high = jnp.where(is_on, top, cut)
@@ -411,16 +421,10 @@ def _narrow(
         def collect(x: Array, count: Array) -> Array:
             return scratch.append(row, count, x, (x >= first) & (x <= last))
 
-        count = _over_row(logits, row, collect, low ^ low)
+        count = _over_row(logits, row, collect, low ^ low, _COLLECTED, 1)
         x = scratch.load(row, count, -jnp.inf)
-        weights = weigh(x)
         fits = count <= scratch.capacity
-        found = _bisect(
-            low,
-            jnp.where(fits, high, low),
-            dtype,
-            lambda threshold: above + jnp.sum(jnp.where(x >= threshold, weights, 0)) >= target,
-        )
+        found = _key(_bisect(x, weigh(x), first, jnp.where(fits, last, first), target, dtype, above), dtype)
         return found, jnp.where(fits, found, high)
 
     def attempt(state):
@@ -445,14 +449,17 @@ def _sums(logits, row: Array, thresholds: list[Array], weigh: Callable[[Array], 
     return [jnp.sum(total) for total in _over_row(logits, row, add, zeros)]
 
 
-def _over_row(logits, row: Array, step: Callable[[Array, Any], Any], carry: Any) -> Any:
-    """Fold `step(x [_CHUNK], carry)` over a row."""
-    lane = jax.lax.iota(jnp.int32, _CHUNK)
+def _over_row(
+    logits, row: Array, step: Callable[[Array, Any], Any], carry: Any, size: int = None, unroll: int = None
+) -> Any:
+    """Fold `step(x [size], carry)` over a row."""
+    size, unroll = size or _CHUNK, unroll or _UNROLL
+    lane = jax.lax.iota(jnp.int32, size)
 
     def body(i, carry):
-        chunks = [_load(logits, row, (i * _UNROLL + j) * _CHUNK + lane) for j in range(_UNROLL)]
+        chunks = [_load(logits, row, (i * unroll + j) * size + lane) for j in range(unroll)]
         for x in chunks:
             carry = step(x, carry)
         return carry
 
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(logits.shape[1], _CHUNK * _UNROLL)), body, carry)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(logits.shape[1], size * unroll)), body, carry)

@@ -1,10 +1,11 @@
-"""Every verifier lowers to Triton kernels that compile for an H200 without spilling registers."""
+"""Every verifier, and the cut, lowers to Triton kernels that compile for an H200 without spilling registers."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from lowering import compile_for_sm90, triton_kernels
 
+from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
 NUM_DRAFTS = 5
@@ -55,3 +56,20 @@ def test_kernels_compile_without_spilling(verifier, shaped, tmp_path):
         for kernel in kernels:
             resources = compile_for_sm90(kernel, tmp_path)
             assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cut_compiles_without_spilling(dtype, tmp_path):
+    pytest.importorskip("triton")
+    fields = {name: jax.ShapeDtypeStruct((4, 6), jnp.float32) for name in ("temperature", "top_p", "min_p")}
+    fields["top_k"] = jax.ShapeDtypeStruct((4, 6), jnp.int32)
+    for vocab_size in (128256, 2**19):
+        kernels = triton_kernels(
+            lambda logits, fields: min_logit(logits, **fields),
+            jax.ShapeDtypeStruct((4, 6, vocab_size), dtype),
+            fields,
+        )
+        assert [kernel.name for kernel in kernels] == ["_block_kernel", "_candidate_kernel", "_row_kernel"]
+        for kernel in kernels:
+            resources = compile_for_sm90(kernel, tmp_path)
+            assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, resources)
