@@ -6,6 +6,8 @@ Rows where it does not lie above, as with a very flat law, are searched whole, a
 
 The search tries several thresholds a read, evenly between two logits of the row, counts what lies above each of them or
 sums its mass, and goes on between the logits next to the answer until they meet.
+
+`search.py` does the same in kernels.
 """
 
 import jax

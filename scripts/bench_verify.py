@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
-VOCAB, CUT_ROWS = 128256, 64
+VOCAB, CUT_ROWS = 128256, 384
+CUT_IMPLEMENTATIONS = ("xla", "pallas")
 SHORT, LONG, REPEATS = 10, 60, 7
 PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
 CASES = {  # verifier, drafts
@@ -92,18 +94,29 @@ def time_verifiers(batches: list[int], num_drafts: int) -> list[dict]:
     return rows
 
 
-def time_cut() -> list[dict]:
-    logits = 3 * jax.random.normal(jax.random.key(0), (CUT_ROWS, VOCAB))
-    limits = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+def time_cut(implementations: Sequence[str] = CUT_IMPLEMENTATIONS) -> list[dict]:
+    """The cut of CUT_ROWS rows; `top-p, flat` keeps 30,000 tokens."""
     keys = jax.random.split(jax.random.key(1), 1)
-    cases = {
-        "top-k + top-p cut": lambda keys, x: min_logit(x, **{k: jnp.full(CUT_ROWS, v) for k, v in limits.items()}),
-        "sort": lambda keys, x: jnp.sort(x, axis=-1)[:, 0],
+    limits = {
+        "top-k 50 + top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+        "top-p 0.9, flat": {"temperature": 1.0, "top_p": 0.9},
     }
-    rows = [{"op": label, "us": device_seconds(f, keys, logits) * 1e6} for label, f in cases.items()]
-    print(f"\n| [{CUT_ROWS}, {VOCAB}] float32 | microseconds |\n|---|---|")
-    for row in rows:
-        print(f"| {row['op']} | {row['us']:.0f} |")
+    rows = []
+    print(f"\n| [{CUT_ROWS}, {VOCAB}], microseconds | dtype | " + " | ".join(implementations) + " |")
+    print("|---" * (len(implementations) + 2) + "|")
+    for label, fields in limits.items():
+        fields = {name: jnp.full(CUT_ROWS, value) for name, value in fields.items()}
+        for dtype in (jnp.float32, jnp.bfloat16):
+            logits = 2 * jax.random.normal(jax.random.key(0), (CUT_ROWS, VOCAB), dtype)
+            for implementation in implementations:
+
+                def cut(keys, logits, fields, implementation=implementation):
+                    return min_logit(logits, **fields, implementation=implementation)
+
+                entry = {"op": label, "dtype": jnp.dtype(dtype).name, "implementation": implementation}
+                rows.append(entry | {"us": device_seconds(cut, keys, logits, fields) * 1e6})
+            cells = " | ".join(f"{row['us']:.0f}" for row in rows[-len(implementations) :])
+            print(f"| {label} | {jnp.dtype(dtype).name} | {cells} |", flush=True)
     return rows
 
 
@@ -115,7 +128,8 @@ def main() -> None:
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     print(f"device {device}, jax {jax.__version__}, V = {VOCAB}, K = {args.num_drafts}; microseconds")
-    rows = time_verifiers(args.batches, args.num_drafts) + time_cut()
+    rows = time_verifiers(args.batches, args.num_drafts)
+    rows += time_cut(CUT_IMPLEMENTATIONS if jax.default_backend() == "gpu" else CUT_IMPLEMENTATIONS[:1])
     if args.json:
         args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 

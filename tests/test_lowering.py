@@ -58,18 +58,21 @@ def test_kernels_compile_without_spilling(verifier, shaped, tmp_path):
             assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_cut_compiles_without_spilling(dtype, tmp_path):
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(128256, jnp.float32), (2**19, jnp.bfloat16)])
+def test_cut_compiles_without_spilling(vocab_size, dtype, tmp_path):
     pytest.importorskip("triton")
     fields = {name: jax.ShapeDtypeStruct((4, 6), jnp.float32) for name in ("temperature", "top_p", "min_p")}
     fields["top_k"] = jax.ShapeDtypeStruct((4, 6), jnp.int32)
-    for vocab_size in (128256, 2**19):
-        kernels = triton_kernels(
-            lambda logits, fields: min_logit(logits, **fields),
-            jax.ShapeDtypeStruct((4, 6, vocab_size), dtype),
-            fields,
-        )
-        assert [kernel.name for kernel in kernels] == ["_block_kernel", "_candidate_kernel", "_row_kernel"]
-        for kernel in kernels:
-            resources = compile_for_sm90(kernel, tmp_path)
-            assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, resources)
+    logits = jax.ShapeDtypeStruct((4, 6, vocab_size), dtype)
+    kernels = triton_kernels(lambda logits, fields: min_logit(logits, **fields), logits, fields)
+    assert [kernel.name for kernel in kernels] == ["_block_kernel", "_candidate_kernel", "_row_kernel"]
+    for kernel in kernels:
+        resources = compile_for_sm90(kernel, tmp_path)
+        assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, resources)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_cut_lowers_with_one_field(name):
+    field = {name: jax.ShapeDtypeStruct((6,), jnp.int32 if name == "top_k" else jnp.float32)}
+    logits = jax.ShapeDtypeStruct((6, 32000), jnp.bfloat16)
+    assert len(triton_kernels(lambda logits, field: min_logit(logits, **field), logits, field)) == 3
