@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK_SIZE = 512  # tokens of a block of the vocabulary: draws choose a block first, then a token inside it
+LARGE_READ = 1.2e8  # bytes; 30 microseconds on an H200
 LOG2_E = math.log2(math.e)
 
 
@@ -27,15 +28,20 @@ class Rows(NamedTuple):
     def vocab_size(self) -> int:
         return self.logits.shape[-1]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        return self.logits.shape[:2] if self.rows is None else self.rows.shape
+
     def at(self, sequence: Array, position: Array) -> tuple[Array, ...]:
         """Where a row lies, for `load`."""
         if self.rows is None:
             return sequence, position
         return (plgpu.load(self.rows.at[sequence, position]),)
 
-    def load(self, at: tuple[Array, ...], ids: Array, where: Array | bool = True) -> Array:
-        """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is not."""
-        mask = (ids < self.vocab_size) & where
+    def load(self, at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
+        """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is false."""
+        mask = ids < self.vocab_size if where is None else (ids < self.vocab_size) & where
         logits = plgpu.load(self.logits.at[*at, ids], mask=mask, other=-jnp.inf).astype(jnp.float32)
         if self.min_logit is None:
             return logits
@@ -47,6 +53,22 @@ class Rows(NamedTuple):
         if self.temperature is None:
             return jnp.float32(1)
         return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
+
+
+def is_large_read(rows: Rows, num_rows: int) -> bool:
+    """Whether it pays to read `num_rows` rows a sequence in two parts, the second where it is still needed.
+
+    The second part costs two launches, and saves those rows of the sequences that have rejected a draft.
+    """
+    return rows.shape[0] * num_rows * rows.vocab_size * rows.logits.dtype.itemsize >= LARGE_READ
+
+
+def default_tile_size(num_rows: int, vocab_size: int) -> int:
+    """Tokens a program: many, so that loads are in flight, but few enough that a small batch fills the device."""
+    tile_size = 8192
+    while tile_size > 2048 and num_rows * pl.cdiv(vocab_size, tile_size) < 256:
+        tile_size //= 2
+    return min(tile_size, pl.next_power_of_2(vocab_size))
 
 
 def inverse(temperature: Array) -> Array:
@@ -93,8 +115,14 @@ def call(
     grid: tuple[int, ...],
     num_warps: int,
     interpret: bool,
+    begun: Any = None,
 ) -> Any:
-    """Run `kernel(inputs, outputs)`, both of references, over a grid. Whole arrays in, whole arrays out."""
+    """Run `kernel(inputs, outputs)`, both of references, over a grid. Whole arrays in, whole arrays out.
+
+    With `begun`, which is the last of the inputs, the outputs continue those arrays in place.
+    """
+    num_begun = len(jax.tree.leaves(begun))
+    first_begun = len(jax.tree.leaves(inputs)) - num_begun
     types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
     axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))  # inside shard_map
     out_shape = jax.tree.map(
@@ -105,6 +133,7 @@ def call(
         out_shape=(out_shape,),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        input_output_aliases={first_begun + i: i for i in range(num_begun)},
         interpret=interpret,
     )(inputs)
     return result

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import threefry
-from pallas_kernels.rows import Rows, call, count_drafts, exp, finite, inverse
+from pallas_kernels.rows import Rows, call, count_drafts, default_tile_size, exp, finite, inverse
 
 
 class Statistics(NamedTuple):
@@ -46,9 +46,12 @@ def row_statistics(
     draft: Rows | None,
     *,
     streams: Streams,
+    positions: tuple[int, int] | None = None,
+    begun: Statistics | None = None,
+    num_accepted: Array | None = None,
     entropy: bool = False,
     tile_size: int | None = None,
-    num_warps: int = 8,
+    num_warps: int = 4,
     interpret: bool = False,
 ) -> Statistics:
     """Reduce the rows that drafts stand in.
@@ -60,15 +63,19 @@ def row_statistics(
         target: of K+1 rows a sequence; the last is not read.
         draft: of K rows, or None.
         streams: names of the random streams.
+        positions: the first and the end of the drafts whose rows are reduced; None for all.
+        begun: statistics that hold earlier drafts already, continued in place.
+        num_accepted: [B] int32, with `begun`: sequences that accepted less than all earlier drafts are skipped.
         entropy: fill `weighted`.
         tile_size: tokens a program, a power of two.
     """
     batch_size, num_drafts = tokens.shape
-    num_rows = num_drafts * (1 if draft is None or draft.log_normalizer is not None else 2)
+    first, end = positions or (0, num_drafts)
+    parts = 1 if draft is None or draft.log_normalizer is not None else 2
     if tile_size is None:
-        tile_size = default_tile_size(batch_size * num_rows, target.vocab_size)
+        tile_size = default_tile_size(batch_size * num_drafts * parts, target.vocab_size)
     num_tiles = pl.cdiv(target.vocab_size, tile_size)
-    tiles = jax.ShapeDtypeStruct((batch_size, num_rows, num_tiles), jnp.float32)
+    tiles = jax.ShapeDtypeStruct((batch_size, num_drafts * parts, num_tiles), jnp.float32)
     outputs = Statistics(
         tiles,
         tiles,
@@ -77,62 +84,65 @@ def row_statistics(
         jax.ShapeDtypeStruct((batch_size, num_drafts + 2), jnp.float32),
     )
     return call(
-        partial(_statistics_kernel, streams=streams, tile_size=tile_size),
+        partial(_statistics_kernel, first=first, end=end, streams=streams, tile_size=tile_size),
         outputs,
-        (key_data, tokens, num_tokens, target, draft),
-        grid=(batch_size, num_rows, num_tiles),
+        (key_data, tokens, num_tokens, target, draft, num_accepted, begun),
+        grid=(batch_size, (end - first) * parts, num_tiles),
         num_warps=num_warps,
         interpret=interpret,
+        begun=begun,
     )
 
 
-def default_tile_size(num_rows: int, vocab_size: int) -> int:
-    """Tiles small enough that a small batch still fills the device, large enough that a program has loads in flight."""
-    tile_size = 8192
-    while tile_size > 2048 and num_rows * pl.cdiv(vocab_size, tile_size) < 256:
-        tile_size //= 2
-    return min(tile_size, pl.next_power_of_2(vocab_size))
-
-
-def _statistics_kernel(inputs, out: Statistics, *, streams: Streams, tile_size: int):
-    key_data, tokens, num_tokens, target, draft = inputs
+def _statistics_kernel(inputs, out: Statistics, *, first: int, end: int, streams: Streams, tile_size: int):
+    key_data, tokens, num_tokens, target, draft, num_accepted, _ = inputs
     num_drafts = tokens.shape[1]
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
-    is_target = row < num_drafts
-    position = jnp.where(is_target, row, row - num_drafts)
-    is_draft = position < count_drafts(tokens, num_tokens, sequence)
+    is_target = row < end - first
+    position = first + jnp.where(is_target, row, row - (end - first))
+    is_needed = position < count_drafts(tokens, num_tokens, sequence)
+    if num_accepted is not None:
+        is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
     token = plgpu.load(tokens.at[sequence, position])
+    # Dense rows are read before it is known whether they are needed: that is a load sooner.
+    may_read = is_needed if num_accepted is not None else None
 
-    @pl.when(is_draft & is_target)
+    @pl.when(is_target)
     def _():
-        _reduce_tile(target, sequence, position, row, tile, token, out, tile_size)
+        _reduce_tile(target, sequence, position, position, tile, token, is_needed, may_read, out, tile_size)
 
-    if draft is not None and out.top.shape[1] > num_drafts:
+    if draft is not None and draft.log_normalizer is None:
 
-        @pl.when(is_draft & ~is_target & (draft.load_temperature(sequence) > 0))
+        @pl.when(~is_target & (draft.load_temperature(sequence) > 0))
         def _():
-            _reduce_tile(draft, sequence, position, row, tile, token, out, tile_size)
+            row = num_drafts + position
+            _reduce_tile(draft, sequence, position, row, tile, token, is_needed, may_read, out, tile_size)
 
     @pl.when((tile == 0) & is_target)
     def _():
-        plgpu.store(out.token.at[sequence, row], target.load(target.at(sequence, position), token, is_draft))
+        logit = target.load(target.at(sequence, position), token, is_needed)
+        plgpu.store(out.token.at[sequence, position], logit)
         if draft is not None:
-            logit = draft.load(draft.at(sequence, position), token, is_draft)
-            plgpu.store(out.token.at[sequence, num_drafts + row], logit)
+            logit = draft.load(draft.at(sequence, position), token, is_needed)
+            plgpu.store(out.token.at[sequence, num_drafts + position], logit)
         key = threefry.load_key(key_data, sequence, 0)
         # The two uniforms of the residual are drawn with the first draft's.
         lane = jax.lax.iota(jnp.int32, 4)
-        data = jnp.where(lane == 0, row * streams.stride + streams.accept, streams.residual)
+        data = jnp.where(lane == 0, position * streams.stride + streams.accept, streams.residual)
         uniforms = threefry.uniform(threefry.fold_in(key, data), jnp.maximum(lane - 1, 0))
-        index = jnp.where(lane == 0, row, num_drafts + lane - 1)
-        plgpu.store(out.uniforms.at[sequence, index], uniforms, mask=(lane == 0) | ((row == 0) & (lane < 3)))
+        index = jnp.where(lane == 0, position, num_drafts + lane - 1)
+        plgpu.store(out.uniforms.at[sequence, index], uniforms, mask=(lane == 0) | ((position == 0) & (lane < 3)))
 
 
-def _reduce_tile(rows: Rows, sequence, position, row, tile, token, out: Statistics, tile_size: int):
+def _reduce_tile(rows: Rows, sequence, position, row, tile, token, is_needed, may_read, out: Statistics, tile_size):
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
     at = rows.at(sequence, position)
+    logits = rows.load(at, ids, is_needed if rows.rows is not None else may_read)
+    pl.when(is_needed)(lambda: _store_tile(rows, sequence, at, row, tile, token, ids, logits, out))
+
+
+def _store_tile(rows: Rows, sequence, at, row, tile, token, ids, logits, out: Statistics):
     temperature = rows.load_temperature(sequence)
-    logits = rows.load(at, ids)
     top = jnp.max(logits)
     distance = logits - finite(top)
     weights = exp(distance, inverse(temperature))

@@ -1,135 +1,120 @@
-"""Device time of verification on this machine's accelerator.
+"""Device time of verification on this machine's accelerator, by XLA and by the Pallas kernels.
 
     python scripts/bench_verify.py
-    python scripts/bench_verify.py --batches 8 --num-drafts 7
+    python scripts/bench_verify.py --vocabs 32000 128256 151936 --num-drafts 1 3 5 8
+    python scripts/bench_verify.py --batches 8 --num-drafts 7 --dtypes float32
 
-print the tables of the README. One verification is timed as the slope of a loop on the device: the time of LONG
-iterations less that of SHORT ones, so that neither dispatch nor the loop's start counts. A barrier keeps what does not
-change from being hoisted out of the loop. Floor: each target row and one draft row a sequence read once.
+print the tables of the README. Floor: each target row and, under sampled drafts, one draft row a sequence read once;
+the proposer reports the log-normaliser of what it drew from.
 """
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from timing import device_seconds
 
 from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
-VOCAB, CUT_ROWS = 128256, 384
-CUT_IMPLEMENTATIONS = ("xla", "pallas")
-SHORT, LONG, REPEATS = 10, 60, 7
+CUT_ROWS = 384
+LIMITS = {
+    "cut, top-k 50 and top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "cut, top-p 0.9 of a flat law": {"top_p": 0.9},  # a quarter of the vocabulary
+}
 PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
-CASES = {  # verifier, drafts
-    "rejection": ("rejection", "sampled"),
-    "block": ("block", "sampled"),
-    "match, or deterministic drafts": ("match", "deterministic"),
-    "typical": ("typical", "deterministic"),
-    "synthetic": ("synthetic", "sampled"),
+CASES = {  # label: verifier, drafts, temperature
+    "rejection": ("rejection", "sampled", None),
+    "rejection, temperature 0.8": ("rejection", "sampled", 0.8),
+    "block": ("block", "sampled", None),
+    "match, or deterministic drafts": ("match", "deterministic", None),
+    "typical": ("typical", "deterministic", None),
+    "synthetic": ("synthetic", "sampled", None),
 }
 
 
-def device_seconds(function, keys, *arguments) -> float:
-    """Time of one `function(keys, *arguments)` inside a loop on the device."""
-
-    @partial(jax.jit, static_argnames="iterations")
-    def loop(iterations, keys, arguments):
-        def body(i, carry):
-            total, arguments = carry
-            arguments = jax.lax.optimization_barrier(arguments)
-            step_keys = jax.vmap(jax.random.fold_in)(keys, jnp.full(len(keys), i))
-            return total + function(step_keys, *arguments), arguments
-
-        shape = jax.eval_shape(function, keys, *arguments)
-        return jax.lax.fori_loop(0, iterations, body, (jnp.zeros(shape.shape, shape.dtype), arguments))[0]
-
-    medians = []
-    for iterations in (SHORT, LONG):
-        jax.block_until_ready(loop(iterations, keys, arguments))
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            jax.block_until_ready(loop(iterations, keys, arguments))
-            times.append(time.perf_counter() - start)
-        medians.append(statistics.median(times))
-    return (medians[1] - medians[0]) / (LONG - SHORT)
-
-
-def inputs(batch: int, num_drafts: int, dtype, drafts: str) -> tuple[Draft, Categorical]:
+def inputs(batch: int, num_drafts: int, vocab: int, dtype, drafts: str, temperature) -> tuple[Draft, Categorical]:
     """Logits whose drafts are accepted with probability 0.7 or so."""
     keys = jax.random.split(jax.random.key(0), 3)
-    target = 2 * jax.random.normal(keys[0], (batch, num_drafts + 1, VOCAB), dtype)
-    logits = target[:, :num_drafts] + 0.5 * jax.random.normal(keys[1], (batch, num_drafts, VOCAB), dtype)
-    tokens = jnp.argmax(logits + jax.random.gumbel(keys[2], logits.shape, dtype), axis=-1).astype(jnp.int32)
-    return Draft(tokens, Categorical(logits) if drafts == "sampled" else None), Categorical(target)
+    temperature = None if temperature is None else jnp.full(batch, temperature)
+    scale = 1 if temperature is None else 1 / temperature[:, None, None]
+    target = 2 * jax.random.normal(keys[0], (batch, num_drafts + 1, vocab), dtype)
+    logits = target[:, :num_drafts] + 0.5 * jax.random.normal(keys[1], (batch, num_drafts, vocab), dtype)
+    scaled = logits.astype(jnp.float32) * scale
+    tokens = jnp.argmax(scaled + jax.random.gumbel(keys[2], logits.shape), axis=-1).astype(jnp.int32)
+    known = jax.scipy.special.logsumexp(scaled, axis=-1)
+    distribution = Categorical(logits, temperature, None, known) if drafts == "sampled" else None
+    return Draft(tokens, distribution), Categorical(target, temperature)
 
 
-def time_verifiers(batches: list[int], num_drafts: int) -> list[dict]:
-    print("\n| verifier | dtype | " + " | ".join(f"B = {b}" for b in batches), end=" | ")
-    print(f"memory floor as % of the time at B = {batches[-1]} |\n" + "|---" * (len(batches) + 3) + "|")
+def time_verifiers(args: argparse.Namespace, num_drafts: int, vocab: int) -> list[dict]:
+    print(f"\nV = {vocab}, K = {num_drafts}\n\n| verifier | dtype | implementation | ", end="")
+    print(" | ".join(f"B = {b}" for b in args.batches), f"| % of peak bandwidth at B = {args.batches[-1]} |")
+    print("|---" * (len(args.batches) + 4) + "|")
+    make_inputs = jax.jit(inputs, static_argnums=(0, 1, 2, 3, 4, 5))
     rows = []
-    for label, (name, drafts) in CASES.items():
+    for label, (name, drafts, temperature) in CASES.items():
         options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
+        for dtype in args.dtypes:
+            for implementation in args.implementations:
 
-        def verify(keys, draft, target, name=name, options=options):
-            return getattr(verifiers, name)(keys, draft, target, **options).tokens
+                def verify(keys, draft, target, name=name, implementation=implementation, options=options):
+                    return getattr(verifiers, name)(
+                        keys, draft, target, implementation=implementation, **options
+                    ).tokens
 
-        for dtype in (jnp.float32, jnp.bfloat16):
-            times = []
-            for batch in batches:
-                keys = jax.random.split(jax.random.key(1), batch)
-                times.append(device_seconds(verify, keys, *inputs(batch, num_drafts, dtype, drafts)))
-                read = batch * (num_drafts + 1 + (drafts == "sampled")) * VOCAB * jnp.dtype(dtype).itemsize
-                entry = {"verifier": label, "dtype": jnp.dtype(dtype).name, "batch": batch, "num_drafts": num_drafts}
-                rows.append(entry | {"us": times[-1] * 1e6, "floor_bytes": read})
-            cells = " | ".join(f"{t * 1e6:.0f}" for t in times)
-            share = f"{100 * read / PEAK / times[-1]:.0f}" if jax.default_backend() == "gpu" else "-"
-            print(f"| {label} | {jnp.dtype(dtype).name} | {cells} | {share} |", flush=True)
+                cells = []
+                for batch in args.batches:
+                    keys = jax.random.split(jax.random.key(1), batch)
+                    case = make_inputs(batch, num_drafts, vocab, dtype, drafts, temperature)
+                    us = 1e6 * device_seconds(verify, keys, *case)
+                    read = batch * (num_drafts + 1 + (drafts == "sampled")) * vocab * jnp.dtype(dtype).itemsize
+                    row = {"verifier": label, "dtype": dtype, "implementation": implementation, "batch": batch}
+                    rows.append(row | {"num_drafts": num_drafts, "vocab": vocab, "us": us, "floor_bytes": read})
+                    cells.append(f"{us:.3g}")
+                share = f"{100 * read / PEAK / us * 1e6:.0f}" if jax.default_backend() == "gpu" else "-"
+                print(f"| {label} | {dtype} | {implementation} | {' | '.join(cells)} | {share} |", flush=True)
     return rows
 
 
-def time_cut(implementations: Sequence[str] = CUT_IMPLEMENTATIONS) -> list[dict]:
-    """The cut of CUT_ROWS rows; `top-p, flat` keeps 30,000 tokens."""
-    keys = jax.random.split(jax.random.key(1), 1)
-    limits = {
-        "top-k 50 + top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
-        "top-p 0.9, flat": {"temperature": 1.0, "top_p": 0.9},
-    }
+def time_cut(args: argparse.Namespace, vocab: int) -> list[dict]:
     rows = []
-    print(f"\n| [{CUT_ROWS}, {VOCAB}], microseconds | dtype | " + " | ".join(implementations) + " |")
-    print("|---" * (len(implementations) + 2) + "|")
-    for label, fields in limits.items():
-        fields = {name: jnp.full(CUT_ROWS, value) for name, value in fields.items()}
-        for dtype in (jnp.float32, jnp.bfloat16):
-            logits = 2 * jax.random.normal(jax.random.key(0), (CUT_ROWS, VOCAB), dtype)
-            for implementation in implementations:
-
-                def cut(keys, logits, fields, implementation=implementation):
-                    return min_logit(logits, **fields, implementation=implementation)
-
-                entry = {"op": label, "dtype": jnp.dtype(dtype).name, "implementation": implementation}
-                rows.append(entry | {"us": device_seconds(cut, keys, logits, fields) * 1e6})
-            cells = " | ".join(f"{row['us']:.0f}" for row in rows[-len(implementations) :])
-            print(f"| {label} | {jnp.dtype(dtype).name} | {cells} |", flush=True)
+    print(f"\n| [{CUT_ROWS}, {vocab}], microseconds | dtype | " + " | ".join(args.implementations) + " |")
+    print("|---" * (len(args.implementations) + 2) + "|")
+    for label, limits in LIMITS.items():
+        limits = {name: jnp.full(CUT_ROWS, value) for name, value in limits.items()}
+        for dtype in args.dtypes:
+            logits = 2 * jax.random.normal(jax.random.key(0), (CUT_ROWS, vocab), dtype)
+            for implementation in args.implementations:
+                seconds = device_seconds(partial(min_logit, implementation=implementation, **limits), logits)
+                entry = {"op": label, "dtype": dtype, "vocab": vocab, "implementation": implementation}
+                rows.append(entry | {"us": seconds * 1e6})
+            cells = " | ".join(f"{row['us']:.0f}" for row in rows[-len(args.implementations) :])
+            print(f"| {label} | {dtype} | {cells} |", flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--num-drafts", type=int, default=5)
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[5])
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[128256])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--implementations", nargs="+", default=["xla", "pallas"])
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        args.implementations = ["xla"]
     device = jax.devices()[0].device_kind
-    print(f"device {device}, jax {jax.__version__}, V = {VOCAB}, K = {args.num_drafts}; microseconds")
-    rows = time_verifiers(args.batches, args.num_drafts)
-    rows += time_cut(CUT_IMPLEMENTATIONS if jax.default_backend() == "gpu" else CUT_IMPLEMENTATIONS[:1])
+    print(f"device {device}, jax {jax.__version__}; microseconds")
+    rows = []
+    for vocab in args.vocabs:
+        for num_drafts in args.num_drafts:
+            rows += time_verifiers(args, num_drafts, vocab)
+        rows += time_cut(args, vocab)
     if args.json:
         args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 

@@ -14,7 +14,8 @@ import specjax
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specjax.llm import LLM, Metrics, Piece
+    from specjax.llm import LLM
+    from specjax.requests import Metrics, Piece
     from specjax.sampling import SamplingParams
 
 STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # of the kinds of pieces
@@ -64,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="DIR", help="Hugging Face checkpoint of the target; default: a built-in pair"
     )
     generate.add_argument("--draft", metavar="DIR", help="checkpoint of the draft, of the same vocabulary, or ngram")
+    generate.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights"
+    )
+    generate.add_argument("--max-length", type=int, metavar="N", help="most tokens of prompt and output")
+    generate.add_argument("--chat", action="store_true", help="answer the prompt, by the chat template of the model")
     generate.add_argument("--num-draft-tokens", type=int, default=4, metavar="K", help="0: plain decoding; default: 4")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
@@ -94,18 +100,19 @@ def _generate(args: argparse.Namespace) -> int:
 
     from specjax.llm import LLM
 
-    with console.status("loading and compiling") if console else contextlib.nullcontext():
-        llm = LLM(args.model, args.draft, args.num_draft_tokens)
-        if args.compare and not llm.proposer.num_draft_tokens:
-            raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
-        stream = llm.stream(prompt, params)
+    llm = LLM(args.model, args.draft, args.num_draft_tokens, dtype=args.dtype, max_length=args.max_length)
+    if args.compare and not llm.proposer.num_draft_tokens:
+        raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
+    request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
+    with console.status("compiling") if console else contextlib.nullcontext():
+        stream = llm.stream(request, params)
     write = _writer(console, args.json)
     compared, exit_code = None, 0
     try:
         for piece in stream:
             write(piece)
         if args.compare:
-            compared = _compare(llm, prompt, params)
+            compared = _compare(llm, request, params)
     except KeyboardInterrupt:
         exit_code = 130
 
@@ -128,7 +135,12 @@ def _generate(args: argparse.Namespace) -> int:
 def _read_standard_input() -> str:
     if sys.stdin.isatty():
         raise ValueError("PROMPT must be an argument or come from standard input, got neither")
-    return sys.stdin.buffer.read().decode("utf-8")
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        got = f"byte {content[error.start]:#04x} at {error.start}"
+        raise ValueError(f"PROMPT must be UTF-8 on standard input, got {got}") from error
 
 
 def _console() -> "Console":
@@ -146,7 +158,7 @@ def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], An
     return lambda piece: print(piece.text, end="", flush=True)
 
 
-def _compare(llm: "LLM", prompt: str, params: "SamplingParams") -> dict[str, Any]:
+def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> dict[str, Any]:
     """Time the same request with and without drafts, each after a run of its own to warm up."""
     speculative, plain = ([other.generate(prompt, params) for _ in range(2)][1][0] for other in (llm, llm.plain()))
     speed, plain_speed = speculative.metrics.tokens_per_second, plain.metrics.tokens_per_second

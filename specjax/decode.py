@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from specjax import guided, metrics, proposers, scorers, verifiers
+from specjax import guided, log_probs, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
+from specjax.log_probs import LogProbs
 from specjax.prompts import feed
 from specjax.sampling import Sampling, num_generated, process
-from specjax.types import Array, Context, Draft, Model, Proposer, PyTree, Scorer, Verified, Verifier
+from specjax.types import Array, Categorical, Context, Draft, Model, Proposer, PyTree, Scorer, Verified, Verifier
 
 RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # State.finished
 
@@ -29,6 +30,7 @@ class State(NamedTuple):
     keys: Array  # [B] one key a request
     finished: Array  # [B] int32: RUNNING, or why the row ended
     totals: metrics.Totals
+    log_probs: LogProbs | None = None  # slot i [B, L] is of token i of the sequence; None where not asked for
 
 
 class Info(NamedTuple):
@@ -48,8 +50,14 @@ def prefill(
     keys: Array,
     *,
     max_length: int,
+    rows: Array | None = None,
+    num_logprobs: int | None = None,
+    prompt_logprobs: bool = False,
 ) -> State:
     """Feed the prompts to target and proposer.
+
+    Log-probabilities of generated tokens are of the law that they are drawn from, after penalties, masks, temperature
+    and cut; of greedy rows, of that law at temperature 1. Those of the prompt are of the model's own law.
 
     Args:
         model: the target.
@@ -59,25 +67,33 @@ def prefill(
         sampling: of the batch (`sampling.batch`).
         keys: one key a request [B], or one for all [].
         max_length: size of the token buffer, prompt and output.
+        rows: [B] int32, the prompt of each row, where rows share prompts: these are fed once, prompts and lengths have
+            a size of their own, and B is that of sampling. None: one prompt a row.
+        num_logprobs: how many of the most likely tokens `State.log_probs` lists beside the chosen one, static; None
+            collects no log-probabilities.
+        prompt_logprobs: collect them for the prompt too, static.
 
     Returns:
         State. The last prompt token is fed by the first step.
 
     Raises:
         ValueError: for wrong shapes, a buffer smaller than the prompts or larger than the model's limit; and, outside
-            jit, for lengths or token ids out of range.
+            jit, for lengths, token ids or rows out of range.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
-    batch_size, width = prompts.shape
-    if lengths.shape != (batch_size,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths must be int32 of shape [B] = ({batch_size},), got {lengths.dtype} {lengths.shape}")
+    num_prompts, width = prompts.shape
+    if lengths.shape != (num_prompts,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be int32 of shape [B] = ({num_prompts},), got {lengths.dtype} {lengths.shape}")
     if not 1 <= width <= max_length:
         raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
     if model.max_length is not None and max_length > model.max_length:
         raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
+    if prompt_logprobs and num_logprobs is None:
+        raise ValueError("prompt_logprobs must be False where num_logprobs is None, got True")
     _check_prompts(prompts, lengths, model.vocab_size)
+    batch_size = num_prompts if rows is None else _checked_rows(rows, num_prompts)
     if sampling.max_tokens.shape != (batch_size,):
         raise ValueError(f"sampling must be of {batch_size} rows, got max_tokens {sampling.max_tokens.shape}")
     streams.check(keys)
@@ -88,11 +104,15 @@ def prefill(
     proposer = proposer or proposers.none()
 
     lengths = jnp.array(lengths, jnp.int32)
-    active = jnp.ones(batch_size, bool)
-    prompt = Context(prompts.astype(jnp.int32), lengths, active, lengths)
-    cache = feed(model, prompt, model.init_cache(batch_size, max_length))
-    proposer_state = proposer.prefill(prompt, None, proposer.init(batch_size, max_length))
-    tokens = jnp.zeros((batch_size, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
+    prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(num_prompts, bool), lengths)
+    buffer = None if num_logprobs is None else log_probs.zeros(num_prompts, max_length, num_logprobs)
+    cache, filled = feed(model, prompt, model.init_cache(num_prompts, max_length), buffer if prompt_logprobs else None)
+    proposer_state = proposer.prefill(prompt, None, proposer.init(num_prompts, max_length))
+    tokens = jnp.zeros((num_prompts, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
+    fed = tokens, lengths, cache, proposer_state, filled if prompt_logprobs else buffer
+    if rows is not None:
+        fed = jax.tree.map(lambda x: x[jnp.asarray(rows)], fed)
+    tokens, lengths, cache, proposer_state, buffer = fed
     full = lengths >= max_length
     guided_state = None if sampling.guide is None else jnp.copy(sampling.guide.initial)
     return State(  # no array twice: the state is donated
@@ -103,7 +123,17 @@ def prefill(
         keys=keys,
         finished=jnp.where(full, BUFFER_FULL, RUNNING).astype(jnp.int32),
         totals=metrics.zeros(batch_size, proposer.num_draft_tokens),
+        log_probs=buffer,
     )
+
+
+def _checked_rows(rows: Array, num_prompts: int) -> int:
+    """The number of rows; ValueError where they do not name prompts."""
+    if jnp.ndim(rows) != 1 or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
+        raise ValueError(f"rows must be int32 [B], got {jnp.result_type(rows)} {jnp.shape(rows)}")
+    if not isinstance(rows, jax.core.Tracer) and not np.all((np.asarray(rows) >= 0) & (np.asarray(rows) < num_prompts)):
+        raise ValueError(f"rows must be in [0, {num_prompts}), the number of prompts, got {np.asarray(rows).tolist()}")
+    return len(rows)
 
 
 def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
@@ -150,8 +180,26 @@ def step(
         new_context.length - context.length,
         context.active,
     )
-    state = state._replace(context=new_context, cache=cache, proposer=proposer_state, finished=finished, totals=totals)
+    buffer = state.log_probs
+    if buffer is not None:
+        slots = context.length[:, None] + jnp.arange(tokens.shape[1])[None]
+        buffer = log_probs.record(buffer, slots, tokens, _reported(target))
+    state = state._replace(
+        context=new_context,
+        cache=cache,
+        proposer=proposer_state,
+        finished=finished,
+        totals=totals,
+        log_probs=buffer,
+    )
     return state, Info(tokens, num_drafts, verified.num_accepted)
+
+
+def _reported(target: Categorical) -> Categorical:
+    """The law that log-probabilities are of: greedy rows at temperature 1."""
+    if target.temperature is None:
+        return target
+    return target._replace(temperature=jnp.where(target.temperature > 0, target.temperature, 1))
 
 
 def _num_drafts(draft: Draft, active: Array) -> Array:

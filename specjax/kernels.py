@@ -10,16 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.accept import Evidence, accept, accept_ratio
 from pallas_kernels.pick import pick
-from pallas_kernels.residual import Evidence, accept_ratio, residual_masses
-from pallas_kernels.rows import Rows
+from pallas_kernels.residual import residual_masses
+from pallas_kernels.rows import Rows, is_large_read
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import Streams, row_statistics
 from specjax import distributions
 from specjax import keys as streams
 from specjax.types import Array, Categorical, Draft, Verified
 
-_STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
+STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
 SMALL_VOCAB = 2048  # below it a few fused operations do as well
 MAX_DRAFT_TOKENS = 64  # all of them are lanes of one program
 _SUPPORTED = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -68,7 +69,7 @@ def by_residual(
     draft: Draft,
     target: Categorical,
     *,
-    accept: Callable[[Evidence, Any], Array] | None,
+    rule: Callable[[Evidence, Any], Array] | None,
     options: Any = None,
     entropy: bool = False,
     recover_best: bool = False,
@@ -76,37 +77,37 @@ def by_residual(
     log_probs: bool,
     interpret: bool,
 ) -> Verified:
-    """The kernels of rules that accept by probability and recover from the residual; `accept` None is block's."""
+    """The kernels of rules that accept by probability and recover from the residual; `rule` None is block's."""
     if draft.tokens.shape[1] == 0:
         no_draft = Draft(jnp.full((draft.tokens.shape[0], 1), -1, jnp.int32))
         options = {"options": options, "entropy": entropy, "recover_best": recover_best, "bonus_tokens": bonus_tokens}
         verified = by_residual(
-            keys, no_draft, target, accept=accept_ratio, log_probs=log_probs, interpret=interpret, **options
+            keys, no_draft, target, rule=accept_ratio, log_probs=log_probs, interpret=interpret, **options
         )
         return jax.tree.map(lambda field: field[:, :1] if field.ndim == 2 else field, verified)
     target_rows = _rows(target._replace(log_normalizer=None))
     draft_rows = None if draft.distribution is None else _rows(draft.distribution)
     tokens, num_tokens = draft.tokens.astype(jnp.int32), draft.num_tokens
-    statistics = row_statistics(
-        jax.random.key_data(keys),
-        tokens,
-        num_tokens,
-        target_rows,
-        draft_rows,
-        streams=_STREAMS,
-        entropy=entropy,
-        interpret=interpret,
-    )
+    statistics = decision = None
+    for positions in _waves(target_rows, tokens.shape[1]) if rule else [None]:
+        statistics = row_statistics(
+            jax.random.key_data(keys),
+            tokens,
+            num_tokens,
+            target_rows,
+            draft_rows,
+            streams=STREAMS,
+            positions=positions,
+            begun=statistics,
+            num_accepted=None if decision is None else decision.num_accepted,
+            entropy=entropy,
+            interpret=interpret,
+        )
+        decision = accept(
+            tokens, num_tokens, target_rows, draft_rows, statistics, options, rule=rule, interpret=interpret
+        )
     residuals = residual_masses(
-        tokens,
-        num_tokens,
-        target_rows,
-        draft_rows,
-        statistics,
-        options,
-        accept=accept,
-        recover_best=recover_best,
-        interpret=interpret,
+        tokens, target_rows, draft_rows, decision, recover_best=recover_best, interpret=interpret
     )
     return Verified(
         *pick(
@@ -114,6 +115,7 @@ def by_residual(
             target_rows,
             draft_rows,
             statistics,
+            decision,
             residuals,
             bonus_tokens,
             recover_best=recover_best,
@@ -123,8 +125,15 @@ def by_residual(
     )
 
 
+def _waves(target: Rows, num_draft_tokens: int) -> list[tuple[int, int]]:
+    """Parts of the drafts that are read one after the other, the later only where all before are accepted."""
+    if num_draft_tokens > 2 and is_large_read(target, num_draft_tokens):
+        return [(0, 2), (2, num_draft_tokens)]
+    return [(0, num_draft_tokens)]
+
+
 def by_draft(
-    keys: Array, draft: Draft, target: Categorical, *, accept: Callable[[Evidence, Any], Array] | None, **options: Any
+    keys: Array, draft: Draft, target: Categorical, *, rule: Callable[[Evidence, Any], Array] | None, **options: Any
 ) -> Verified:
     """`by_residual` where drafts were sampled, `by_sample` where they are deterministic."""
     num_draft_tokens = draft.tokens.shape[1]
@@ -132,11 +141,11 @@ def by_draft(
         return by_sample(keys, draft, target, **options)
     if num_draft_tokens > 0 and draft.distribution is None:
         return by_sample(keys, draft, target, **options)
-    return by_residual(keys, draft, target, accept=accept, **options)
+    return by_residual(keys, draft, target, rule=rule, **options)
 
 
-rejection = partial(by_draft, accept=accept_ratio)
-block = partial(by_draft, accept=None)
+rejection = partial(by_draft, rule=accept_ratio)
+block = partial(by_draft, rule=None)
 
 
 def _rows(distribution: Categorical) -> Rows:

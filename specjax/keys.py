@@ -39,6 +39,15 @@ def positions(request_keys: Array, lengths: Array, num_draft_tokens: int) -> Arr
     return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1)[None])
 
 
+def samples(request_keys: Array, index: Array) -> Array:
+    """The keys [B] of sample `index` [B] of each request: sample 0 has the request's own.
+
+    The others are named by numbers that no position has, so that they share no stream with it.
+    """
+    index = jnp.asarray(index, jnp.uint32)
+    return jnp.where(index == 0, request_keys, fold(request_keys, index + jnp.uint32(1 << 31)))
+
+
 def of_step(keys: Array, batch_size: int, num_draft_tokens: int) -> Array:
     """The keys [B, K+1] of a step: from one key [], one fresh key a row [B], or already by position [B, K+1].
 

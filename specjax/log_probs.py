@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and of the most likely tokens, for callers that report them."""
+"""Log-probabilities of chosen and of the most likely tokens, and the buffers that decoding collects them in."""
 
 from typing import NamedTuple
 
@@ -9,25 +9,25 @@ from specjax import distributions
 from specjax.types import Array, Categorical
 from specjax.verifiers import core as common
 
-__all__ = ["LogProbs", "logprobs"]
+__all__ = ["LogProbs", "logprobs", "record", "zeros"]
 
 
 class LogProbs(NamedTuple):
     """Log-probabilities of chosen tokens, and the n most likely tokens of each row."""
 
     chosen: Array  # [B, T] float32; 0 where the token is -1
-    rank: Array  # [B, T] int32, 1 for the most likely token; 0 where the token is -1
+    rank: Array | None  # [B, T] int32, 1 for the most likely token; 0 where the token is -1; None in a buffer
     top_ids: Array  # [B, T, n] int32, the most likely first, the lower id first where two tie
     top: Array  # [B, T, n] float32
 
 
-def logprobs(logits: Array, tokens: Array, n: int = 0) -> LogProbs:
+def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs:
     """Compute log-probabilities of chosen tokens, and the n most likely tokens of each row.
 
-    They are of the logits as given: raw ones from a model's output, processed ones after `sampling.process`.
+    They are of what is given: logits of a model's output, or the distributions that `sampling.process` makes of them.
 
     Args:
-        logits: [B, T, V] float32 or bfloat16; -inf excludes a token.
+        logits: [B, T, V] float32 or bfloat16, -inf excludes a token; or a Categorical.
         tokens: [B, T] int32, such as `Verified.tokens`; -1 for none.
         n: how many of the most likely tokens to list, static.
 
@@ -47,14 +47,18 @@ def logprobs(logits: Array, tokens: Array, n: int = 0) -> LogProbs:
         Array([[[0, 2],
                 [2, 0]]], dtype=int32)
     """
-    common.check_array("logits", logits, "[B, T, V]", (None, None, None), jnp.floating)
-    common.check_array("tokens", tokens, "[B, T]", logits.shape[:2], jnp.integer)
-    if not 0 <= n <= logits.shape[-1]:
-        raise ValueError(f"n must be in [0, V = {logits.shape[-1]}], got {n}")
-    law = distributions.normalize(Categorical(logits))
-    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
-    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
-    top_ids = jax.lax.top_k(logits, n)[1]
+    if not isinstance(logits, Categorical):
+        common.check_array("logits", logits, "[B, T, V]", (None, None, None), jnp.floating)
+    target = distributions.as_categorical(logits)
+    *rows, vocab_size = distributions.shape_of(target)
+    common.check_array("tokens", tokens, "[B, T]", tuple(rows), jnp.integer)
+    if not 0 <= n <= vocab_size:
+        raise ValueError(f"n must be in [0, V = {vocab_size}], got {n}")
+    law = distributions.normalize(target)
+    kept = distributions.kept_logits(target)
+    chosen = jnp.take_along_axis(kept, jnp.maximum(tokens, 0)[..., None], axis=-1)
+    rank = 1 + jnp.sum(kept > chosen, axis=-1, dtype=jnp.int32)
+    top_ids = jax.lax.top_k(kept, n)[1]
     has_token = tokens >= 0
     return LogProbs(
         chosen=jnp.where(has_token, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32),
@@ -62,3 +66,27 @@ def logprobs(logits: Array, tokens: Array, n: int = 0) -> LogProbs:
         top_ids=top_ids,
         top=distributions.log_probs(law, top_ids).astype(jnp.float32),
     )
+
+
+def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
+    """Make a buffer for the tokens of B sequences of at most L tokens: fields [B, L] and [B, L, n], no ranks."""
+    shape = batch_size, max_length
+    return LogProbs(jnp.zeros(shape), None, jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
+
+
+def record(buffer: LogProbs, slots: Array, tokens: Array, target: Categorical | Array) -> LogProbs:
+    """Write the log-probabilities of tokens to a buffer.
+
+    Args:
+        buffer: made by `zeros`.
+        slots: [B, T] int32, where in the sequence each token stands; not read where the token is -1.
+        tokens: [B, T] int32, -1 for none.
+        target: the law of each token, Categorical or logits [B, T, V].
+
+    Returns:
+        The new buffer.
+    """
+    size, n = buffer.top.shape[1:]
+    entries = logprobs(target, tokens, n)._replace(rank=None)
+    at = jnp.arange(tokens.shape[0])[:, None], jnp.where(tokens >= 0, slots, size)
+    return jax.tree.map(lambda array, entry: array.at[at].set(entry, mode="drop"), buffer, entries)

@@ -3,34 +3,45 @@
 import jax
 import jax.numpy as jnp
 
+from specjax.log_probs import LogProbs, record
 from specjax.types import Context, Model, ModelInput, PyTree
 
 CHUNK = 256  # tokens a call
 
 
-def feed(model: Model, context: Context, cache: PyTree) -> PyTree:
-    """Write the prompts of `context` to the cache, in calls of one static size; their logits are not used.
+def feed(
+    model: Model, context: Context, cache: PyTree, log_probs: LogProbs | None = None
+) -> tuple[PyTree, LogProbs | None]:
+    """Write the prompts of `context` to the cache, in calls of one static size.
+
+    Their logits are used for log-probabilities alone, where these are asked for.
 
     Args:
         model: whose cache is filled.
         context: tokens [B, P] are the right-padded prompts, length [B] theirs.
         cache: of the model, for this batch.
+        log_probs: buffer for those of the prompt under the model, its slot i for token i; slot 0 stays as it is.
 
     Returns:
-        The cache; slots from each row's length on hold padding, which no query sees before it is overwritten.
+        The cache, whose slots from each row's length on hold padding that no query sees before it is overwritten, and
+        the buffer.
     """
     batch_size, width = context.tokens.shape
     chunk = min(CHUNK, width)
-    tokens = jnp.where(jnp.arange(width)[None] < context.length[:, None], context.tokens, 0)
-    tokens = jnp.pad(tokens, ((0, 0), (0, -width % chunk)))
+    tokens = jnp.where(jnp.arange(width)[None] < context.length[:, None], context.tokens, -1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 1 + -width % chunk)), constant_values=-1)
 
-    def body(index, cache):
+    def body(index, carry):
+        cache, log_probs = carry
         start = index * chunk
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (batch_size, chunk))
-        chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        return model.apply(model.params, ModelInput(chunk_tokens, positions), cache)[1]
+        fed, following = (jax.lax.dynamic_slice_in_dim(tokens, start + i, chunk, axis=1) for i in range(2))
+        output, cache = model.apply(model.params, ModelInput(jnp.maximum(fed, 0), positions), cache)
+        if log_probs is not None:
+            log_probs = record(log_probs, positions + 1, following, output.logits)
+        return cache, log_probs
 
     if width <= chunk:
-        return body(0, cache)
+        return body(0, (cache, log_probs))
     num_chunks = (jnp.max(context.length, initial=0) + chunk - 1) // chunk
-    return jax.lax.fori_loop(0, num_chunks, body, cache)
+    return jax.lax.fori_loop(0, num_chunks, body, (cache, log_probs))

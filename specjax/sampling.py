@@ -22,30 +22,22 @@ from specjax.types import Array, Categorical, Context
 
 LogitsProcessor = Callable[[Array, Context], Array]
 
-_NOT_SUPPORTED = (
-    "n",
-    "best_of",
-    "logprobs",
-    "prompt_logprobs",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-)
-
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks for. Every value is checked; a field that is not honoured yet raises, it is never ignored.
+    """What one request asks for. Every value is checked, and every field honoured while speculating.
 
     Args:
+        n: number of completions, ranked by the sum of their tokens' log-probabilities, the best first.
+        best_of: number of completions to generate, of which the best n are returned; None is n. They share one pass
+            over the prompt. At temperature 0, where all are the same, n and best_of must be 1.
         temperature: float >= 0; 0 is greedy.
         top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept.
         top_p: probability mass to keep, in (0, 1].
         min_p: least probability to keep, relative to the most likely token's, in [0, 1].
         seed: integer that fixes the request's random numbers; None takes them from the call.
-        stop: strings that end the text; the text does not contain them.
+        stop: strings that end the text, which they are not part of.
+        include_stop_str_in_output: make the stop string that ended the text a part of it.
         stop_token_ids: token ids that end the text.
         max_tokens: most tokens to generate.
         min_tokens: tokens to generate before a stop token may come, unless nothing else is allowed: a complete grammar
@@ -65,14 +57,19 @@ class SamplingParams:
             Functions that compare equal share a compilation; arrays bound by `jax.tree_util.Partial` may change
             without a new one.
         guided_decoding: a `specjax.guided.Grammar`, which the generated text follows.
-        n, best_of, logprobs, prompt_logprobs, detokenize, skip_special_tokens, spaces_between_special_tokens,
-            include_stop_str_in_output, truncate_prompt_tokens: not supported; any value but the default raises.
+        logprobs: how many of the most likely tokens to list with their log-probabilities at every generated token,
+            beside the token itself; None is no log-probabilities. They are of the law that the token was drawn from,
+            after all that these parameters do to it; at temperature 0, of that law at temperature 1.
+        prompt_logprobs: the same for the tokens of the prompt, under the model's own law.
+        detokenize: make text; without it there are token ids alone, and no stop strings.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: set those that are not left out apart by spaces.
+        truncate_prompt_tokens: use the last so many tokens of the prompt; None is all.
 
     What the fields of a request forbid together must leave a token: where all are forbidden, any token may come.
 
     Raises:
         ValueError: for a value outside its range.
-        NotImplementedError: for a field that is not supported.
     """
 
     temperature: float = 1.0
@@ -161,10 +158,26 @@ class SamplingParams:
             "None or a specjax.guided.Grammar, as of guided.from_regex",
             self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
         )
-        for name in _NOT_SUPPORTED:
-            value, default = getattr(self, name), getattr(SamplingParams, name)
-            if value != default:
-                raise NotImplementedError(f"{name} is not supported yet: it must be {default}, got {value!r}")
+        require("n", ">= 1", _is_int(self.n) and self.n >= 1)
+        is_best_of = self.best_of is None or (_is_int(self.best_of) and self.best_of >= self.n)
+        require("best_of", f"None or >= n = {self.n}", is_best_of)
+        for name in ("n", "best_of"):
+            is_one = getattr(self, name) in (None, 1)
+            require(name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(name, "None or >= 0", value is None or (_is_int(value) and value >= 0))
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
+        require("stop", "empty where detokenize is False", self.detokenize or not stop)
+        truncated = self.truncate_prompt_tokens
+        require("truncate_prompt_tokens", "None or >= 1", truncated is None or (_is_int(truncated) and truncated >= 1))
         for name, value in (
             ("stop", stop),
             ("stop_token_ids", stop_token_ids),
@@ -174,6 +187,11 @@ class SamplingParams:
             ("logits_processors", processors),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def num_samples(self) -> int:
+        """Completions to generate."""
+        return self.n if self.best_of is None else self.best_of
 
 
 class Sampling(NamedTuple):
@@ -234,6 +252,10 @@ def batch(
         for ids in rows:
             if vocab_size is not None and any(t >= vocab_size for t in ids):
                 raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
+    for name in ("logprobs", "prompt_logprobs"):
+        most = max((getattr(p, name) or 0 for p in params), default=0)
+        if vocab_size is not None and most > vocab_size:
+            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
 
     def column(name: str, dtype: type, unused: float) -> Array | None:
         values = [getattr(p, name) for p in params]

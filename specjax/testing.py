@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, distributions
+from specjax import decode, distributions, verifiers
 from specjax import keys as streams
 from specjax.distributions import Residual
 from specjax.sampling import Sampling
-from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
+from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, ModelOutput, Proposer, PyTree, Verified
 from specjax.verifiers.core import canonical
 
 Table = np.ndarray  # level i of a conditional table: [V] * i + [V], the law of token i + 1 given the first i
@@ -386,6 +386,35 @@ def assert_lossless(
             for start, value in enumerate((1.7, 0.5)):
                 law = probabilities(np.log(target), value)
                 _assert_sampled_law(f"{name} at temperature {value} among others", tokens[start::2], law)
+
+
+def assert_proposer_lossless(
+    proposer: Proposer, target: Array | None = None, *, num_samples: int = 200_000, num_tokens: int = 6
+) -> None:
+    """Raise AssertionError unless decoding with a proposer follows the target's law, under every lossless verifier.
+
+    By chi-square, over several steps of the public loop from token 0. What it finds: drafts that were not drawn from
+    the distribution they report, noise that verification meets again, and rows cut after a look at what is cut off.
+
+    Args:
+        proposer: of the vocabulary of `target`.
+        target: logits [V, V] of a bigram target, V small; None is one of 8 tokens.
+        num_samples: sequences.
+        num_tokens: of each.
+
+    Raises:
+        AssertionError: says under which verifier, by how much, and at which tokens the laws differ most.
+
+    Example:
+        >>> from specjax import proposers
+        >>> assert_proposer_lossless(proposers.ngram(3), num_samples=10_000)
+    """
+    if target is None:
+        target = jax.random.normal(jax.random.key(0), (8, 8))
+    law = probabilities(np.asarray(target))
+    for verifier in (verifiers.rejection, verifiers.block, verifiers.match):
+        tokens = sampled_tokens(verifier, target, proposer, num_samples=num_samples, num_tokens=num_tokens)
+        _assert_sampled_law(verifier.__name__, tokens, law)
 
 
 def _first_token(keys: Array, distribution: Categorical) -> tuple[Array, None]:

@@ -104,8 +104,9 @@ class Model:
 class Proposer(Protocol):
     """Makes drafts. A pytree dataclass: weights are leaves, options static; all methods pure.
 
-    `prefill` sees a context that holds the prompts alone; `update` the context that the drafts were made for, before
-    the verified tokens are committed.
+    Every leaf of the state has the batch as its leading axis. `prefill` sees a context that holds the prompts alone;
+    `update` the context that the drafts were made for, before the verified tokens are committed. Its `num_accepted` is
+    0 where a row had no drafts of this proposer.
     """
 
     num_draft_tokens: int  # K, the width of every draft

@@ -35,19 +35,21 @@ def triton_kernels(function: Callable, *arguments) -> list[Kernel]:
 
 
 def _kernels_in(operation) -> Iterator[Kernel]:
-    if operation.name == "stablehlo.custom_call":
-        if ir.StringAttr(operation.attributes["call_target_name"]).value == "__gpu$xla.gpu.triton":
-            config = operation.attributes["mhlo.backend_config"]
-            with _new_ir_context():
-                text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
-            warps, stages, *grid = (
-                ir.IntegerAttr(config[name]).value for name in ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
-            )
-            yield Kernel(ir.StringAttr(config["name"]).value, text, warps, stages, tuple(grid))
+    if operation.name == "stablehlo.custom_call" and _target(operation) == "__gpu$xla.gpu.triton":
+        config = operation.attributes["mhlo.backend_config"]
+        with _new_ir_context():
+            text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+        names = ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
+        warps, stages, *grid = (ir.IntegerAttr(config[name]).value for name in names)
+        yield Kernel(ir.StringAttr(config["name"]).value, text, warps, stages, tuple(grid))
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
                 yield from _kernels_in(inner.operation)
+
+
+def _target(operation) -> str:
+    return ir.StringAttr(operation.attributes["call_target_name"]).value
 
 
 def compile_for_sm90(kernel: Kernel, directory: Path) -> Resources:

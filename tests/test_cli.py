@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
-from specjax import decode
+from specjax import LLM, SamplingParams, decode
 from specjax.cli import _compare, main
 
 PROMPT, TEXT = SENTENCE[0], SENTENCE[1:]
@@ -71,6 +72,20 @@ class TestText:
         out, err = capsys.readouterr()
         assert out == TEXT + "\n"
         assert "no drafts" in err
+
+    def test_chat(self, model, tmp_path, capsys):
+        pytest.importorskip("jinja2")
+        directory = shutil.copytree(model, tmp_path / "model")
+        template = "<s>{{ messages[0].role[4:] + messages[0].content }}{% if add_generation_prompt %}東{% endif %}"
+        (directory / "chat_template.jinja").write_text(template)
+        assert main(["generate", "go", "--model", str(directory), "--chat", "--max-length", "64"]) == 0
+        assert capsys.readouterr().out == TEXT.removeprefix("o東") + "\n"
+        result = LLM(directory).chat([{"role": "user", "content": "go"}], SamplingParams(temperature=0))
+        assert result.text == TEXT.removeprefix("o東")
+
+    def test_dtype(self, model, capsys):
+        assert main(["generate", PROMPT, "--model", model, "--dtype", "bfloat16"]) == 0
+        assert capsys.readouterr().out == TEXT + "\n"
 
     def test_interrupted(self, generate, monkeypatch):
         interrupt_after(monkeypatch, calls=3)
@@ -136,6 +151,7 @@ class TestErrors:
             (["--stop", ""], "stop must be made of non-empty strings"),
             (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
             (["--num-draft-tokens", "0", "--compare"], "--compare needs drafts"),
+            (["--max-length", "500"], "max_length must be in [2, 192], the model's limit, got 500"),
             (["--num-draft-tokens", "-2"], "num_draft_tokens must be an integer >= 0, got -2"),
         ],
     )
@@ -145,7 +161,10 @@ class TestErrors:
         assert err.startswith(f"specjax: error: {message}")
         assert err.count("\n") == 1
 
-    @pytest.mark.parametrize("arguments", [["generate", "--top-k", "x"], ["nonsense"], [], ["generate", "a", "b"]])
+    @pytest.mark.parametrize(
+        "arguments",
+        [["generate", "--top-k", "x"], ["generate", "--dtype", "int8"], ["nonsense"], [], ["generate", "a", "b"]],
+    )
     def test_usage(self, arguments, capsys):
         with pytest.raises(SystemExit) as error:
             main(arguments)
@@ -163,10 +182,9 @@ class TestErrors:
         )
 
     def test_prompt_is_not_text(self, generate, monkeypatch):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-        exit_code, _, err = generate()
-        assert exit_code == 2
-        assert "'utf-8' codec can't decode" in err
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+        message = "specjax: error: PROMPT must be UTF-8 on standard input, got byte 0xff at 2\n"
+        assert generate() == (2, "", message)
 
     def test_missing_package(self, generate, monkeypatch):
         monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -12,7 +12,7 @@ from specjax import decode, metrics, proposers, sampling, scorers, testing, veri
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
-from specjax.types import Categorical, Draft, Model, ModelOutput
+from specjax.types import Categorical, Draft, Model, ModelInput, ModelOutput
 from specjax.verifiers import core
 
 VOCAB = 61
@@ -20,7 +20,7 @@ TARGET = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
 DRAFT = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 32, 128)
 LOSSLESS = [v for v in verifiers.__all__ if v not in verifiers.LOSSY]
 
-prefill = jax.jit(decode.prefill, static_argnames="max_length")
+prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
 
 
 def model(config: DecoderConfig, seed: int) -> Model:
@@ -205,6 +205,97 @@ def test_prompts_longer_than_a_chunk(target, draft, monkeypatch):
     monkeypatch.setattr("specjax.prompts.CHUNK", 16)
     jax.clear_caches()
     assert outputs(run(target, proposers.draft_model(draft, 3), params, lengths=(40, 7, 33))) == whole
+
+
+def test_ragged_prompts_and_ends(target):
+    """Prompts of 1 to 200 tokens in one batch, rows of different ends: as plain decoding."""
+    own = replace(target, max_length=256)
+    params = [SamplingParams(temperature=i % 3 / 2, max_tokens=1 + 7 * i % 23) for i in range(200)]
+    options = dict(lengths=tuple(range(1, 201)), max_length=256, keys=jax.random.split(jax.random.key(1), 200))
+    plain = run(own, None, params, verifiers.match, **options)
+    fast = run(own, proposers.draft_model(own, 2), params, verifiers.match, **options)
+    assert outputs(fast) == outputs(plain)
+    assert [len(row) for row in outputs(fast)] == [p.max_tokens for p in params]
+    assert min(fast.totals.steps.tolist()) == 1 < max(fast.totals.steps.tolist())
+
+
+class TestSharedPrompts:
+    def test_rows_are_those_of_repeated_prompts(self, target, draft):
+        prompts, lengths = jnp.array([[3, 4, 5, 6], [7, 0, 0, 0]]), jnp.array([4, 1])
+        keys, rows = jax.random.split(jax.random.key(0), 4), jnp.array([1, 0, 0, 1])
+        requests = sampling.batch([SamplingParams(temperature=1, max_tokens=9)] * 4)
+        proposer = proposers.draft_model(draft, 2)
+        shared = prefill(target, proposer, prompts, lengths, requests, keys, max_length=20, rows=rows)
+        repeated = prefill(target, proposer, prompts[rows], lengths[rows], requests, keys, max_length=20)
+        for a, b in zip(jax.tree.leaves(shared), jax.tree.leaves(repeated), strict=True):
+            assert a.shape == b.shape
+        shared, repeated = (decode.generate(target, proposer, state) for state in (shared, repeated))
+        assert outputs(shared) == outputs(repeated)
+
+    @pytest.mark.parametrize(
+        "rows, message",
+        [
+            (jnp.array([0, 2]), r"rows must be in \[0, 2\), the number of prompts, got \[0, 2\]"),
+            (jnp.array([0.0, 1.0]), r"rows must be int32 \[B\], got float32 \(2,\)"),
+            (jnp.array([0, 1, 1]), "sampling must be of 3 rows"),
+        ],
+    )
+    def test_bad_rows(self, target, rows, message):
+        prompts, lengths, requests = (
+            jnp.zeros((2, 4), jnp.int32),
+            jnp.array([4, 2]),
+            sampling.batch([SamplingParams()] * 2),
+        )
+        with pytest.raises(ValueError, match=message):
+            decode.prefill(target, None, prompts, lengths, requests, jax.random.key(0), max_length=16, rows=rows)
+
+
+class TestLogProbs:
+    def test_of_prompt_and_output(self, target, draft, monkeypatch):
+        """Against one pass over the finished sequences; prompts are fed in several calls, blocks end inside."""
+        monkeypatch.setattr("specjax.prompts.CHUNK", 4)
+        params = [SamplingParams(temperature=t, max_tokens=n) for t, n in ((0.0, 9), (0.5, 14), (1.0, 3))]
+        rng = np.random.default_rng(0)
+        lengths = (11, 4, 1)
+        state = prefill(
+            target,
+            proposers.draft_model(draft, 3),
+            jnp.asarray(rng.integers(0, VOCAB, (3, 11)), jnp.int32),
+            jnp.array(lengths),
+            sampling.batch(params),
+            jax.random.key(0),
+            max_length=32,
+            num_logprobs=2,
+            prompt_logprobs=True,
+        )
+        state = decode.generate(target, proposers.draft_model(draft, 3), state)
+        inputs = ModelInput(state.context.tokens, jnp.broadcast_to(jnp.arange(32), (3, 32)))
+        logits = np.asarray(jax.jit(target.apply)(target.params, inputs, None)[0].logits, np.float64)
+        found = jax.device_get(state.log_probs)
+        for b, (start, end) in enumerate(zip(lengths, state.context.length.tolist(), strict=True)):
+            for i in range(1, end):
+                row = logits[b, i - 1] / (1 if i < start else params[b].temperature or 1)
+                row -= np.log(np.exp(row).sum())
+                np.testing.assert_allclose(found.chosen[b, i], row[state.context.tokens[b, i]], atol=1e-4)
+                assert found.top_ids[b, i].tolist() == np.argsort(-row)[:2].tolist()
+                np.testing.assert_allclose(found.top[b, i], np.sort(row)[:-3:-1], atol=1e-4)
+            assert not found.chosen[b, end:].any()
+            assert not found.chosen[b, 0]
+
+    def test_without_a_number_there_are_none(self, target):
+        assert start(target, None, SamplingParams()).log_probs is None
+        requests = sampling.batch([SamplingParams()])
+        with pytest.raises(ValueError, match="prompt_logprobs must be False where num_logprobs is None, got True"):
+            decode.prefill(
+                target,
+                None,
+                jnp.zeros((1, 4), jnp.int32),
+                jnp.array([4]),
+                requests,
+                jax.random.key(0),
+                max_length=16,
+                prompt_logprobs=True,
+            )
 
 
 def test_stream_yields_what_generate_commits(target, draft):

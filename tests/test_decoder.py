@@ -1,5 +1,7 @@
 """The decoder: its cache, its masks, its positions."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +84,20 @@ def test_a_tree_mask(model):
     for i in range(2):
         alone = jnp.concatenate([ids[:, :3], ids[:, 3 + i : 4 + i]], axis=1)
         np.testing.assert_allclose(output.logits[:, i], whole(model, alone)[:, 3], atol=2e-5)
+
+
+def test_a_window_counts_positions(model):
+    """A token sees so many positions, itself included; siblings of a tree stand in later slots than they count."""
+    windowed = decoder_model(replace(CONFIG, windows=(3, None)), model.params)
+    ids, cache = tokens(7, batch=1), windowed.init_cache(1, SLOTS)
+    _, cache = windowed.apply(windowed.params, ModelInput(ids[:, :3], positions(0, 3, 1)), cache)
+    mask = jnp.array([[[i == j for j in range(4)] for i in range(4)]])
+    siblings = ModelInput(ids[:, 3:], jnp.full((1, 4), 3), mask)
+    output, _ = windowed.apply(windowed.params, siblings, cache)
+    for i in range(4):
+        alone = jnp.concatenate([ids[:, :3], ids[:, 3 + i : 4 + i]], axis=1)
+        np.testing.assert_allclose(output.logits[:, i], whole(windowed, alone)[:, 3], atol=2e-5)
+        assert not np.allclose(output.logits[:, i], whole(model, alone)[:, 3], atol=1e-3)
 
 
 def test_equal_configs_do_not_retrace(model):

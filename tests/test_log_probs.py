@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import log_probs
 from specjax.log_probs import logprobs
+from specjax.types import Categorical
 
 
 def reference(logits, tokens, n):
@@ -43,6 +45,26 @@ def test_worked_by_hand():
     np.testing.assert_array_equal(found.rank[0], [4, 2, 1, 2, 0])
     np.testing.assert_array_equal(found.top_ids[0, 0], [2, 1, 3])
     np.testing.assert_allclose(found.top[0, 0], np.log([0.5, 0.25, 0.25]), rtol=1e-6)
+
+
+def test_of_a_distribution():
+    """Temperature and cut shape it; temperature 0 is one-hot."""
+    logits = jnp.log(jnp.array([[[0.4, 0.3, 0.2, 0.1]]] * 2))
+    law = Categorical(logits, jnp.array([0.5, 0.0]), jnp.log(jnp.full((2, 1), 0.25)))
+    found = logprobs(law, jnp.array([[1], [0]]), n=3)
+    np.testing.assert_allclose(found.top[0, 0], [np.log(0.16 / 0.25), np.log(0.09 / 0.25), -np.inf], rtol=1e-5)
+    np.testing.assert_allclose(found.chosen, [[np.log(0.09 / 0.25)], [0]], rtol=1e-5)
+    np.testing.assert_array_equal(found.rank, [[2], [1]])
+
+
+def test_record():
+    buffer = log_probs.zeros(2, 4, 1)
+    logits = jnp.log(jnp.array([[[0.25, 0.75]] * 3] * 2))
+    tokens, slots = jnp.array([[0, 1, -1], [1, -1, -1]]), jnp.array([[1, 2, 3], [3, 4, 5]])
+    buffer = log_probs.record(buffer, slots, tokens, logits)
+    np.testing.assert_allclose(buffer.chosen, np.log([[1, 0.25, 0.75, 1], [1, 1, 1, 0.75]]), rtol=1e-6)
+    np.testing.assert_array_equal(buffer.top_ids[..., 0], [[0, 1, 1, 0], [0, 0, 0, 1]])
+    assert buffer.rank is None
 
 
 def test_large_logits():

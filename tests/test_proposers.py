@@ -1,22 +1,33 @@
 """Proposers and scorers by hand-worked cases."""
 
+from dataclasses import dataclass, replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, proposers, sampling, scorers, verifiers
+from specjax import checks, decode, metrics, proposers, sampling, scorers, testing, verifiers
+from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
 from specjax.types import Context, Draft
 
 VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
+ONES = jnp.ones((1, 1), jnp.int32)
 
 
 @pytest.fixture(scope="module")
 def target():
     return decoder_model(CONFIG, jax.tree.map(lambda x: 4 * x, init_params(CONFIG, 0)))
+
+
+@pytest.fixture(scope="module")
+def bigram():
+    """Compiles faster; for what needs no cache."""
+    return testing.bigram_model(jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)))
 
 
 def lookup(history: list[int], num_draft_tokens: int, min_n: int, max_n: int) -> list[int]:
@@ -125,3 +136,188 @@ def test_decoding_with_batch_expansion(target):
         )
         outputs.append(decode.generate(target, proposer, state, scorer=scorer).context.tokens)
     np.testing.assert_array_equal(*outputs)
+
+
+def start(target, proposer, params, lengths=(5, 2), max_length=64, **options):
+    rng = np.random.default_rng(0)
+    prompts = jnp.asarray(rng.integers(0, VOCAB, (len(lengths), max(lengths))), jnp.int32)
+    params = params if isinstance(params, list) else [params] * len(lengths)
+    rows, keys = sampling.batch(params), jax.random.key(1)
+    return decode.prefill(target, proposer, prompts, jnp.array(lengths), rows, keys, max_length=max_length, **options)
+
+
+def outputs(state):
+    context = jax.device_get(state.context)
+    return [t[p:n].tolist() for t, p, n in zip(context.tokens, context.prompt_length, context.length, strict=True)]
+
+
+def propose_once(target, proposer, params, **options):
+    state = start(target, proposer, params, **options)
+    keys = streams.positions(state.keys, state.context.length, proposer.num_draft_tokens)
+    return jax.jit(proposer.propose)(keys, state.context, state.sampling, state.proposer)[0]
+
+
+class TestDraftModel:
+    def test_greedy_drafts_are_deterministic(self, bigram):
+        params = [SamplingParams(temperature=1, top_k=5, max_tokens=30), SamplingParams(temperature=0, max_tokens=30)]
+        draft = propose_once(bigram, proposers.draft_model(bigram, 3, temperature=0), params)
+        assert draft.distribution is None
+        plain = decode.generate(bigram, None, start(bigram, None, SamplingParams(temperature=0, max_tokens=3)))
+        assert draft.tokens.tolist() == outputs(plain)
+
+    @pytest.mark.parametrize("max_length", [None, 24])
+    def test_a_greedy_target_accepts_its_own(self, target, max_length):
+        proposer = proposers.draft_model(target, 4, max_length, temperature=0)
+        params = SamplingParams(temperature=0, max_tokens=40)
+        state = decode.generate(target, proposer, start(target, proposer, params))
+        assert metrics.acceptance_rate(state.totals) == 1
+        limit = 64 if max_length is None else max_length
+        most = [min(40, max(0, limit - 4 - n)) for n in (5, 2)]
+        assert (np.asarray(state.totals.drafted) <= np.array(most) + 4).all()
+
+    def test_temperature_of_the_drafts(self, bigram):
+        params = [SamplingParams(temperature=t, max_tokens=9) for t in (1.5, 0.0)]
+        for temperature, expected in ((None, [1.5, 0]), (0.7, [0.7, 0]), (jnp.array([0.4, 0.6]), [0.4, 0])):
+            proposer = proposers.draft_model(bigram, 2, temperature=temperature)
+            draft = propose_once(bigram, proposer, params)
+            np.testing.assert_allclose(draft.distribution.temperature, expected)
+
+    def test_the_law_is_the_targets_at_any_draft_temperature(self):
+        draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
+        testing.assert_proposer_lossless(proposers.draft_model(draft, 2, temperature=0.6), num_samples=30_000)
+
+    def test_prompts_past_the_limit_of_the_draft(self, target):
+        """A draft of fewer positions than the target: long rows decode normally, short ones until they are long."""
+        short = replace(target, max_length=16)
+        proposer = proposers.draft_model(short, 3)
+        params = SamplingParams(temperature=0, max_tokens=20)
+        state = start(target, proposer, params, lengths=(40, 3))
+        assert jax.tree.leaves(state.proposer.cache)[0].shape[1] == 16
+        state = decode.generate(target, proposer, state)
+        assert state.context.length.tolist() == [60, 23]
+        assert state.totals.drafted.tolist()[0] == 0
+        assert metrics.acceptance_rate(state.totals) == 1
+
+    def test_speculate_below(self, target):
+        """One of two rows ends early; the other drafts from then on, as if it always had."""
+        proposer = proposers.draft_model(target, 3, speculate_below=2)
+        params = [SamplingParams(temperature=0, max_tokens=n) for n in (45, 21)]
+        state = start(target, proposer, params)
+        infos = [jax.device_get(info) for info in decode.stream(target, proposer, state)]
+        assert [info.num_drafts.tolist() for info in infos] == [[0, 0]] * 21 + [[3, 0]] * 6  # 24 tokens by 4
+        assert [info.num_accepted[0] for info in infos[21:]] == [3] * 6
+
+    @pytest.mark.parametrize(
+        "options, message",
+        [
+            (
+                {"temperature": -1.0},
+                r"temperature must be None, or a number or numbers \[B\], finite and >= 0, got -1.0",
+            ),
+            ({"temperature": "hot"}, "temperature must be None"),
+            ({"speculate_below": 0}, "speculate_below must be None or >= 1, got 0"),
+        ],
+    )
+    def test_bad_options(self, target, options, message):
+        with pytest.raises(ValueError, match=message):
+            proposers.draft_model(target, 2, **options)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["known"], meta_fields=["num_draft_tokens", "period"])
+@dataclass(frozen=True)
+class Sometimes:
+    """Drafts known tokens [B, L], but only in rows of a length that its period divides, or of the next length."""
+
+    known: jax.Array
+    num_draft_tokens: int
+    period: int
+
+    def init(self, batch_size, max_length):
+        return ()
+
+    def prefill(self, context, features, state):
+        return state
+
+    def propose(self, keys, context, sampling, state):
+        index = context.length[:, None] + jnp.arange(self.num_draft_tokens)[None]
+        drafts = context.active & (context.length % self.period < 2)
+        known = jnp.broadcast_to(self.known, context.tokens.shape)
+        return Draft(jnp.where(drafts[:, None], jnp.take_along_axis(known, index, axis=1), -1)), state
+
+    def update(self, context, verified, features, state):
+        return state
+
+
+class TestFallback:
+    def test_the_law_is_the_targets(self):
+        draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
+        proposer = proposers.fallback(Sometimes(ONES, 3, 3), proposers.draft_model(draft, 2))
+        testing.assert_proposer_lossless(proposer, num_samples=30_000)
+
+    def test_rows_of_both(self, bigram):
+        proposer = proposers.fallback(Sometimes(ONES, 3, 4), proposers.draft_model(bigram, 2))
+        draft = propose_once(bigram, proposer, SamplingParams(temperature=0.8, max_tokens=9), lengths=(5, 2, 8))
+        alone = propose_once(
+            bigram, proposers.draft_model(bigram, 2), SamplingParams(temperature=0.8, max_tokens=9), lengths=(5, 2, 8)
+        )
+        assert draft.num_tokens.tolist() == [3, 2, 3]
+        assert draft.tokens.tolist() == [[1, 1, 1], [*alone.tokens[1].tolist(), -1], [1, 1, 1]]
+        np.testing.assert_allclose(draft.distribution.temperature, [0, 0.8, 0])
+        checks.validate(draft, jnp.zeros((3, 4, VOCAB)))
+
+    def test_the_second_knows_what_the_first_wrote(self, target):
+        """Its drafts are those of a fresh start from what is committed, whoever drafted it, in whichever steps."""
+        noise = init_params(CONFIG, 1)
+        other = replace(target, params=jax.tree.map(lambda x, y: x + 0.3 * y, target.params, noise))
+        params, lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (57, 25)], (5, 2)
+        known = decode.generate(target, None, start(target, None, params, lengths)).context.tokens
+        second = proposers.draft_model(other, 3, temperature=0)
+        proposer = proposers.fallback(Sometimes(known, 2, 5), second)
+
+        @jax.jit
+        def drafts(state):
+            """Those of the second as it goes on, those of a fresh start, and in which rows they are used."""
+            context = state.context
+            keys = streams.positions(state.keys, context.length, 3)
+            fresh = second.prefill(context, None, second.init(2, 64))
+            draft, both = proposer.propose(keys, context, state.sampling, state.proposer)
+            return draft.tokens, second.propose(keys, context, state.sampling, fresh)[0].tokens, both.is_first
+
+        step, counts = jax.jit(decode.step), np.zeros((2, 4), int)
+        state = start(target, proposer, params, lengths)
+        while state.context.active.any():
+            ours, fresh, is_first = jax.device_get(drafts(state))
+            np.testing.assert_array_equal(ours[~is_first], fresh[~is_first])
+            active = state.context.active
+            state, info = step(target, proposer, state)
+            np.add.at(counts, (is_first[active].astype(int), np.asarray(info.num_accepted)[active]), 1)
+        assert (counts[0] > 0).all(), "the second should be accepted in every length"
+        assert counts[1, 2] > 5
+        np.testing.assert_array_equal(state.context.tokens, known)
+
+    def test_the_first_must_be_deterministic(self, bigram):
+        proposer = proposers.fallback(proposers.draft_model(bigram, 2), proposers.ngram(2))
+        with pytest.raises(ValueError, match="first must make deterministic drafts"):
+            propose_once(bigram, proposer, SamplingParams())
+
+    def test_greedy_is_plain(self, bigram):
+        proposer = proposers.fallback(proposers.ngram(4), proposers.draft_model(bigram, 3))
+        params = SamplingParams(temperature=0, max_tokens=40)
+        state = decode.generate(bigram, proposer, start(bigram, proposer, params))
+        assert outputs(state) == outputs(decode.generate(bigram, None, start(bigram, None, params)))
+
+
+def uniform_claim(keys, distribution):
+    """Draws from one law and reports another."""
+    return testing.sample_draft(keys, distribution)[0], distribution._replace(logits=0 * distribution.logits)
+
+
+def one_hot_claim(keys, distribution):
+    return testing.sample_draft(keys, distribution)[0], None
+
+
+def test_verdict_on_a_proposer():
+    logits = jnp.log(jnp.broadcast_to(jnp.array([0.6, 0.2, 0.1, 0.02, 0.02, 0.02, 0.02, 0.02])[None], (8, 8)))
+    testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, one_hot_claim), num_samples=30_000)
+    with pytest.raises(AssertionError, match="not lossless on 'rejection'"):
+        testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, uniform_claim), num_samples=30_000)

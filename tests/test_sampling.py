@@ -435,33 +435,32 @@ class TestParams:
             *(("bad_words", x) for x in ("", [""], [[]], [[-1]], ["a", [1.5]], [3], 3)),
             *(("logits_processors", x) for x in ([3], ["f"], double_last, [Unhashable()])),
             *(("guided_decoding", x) for x in ("[a-z]", {"regex": "a"})),
+            *(("n", x) for x in (0, 1.5, None, True)),
+            *(("best_of", x) for x in (0, 1.5, "2")),
+            *((name, x) for name in ("logprobs", "prompt_logprobs") for x in (-1, 1.5, True)),
+            *((name, 1) for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output")),
+            *(("spaces_between_special_tokens", x) for x in (None, "yes")),
+            *(("truncate_prompt_tokens", x) for x in (0, -1, 1.5)),
         ],
     )
     def test_bad_value(self, name, value):
         with pytest.raises(ValueError, match=f"{name} must be"):
             SamplingParams(**{name: value})
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("n", 2),
-            ("best_of", 2),
-            ("logprobs", 1),
-            ("prompt_logprobs", 0),
-            ("detokenize", False),
-            ("skip_special_tokens", False),
-            ("spaces_between_special_tokens", False),
-            ("include_stop_str_in_output", True),
-            ("truncate_prompt_tokens", 5),
-        ],
-    )
-    def test_not_supported(self, name, value):
-        default = getattr(SamplingParams(), name)
-        assert SamplingParams(**{name: default}) == SamplingParams()
-        with pytest.raises(
-            NotImplementedError, match=f"{name} is not supported yet: it must be {default}, got {value}"
-        ):
-            SamplingParams(**{name: value})
+    def test_samples_of_a_greedy_request(self):
+        for options in ({"n": 2}, {"best_of": 2}):
+            with pytest.raises(ValueError, match="must be 1 at temperature 0, where all completions are the same"):
+                SamplingParams(temperature=0, **options)
+        assert SamplingParams(temperature=0, best_of=1).num_samples == 1
+
+    def test_best_of_is_at_least_n(self):
+        assert [SamplingParams(n=n, best_of=m).num_samples for n, m in ((1, None), (3, None), (2, 5))] == [1, 3, 5]
+        with pytest.raises(ValueError, match="best_of must be None or >= n = 3, got 2"):
+            SamplingParams(n=3, best_of=2)
+
+    def test_stop_strings_need_text(self):
+        with pytest.raises(ValueError, match="stop must be empty where detokenize is False"):
+            SamplingParams(stop="a", detokenize=False)
 
     def test_all_fields_of_the_reference(self):
         fields = (

@@ -1,18 +1,26 @@
-"""A decoder of the Llama family in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+"""The decoder of the Llama class in Flax NNX: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
+
+What a family changes in it is an option of `DecoderConfig`; a network of another kind is a file of its own.
+"""
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.models import network
+from specjax.models.attention import attend, attention_mask, update_cache
+from specjax.models.rope import RopeScaling, rotate
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a decoder. `num_heads` must be a multiple of `num_kv_heads`; `head_size` must be even."""
+    """Sizes and options of a decoder. `num_heads` must be a multiple of `num_kv_heads`; `head_size` must be even."""
 
     vocab_size: int
     hidden_size: int
@@ -25,6 +33,18 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
+    rope_scaling: RopeScaling | None = None
+    windows: tuple[int | None, ...] | None = None  # of each layer: positions that a token sees, itself included
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    head_norms: bool = False  # RMSNorm of each query and key head
+    post_norms: bool = False  # RMSNorm of what attention and MLP add to the stream
+    norm_offset: float = 0.0  # added to the scale of every norm
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS
+    scale_embedding: bool = False  # by sqrt(hidden_size)
+    attention_scale: float | None = None  # of the scores; None is 1 / sqrt(head_size)
+    attention_softcap: float | None = None  # c turns a score s into c tanh(s / c)
+    logit_softcap: float | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -35,75 +55,76 @@ class DecoderConfig:
             raise ValueError(f"head_size must be even (rotary positions turn pairs), got {self.head_size}")
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Scale x to unit root mean square over its last axis, in float32, then by `scale`."""
+def rms_norm(x: Array, scale: Array, config: DecoderConfig) -> Array:
+    """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by `scale` [D]."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
-
-
-def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Turn the halves of each head of x [B, T, H, D] by the angles of its positions [B, T] (RoPE)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency[None, None, None]  # [B, T, 1, D / 2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def attention_mask(inputs: ModelInput, num_slots: int) -> Array:
-    """Which cache slots each query sees [B, 1, T, S]: those before the call, and in it those of its mask."""
-    batch_size, num_tokens = inputs.tokens.shape
-    start = inputs.positions[:, :1, None]  # [B, 1, 1]
-    offset = jnp.arange(num_slots)[None, None] - start  # [B, 1, S]: the slot's index inside the call
-    query = jnp.arange(num_tokens)[None, :, None]
-    if inputs.mask is None:
-        return (offset <= query)[:, None]
-    inside = jnp.take_along_axis(
-        inputs.mask, jnp.broadcast_to(jnp.clip(offset, 0, num_tokens - 1), (batch_size, num_tokens, num_slots)), axis=2
-    )
-    return ((offset < 0) | ((offset < num_tokens) & inside))[:, None]
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
+    scale = scale.astype(jnp.float32) + config.norm_offset
+    return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 class Layer(nnx.Module):
-    """Attention and SwiGLU, each behind a norm and added to the stream. Projections of one input are one matrix."""
+    """Attention and gated MLP, each behind a norm and added to the stream. Projections of one input are one matrix."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
         hidden, heads, kv_heads, size = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size
         init = partial(nnx.initializers.normal(0.02), rngs.params())
         small = partial(nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5), rngs.params())
-        self.attention_norm = nnx.Param(jnp.ones((hidden,)))
+
+        def norm(size: int) -> nnx.Param:
+            return nnx.Param(jnp.full((size,), 1 - config.norm_offset))
+
+        self.attention_norm = norm(hidden)
         self.qkv = nnx.Param(init((hidden, (heads + 2 * kv_heads) * size)))
         self.attention_out = nnx.Param(small((heads * size, hidden)))
-        self.mlp_norm = nnx.Param(jnp.ones((hidden,)))
+        self.mlp_norm = norm(hidden)
         self.gate_up = nnx.Param(init((hidden, 2 * config.mlp_size)))
         self.mlp_out = nnx.Param(small((config.mlp_size, hidden)))
+        if config.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros(((heads + 2 * kv_heads) * size,)))
+        if config.attention_out_bias:
+            self.attention_out_bias = nnx.Param(jnp.zeros((hidden,)))
+        if config.head_norms:
+            self.query_norm, self.key_norm = norm(size), norm(size)
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(hidden), norm(hidden)
 
     def __call__(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
+        config = self.config
+        attended, cache = self._attention(rms_norm(x, self.attention_norm[...], config), inputs, mask, cache)
+        if config.post_norms:
+            attended = rms_norm(attended, self.attention_post_norm[...], config)
+        x = x + attended
+        gate, up = jnp.split(rms_norm(x, self.mlp_norm[...], config) @ self.gate_up[...], 2, axis=-1)
+        added = (ACTIVATIONS[config.activation](gate) * up) @ self.mlp_out[...]
+        if config.post_norms:
+            added = rms_norm(added, self.mlp_post_norm[...], config)
+        return x + added, cache
+
+    def _attention(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
         config = self.config
         batch_size, num_tokens, _ = x.shape
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
 
-        qkv = rms_norm(x, self.attention_norm[...], config.norm_eps) @ self.qkv[...]
+        qkv = x @ self.qkv[...]
+        if config.qkv_bias:
+            qkv = qkv + self.qkv_bias[...][None, None]
         qkv = qkv.reshape(batch_size, num_tokens, heads + 2 * kv_heads, size)
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
-        query = rotate(query, inputs.positions, config.rope_theta)
-        key = rotate(key, inputs.positions, config.rope_theta)
+        if config.head_norms:
+            query = rms_norm(query, self.query_norm[...], config)
+            key = rms_norm(key, self.key_norm[...], config)
+        query = rotate(query, inputs.positions, config.rope_theta, config.rope_scaling)
+        key = rotate(key, inputs.positions, config.rope_theta, config.rope_scaling)
         if cache is not None:
-            row = jnp.arange(batch_size)[:, None]
-            slot = inputs.positions[:, :1] + jnp.arange(num_tokens)[None]
-            cache = {
-                "key": cache["key"].at[row, slot].set(key.astype(cache["key"].dtype), mode="drop"),
-                "value": cache["value"].at[row, slot].set(value.astype(cache["value"].dtype), mode="drop"),
-            }
+            cache = update_cache(cache, key, value, inputs)
             key, value = cache["key"], cache["value"]
-        attended = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=cache is None)
-        x = x + attended.reshape(batch_size, num_tokens, heads * size) @ self.attention_out[...]
-
-        gate, up = jnp.split(rms_norm(x, self.mlp_norm[...], config.norm_eps) @ self.gate_up[...], 2, axis=-1)
-        return x + (jax.nn.silu(gate) * up) @ self.mlp_out[...], cache
+        attended = attend(query, key, value, mask, config.attention_scale, config.attention_softcap)
+        out = attended.reshape(batch_size, num_tokens, heads * size) @ self.attention_out[...]
+        if config.attention_out_bias:
+            out = out + self.attention_out_bias[...][None, None]
+        return out, cache
 
 
 class Decoder(nnx.Module):
@@ -115,77 +136,54 @@ class Decoder(nnx.Module):
             nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.hidden_size))
         )
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.Param(jnp.ones((config.hidden_size,)))
+        self.norm = nnx.Param(jnp.full((config.hidden_size,), 1 - config.norm_offset))
         if not config.tie_embeddings:
             self.head = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.hidden_size)))
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
+        config = self.config
         # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
             x = self.embedding[...][inputs.tokens]
-            mask = None if cache is None else attention_mask(inputs, cache[0]["key"].shape[1])
+            if config.scale_embedding:
+                x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+            masks = self._masks(inputs, cache)
             new_cache = None if cache is None else []
             for i, layer in enumerate(self.layers):
-                x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])
+                x, layer_cache = layer(x, inputs, masks[i], None if cache is None else cache[i])
                 if cache is not None:
                     new_cache.append(layer_cache)
-            features = rms_norm(x, self.norm[...], self.config.norm_eps)
-            head = self.embedding if self.config.tie_embeddings else self.head
+            features = rms_norm(x, self.norm[...], config)
+            head = self.embedding if config.tie_embeddings else self.head
             logits = jnp.einsum("btd,vd->btv", features, head[...], preferred_element_type=jnp.float32)
+            if config.logit_softcap is not None:
+                logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         return ModelOutput(logits, features), new_cache
 
-
-@cache
-def _abstract(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    def _masks(self, inputs: ModelInput, cache: list | None) -> list[Array | None]:
+        """The mask of each layer, one array for all layers of a window; None is causal."""
+        num_slots = inputs.tokens.shape[1] if cache is None else cache[0]["key"].shape[1]
+        windows = self.config.windows or (None,) * self.config.num_layers
+        windows = [window if window is not None and window < num_slots else None for window in windows]
+        masks = {
+            window: None if cache is None and window is None else attention_mask(inputs, num_slots, window)
+            for window in dict.fromkeys(windows)
+        }
+        return [masks[window] for window in windows]
 
 
 def init_params(config: DecoderConfig, seed: int) -> PyTree:
     """Random float32 parameters: a nested dict with the names of `param_shapes`."""
-    return nnx.to_pure_dict(nnx.split(Decoder(config, nnx.Rngs(seed)))[1])
+    return network.init_params(Decoder, config, seed)
 
 
 def param_shapes(config: DecoderConfig) -> PyTree:
     """A nested dict of `jax.ShapeDtypeStruct`: the parameters that a decoder of this config takes."""
-    return nnx.to_pure_dict(_abstract(config)[1])
-
-
-@dataclass(frozen=True)
-class Apply:
-    """`Model.apply` of a decoder; two of equal configs are equal, so a model built again does not retrace."""
-
-    config: DecoderConfig
-
-    def __call__(self, params: PyTree, inputs: ModelInput, cache: list | None) -> tuple[ModelOutput, list | None]:
-        graph, state = _abstract(self.config)
-        state = jax.tree.map(lambda x: x, state)
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)(inputs, cache)
-
-
-@dataclass(frozen=True)
-class InitCache:
-    """`Model.init_cache` of a decoder: per layer, keys and values [B, S, kv heads, head size] of zeros."""
-
-    config: DecoderConfig
-    dtype: str
-
-    def __call__(self, batch_size: int, max_length: int) -> list[dict[str, Array]]:
-        shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_size)
-        return [
-            {"key": jnp.zeros(shape, self.dtype), "value": jnp.zeros(shape, self.dtype)}
-            for _ in range(self.config.num_layers)
-        ]
+    return network.param_shapes(Decoder, config)
 
 
 def decoder_model(config: DecoderConfig, params: PyTree) -> Model:
     """The `Model` of a decoder with these parameters; its cache has their dtype."""
-    return Model(
-        params=params,
-        apply=Apply(config),
-        init_cache=InitCache(config, str(params["embedding"].dtype)),
-        vocab_size=config.vocab_size,
-        max_length=config.max_length,
-    )
+    return network.network_model(Decoder, config, params)

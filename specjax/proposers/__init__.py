@@ -1,7 +1,8 @@
 """Proposers: pytree dataclasses with pure methods `init`, `prefill`, `propose`, `update`, one method a file."""
 
 from specjax.proposers.draft_model import DraftModel, draft_model
+from specjax.proposers.fallback import Fallback, fallback
 from specjax.proposers.ngram import NGram, ngram
 from specjax.proposers.none import NoDrafts, none
 
-__all__ = ["DraftModel", "NGram", "NoDrafts", "draft_model", "ngram", "none"]
+__all__ = ["DraftModel", "Fallback", "NGram", "NoDrafts", "draft_model", "fallback", "ngram", "none"]

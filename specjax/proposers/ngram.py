@@ -52,17 +52,17 @@ def look_up(tokens: Array, length: Array, *, num_draft_tokens: int, min_n: int, 
         Tokens [K] int32, garbage past the second value, how many there are: 0 where no suffix occurred before.
     """
     size = tokens.shape[0]
-    end = jnp.arange(size)  # an occurrence is tokens[end - n : end]
+    end = jnp.arange(size, dtype=jnp.int32)  # an occurrence is tokens[end - n : end]
     run, still = jnp.zeros(size, jnp.int32), end < length
     for n in range(1, max_n + 1):
         before = jnp.pad(tokens, (n, 0), constant_values=-1)[:size]  # tokens[end - n]
         still &= (before == tokens[jnp.maximum(length - n, 0)]) & (end >= n) & (length >= n)
         run = jnp.where(still, n, run)
-    longest = jnp.max(run, initial=0)
-    first = jnp.min(jnp.where(run == longest, end, size), initial=size)
-    found = longest >= min_n
+    # One reduction finds the longest run and, of those, the first end.
+    best = jnp.max(jnp.where(run >= min_n, run * size + (size - 1 - end), -1))
+    first = size - 1 - best % size
     source = jnp.minimum(first + jnp.arange(num_draft_tokens), size - 1)
-    return tokens[source], jnp.where(found, jnp.minimum(length - first, num_draft_tokens), 0).astype(jnp.int32)
+    return tokens[source], jnp.where(best >= 0, jnp.minimum(length - first, num_draft_tokens), 0).astype(jnp.int32)
 
 
 def ngram(num_draft_tokens: int, min_n: int = 1, max_n: int = 3) -> NGram:

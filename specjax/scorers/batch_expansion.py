@@ -12,14 +12,7 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
 
     The same output as `mqa`, at K+1 times the cost, for models whose queries must not share a call with later drafts.
 
-    Args:
-        model: the target.
-        context: whose last committed token has not been fed yet.
-        draft: token 0 is fed where it has -1; what that writes is overwritten later.
-        cache: of the target.
-
-    Returns:
-        ModelOutput, row j for the position context.length + j, and the cache of the copy that was fed all drafts.
+    Takes and returns what `mqa` does; the cache is that of the copies that were fed all drafts.
     """
     batch_size, num_draft_tokens = draft.tokens.shape
     num_copies = num_draft_tokens + 1

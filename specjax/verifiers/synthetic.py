@@ -23,7 +23,7 @@ def _kernel(
     **common_options: Any,
 ) -> Verified:
     options = _conditional(_rates(acceptance_rates, acceptance_length, draft.tokens.shape[1]))
-    return kernels.by_residual(keys, draft, target, accept=_accept, options=options, **common_options)
+    return kernels.by_residual(keys, draft, target, rule=_accept, options=options, **common_options)
 
 
 def _accept(evidence: kernels.Evidence, options: Any) -> Array:

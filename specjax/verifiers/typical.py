@@ -25,7 +25,7 @@ def _kernel(
         keys,
         draft._replace(distribution=None),
         target,
-        accept=_accept,
+        rule=_accept,
         options=jnp.array([posterior_threshold, posterior_alpha], jnp.float32),
         entropy=True,
         recover_best=True,

@@ -1,0 +1,70 @@
+"""Device time of a jitted function, without dispatch."""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+MIN_SECONDS, REPEATS, MAX_COPIES = 0.01, 7, 8
+SHORTEST, BANDWIDTH = 1e-5, {"gpu": 3e12, "cpu": 5e9}  # seconds, bytes/s: guesses that set the length of the loop
+CACHE_BYTES = 150e6  # inputs are repeated until they are larger than the cache of the device
+
+
+def device_seconds(function, *arguments) -> float:
+    """Time of one `function(*arguments)`: that of a loop on the device, less that of the loop without it.
+
+    An iteration makes a call on each of some copies of the arguments, more where they would stay in the cache. The
+    smallest argument of a call depends on the result of the one before it, so that calls do not overlap, and a barrier
+    keeps work from being hoisted out of the loop. The loop without the calls has these dependences too.
+    """
+    size = sum(x.nbytes for x in jax.tree.leaves(arguments))
+    num_copies = int(min(MAX_COPIES, max(1, CACHE_BYTES // size)))
+    num_iterations = max(5, int(MIN_SECONDS / num_copies / max(SHORTEST, size / BANDWIDTH[jax.default_backend()])))
+    copies = [arguments] + [jax.tree.map(lambda x: x.copy(), arguments) for _ in range(num_copies - 1)]
+    seconds = _loop_seconds(function, copies, num_iterations) - _loop_seconds(None, copies, num_iterations)
+    return seconds / num_iterations / num_copies
+
+
+def _loop_seconds(function, copies, num_iterations: int) -> float:
+    @jax.jit
+    def loop(copies):
+        def body(_, carry):
+            copies, result = jax.lax.optimization_barrier(carry)
+            for copy in copies:
+                chained, link = _after(copy, result)
+                result = link if function is None else _first(function(*chained))
+            return copies, result
+
+        shape = jax.eval_shape(
+            lambda a: _after(a, jnp.zeros(1))[1] if function is None else _first(function(*a)), copies[0]
+        )
+        return jax.lax.fori_loop(0, num_iterations, body, (copies, jnp.zeros(shape.shape, shape.dtype)))[1]
+
+    jax.block_until_ready(loop(copies))
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(loop(copies))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _first(result):
+    return jax.tree.leaves(result)[0]
+
+
+def _smallest(arguments) -> int:
+    leaves = jax.tree.leaves(arguments)
+    numbers = [i for i, x in enumerate(leaves) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return min(numbers, key=lambda i: leaves[i].size)
+
+
+def _after(arguments, result):
+    """The arguments, but the smallest waits for `result`; and that one. The change, where one is made, is timed too."""
+    leaves, structure = jax.tree.flatten(arguments)
+    index = _smallest(arguments)
+    link = leaves[index]
+    never = result.ravel()[:1] == jnp.asarray(123, result.dtype)
+    leaves[index] = jax.lax.optimization_barrier(jnp.where(never.reshape((1,) * link.ndim), link + 1, link))
+    return jax.tree.unflatten(structure, leaves), leaves[index]

@@ -1,0 +1,72 @@
+"""Sweep the tile sizes and warps of the verification kernels on this machine's GPU; print the best of each.
+
+python scripts/tune_verify.py --batches 1 64 256 --dtypes bfloat16
+"""
+
+import argparse
+from functools import partial
+from itertools import product
+
+import jax
+from bench_verify import inputs
+from timing import device_seconds
+
+from pallas_kernels.accept import accept, accept_ratio
+from pallas_kernels.pick import pick
+from pallas_kernels.residual import residual_masses
+from pallas_kernels.rows import Rows
+from pallas_kernels.sample import sample
+from pallas_kernels.statistics import row_statistics
+from specjax import kernels
+
+VOCAB, NUM_DRAFTS = 128256, 5
+TILES, WARPS = (2048, 4096, 8192, 16384), (4, 8, 16)
+
+
+def cases(batch: int, dtype: str):
+    """Label, function of (arrays, tile_size, num_warps), arrays, tile sizes and warps to try."""
+    draft, target = inputs(batch, NUM_DRAFTS, VOCAB, dtype, "sampled", None)
+    key_data = jax.random.key_data(jax.random.split(jax.random.key(1), batch))
+    target, distribution, tokens = Rows(*target), Rows(*draft.distribution), draft.tokens
+
+    def statistics(key_data, tokens, target, draft, **tuning):
+        return row_statistics(key_data, tokens, None, target, draft, streams=kernels.STREAMS, **tuning)
+
+    def draw(key_data, tokens, target, **tuning):
+        return sample(key_data, target, tokens, purpose=0, **tuning)
+
+    found = jax.jit(statistics)(key_data, tokens, target, distribution)
+    arrays = tokens, None, target, distribution, found, None
+    decision = accept(*arrays, rule=accept_ratio)
+    masses = residual_masses(tokens, target, distribution, decision)
+    tiled = [{"tile_size": tile, "num_warps": warps} for tile, warps in product(TILES, WARPS)]
+    warped = [{"num_warps": warps} for warps in (1, 2, 4, 8)]
+    yield "statistics", statistics, (key_data, tokens, target, distribution), tiled
+    yield "accept", partial(accept, rule=accept_ratio), arrays, warped
+    yield "residual", residual_masses, (tokens, target, distribution, decision), tiled
+    block_decision = accept(*arrays, rule=None)
+    yield "block residual", residual_masses, (tokens, target, distribution, block_decision), tiled
+    yield "pick", pick, (tokens, target, distribution, found, decision, masses), warped[1:]
+    yield "sample", draw, (key_data, tokens, target), tiled[:9]
+    picks = [{"draw_num_warps": warps} for warps in (1, 2, 4, 8)]
+    yield "sample, draw", draw, (key_data, tokens, target), picks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    args = parser.parse_args()
+    for dtype, batch in product(args.dtypes, args.batches):
+        for label, function, arrays, options in cases(batch, dtype):
+            times = []
+            for option in options:
+                us = 1e6 * device_seconds(lambda *a, function=function, option=option: function(*a, **option), *arrays)
+                times.append((us, option))
+            times.sort(key=lambda pair: pair[0])
+            shown = "; ".join(f"{us:.1f} {tuple(option.values())}" for us, option in times[:4])
+            print(f"{dtype} B = {batch} {label}: {shown}; worst {times[-1][0]:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Attention over a cache addressed by position: what each query sees, what a call writes, and the attention itself."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, ModelInput
+
+Cache = dict[str, Array]  # of a layer: key and value, [B, S, kv heads, head size]
+
+
+def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None) -> Array:
+    """Which cache slots each query sees [B, 1, T, S]: those before the call, and in it those of its mask.
+
+    With a window, only those less than so many positions before the query.
+    """
+    batch_size, num_tokens = inputs.tokens.shape
+    start = inputs.positions[:, :1, None]  # [B, 1, 1]
+    offset = jnp.arange(num_slots)[None, None] - start  # [B, 1, S]: the slot's index inside the call
+    query = jnp.arange(num_tokens)[None, :, None]
+    index = jnp.clip(offset, 0, num_tokens - 1)
+    if inputs.mask is None:
+        seen = offset <= query
+    else:
+        inside = jnp.take_along_axis(inputs.mask, jnp.broadcast_to(index, (batch_size, num_tokens, num_slots)), axis=2)
+        seen = (offset < 0) | ((offset < num_tokens) & inside)
+    if window is not None:
+        inside = jnp.take_along_axis(inputs.positions[:, None], index, axis=2)  # in a tree, siblings share a position
+        position = jnp.where(offset < 0, jnp.arange(num_slots)[None, None], inside)  # [B, 1, S]
+        seen &= inputs.positions[:, :, None] - position < window
+    return seen[:, None]
+
+
+def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> Cache:
+    """Write keys and values [B, T, H, D] to the slots of the call; what would lie past the end is dropped."""
+    row = jnp.arange(key.shape[0])[:, None]
+    slot = inputs.positions[:, :1] + jnp.arange(key.shape[1])[None]
+    return {
+        "key": cache["key"].at[row, slot].set(key.astype(cache["key"].dtype), mode="drop"),
+        "value": cache["value"].at[row, slot].set(value.astype(cache["value"].dtype), mode="drop"),
+    }
+
+
+def attend(
+    query: Array, key: Array, value: Array, mask: Array | None, scale: float | None = None, softcap: float | None = None
+) -> Array:
+    """Attention of queries [B, T, H, D] to keys and values [B, S, kv heads, D]; without a mask it is causal.
+
+    `scale` of the scores is 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c).
+    """
+    if softcap is None:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
+    batch_size, num_tokens, num_heads, size = query.shape
+    grouped = query.reshape(batch_size, num_tokens, key.shape[2], -1, size)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    scores = softcap * jnp.tanh(scores * (size**-0.5 if scale is None else scale) / softcap)
+    if mask is None:
+        mask = jnp.tri(num_tokens, dtype=bool)[None, None]
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)
+    return attended.reshape(batch_size, num_tokens, num_heads, size)

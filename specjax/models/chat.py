@@ -1,0 +1,68 @@
+"""Conversations as text, by the chat template that a checkpoint brings."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.tokenizer import token_text
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def render(directory: Path, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Write messages as a prompt that ends where the assistant's answer begins.
+
+    Args:
+        directory: of a checkpoint with chat_template.jinja, or a chat_template in tokenizer_config.json.
+        messages: each a mapping with "role" ("system", "user" or "assistant") and "content".
+
+    Returns:
+        The text, special tokens included.
+
+    Raises:
+        ModuleNotFoundError: jinja2 is not installed.
+        ValueError: there is no template, or it refuses the messages.
+    """
+    if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise ValueError(f'messages must be mappings with "role" and "content", at least one, got {messages!r}')
+    try:
+        from jinja2.exceptions import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError as error:
+        message = 'chat templates need jinja2, install it with: pip install "specjax[chat]"'
+        raise ModuleNotFoundError(message, name="jinja2") from error
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    # The settings and names that templates are written for; a sandbox, for they come with the weights.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    template, tokens = _read(directory)
+    try:
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
+    except Exception as error:  # whatever the code of the template does
+        raise ValueError(f"the chat template of {directory} refuses the messages: {error}") from error
+
+
+def _read(directory: Path) -> tuple[str, dict[str, str]]:
+    """The template and the special tokens that it may use."""
+    path = directory / "tokenizer_config.json"
+    config = ConfigFile(path, None if path.is_file() else {})
+    tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config, name)) is not None}
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8"), tokens
+    template = config.fields.get("chat_template")
+    if isinstance(template, list):  # one for each purpose
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if not isinstance(template, str):
+        raise ValueError(f"{directory} must have chat_template.jinja, or chat_template in {path.name}, to chat")
+    return template, tokens

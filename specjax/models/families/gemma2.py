@@ -1,0 +1,26 @@
+"""Gemma 2: Gemma with norms behind attention and MLP too, soft caps, and a window in every other layer."""
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.families import gemma, llama
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    return gemma.decoder(
+        config,
+        tensors,
+        norms=NORMS,
+        post_norms=True,
+        windows=llama.windows(config, lambda layer: layer % 2 == 0),
+        attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=config.number("attn_logit_softcapping", config.unless_null("attn_logit_softcapping", 50.0)),
+        logit_softcap=config.number("final_logit_softcapping", config.unless_null("final_logit_softcapping", 30.0)),
+    )

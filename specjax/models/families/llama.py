@@ -1,0 +1,149 @@
+"""Llama 2, 3 and 3.x; and what the families that vary it share with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.decoder import DecoderConfig, decoder_model
+from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
+from specjax.models.tensors import Tensors
+from specjax.types import Array, Model, PyTree
+
+MAX_LAYERS = 1024
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False)
+    bias = config.get("attention_bias", bool, False)
+    return decoder(config, tensors, qkv_bias=bias, attention_out_bias=bias)
+
+
+def decoder(
+    config: ConfigFile,
+    tensors: Tensors,
+    *,
+    head_size: int | None = None,
+    tie_embeddings: bool = False,
+    norms: dict[str, str] = NORMS,
+    **options: Any,
+) -> Model:
+    """A model of the Llama class.
+
+    Args:
+        config: with the names of Llama's fields.
+        tensors: with the names of Llama's tensors.
+        head_size: where config.json has no head_dim; None is hidden_size / num_attention_heads.
+        tie_embeddings: where config.json does not tell.
+        norms: of a layer, each parameter with its tensor.
+        options: other fields of DecoderConfig.
+
+    Returns:
+        The model.
+    """
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if "head_dim" not in config and head_size is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, "
+                f"got {hidden_size}"
+            )
+        head_size = hidden_size // num_heads
+    theta, scaling = _rope(config)
+    fields = {
+        "vocab_size": config.size("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_layers": config.size("num_hidden_layers", most=MAX_LAYERS),
+        "num_heads": num_heads,
+        "num_kv_heads": config.size("num_key_value_heads", num_heads),
+        "head_size": config.size("head_dim", head_size),
+        "mlp_size": config.size("intermediate_size"),
+        "max_length": config.size("max_position_embeddings"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": config.number("rms_norm_eps"),
+        "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
+    }
+    try:
+        decoder_config = DecoderConfig(**fields, **options)
+    except ValueError as error:
+        raise ValueError(f"{config.path}: {error}") from error
+    return decoder_model(decoder_config, _params(decoder_config, tensors, norms))
+
+
+def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
+    """The window of each layer: sliding_window where `layer_types`, or in its absence `slides(layer)`, says so."""
+    window = config.size("sliding_window", config.unless_null("sliding_window", 4096))
+    if window is None:
+        return None
+    num_layers = config.size("num_hidden_layers", most=MAX_LAYERS)
+    types = config.get("layer_types", list, None)
+    if types is None:
+        return tuple(window if slides(i) else None for i in range(num_layers))
+    if len(types) != num_layers or not all(t in ("full_attention", "sliding_attention") for t in types):
+        raise ValueError(
+            f"{config.where('layer_types')} must be {num_layers} times 'full_attention' or 'sliding_attention', "
+            f"got {types!r}"
+        )
+    return tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
+    """The base of the rotary frequencies and their scaling, in the fields of transformers 4 or 5."""
+    rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    for place in (config, rope):
+        place.only("partial_rotary_factor", 1.0)
+    theta = (rope if "rope_theta" in rope else config).number("rope_theta", 10000.0)
+    kind = rope.choice(
+        "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3"), default="default"
+    )
+    if kind == "default":
+        return theta, None
+    factor = rope.number("factor")
+    if kind == "linear":
+        return theta, LinearScaling(factor)
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
+    length = config.size("max_position_embeddings")
+    return theta, Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
+
+
+def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
+    """The parameters as the decoder holds them: each matrix [in, out], those of one input side by side."""
+    hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
+    query, key_value = config.num_heads * size, config.num_kv_heads * size
+
+    def layer(name: str) -> dict[str, Array]:
+        attention = f"{name}.self_attn"
+        qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
+        params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
+            "qkv": tensors.matrices(hidden, {f"{name}.weight": size for name, size in qkv.items()}),
+            "attention_out": tensors.matrices(query, {f"{attention}.o_proj.weight": hidden}),
+            "gate_up": tensors.matrices(
+                hidden, {f"{name}.mlp.gate_proj.weight": mlp, f"{name}.mlp.up_proj.weight": mlp}
+            ),
+            "mlp_out": tensors.matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
+        }
+        if config.qkv_bias:
+            params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
+        if config.attention_out_bias:
+            params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
+        if config.head_norms:
+            params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
+            params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
+        return params
+
+    embedding = "model.embed_tokens.weight", config.vocab_size, hidden
+    params = {
+        "embedding": tensors.table(*embedding),
+        "layers": {i: layer(f"model.layers.{i}") for i in range(config.num_layers)},
+        "norm": tensors.vectors({"model.norm.weight": hidden}),
+    }
+    if config.tie_embeddings:
+        tensors.check_same("lm_head.weight", *embedding)
+    else:
+        params["head"] = tensors.table("lm_head.weight", config.vocab_size, hidden)
+    tensors.check_all_read("*.rotary_emb.inv_freq")  # constants, which old checkpoints store
+    return params

@@ -1,0 +1,200 @@
+"""OPT: LayerNorm before or behind attention and MLP, learned positions, biases everywhere, ReLU."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models.attention import attend, attention_mask, update_cache
+from specjax.models.config_file import ConfigFile
+from specjax.models.families.llama import MAX_LAYERS
+from specjax.models.network import network_model
+from specjax.models.tensors import Tensors
+from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
+
+POSITION_OFFSET = 2  # the row of position 0
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class OPTConfig:
+    """Sizes and options of an OPT decoder. `hidden_size` must be a multiple of `num_heads`."""
+
+    vocab_size: int
+    embedding_size: int  # where it is not hidden_size, projections stand between
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_size: int
+    max_length: int
+    norm_first: bool = True  # before attention and MLP, not behind
+    final_norm: bool = True
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+class Affine(nnx.Module):
+    """x [B, T, in] @ weight + bias."""
+
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs):
+        self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (inputs, outputs)))
+        self.bias = nnx.Param(jnp.zeros((outputs,)))
+
+    def __call__(self, x: Array) -> Array:
+        return x @ self.weight[...] + self.bias[...][None, None]
+
+
+class LayerNorm(nnx.Module):
+    """x [B, T, D] to zero mean and unit variance over its last axis, in float32, then scaled and shifted."""
+
+    def __init__(self, size: int):
+        self.scale = nnx.Param(jnp.ones((size,)))
+        self.bias = nnx.Param(jnp.zeros((size,)))
+
+    def __call__(self, x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + NORM_EPS)
+        return (x32 * self.scale[...][None, None] + self.bias[...][None, None]).astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each with a norm and added to the stream."""
+
+    def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        hidden = config.hidden_size
+        self.attention_norm, self.mlp_norm = LayerNorm(hidden), LayerNorm(hidden)
+        self.qkv, self.attention_out = Affine(hidden, 3 * hidden, rngs), Affine(hidden, hidden, rngs)
+        self.mlp_in, self.mlp_out = Affine(hidden, config.mlp_size, rngs), Affine(config.mlp_size, hidden, rngs)
+
+    def __call__(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
+        config = self.config
+        batch_size, num_tokens, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x) if config.norm_first else x)
+        qkv = qkv.reshape(batch_size, num_tokens, 3 * config.num_heads, config.head_size)
+        query, key, value = jnp.split(qkv, 3, axis=2)
+        if cache is not None:
+            cache = update_cache(cache, key, value, inputs)
+            key, value = cache["key"], cache["value"]
+        x = x + self.attention_out(attend(query, key, value, mask).reshape(x.shape))
+        if not config.norm_first:
+            x = self.attention_norm(x)
+        hidden = self.mlp_in(self.mlp_norm(x) if config.norm_first else x)
+        x = x + self.mlp_out(jax.nn.relu(hidden))
+        if not config.norm_first:
+            x = self.mlp_norm(x)
+        return x, cache
+
+
+class OPT(nnx.Module):
+    """Embeddings, layers and the tied head. Computes in the dtype of its parameters; logits are float32."""
+
+    def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        init = partial(nnx.initializers.normal(0.02), rngs.params())
+        self.embedding = nnx.Param(init((config.vocab_size, config.embedding_size)))
+        self.position_embedding = nnx.Param(init((config.max_length + POSITION_OFFSET, config.hidden_size)))
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        if config.final_norm:
+            self.norm = LayerNorm(config.hidden_size)
+        if config.embedding_size != config.hidden_size:
+            self.project_in = nnx.Param(init((config.embedding_size, config.hidden_size)))
+            self.project_out = nnx.Param(init((config.hidden_size, config.embedding_size)))
+
+    def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
+        """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
+        config = self.config
+        # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
+        precision = "highest" if self.embedding.dtype == jnp.float32 else None
+        with jax.default_matmul_precision(precision):
+            x = self.embedding[...][inputs.tokens]
+            if config.embedding_size != config.hidden_size:
+                x = x @ self.project_in[...]
+            x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
+            mask = None if cache is None else attention_mask(inputs, cache[0]["key"].shape[1])
+            new_cache = None if cache is None else []
+            for i, layer in enumerate(self.layers):
+                x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])
+                if cache is not None:
+                    new_cache.append(layer_cache)
+            features = self.norm(x) if config.final_norm else x
+            projected = features @ self.project_out[...] if config.embedding_size != config.hidden_size else features
+            logits = jnp.einsum("btd,vd->btv", projected, self.embedding[...], preferred_element_type=jnp.float32)
+        return ModelOutput(logits, features), new_cache
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    config.only("activation_function", "relu")
+    for name in ("enable_bias", "layer_norm_elementwise_affine", "tie_word_embeddings"):
+        config.only(name, True)
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, got {hidden_size}"
+        )
+    norm_first = config.get("do_layer_norm_before", bool, True)
+    opt_config = OPTConfig(
+        vocab_size=config.size("vocab_size"),
+        embedding_size=config.size("word_embed_proj_dim", hidden_size),
+        hidden_size=hidden_size,
+        num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=num_heads,
+        mlp_size=config.size("ffn_dim"),
+        max_length=config.size("max_position_embeddings"),
+        norm_first=norm_first,
+        final_norm=norm_first and not config.get("_remove_final_layer_norm", bool, False),
+    )
+    return network_model(OPT, opt_config, _params(opt_config, tensors))
+
+
+def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
+    hidden, mlp = config.hidden_size, config.mlp_size
+
+    def affine(inputs: int, outputs: dict[str, int]) -> dict[str, Array]:
+        return {
+            "weight": tensors.matrices(inputs, {f"{name}.weight": size for name, size in outputs.items()}),
+            "bias": tensors.vectors({f"{name}.bias": size for name, size in outputs.items()}),
+        }
+
+    def norm(name: str) -> dict[str, Array]:
+        return {
+            "scale": tensors.vectors({f"{name}.weight": hidden}),
+            "bias": tensors.vectors({f"{name}.bias": hidden}),
+        }
+
+    def layer(name: str) -> PyTree:
+        return {
+            "attention_norm": norm(f"{name}.self_attn_layer_norm"),
+            "qkv": affine(hidden, {f"{name}.self_attn.{kind}_proj": hidden for kind in "qkv"}),
+            "attention_out": affine(hidden, {f"{name}.self_attn.out_proj": hidden}),
+            "mlp_norm": norm(f"{name}.final_layer_norm"),
+            "mlp_in": affine(hidden, {f"{name}.fc1": mlp}),
+            "mlp_out": affine(mlp, {f"{name}.fc2": hidden}),
+        }
+
+    decoder = "model.decoder"
+    embedding = f"{decoder}.embed_tokens.weight", config.vocab_size, config.embedding_size
+    params = {
+        "embedding": tensors.table(*embedding),
+        "position_embedding": tensors.table(
+            f"{decoder}.embed_positions.weight", config.max_length + POSITION_OFFSET, hidden
+        ),
+        "layers": {i: layer(f"{decoder}.layers.{i}") for i in range(config.num_layers)},
+    }
+    if config.final_norm:
+        params["norm"] = norm(f"{decoder}.final_layer_norm")
+    if config.embedding_size != hidden:
+        params["project_in"] = tensors.matrices(config.embedding_size, {f"{decoder}.project_in.weight": hidden})
+        params["project_out"] = tensors.matrices(hidden, {f"{decoder}.project_out.weight": config.embedding_size})
+    tensors.check_same("lm_head.weight", *embedding)
+    tensors.check_all_read("*decoder.version")
+    return params

@@ -1,0 +1,79 @@
+"""A Flax NNX network as a `Model`: pure functions of its parameters, a nested dict, that compare by value."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
+
+
+class NetworkConfig(Protocol):
+    """What a config, a frozen dataclass, has whatever the network."""
+
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    max_length: int
+
+
+Network = type[nnx.Module]  # a class: Network(config, rngs)(inputs, cache) -> (ModelOutput, cache)
+
+
+@cache
+def _abstract(network: Network, config: NetworkConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: network(config, nnx.Rngs(0))))
+
+
+def init_params(network: Network, config: NetworkConfig, seed: int) -> PyTree:
+    """Random float32 parameters: a nested dict with the names of `param_shapes`."""
+    return nnx.to_pure_dict(nnx.split(network(config, nnx.Rngs(seed)))[1])
+
+
+def param_shapes(network: Network, config: NetworkConfig) -> PyTree:
+    """A nested dict of `jax.ShapeDtypeStruct`: the parameters that a network of this config takes."""
+    return nnx.to_pure_dict(_abstract(network, config)[1])
+
+
+@dataclass(frozen=True)
+class Apply:
+    """`Model.apply` of a network; two of equal configs are equal, so a model built again does not retrace."""
+
+    network: Network
+    config: NetworkConfig
+
+    def __call__(self, params: PyTree, inputs: ModelInput, cache: list | None) -> tuple[ModelOutput, list | None]:
+        graph, state = _abstract(self.network, self.config)
+        state = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)(inputs, cache)
+
+
+@dataclass(frozen=True)
+class InitCache:
+    """`Model.init_cache` of a network: per layer, keys and values [B, S, kv heads, head size] of zeros."""
+
+    config: NetworkConfig
+    dtype: str
+
+    def __call__(self, batch_size: int, max_length: int) -> list[dict[str, Array]]:
+        shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_size)
+        return [
+            {"key": jnp.zeros(shape, self.dtype), "value": jnp.zeros(shape, self.dtype)}
+            for _ in range(self.config.num_layers)
+        ]
+
+
+def network_model(network: Network, config: NetworkConfig, params: PyTree) -> Model:
+    """The `Model` of a network with these parameters, among them `embedding`; its cache has the dtype of that."""
+    return Model(
+        params=params,
+        apply=Apply(network, config),
+        init_cache=InitCache(config, str(params["embedding"].dtype)),
+        vocab_size=config.vocab_size,
+        max_length=config.max_length,
+    )

@@ -1,0 +1,94 @@
+"""Small checkpoints of every family: their configs, in the fields of transformers 4, and weights made from a seed."""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+GOLDENS = Path(__file__).parent / "goldens"
+NUM_TOKENS = 12
+LENGTHS = (12, 9)  # of the rows: the second is padded
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+LLAMA = SIZES | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": None}
+OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
+
+CONFIGS = {
+    "llama": LLAMA | {"model_type": "llama", "num_key_value_heads": 4, "rope_theta": 10000.0},
+    "llama3": LLAMA
+    | {"model_type": "llama", "rope_scaling": LLAMA3_SCALING, "head_dim": 16, "tie_word_embeddings": True},
+    "llama_linear": LLAMA | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama_bias": LLAMA | {"model_type": "llama", "attention_bias": True},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
+    "mistral_window": LLAMA | {"model_type": "mistral", "sliding_window": 5},
+    "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_window": LLAMA
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
+    "gemma": GEMMA | {"model_type": "gemma", "hidden_act": "gelu", "num_key_value_heads": 1},
+    "gemma2": GEMMA
+    | {
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "opt": OPT | {"model_type": "opt"},
+    "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+    "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
+}
+
+
+def tokens() -> np.ndarray:
+    """Tokens [2, NUM_TOKENS]; what lies past LENGTHS is padding."""
+    return np.random.default_rng(0).integers(2, SIZES["vocab_size"], (len(LENGTHS), NUM_TOKENS)).astype(np.int32)
+
+
+def make_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor that depends on nothing but its name and shape; scales of norms are around 1, biases around 0."""
+    uniform = np.random.default_rng(zlib.crc32(name.encode())).random(shape) * 2 - 1
+    if len(shape) == 1:
+        return (uniform * 0.5 + ("norm.weight" in name)).astype(np.float32)
+    return (uniform * (4 / shape[1] ** 0.5 if "embed" not in name else 1)).astype(np.float32)
+
+
+def shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors by name, as transformers writes them."""
+    recorded = json.loads((GOLDENS / "shapes.json").read_text())[case]
+    return {name: tuple(shape) for name, shape in recorded.items()}
+
+
+def write(directory: Path, case: str, dtype: np.dtype = np.float32) -> Path:
+    """A checkpoint of the case in a new directory."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIGS[case]))
+    tensors = {name: make_tensor(name, shape).astype(dtype) for name, shape in shapes(case).items()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory

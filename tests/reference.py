@@ -1,0 +1,32 @@
+"""The models of transformers on torch, with the weights of families.py. Only where both are installed."""
+
+import families
+import numpy as np
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+def make_model(config: dict) -> transformers.PreTrainedModel:
+    """A model of the config, its weights those of `families.make_tensor`."""
+    hf_config = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, tensor in stored_tensors(model).items():
+            tensor.copy_(torch.from_numpy(families.make_tensor(name, tuple(tensor.shape))))
+    return model
+
+
+def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint has: a tied one once."""
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def logits(model: transformers.PreTrainedModel, tokens: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """Logits [B, T, V] in float32 of right-padded rows."""
+    mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    return model(input_ids=ids, attention_mask=torch.from_numpy(mask.astype(np.int64))).logits.float().numpy()

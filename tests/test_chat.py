@@ -1,0 +1,97 @@
+"""Chat templates: what they are given, where they are found, and how they fail."""
+
+import json
+import sys
+
+import pytest
+from test_tokenizer import make_tokenizer
+
+from specjax.models.chat import render
+
+MESSAGES = [
+    {"role": "system", "content": 'Say "é" & no more'},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "é"},
+    {"role": "user", "content": "Again"},
+]
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('unknown role ' + message['role']) }}
+    {%- endif %}
+    {%- if loop.index0 > 8 %}{% break %}{% endif %}
+    {{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token + '\\n' }}
+{%- endfor %}
+{%- set kept = namespace(last=messages[-1] | tojson) %}
+{{- kept.last }}
+{%- if add_generation_prompt %}{{- '\\n<|assistant|>' }}{% endif %}"""
+EXPECTED = """<s><|system|>Say "é" & no more</s>
+<|user|>Hello</s>
+<|assistant|>é</s>
+<|user|>Again</s>
+{"role": "user", "content": "Again"}
+<|assistant|>"""
+TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+
+
+@pytest.fixture
+def jinja2():
+    return pytest.importorskip("jinja2")
+
+
+def write_config(directory, **fields):
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("place", ["file", "string", "list"])
+def test_render(place, tmp_path, jinja2):
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        write_config(tmp_path, **TOKENS)
+    elif place == "string":
+        write_config(tmp_path, chat_template=TEMPLATE, **TOKENS)
+    else:
+        named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+        write_config(tmp_path, chat_template=named, **TOKENS)
+    assert render(tmp_path, MESSAGES) == EXPECTED
+
+
+def test_render_is_that_of_transformers(tmp_path, jinja2):
+    transformers = pytest.importorskip("transformers")
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path, chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert render(tmp_path, MESSAGES) == expected == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (TEMPLATE, "refuses the messages: unknown role tool"),
+        ("{% for %}", "refuses the messages: "),
+        ("{{ messages.clear() }}", "refuses the messages: .*unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
+        ("{{ 1 / 0 }}", "refuses the messages: division by zero"),
+        (None, "must have chat_template.jinja, or chat_template in tokenizer_config.json"),
+        (7, "must have chat_template.jinja"),
+        ([{"name": "rag", "template": "x"}], "must have chat_template.jinja"),
+    ],
+)
+def test_bad_template(template, match, tmp_path, jinja2):
+    write_config(tmp_path, chat_template=template, **TOKENS)
+    with pytest.raises(ValueError, match=match):
+        render(tmp_path, [{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize("messages", [[], ["hello"], [{"content": "hello"}]])
+def test_bad_messages(messages, tmp_path):
+    with pytest.raises(ValueError, match='messages must be mappings with "role" and "content"'):
+        render(tmp_path, messages)
+
+
+def test_missing_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2.exceptions", None)
+    with pytest.raises(ModuleNotFoundError, match=r'install it with: pip install "specjax\[chat\]"') as error:
+        render(tmp_path, MESSAGES)
+    assert error.value.name == "jinja2"

@@ -1,0 +1,98 @@
+"""Every family's logits are those of transformers: recorded ones everywhere, live ones where it is installed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import CONFIGS, GOLDENS, LENGTHS, NUM_TOKENS, tokens, write
+
+from specjax.models import load
+from specjax.models.network import param_shapes
+from specjax.types import Model, ModelInput
+
+TOLERANCE = 2e-4  # in float32, of the largest logit
+HALF_TOLERANCE = 0.1  # in bfloat16, which rounds to 0.004; transformers differs by up to 0.2 on these weights
+
+
+@pytest.fixture(scope="module")
+def goldens():
+    return dict(np.load(GOLDENS / "logits.npz"))
+
+
+def whole_logits(model: Model) -> jax.Array:
+    """Logits of whole rows, without a cache."""
+    positions = jnp.broadcast_to(jnp.arange(NUM_TOKENS)[None], (len(LENGTHS), NUM_TOKENS))
+    return jax.jit(model.apply)(model.params, ModelInput(jnp.asarray(tokens()), positions), None)[0].logits
+
+
+def incremental_logits(model: Model) -> np.ndarray:
+    """Logits of rows fed in three calls of four tokens: prompts of different lengths, then from where each row is."""
+    apply = jax.jit(model.apply)
+    cache = model.init_cache(len(LENGTHS), NUM_TOKENS + 1)
+    logits = np.full((len(LENGTHS), NUM_TOKENS, model.vocab_size), np.nan, np.float32)
+    for starts in ((0, 0), (4, 2), (8, 5)):
+        columns = np.array(starts)[:, None] + np.arange(4)[None]
+        rows = np.arange(len(LENGTHS))[:, None]
+        inputs = ModelInput(jnp.asarray(tokens()[rows, columns]), jnp.asarray(columns))
+        output, cache = apply(model.params, inputs, cache)
+        logits[rows, columns] = output.logits
+    return logits
+
+
+def difference(logits: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference where a row has tokens, relative to the largest logit."""
+    is_token = np.arange(NUM_TOKENS) < np.array(LENGTHS)[:, None]
+    logits, expected = np.asarray(logits)[is_token], expected[is_token]
+    return np.abs(logits - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
+    model = load(write(tmp_path / case, case))
+    shapes = param_shapes(model.apply.network, model.apply.config)
+    assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, shapes)
+    assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
+    assert difference(incremental_logits(model), goldens[case]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_bfloat16(case, goldens, tmp_path):
+    model = load(write(tmp_path / case, case, jnp.bfloat16), jnp.bfloat16)
+    logits = whole_logits(model)
+    assert logits.dtype == jnp.float32
+    assert difference(logits, goldens[case]) <= HALF_TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def reference():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import reference
+
+    return reference
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_logits_are_those_of_transformers(case, reference, goldens, tmp_path):
+    """On the checkpoint that transformers itself writes."""
+    hf_model = reference.make_model(CONFIGS[case])
+    hf_model.save_pretrained(tmp_path / case, max_shard_size="20KB")
+    expected = reference.logits(hf_model, tokens(), LENGTHS)
+    assert difference(expected, goldens[case]) <= TOLERANCE / 10
+    model = load(tmp_path / case)
+    assert difference(whole_logits(model), expected) <= TOLERANCE
+    assert difference(incremental_logits(model), expected) <= TOLERANCE
+
+    half = reference.logits(hf_model.bfloat16(), tokens(), LENGTHS)
+    hf_model.save_pretrained(tmp_path / "half")
+    ours = whole_logits(load(tmp_path / "half", jnp.bfloat16))
+    assert difference(ours, expected) <= 2 * difference(half, expected) + 1e-3
+
+
+def test_heads_of_opt_must_be_even_parts(tmp_path):
+    directory = write(tmp_path / "opt", "opt")
+    (directory / "config.json").write_text(json.dumps(CONFIGS["opt"] | {"num_attention_heads": 5}))
+    with pytest.raises(ValueError, match=r"hidden_size in .* must be a multiple of num_attention_heads = 5, got 32"):
+        load(directory)

@@ -1,0 +1,298 @@
+"""The Pallas kernels against the XLA path: interpreted on a CPU, compiled on a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import threefry
+from specjax import Categorical, Draft, distributions, kernels, ragged, verifiers
+from specjax import keys as streams
+from specjax.verifiers.core import from_core
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNEL = "pallas" if ON_GPU else "interpret"
+VERIFIERS = ("rejection", "block", "typical", "synthetic", "match")
+
+
+def options_of(verifier: str) -> dict:
+    return {"acceptance_length": 2.2} if verifier == "synthetic" else {}
+
+
+def run(verifier: str, implementation: str, keys, draft, target, **options):
+    function = partial(getattr(verifiers, verifier), implementation=implementation, **options_of(verifier), **options)
+    return jax.jit(function)(keys, draft, target)
+
+
+def random_case(
+    seed: int,
+    batch_size: int = 4,
+    num_drafts: int = 3,
+    vocab_size: int = 3000,
+    dtype=jnp.float32,
+    target_temperature=None,
+    draft_temperature=None,
+    cut: bool = False,
+    normalised: bool = True,
+) -> tuple[Draft, Categorical]:
+    """Drafts drawn from a law close to the target's, rows of random numbers of drafts."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    target = (2 * jax.random.normal(keys[0], (batch_size, num_drafts + 1, vocab_size))).astype(dtype)
+    noise = jax.random.normal(keys[1], (batch_size, num_drafts, vocab_size))
+    logits = (target[:, :num_drafts] + 0.7 * noise).astype(dtype)
+    temperatures = [
+        None if t is None else jnp.resize(jnp.float32(t), batch_size) for t in (target_temperature, draft_temperature)
+    ]
+    min_logit = jnp.quantile(target.astype(jnp.float32), 0.6, axis=-1) if cut else None
+    drawn_from = Categorical(logits, temperatures[1], jnp.full((batch_size, num_drafts), -1.0) if cut else None)
+    law = distributions.normalize(drawn_from)
+    log_probs = distributions.log_probs(law)
+    tokens = jnp.argmax(log_probs + jax.random.gumbel(keys[2], log_probs.shape), axis=-1).astype(jnp.int32)
+    if normalised:
+        temperature = jnp.ones(batch_size) if temperatures[1] is None else temperatures[1]
+        shift = law.shift / jnp.where(temperature > 0, temperature, 1)[:, None]
+        drawn_from = drawn_from._replace(log_normalizer=law.log_mass + shift)
+    num_tokens = jax.random.randint(keys[3], (batch_size,), 0, num_drafts + 1).at[0].set(num_drafts)
+    return Draft(tokens, drawn_from, num_tokens), Categorical(target, temperatures[0], min_logit)
+
+
+def assert_same(kernel, xla, num_mismatches: int = 0):
+    """Equal tokens in all rows but `num_mismatches`, and near log-probabilities in those that are equal."""
+    same = np.all(np.asarray(kernel.tokens) == np.asarray(xla.tokens), axis=1)
+    same &= np.asarray(kernel.num_accepted) == np.asarray(xla.num_accepted)
+    assert np.sum(~same) <= num_mismatches, (kernel.tokens, xla.tokens)
+    if xla.log_probs is not None:
+        np.testing.assert_allclose(kernel.log_probs[same], xla.log_probs[same], atol=3e-5, rtol=1e-5)
+
+
+def test_threefry_draws_what_jax_draws():
+    keys = jax.random.split(jax.random.key(3), 5)
+    words = tuple(jax.random.key_data(keys).T)
+    folded = jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, jnp.arange(5) + 70_000))
+    np.testing.assert_array_equal(jnp.stack(threefry.fold_in(words, jnp.arange(5) + 70_000), axis=1), folded)
+    key = tuple(word[:, None] for word in words)
+    index = jnp.arange(300)[None]
+    bits = jax.vmap(lambda key: jax.random.bits(key, (300,), jnp.uint32))(keys)
+    np.testing.assert_array_equal(threefry.bits(key, index), bits)
+    np.testing.assert_array_equal(threefry.uniform(key, index), streams.uniform(keys, (300,)))
+    np.testing.assert_array_equal(
+        jax.jit(threefry.gumbel)(key, index), jax.jit(streams.gumbel, static_argnums=1)(keys, (300,))
+    )
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": jnp.bfloat16, "normalised": False},
+        {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9)},
+        {"target_temperature": 0.8, "draft_temperature": 0.6, "cut": True},
+        {"target_temperature": (0.5, 0), "draft_temperature": (0, 1), "normalised": False, "dtype": jnp.float16},
+        {"num_drafts": 1, "batch_size": 1},
+        {"num_drafts": 9, "batch_size": 2, "vocab_size": 700},
+    ],
+    ids=["plain", "bfloat16", "temperatures", "cut", "unnormalised", "one", "nine"],
+)
+def test_kernels_emit_the_tokens_of_xla(verifier, options):
+    for seed in range(2):
+        draft, target = random_case(seed, **options)
+        for drafts in (draft, draft._replace(distribution=None)):
+            arguments = jax.random.key(seed + 10), drafts, target
+            xla = run(verifier, "xla", *arguments, log_probs=True)
+            assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+
+
+@pytest.mark.parametrize("vocab_size", [100, 511, 512, 513, 8193, 10000, 50272, 151936])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_edges_of_the_vocabulary(verifier, vocab_size):
+    draft, target = random_case(1, batch_size=2, num_drafts=2, vocab_size=vocab_size, dtype=jnp.bfloat16)
+    last = draft._replace(tokens=draft.tokens.at[:, 0].set(vocab_size - 1))
+    peaked = target._replace(logits=target.logits.at[:, :, vocab_size - 1].add(40))
+    for drafts, rows in ((draft, target), (last, peaked)):
+        arguments = jax.random.split(jax.random.key(4), 2), drafts, rows
+        xla = run(verifier, "xla", *arguments)
+        assert_same(run(verifier, KERNEL, *arguments), xla)
+    assert np.all(np.asarray(xla.tokens[:, 0]) == vocab_size - 1)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 4)])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_keys_of_every_form(verifier, shape):
+    draft, target = random_case(2)
+    keys = jax.random.split(jax.random.key(6), shape)
+    assert_same(run(verifier, KERNEL, keys, draft, target), run(verifier, "xla", keys, draft, target))
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_odd_drafts_and_rows(verifier):
+    """-1 inside a draft, ids past the vocabulary, masked drafts, no drafts at all, rows without tokens, NaN."""
+    draft, target = random_case(3, batch_size=8, num_drafts=3, vocab_size=900)
+    tokens = draft.tokens.at[0, 1].set(-1).at[1, 0].set(900).at[2].set(-1).at[3, 0].set(17)
+    logits = target.logits.at[3, 0, 17].set(-jnp.inf).at[4, 1].set(-jnp.inf).at[5, 2].set(-jnp.inf)
+    draft = Draft(tokens, draft.distribution)
+    for drafts in (draft, draft._replace(distribution=None)):
+        arguments = jax.random.key(8), drafts, target._replace(logits=logits)
+        kernel, xla = run(verifier, KERNEL, *arguments), run(verifier, "xla", *arguments)
+        assert_same(kernel, xla)
+        broken = logits.at[6].set(jnp.nan).at[7, :, ::3].set(jnp.nan).at[0].set(-jnp.inf)
+        kernel = run(verifier, KERNEL, jax.random.key(8), drafts, Categorical(broken))
+        emitted = np.asarray(kernel.tokens)[np.arange(8), np.asarray(kernel.num_accepted)]
+        assert np.all((emitted >= 0) & (emitted < 900))
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "typical", "synthetic"])
+def test_bonus_tokens(verifier):
+    draft, target = random_case(4, batch_size=6)
+    draft = draft._replace(num_tokens=jnp.array([0, 1, 1, 2, 3, 3]))
+    for drafts in (draft, draft._replace(distribution=None), Draft(jnp.zeros((6, 0), jnp.int32))):
+        rows = target._replace(logits=target.logits[:, : drafts.tokens.shape[1] + 1])
+        options = {"bonus_tokens": jnp.arange(6) + 5, "log_probs": True}
+        if verifier == "synthetic" and drafts.tokens.shape[1] == 0:
+            continue
+        xla = run(verifier, "xla", jax.random.key(9), drafts, rows, **options)
+        assert_same(run(verifier, KERNEL, jax.random.key(9), drafts, rows, **options), xla)
+        assert xla.tokens[0, 0] == 5
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "typical", "match"])
+def test_no_draft_tokens(verifier):
+    _, target = random_case(5)
+    draft, target = Draft(jnp.zeros((4, 0), jnp.int32)), target._replace(logits=target.logits[:, :1])
+    xla = run(verifier, "xla", jax.random.key(1), draft, target, log_probs=True)
+    assert_same(run(verifier, KERNEL, jax.random.key(1), draft, target, log_probs=True), xla)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_packed_rows(verifier):
+    draft, target = random_case(6, vocab_size=1200)
+    lengths = np.asarray(draft.num_tokens)
+    is_draft = np.arange(3)[None] < lengths[:, None]
+    is_target = np.arange(4)[None] <= lengths[:, None]
+    packed = Categorical(draft.distribution.logits[is_draft], None, None, draft.distribution.log_normalizer[is_draft])
+    arguments = (
+        jax.random.key(2),
+        draft.tokens[is_draft],
+        jnp.cumsum(jnp.asarray(lengths)),
+        packed,
+        Categorical(target.logits[is_target]),
+    )
+
+    def verify(implementation):
+        function = partial(getattr(verifiers, verifier), implementation=implementation, **options_of(verifier))
+        return ragged.verify(function, *arguments, max_draft_tokens=3)
+
+    assert_same(verify(KERNEL), verify("xla"))
+    assert_same(verify(KERNEL), run(verifier, "xla", jax.random.key(2), draft, target))
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_kernels_work_under_transformations(verifier):
+    draft, target = random_case(7, batch_size=6, vocab_size=600)
+    keys = jax.random.split(jax.random.key(3), 6)
+    expected = run(verifier, "xla", keys, draft, target)
+    verify = partial(getattr(verifiers, verifier), implementation=KERNEL, **options_of(verifier))
+
+    split = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), (keys, draft, target))
+    mapped = jax.jit(jax.vmap(verify))(*split)
+    assert_same(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), mapped), expected)
+
+    _, scanned = jax.lax.scan(lambda carry, part: (carry, verify(*part)), None, split)
+    assert_same(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), scanned), expected)
+
+    def body(carry):
+        return carry[0] + 1, verify(keys, draft, target)
+
+    looped = jax.jit(lambda: jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, expected)))()[1]
+    assert_same(looped, expected)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_kernels_work_in_shard_map(verifier):
+    draft, target = random_case(8, vocab_size=600)
+    keys = jax.random.split(jax.random.key(3), 4)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    verify = partial(getattr(verifiers, verifier), implementation=KERNEL, **options_of(verifier))
+    by_row = PartitionSpec("data")
+    if ON_GPU:
+        sharded = jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=by_row, out_specs=by_row))
+        assert_same(sharded(keys, draft, target), run(verifier, "xla", keys, draft, target))
+    else:
+        from lowering import triton_kernels
+
+        verify = partial(getattr(verifiers, verifier), implementation="pallas", **options_of(verifier))
+        sharded = jax.shard_map(verify, mesh=mesh, in_specs=by_row, out_specs=by_row)
+        assert len(triton_kernels(sharded, keys, draft, target)) in (2, 3)
+
+
+def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
+    draft, target = random_case(9, vocab_size=kernels.SMALL_VOCAB)
+    arguments = jax.random.key(0), draft, target
+    assert_same(run("rejection", None, *arguments), run("rejection", KERNEL, *arguments))
+    deep = Draft(jnp.zeros((1, 65), jnp.int32))
+    with pytest.raises(NotImplementedError, match="at most 64 draft tokens, not 65"):
+        verifiers.match(jax.random.key(0), deep, jnp.zeros((1, 66, 8)), implementation="pallas")
+    assert verifiers.match(jax.random.key(0), deep, jnp.zeros((1, 66, 8))).tokens.shape == (1, 66)
+
+    own = from_core(verifiers.rejection.core)
+    with pytest.raises(NotImplementedError, match="a verifier with a kernel"):
+        own(*arguments, implementation="interpret")
+    np.testing.assert_array_equal(own(*arguments).tokens, run("rejection", "xla", *arguments).tokens)
+
+
+def test_kernels_refuse_float64(x64):
+    draft, target = Draft(jnp.zeros((1, 1), jnp.int32)), jnp.zeros((1, 2, 8))
+    with pytest.raises(NotImplementedError, match="target of dtype float32, bfloat16 or float16, not float64"):
+        verifiers.match(jax.random.key(0), draft, target, implementation=KERNEL)
+    same = [
+        verifiers.rejection(jax.random.key(0), draft, target.astype(jnp.float32), implementation=i)
+        for i in (KERNEL, "xla")
+    ]
+    assert_same(*same)
+
+
+def test_large_offsets_take_64_bits():
+    from lowering import triton_kernels
+
+    vocab_size = 151936
+
+    def offset_types(batch_size):
+        shape = jax.ShapeDtypeStruct
+        logits = shape((batch_size, 10, vocab_size), jnp.bfloat16)
+        arguments = jax.eval_shape(lambda: jax.random.key(0)), Draft(shape((batch_size, 9), jnp.int32)), logits
+        kernel = triton_kernels(partial(verifiers.match, implementation="pallas"), *arguments)[0]
+        return "xi64>" in kernel.triton_ir
+
+    assert 1500 * 10 * vocab_size > 2**31
+    assert offset_types(1500) and not offset_types(8)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_rows_past_two_billion_logits(verifier):
+    num_rows, vocab_size = 15000, 151936
+    logits = jax.jit(lambda key: jax.random.normal(key, (num_rows, vocab_size), jnp.bfloat16))(jax.random.key(0))
+    rows = jnp.array([[0, 7, 14998], [14999, 14000, 3]])
+    draft = Draft(jnp.argmax(logits[rows[:, :2]], axis=-1).astype(jnp.int32), Categorical(logits, rows=rows[:, :2]))
+    dense = Draft(draft.tokens, Categorical(logits[rows[:, :2]]))
+    keys = jax.random.key(1)
+    packed = run(verifier, KERNEL, keys, draft, Categorical(logits, rows=rows))
+    assert_same(packed, run(verifier, "xla", keys, dense, Categorical(logits[rows])))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_kernels_at_a_full_vocabulary(verifier, dtype):
+    """Rounding may move a draw across the border of two tokens: at most one row of a thousand."""
+    draft, target = random_case(1, batch_size=64, num_drafts=5, vocab_size=151936, dtype=dtype)
+    kernel, xla = [], []
+    for seed in range(16):
+        arguments = jax.random.key(seed), draft, target
+        kernel.append(run(verifier, KERNEL, *arguments))
+        xla.append(run(verifier, "xla", *arguments))
+    stacked = [jax.tree.map(lambda *x: jnp.concatenate(x), *part) for part in (kernel, xla)]
+    assert_same(*stacked, num_mismatches=2)
