@@ -6,26 +6,21 @@ Rows where it does not lie above, as with a very flat law, are searched whole, a
 
 The search tries several thresholds a read, evenly between two logits of the row, counts what lies above each of them or
 sums its mass, and goes on between the logits next to the answer until they meet.
-"""
 
-from typing import NamedTuple
+`search.py` does the same in kernels.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.search import Limits, search
+
 _BLOCK = 64  # tokens
 _CANDIDATES = 128  # blocks of a row that are searched first
 _THRESHOLDS = 8  # tried per read
-
-
-class _Limits(NamedTuple):
-    temperature: Array | None  # [R], positive where anything is on; None is 1
-    top_k: Array | None  # [R], 0 where off
-    top_p: Array | None  # [R], at least 1 where off
-    min_p: Array | None  # [R], 0 or less where off
-    restricted: Array  # [R] bool, min-p or top-k is on: top-p does not work on the whole row
-    asked: Array  # [R] bool, anything is on
+_SMALL_VOCAB = 2048  # below it a few fused operations do as well as kernels
+_LARGEST_VOCAB = 2**19  # the maxima of all blocks of a row are in registers at once
 
 
 def min_logit(
@@ -35,6 +30,7 @@ def min_logit(
     top_k: Array | None = None,
     top_p: Array | None = None,
     min_p: Array | None = None,
+    implementation: str | None = None,
 ) -> Array:
     """Find the smallest logit that min-p, then top-k, then top-p keep of softmax(logits / temperature).
 
@@ -51,46 +47,70 @@ def min_logit(
         top_k: broadcastable to [...], integer; off where <= 0 or >= V. None leaves it out of the program.
         top_p: broadcastable to [...]; off where >= 1, None as for top_k.
         min_p: broadcastable to [...]; off where <= 0, None as for top_k.
+        implementation: "xla"; "pallas" for the kernels, "interpret" for these without a GPU; None for the faster one on
+            the platform.
 
     Returns:
         [...] in promote_types(logits.dtype, float32). -inf where nothing is on; where only top-k is, and the row has
         fewer tokens; and for a row without tokens.
 
+    Raises:
+        NotImplementedError: for a named implementation that does not support the case.
+
     Example:
         >>> min_logit(jnp.array([3.0, 1.0, 2.0, 2.0]), top_k=jnp.array(2))
         Array(2., dtype=float32)
     """
+    if implementation not in (None, "xla", "pallas", "interpret"):
+        raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
     shape, dtype = logits.shape[:-1], jnp.promote_types(logits.dtype, jnp.float32)
     uncut = jnp.full(shape, -jnp.inf, dtype)
     if logits.size == 0 or (top_k is None and top_p is None and min_p is None):
         return uncut
+    logits = logits.reshape(-1, logits.shape[-1])
+    num_rows, vocab_size = logits.shape
 
     def by_row(values: Array) -> Array:
         return jnp.broadcast_to(values, shape).reshape(-1)
 
-    logits = logits.reshape(-1, logits.shape[-1])
-    restricted = jnp.zeros(logits.shape[:1], bool)
-    sampled = ~restricted
+    is_sampled = jnp.ones(num_rows, bool)
     if temperature is not None:
         temperature = by_row(temperature).astype(dtype)
-        sampled = temperature > 0
-    if min_p is not None:
-        min_p = jnp.where(sampled, by_row(min_p).astype(dtype), 0)
-        restricted |= min_p > 0
+        is_sampled = temperature > 0
     if top_k is not None:
         top_k = by_row(top_k)
-        top_k = jnp.where(sampled & (top_k < logits.shape[-1]), jnp.maximum(top_k, 0), 0)
-        restricted |= top_k > 0
-    asked = restricted
+        top_k = jnp.where(is_sampled & (top_k < vocab_size), jnp.maximum(top_k, 0), 0).astype(jnp.int32)
     if top_p is not None:
-        top_p = jnp.where(sampled, by_row(top_p).astype(dtype), 1)
-        asked |= top_p < 1
-    limits = _Limits(temperature, top_k, top_p, min_p, restricted, asked)
-    cut = lax.cond(asked.any(), lambda: _cut(logits, limits, dtype), lambda: uncut.reshape(-1))
+        top_p = jnp.where(is_sampled, by_row(top_p).astype(dtype), 1)
+    if min_p is not None:
+        min_p = jnp.where(is_sampled, by_row(min_p).astype(dtype), 0)
+    limits = Limits(temperature, top_k, top_p, min_p)
+
+    def by_xla(logits: Array, limits: Limits) -> Array:
+        return lax.cond(limits.is_asked.any(), lambda: _cut(logits, limits, dtype), lambda: uncut.reshape(-1))
+
+    lack = _unsupported(logits)
+    if implementation in ("pallas", "interpret"):
+        if lack is not None:
+            raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
+        cut = search(logits, limits, interpret=implementation == "interpret")
+    elif implementation is None and lack is None and vocab_size >= _SMALL_VOCAB:
+        cut = lax.platform_dependent(logits, limits, cuda=search, default=by_xla)
+    else:
+        cut = by_xla(logits, limits)
     return cut.reshape(shape)
 
 
-def _cut(logits: Array, limits: _Limits, dtype: jnp.dtype) -> Array:
+def _unsupported(logits: Array) -> str | None:
+    """What the kernels support and these logits are not; None if they support them."""
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"logits of dtype float32, bfloat16 or float16, not {logits.dtype}"
+    if logits.shape[-1] > _LARGEST_VOCAB:
+        return f"at most {_LARGEST_VOCAB} tokens, not {logits.shape[-1]}"
+    return None
+
+
+def _cut(logits: Array, limits: Limits, dtype: jnp.dtype) -> Array:
     """The cut [R] of logits [R, V]."""
     num_rows, vocab_size = logits.shape
     num_blocks = -(-vocab_size // _BLOCK)
@@ -109,14 +129,14 @@ def _cut(logits: Array, limits: _Limits, dtype: jnp.dtype) -> Array:
     total = None
     if limits.top_p is not None:
         total = lax.cond(
-            jnp.any((limits.top_p < 1) & ~limits.restricted),
+            jnp.any((limits.top_p < 1) & ~limits.is_restricted),
             lambda: jnp.exp(_scaled(logits.astype(dtype), best.max(-1, keepdims=True), limits.temperature)).sum(-1),
             lambda: jnp.zeros_like(outside),
         )
     cut, decisive = _search(candidates.astype(dtype), limits, total)
 
     clean = ~jnp.isnan(logits).any(-1)  # a maximum of NaN and numbers is not the same on every device
-    settled = ~limits.asked | (clean & ((decisive > outside) | (outside == -jnp.inf)))
+    settled = ~limits.is_asked | (clean & ((decisive > outside) | (outside == -jnp.inf)))
     unsettled_first = jnp.argsort(settled)
     chunk = min(num_rows, max(4, num_rows // 16))
 
@@ -130,7 +150,7 @@ def _cut(logits: Array, limits: _Limits, dtype: jnp.dtype) -> Array:
     return lax.fori_loop(0, -(-jnp.sum(~settled) // chunk), search_whole, cut)
 
 
-def _search(x: Array, limits: _Limits, total: Array | None = None) -> tuple[Array, Array]:
+def _search(x: Array, limits: Limits, total: Array | None = None) -> tuple[Array, Array]:
     """Find the cut of x [N, C, _BLOCK], which may be a part of each row.
 
     Args:
@@ -155,9 +175,9 @@ def _search(x: Array, limits: _Limits, total: Array | None = None) -> tuple[Arra
         weights = jnp.exp(scaled)
         mass = _sum_above(x, weights, cut[:, None])[:, 0]
         if total is not None:
-            mass = jnp.where(limits.restricted, mass, total)
+            mass = jnp.where(limits.is_restricted, mass, total)
         cut = _raise(cut, jnp.where(limits.top_p < 1, highest, cut), x, weights, limits.top_p * mass)
-        decisive = jnp.where(limits.restricted, decisive, cut)
+        decisive = jnp.where(limits.is_restricted, decisive, cut)
     return cut, decisive
 
 

@@ -10,6 +10,7 @@ the proposer reports the log-normaliser of what it drew from.
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,7 +21,10 @@ from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
 CUT_ROWS = 384
-LIMITS = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+LIMITS = {
+    "cut, top-k 50 and top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "cut, top-p 0.9 of a flat law": {"top_p": 0.9},  # a quarter of the vocabulary
+}
 PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
 CASES = {  # label: verifier, drafts, temperature
     "rejection": ("rejection", "sampled", None),
@@ -76,16 +80,20 @@ def time_verifiers(args: argparse.Namespace, num_drafts: int, vocab: int) -> lis
     return rows
 
 
-def time_cut(dtypes: list[str], vocab: int) -> list[dict]:
-    limits = {name: jnp.full(CUT_ROWS, value) for name, value in LIMITS.items()}
-    cases = {"top-k + top-p cut": lambda x: min_logit(x, **limits), "sort": lambda x: jnp.sort(x, axis=-1)[:, 0]}
+def time_cut(args: argparse.Namespace, vocab: int) -> list[dict]:
     rows = []
-    print(f"\n| [{CUT_ROWS}, {vocab}] | dtype | microseconds |\n|---|---|---|")
-    for dtype in dtypes:
-        logits = 3 * jax.random.normal(jax.random.key(0), (CUT_ROWS, vocab), dtype)
-        for label, function in cases.items():
-            rows.append({"op": label, "dtype": dtype, "us": device_seconds(function, logits) * 1e6})
-            print(f"| {label} | {dtype} | {rows[-1]['us']:.0f} |", flush=True)
+    print(f"\n| [{CUT_ROWS}, {vocab}], microseconds | dtype | " + " | ".join(args.implementations) + " |")
+    print("|---" * (len(args.implementations) + 2) + "|")
+    for label, limits in LIMITS.items():
+        limits = {name: jnp.full(CUT_ROWS, value) for name, value in limits.items()}
+        for dtype in args.dtypes:
+            logits = 2 * jax.random.normal(jax.random.key(0), (CUT_ROWS, vocab), dtype)
+            for implementation in args.implementations:
+                seconds = device_seconds(partial(min_logit, implementation=implementation, **limits), logits)
+                entry = {"op": label, "dtype": dtype, "vocab": vocab, "implementation": implementation}
+                rows.append(entry | {"us": seconds * 1e6})
+            cells = " | ".join(f"{row['us']:.0f}" for row in rows[-len(args.implementations) :])
+            print(f"| {label} | {dtype} | {cells} |", flush=True)
     return rows
 
 
@@ -106,7 +114,7 @@ def main() -> None:
     for vocab in args.vocabs:
         for num_drafts in args.num_drafts:
             rows += time_verifiers(args, num_drafts, vocab)
-        rows += time_cut(args.dtypes, vocab)
+        rows += time_cut(args, vocab)
     if args.json:
         args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 

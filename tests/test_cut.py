@@ -1,6 +1,7 @@
 """The cut against a float64 sort that keeps ties."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,14 +93,16 @@ def as_arrays(fields, dtype=np.float32):
     return {name: np.asarray(v, np.int32 if name == "top_k" else dtype) for name, v in fields.items()}
 
 
-jitted = jax.jit(min_logit)
+jitted = jax.jit(min_logit, static_argnames="implementation")
+both = pytest.mark.parametrize("implementation", ["xla", "interpret"])
 
 
-def test_by_hand():
+@both
+def test_by_hand(implementation):
     logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
 
     def kept(**fields):
-        return (logits >= jitted(logits, **as_arrays(OFF | fields))).tolist()
+        return (logits >= jitted(logits, **as_arrays(OFF | fields), implementation=implementation)).tolist()
 
     assert kept() == kept(top_k=-1) == kept(top_k=4) == kept(top_p=1.0, min_p=0.0) == [True] * 4
     assert kept(temperature=0.0, top_k=1, top_p=0.1) == [True] * 4
@@ -111,7 +114,9 @@ def test_by_hand():
     assert kept(top_p=0.5, top_k=2) == kept(top_p=0.5, min_p=0.7) == [False, True, False, False]
 
 
-def test_ties_are_kept():
+@both
+def test_ties_are_kept(implementation):
+    jitted = jax.jit(partial(min_logit, implementation=implementation))
     logits = jnp.log(jnp.array([0.2, 0.3, 0.2, 0.1, 0.2]))
     for fields in ({"top_k": 2}, {"top_p": 0.45}, {"min_p": 0.6}, {"top_k": 3, "top_p": 0.6}):
         cut = jitted(logits, **as_arrays(OFF | fields))
@@ -134,23 +139,30 @@ def test_every_combination(vocab_size):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
+    ("vocab_size", "dtype", "implementation"),
     [
-        (8193, np.float32),
-        (8193, ml_dtypes.bfloat16),
-        (32000, np.float32),
-        (50272, np.float32),
-        (128256, ml_dtypes.bfloat16),
-        (151936, np.float32),
+        (8193, np.float32, "xla"),
+        (8193, ml_dtypes.bfloat16, "xla"),
+        (32000, np.float32, "xla"),
+        (50272, np.float32, "xla"),
+        (128256, ml_dtypes.bfloat16, "xla"),
+        (151936, np.float32, "xla"),
+        (100, np.float32, "interpret"),
+        (8193, np.float32, "interpret"),
+        (10000, ml_dtypes.bfloat16, "interpret"),
+        (50272, np.float16, "interpret"),
+        (128256, ml_dtypes.bfloat16, "interpret"),
+        (151936, np.float32, "interpret"),
     ],
 )
-def test_mixed_batch(vocab_size, dtype):
-    logits = np.tile(rows_of(vocab_size, seed=vocab_size), (3, 1)).astype(dtype)
+def test_mixed_batch(vocab_size, dtype, implementation):
+    with np.errstate(over="ignore"):  # float16
+        logits = np.tile(rows_of(vocab_size, seed=vocab_size), (3, 1)).astype(dtype)
     rng = np.random.default_rng(vocab_size)
     fields = as_arrays({name: rng.choice(values, len(logits)) for name, values in VALUES.items()})
     for name in ("top_k", "min_p"):  # a third of the rows on top_p alone
         fields[name] = np.where(np.arange(len(logits)) % 3 == 0, OFF[name], fields[name]).astype(fields[name].dtype)
-    cut = jitted(logits, **fields)
+    cut = jitted(logits, **fields, implementation=implementation)
     assert cut.dtype == jnp.float32
     assert check(logits, np.asarray(cut), fields).mean() > 0.8
 
@@ -201,6 +213,18 @@ def test_shapes():
     assert min_logit(logits[:0], top_p=jnp.array(0.5)).shape == (0, 3)
     with pytest.raises(ValueError, match="broadcast"):
         min_logit(logits, top_k=jnp.array([1, 2]))
+
+
+def test_unsupported_cases():
+    with pytest.raises(ValueError, match="'xla', 'pallas' or 'interpret', got 'triton'"):
+        min_logit(jnp.zeros(7), top_k=jnp.array(2), implementation="triton")
+    with pytest.raises(NotImplementedError, match="at most 524288 tokens, not 524289"):
+        min_logit(jnp.zeros(2**19 + 1), top_k=jnp.array(2), implementation="interpret")
+
+
+def test_unsupported_dtype(x64):
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16, not float64"):
+        min_logit(jnp.zeros(7, jnp.float64), top_k=jnp.array(2), implementation="pallas")
 
 
 def test_one_trace_for_all_values():

@@ -1,4 +1,4 @@
-"""Every verifier lowers to Triton kernels that compile for an H200 without spilling registers."""
+"""Every verifier, and the cut, lowers to Triton kernels that compile for an H200 without spilling registers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import pytest
 from lowering import compile_for_sm90, triton_kernels
 
 import specjax.kernels
+from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
 NUM_DRAFTS = 5
@@ -58,3 +59,23 @@ def test_draws_of_a_draft_model_lower_to_triton():
     keys, _, target = inputs(4, 128256, jnp.bfloat16, shaped=True)
     kernels = triton_kernels(specjax.kernels.draw, jax.ShapeDtypeStruct((4, 6), keys.dtype), target)
     assert [kernel.name for kernel in kernels] == KERNELS["match"][:2]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(128256, jnp.float32), (2**19, jnp.bfloat16)])
+def test_cut_compiles_without_spilling(vocab_size, dtype, tmp_path):
+    pytest.importorskip("triton")
+    fields = {name: jax.ShapeDtypeStruct((4, 6), jnp.float32) for name in ("temperature", "top_p", "min_p")}
+    fields["top_k"] = jax.ShapeDtypeStruct((4, 6), jnp.int32)
+    logits = jax.ShapeDtypeStruct((4, 6, vocab_size), dtype)
+    kernels = triton_kernels(lambda logits, fields: min_logit(logits, **fields), logits, fields)
+    assert [kernel.name for kernel in kernels] == ["_block_kernel", "_candidate_kernel", "_row_kernel"]
+    for kernel in kernels:
+        resources = compile_for_sm90(kernel, tmp_path)
+        assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, resources)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_cut_lowers_with_one_field(name):
+    field = {name: jax.ShapeDtypeStruct((6,), jnp.int32 if name == "top_k" else jnp.float32)}
+    logits = jax.ShapeDtypeStruct((6, 32000), jnp.bfloat16)
+    assert len(triton_kernels(lambda logits, field: min_logit(logits, **field), logits, field)) == 3
