@@ -28,7 +28,7 @@ def pick(
     *,
     recover_best: bool = False,
     log_probs: bool = False,
-    num_warps: int = 8,
+    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:
     """Emit the accepted drafts and one token.
@@ -47,6 +47,8 @@ def pick(
         log-probability [B, K+1] float32 of each token under the target.
     """
     batch_size, num_drafts = tokens.shape
+    if num_warps is None:
+        num_warps = 4 if decision.position.shape[1] == 1 else 8
     shape = batch_size, num_drafts + 1
     outputs = (
         jax.ShapeDtypeStruct(shape, jnp.int32),

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.accept import Decision
-from pallas_kernels.rows import BLOCK_SIZE, Rows, call, exp, finite, inverse
+from pallas_kernels.rows import BLOCK_SIZE, Rows, call, default_tile_size, exp, finite, inverse
 
 
 class Residuals(NamedTuple):
@@ -53,7 +53,7 @@ def residual_masses(
     """
     batch_size, num_rows = decision.position.shape
     if tile_size is None:
-        tile_size = 2048 if batch_size * num_rows < 32 else 4096
+        tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, target.vocab_size))
     num_tiles = pl.cdiv(target.vocab_size, tile_size)
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

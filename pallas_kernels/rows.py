@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK_SIZE = 512  # tokens of a block of the vocabulary: draws choose a block first, then a token inside it
+LARGE_READ = 1.2e8  # bytes; 30 microseconds on an H200
 LOG2_E = math.log2(math.e)
 
 
@@ -52,6 +53,22 @@ class Rows(NamedTuple):
         if self.temperature is None:
             return jnp.float32(1)
         return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
+
+
+def is_large_read(rows: Rows, num_rows: int) -> bool:
+    """Whether it pays to read `num_rows` rows a sequence in two parts, the second where it is still needed.
+
+    The second part costs two launches, and saves those rows of the sequences that have rejected a draft.
+    """
+    return rows.shape[0] * num_rows * rows.vocab_size * rows.logits.dtype.itemsize >= LARGE_READ
+
+
+def default_tile_size(num_rows: int, vocab_size: int) -> int:
+    """Tokens a program: many, so that loads are in flight, but few enough that a small batch fills the device."""
+    tile_size = 8192
+    while tile_size > 2048 and num_rows * pl.cdiv(vocab_size, tile_size) < 256:
+        tile_size //= 2
+    return min(tile_size, pl.next_power_of_2(vocab_size))
 
 
 def inverse(temperature: Array) -> Array:

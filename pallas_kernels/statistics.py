@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import threefry
-from pallas_kernels.rows import Rows, call, count_drafts, exp, finite, inverse
+from pallas_kernels.rows import Rows, call, count_drafts, default_tile_size, exp, finite, inverse
 
 
 class Statistics(NamedTuple):
@@ -51,7 +51,7 @@ def row_statistics(
     num_accepted: Array | None = None,
     entropy: bool = False,
     tile_size: int | None = None,
-    num_warps: int = 8,
+    num_warps: int = 4,
     interpret: bool = False,
 ) -> Statistics:
     """Reduce the rows that drafts stand in.
@@ -92,14 +92,6 @@ def row_statistics(
         interpret=interpret,
         begun=begun,
     )
-
-
-def default_tile_size(num_rows: int, vocab_size: int) -> int:
-    """Tiles small enough that a small batch still fills the device, large enough that a program has loads in flight."""
-    tile_size = 4096
-    while tile_size > 2048 and num_rows * pl.cdiv(vocab_size, tile_size) < 256:
-        tile_size //= 2
-    return min(tile_size, pl.next_power_of_2(vocab_size))
 
 
 def _statistics_kernel(inputs, out: Statistics, *, first: int, end: int, streams: Streams, tile_size: int):

@@ -47,9 +47,9 @@ def cases(batch: int, dtype: str):
     block_decision = accept(*arrays, rule=None)
     yield "block residual", residual_masses, (tokens, target, distribution, block_decision), tiled
     yield "pick", pick, (tokens, target, distribution, found, decision, masses), warped[1:]
-    yield "sample", draw, (key_data, tokens, target), [option | {"pick_num_warps": 8} for option in tiled[:9]]
-    picks = [{"pick_num_warps": warps} for warps in WARPS]
-    yield "sample, second launch", draw, (key_data, tokens, target), picks
+    yield "sample", draw, (key_data, tokens, target), tiled[:9]
+    picks = [{"draw_num_warps": warps} for warps in (1, 2, 4, 8)]
+    yield "sample, draw", draw, (key_data, tokens, target), picks
 
 
 def main() -> None:

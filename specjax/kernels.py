@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.accept import Evidence, accept, accept_ratio
 from pallas_kernels.pick import pick
 from pallas_kernels.residual import residual_masses
-from pallas_kernels.rows import Rows
+from pallas_kernels.rows import Rows, is_large_read
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import Streams, row_statistics
 from specjax import distributions
@@ -22,7 +22,6 @@ from specjax.types import Array, Categorical, Draft, Verified
 
 STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
 SMALL_VOCAB = 2048  # below it a few fused operations do as well
-LARGE_READ = 1.2e8  # bytes of draft rows above which they are read in two parts
 MAX_DRAFT_TOKENS = 64  # all of them are lanes of one program
 _SUPPORTED = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -127,15 +126,10 @@ def by_residual(
 
 
 def _waves(target: Rows, num_draft_tokens: int) -> list[tuple[int, int]]:
-    """Parts of the drafts that are read one after the other, the later only where all before are accepted.
-
-    A second part costs two launches: worth it where its rows take much longer to read.
-    """
-    batch_size = target.shape[0]
-    read = batch_size * num_draft_tokens * target.vocab_size * target.logits.dtype.itemsize
-    if num_draft_tokens < 3 or read < LARGE_READ:
-        return [(0, num_draft_tokens)]
-    return [(0, 2), (2, num_draft_tokens)]
+    """Parts of the drafts that are read one after the other, the later only where all before are accepted."""
+    if num_draft_tokens > 2 and is_large_read(target, num_draft_tokens):
+        return [(0, 2), (2, num_draft_tokens)]
+    return [(0, num_draft_tokens)]
 
 
 def by_draft(

@@ -407,7 +407,7 @@ def assert_proposer_lossless(
 
     Example:
         >>> from specjax import proposers
-        >>> assert_proposer_lossless(proposers.ngram(3), num_samples=50_000)
+        >>> assert_proposer_lossless(proposers.ngram(3), num_samples=10_000)
     """
     if target is None:
         target = jax.random.normal(jax.random.key(0), (8, 8))

@@ -10,7 +10,7 @@ from specjax import Categorical, Draft, verifiers
 NUM_DRAFTS = 5
 BY_RESIDUAL = ["_statistics_kernel", "_accept_kernel", "_residual_kernel", "_pick_kernel"]
 KERNELS = dict.fromkeys(("rejection", "block", "typical", "synthetic"), BY_RESIDUAL)
-KERNELS |= {"match": ["_block_mass_kernel", "_sample_kernel"]}
+KERNELS |= {"match": ["_block_mass_kernel", "_draw_kernel", "_match_kernel"]}
 OPTIONS = {"synthetic": {"acceptance_length": 3.0}}
 
 

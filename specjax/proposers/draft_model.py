@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributions, prompts
+from specjax import distributions, kernels, prompts
 from specjax import keys as streams
 from specjax.sampling import Sampling, process
 from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified
@@ -133,7 +133,7 @@ class DraftModel:
         """A token [B, 1] of a row, and what of the row has one entry a draft; None for a deterministic draft."""
         if self.is_greedy:
             return distributions.normalize(row, argmax=True).argmax, None
-        return distributions.sample(key, row), row._replace(temperature=None)
+        return kernels.draw(key, row), row._replace(temperature=None)
 
 
 def _committed(context: Context, start: Array, num_tokens: int) -> ModelInput:
