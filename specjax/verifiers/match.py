@@ -30,12 +30,13 @@ def match(
         target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
         bonus_tokens: must be None.
         log_probs: fill `Verified.log_probs`.
-        implementation: None or "xla".
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
         Verified.
 
     Raises:
+        NotImplementedError: if the named implementation does not support the case.
         ValueError: for wrong shapes, dtypes or keys, or if bonus_tokens is given.
 
     Example:

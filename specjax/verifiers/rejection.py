@@ -28,12 +28,13 @@ def rejection(
         bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted. Lossless iff drawn
             from that row of the target independently of the draft and of these keys.
         log_probs: fill `Verified.log_probs`.
-        implementation: None or "xla".
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
         Verified.
 
     Raises:
+        NotImplementedError: if the named implementation does not support the case.
         ValueError: for wrong shapes, dtypes or keys.
 
     Example:

@@ -53,12 +53,13 @@ def synthetic(
         acceptance_length: mean number of tokens a step, in [1, K+1].
         bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
         log_probs: fill `Verified.log_probs`.
-        implementation: None or "xla".
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
         Verified.
 
     Raises:
+        NotImplementedError: if the named implementation does not support the case.
         ValueError: for wrong shapes, dtypes or keys, or unless exactly one rate of the right length, range and order is
             given.
 

@@ -63,12 +63,13 @@ def typical(
         posterior_alpha: >= 0, scale of the threshold that falls with the entropy.
         bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
         log_probs: fill `Verified.log_probs`.
-        implementation: None or "xla".
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
         Verified.
 
     Raises:
+        NotImplementedError: if the named implementation does not support the case.
         ValueError: for wrong shapes, dtypes or keys, or an option out of range.
 
     Example:
