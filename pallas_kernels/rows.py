@@ -37,7 +37,8 @@ class Rows(NamedTuple):
         """Where a row lies, for `load`."""
         if self.rows is None:
             return sequence, position
-        return (plgpu.load(self.rows.at[sequence, position]),)
+        row = plgpu.load(self.rows.at[sequence, position])
+        return (jnp.clip(row, 0, self.logits.shape[0] - 1).astype(jnp.int32),)  # it may mean nothing past the drafts
 
     def load(self, at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
         """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is false."""
@@ -55,12 +56,15 @@ class Rows(NamedTuple):
         return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
 
 
-def is_large_read(rows: Rows, num_rows: int) -> bool:
-    """Whether it pays to read `num_rows` rows a sequence in two parts, the second where it is still needed.
+def in_parts(rows: Rows, num_rows: int) -> list[tuple[int, int]]:
+    """The first and the end of parts of the rows of a sequence that are read one after the other.
 
-    The second part costs two launches, and saves those rows of the sequences that have rejected a draft.
+    The second part costs two launches, and saves its rows of the sequences that reject a draft of the first.
     """
-    return rows.shape[0] * num_rows * rows.vocab_size * rows.logits.dtype.itemsize >= LARGE_READ
+    read = rows.shape[0] * num_rows * rows.vocab_size * rows.logits.dtype.itemsize
+    if num_rows > 2 and read >= LARGE_READ:
+        return [(0, 2), (2, num_rows)]
+    return [(0, num_rows)]
 
 
 def default_tile_size(num_rows: int, vocab_size: int) -> int:
@@ -103,7 +107,7 @@ def count_drafts(tokens, num_tokens, sequence: Array) -> Array:
     ids = plgpu.load(tokens.at[sequence, index], mask=index < width, other=-1)
     count = jnp.min(jnp.where(ids < 0, index, width))
     if num_tokens is not None:
-        count = jnp.maximum(jnp.minimum(count, plgpu.load(num_tokens.at[sequence])), 0)
+        count = jnp.maximum(jnp.minimum(count, plgpu.load(num_tokens.at[sequence]).astype(jnp.int32)), 0)
     return count
 
 

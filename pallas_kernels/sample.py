@@ -23,8 +23,8 @@ from pallas_kernels.rows import (
     default_tile_size,
     exp,
     finite,
+    in_parts,
     inverse,
-    is_large_read,
 )
 
 
@@ -80,7 +80,7 @@ def sample(
     num_tiles = pl.cdiv(rows.vocab_size, tile_size)
     shape = batch_size, num_rows
     masses = drawn = verdict = None
-    for first, end in _waves(rows, tokens is not None):
+    for first, end in [(0, num_rows)] if tokens is None else in_parts(rows, num_rows):
         num_accepted = None if verdict is None else verdict.num_accepted
         masses = call(
             partial(_block_mass_kernel, first=first, tile_size=tile_size),
@@ -118,14 +118,6 @@ def sample(
             interpret=interpret,
         )
     return verdict
-
-
-def _waves(rows: Rows, has_drafts: bool) -> list[tuple[int, int]]:
-    """Parts of the rows that are read one after the other, the later only where all drafts before are accepted."""
-    num_rows = rows.shape[1]
-    if has_drafts and num_rows > 3 and is_large_read(rows, num_rows):
-        return [(0, 2), (2, num_rows)]
-    return [(0, num_rows)]
 
 
 def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):

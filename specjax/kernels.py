@@ -1,6 +1,7 @@
 """Verification by the Pallas kernels: from the records of specjax to arrays and back.
 
-The rules are those of the cores, and the random streams too, so the tokens are the same but where rounding decides.
+The rules are those of the cores, and the random streams too, so the tokens are the same but where rounding decides. The
+kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch and leaves rows whole.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.accept import Evidence, accept, accept_ratio
 from pallas_kernels.pick import pick
 from pallas_kernels.residual import residual_masses
-from pallas_kernels.rows import Rows, is_large_read
+from pallas_kernels.rows import Rows, in_parts
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import Streams, row_statistics
 from specjax import distributions
@@ -89,7 +90,7 @@ def by_residual(
     draft_rows = None if draft.distribution is None else _rows(draft.distribution)
     tokens, num_tokens = draft.tokens.astype(jnp.int32), draft.num_tokens
     statistics = decision = None
-    for positions in _waves(target_rows, tokens.shape[1]) if rule else [None]:
+    for positions in in_parts(target_rows, tokens.shape[1]) if rule else [None]:
         statistics = row_statistics(
             jax.random.key_data(keys),
             tokens,
@@ -123,13 +124,6 @@ def by_residual(
             interpret=interpret,
         )
     )
-
-
-def _waves(target: Rows, num_draft_tokens: int) -> list[tuple[int, int]]:
-    """Parts of the drafts that are read one after the other, the later only where all before are accepted."""
-    if num_draft_tokens > 2 and is_large_read(target, num_draft_tokens):
-        return [(0, 2), (2, num_draft_tokens)]
-    return [(0, num_draft_tokens)]
 
 
 def by_draft(

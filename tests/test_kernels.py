@@ -208,7 +208,8 @@ def test_packed_rows(verifier):
 
 
 @pytest.mark.parametrize("verifier", SHARED)
-def test_kernels_work_under_transformations(verifier):
+def test_kernels_work_under_transformations(verifier, monkeypatch):
+    monkeypatch.setattr(rows, "LARGE_READ", 0)
     draft, target = random_case(7, batch_size=6, vocab_size=600)
     keys = jax.random.split(jax.random.key(3), 6)
     expected = run(verifier, "xla", keys, draft, target)
