@@ -274,7 +274,7 @@ def _block_sums(weights: Array, block_size: int) -> Array:
     """Sums [..., ceil(V / block_size)] of blocks of weights [..., V]."""
     unpadded = [(0, 0)] * (weights.ndim - 1)
     padded = jnp.pad(weights, [*unpadded, (0, -weights.shape[-1] % block_size)])
-    return jnp.sum(padded.reshape(*weights.shape[:-1], -1, block_size), axis=-1)
+    return jnp.sum(padded.reshape(*weights.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
 
 
 def _widen(logits: Array) -> Array:
