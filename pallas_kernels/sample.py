@@ -111,7 +111,7 @@ def sample(
             return Sampled(drawn.tokens, None, drawn.log_probs)
         verdict = call(
             partial(_match_kernel, end=end),
-            Sampled(*drawn[:1], jax.ShapeDtypeStruct((batch_size,), jnp.int32), *drawn[1:]),
+            Sampled(drawn.tokens, jax.ShapeDtypeStruct((batch_size,), jnp.int32), drawn.log_probs),
             (tokens, num_tokens, drawn),
             grid=(batch_size,),
             num_warps=1,

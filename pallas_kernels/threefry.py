@@ -48,12 +48,8 @@ def uniform(key: Key, index: Array | int) -> Array:
 
 def gumbel(key: Key, index: Array | int) -> Array:
     """Standard Gumbel noise, float32, on a grid of 2**-32 in the upper tail; always finite."""
-    distance = (_to_float(bits(key, index)) + 0.5) * jnp.float32(2**-32)
+    distance = (bits(key, index).astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(distance, jnp.float32(1 - 2**-24))))
-
-
-def _to_float(words: Array) -> Array:
-    return words.astype(jnp.float32)
 
 
 def load_key(key_data, batch: Array, row: Array | int) -> Key:

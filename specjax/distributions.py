@@ -48,16 +48,21 @@ def shape_of(distribution: Categorical) -> tuple[int, ...]:
     return (*distribution.rows.shape, distribution.logits.shape[-1])
 
 
+def pack(distribution: Categorical) -> Categorical:
+    """The same distribution over the same logits, packed."""
+    logits, temperature, min_logit, log_normalizer, rows = distribution
+    if rows is not None:
+        return distribution
+    batch_size, num_rows, vocab_size = logits.shape
+    rows = jnp.arange(batch_size * num_rows, dtype=jnp.int32).reshape(batch_size, num_rows)
+    min_logit, log_normalizer = (f if f is None else f.reshape(-1) for f in (min_logit, log_normalizer))
+    return Categorical(logits.reshape(-1, vocab_size), temperature, min_logit, log_normalizer, rows)
+
+
 def take(distribution: Categorical, index: Array) -> Categorical:
     """The row index [B] of each sequence, as a packed distribution with T = 1 over the same logits."""
-    logits, temperature, min_logit, log_normalizer, rows = distribution
-    if rows is None:
-        batch_size, num_rows, vocab_size = logits.shape
-        rows = jnp.arange(batch_size * num_rows, dtype=jnp.int32).reshape(batch_size, num_rows)
-        logits = logits.reshape(-1, vocab_size)
-        min_logit, log_normalizer = (f if f is None else f.reshape(-1) for f in (min_logit, log_normalizer))
-    rows = jnp.take_along_axis(rows, index[:, None], axis=1)
-    return Categorical(logits, temperature, min_logit, log_normalizer, rows)
+    packed = pack(distribution)
+    return packed._replace(rows=jnp.take_along_axis(packed.rows, index[:, None], axis=1))
 
 
 def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:

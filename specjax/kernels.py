@@ -130,10 +130,8 @@ def by_draft(
     keys: Array, draft: Draft, target: Categorical, *, rule: Callable[[Evidence, Any], Array] | None, **options: Any
 ) -> Verified:
     """`by_residual` where drafts were sampled, `by_sample` where they are deterministic."""
-    num_draft_tokens = draft.tokens.shape[1]
-    if num_draft_tokens == 0 and options["bonus_tokens"] is None:
-        return by_sample(keys, draft, target, **options)
-    if num_draft_tokens > 0 and draft.distribution is None:
+    has_drafts = draft.tokens.shape[1] > 0
+    if draft.distribution is None if has_drafts else options["bonus_tokens"] is None:
         return by_sample(keys, draft, target, **options)
     return by_residual(keys, draft, target, rule=rule, **options)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import distributions
 from specjax.proposers.draft_model import DraftModel, run_where
 from specjax.types import Array, Categorical, Context, Draft, Proposer, PyTree, Verified
 from specjax.verifiers import canonical
@@ -81,14 +82,9 @@ class Fallback:
 
 def _widened(distribution: Categorical, width: int) -> Categorical:
     """The distribution with more rows [B, width], copies of the last one that take no memory."""
-    logits, temperature, min_logit, log_normalizer, rows = distribution
-    if rows is None:
-        batch_size, num_rows, vocab_size = logits.shape
-        rows = jnp.arange(batch_size * num_rows, dtype=jnp.int32).reshape(batch_size, num_rows)
-        logits = logits.reshape(-1, vocab_size)
-        min_logit, log_normalizer = (f if f is None else f.reshape(-1) for f in (min_logit, log_normalizer))
-    index = jnp.minimum(jnp.arange(width), rows.shape[1] - 1)
-    return Categorical(logits, temperature, min_logit, log_normalizer, rows[:, index])
+    packed = distributions.pack(distribution)
+    index = jnp.minimum(jnp.arange(width), packed.rows.shape[1] - 1)
+    return packed._replace(rows=packed.rows[:, index])
 
 
 def fallback(first: Proposer, second: Proposer) -> Fallback:
