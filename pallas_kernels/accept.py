@@ -41,6 +41,7 @@ class Decision(NamedTuple):
     joint: Array  # [B, M] probability to accept the drafts before the row as a whole; 1 if they are accepted one by one
     draft_shift: Array | None  # [B, M] the same under the draft
     draft_log_mass: Array | None  # [B, M]
+    arrivals: Array  # [B] int32 zeros
 
 
 def accept(
@@ -83,6 +84,7 @@ def accept(
         joint=floats(num_rows),
         draft_shift=None if draft is None else floats(num_rows),
         draft_log_mass=None if draft is None else floats(num_rows),
+        arrivals=jax.ShapeDtypeStruct((batch_size,), jnp.int32),
     )
     return call(
         partial(_accept_kernel, rule=rule),
@@ -110,6 +112,7 @@ def _accept_kernel(inputs, out: Decision, *, rule):
     is_greedy = temperature == 0
     top, log_mass, entropy = _combine(statistics, sequence, lane, count, 0, temperature)
     log_prob = (_load(statistics.token, sequence, lane, num_drafts) - top) * inverse(temperature) - log_mass
+    log_prob = jnp.where(log_mass > -jnp.inf, log_prob, -jnp.inf)  # a row without mass: a minimum may drop its NaN
     draft_log_prob = jnp.zeros_like(log_prob)
     if draft is not None:
         draft_temperature = draft.load_temperature(sequence)
@@ -127,12 +130,14 @@ def _accept_kernel(inputs, out: Decision, *, rule):
         has_mass = (jnp.abs(log_mass) < jnp.inf) | is_greedy
         count = jnp.minimum(count, jnp.min(jnp.where(has_mass, num_drafts, lane)))
         joint, joint_before = _joint(log_prob - draft_log_prob, draft_log_prob, lane, num_drafts)
-        last_passes = jnp.max(jnp.where((lane == count - 1) & (uniforms < joint), 1, 0)) > 0
-        is_decided = last_passes | (count == 0) | is_greedy
-        num_accepted = jnp.where(is_greedy, _leading(uniforms < joint, lane, count), jnp.where(is_decided, count, -1))
         # A prefix is accepted with at most its joint probability: its residual is needed only where that would do.
         before = _load(statistics.uniforms, sequence, jnp.maximum(lane - 1, 0), num_drafts)
         needed = (lane == 0) | (before < joint_before)
+        all_pass = jnp.max(jnp.where((lane == count - 1) & (uniforms < joint), 1, 0)) > 0
+        undecided = jnp.max(jnp.where((lane > 0) & (lane < count) & needed, 1, 0))
+        num_accepted = jnp.where(all_pass, count, -undecided)
+        num_accepted = jnp.where(is_greedy, _leading(uniforms < joint, lane, count), num_accepted)
+        is_decided = num_accepted >= 0
     else:
         chance = rule(Evidence(log_prob, draft_log_prob, entropy, lane), options)
         num_accepted = _leading(uniforms < chance, lane, count)
@@ -144,6 +149,7 @@ def _accept_kernel(inputs, out: Decision, *, rule):
     position = jnp.where(is_decided, num_accepted, lane)
     is_row, is_rejected = lane < num_rows, position < count
     needed = jnp.where(is_decided, lane == 0, needed & is_rejected)
+    plgpu.store(out.arrivals.at[sequence], count ^ count)  # a constant does not lower here
     plgpu.store(out.count.at[sequence], count)
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     plgpu.store(out.log_prob.at[sequence, lane], log_prob, mask=lane < num_drafts)

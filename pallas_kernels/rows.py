@@ -111,6 +111,16 @@ def count_drafts(tokens, num_tokens, sequence: Array) -> Array:
     return count
 
 
+def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
+    """Count this program in; true for the last of so many, which may read what the others stored before.
+
+    `arrivals` is a reference [B] int32, zero before the first.
+    """
+    if not interpret:
+        plgpu.debug_barrier()  # of this program's threads
+    return plgpu.atomic_add(arrivals, (sequence,), jnp.int32(1)) == num_programs - 1
+
+
 def call(
     kernel: Callable[..., None],
     outputs: Any,

@@ -1,8 +1,9 @@
 """A token from every row by Gumbel-max in two levels, and the drafts that agree with it.
 
 The first launch reads each row once and leaves the mass of every block of the vocabulary. The second, one program a
-row, adds one Gumbel number to the log-mass of each block, then one to each logit of the best block. With drafts a third
-emits what agrees. Random bits bound the second: a program draws 128256 / 512 + 512 of them, in a microsecond.
+row, adds one Gumbel number to the log-mass of each block, then one to each logit of the best block. With drafts its
+last program of a sequence emits what agrees. Random bits bound it: a program draws 128256 / 512 + 512 of them, in a
+microsecond.
 """
 
 from functools import partial
@@ -25,6 +26,7 @@ from pallas_kernels.rows import (
     finite,
     in_parts,
     inverse,
+    is_last,
 )
 
 
@@ -34,6 +36,7 @@ class _Masses(NamedTuple):
     top: Array  # [B, T, N] largest kept logit of the tile
     mass: Array  # [B, T, P] sum of exp((logit - top of its tile) / temperature) of the block; not of greedy rows
     best_id: Array | None  # [B, T, N] int32 lowest id of the largest logit, of greedy rows
+    arrivals: Array | None  # [B] int32 zeros; with drafts
 
 
 class _Drawn(NamedTuple):
@@ -79,6 +82,9 @@ def sample(
         tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, rows.vocab_size))
     num_tiles = pl.cdiv(rows.vocab_size, tile_size)
     shape = batch_size, num_rows
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
+    counts = None if tokens is None else jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     masses = drawn = verdict = None
     for first, end in [(0, num_rows)] if tokens is None else in_parts(rows, num_rows):
         num_accepted = None if verdict is None else verdict.num_accepted
@@ -88,6 +94,7 @@ def sample(
                 jax.ShapeDtypeStruct((*shape, num_tiles), jnp.float32),
                 jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32),
                 None if rows.temperature is None else jax.ShapeDtypeStruct((*shape, num_tiles), jnp.int32),
+                counts,
             ),
             (tokens, num_tokens, rows, num_accepted, masses),
             begun=masses,
@@ -95,29 +102,18 @@ def sample(
             num_warps=num_warps,
             interpret=interpret,
         )
-        drawn = call(
-            partial(_draw_kernel, first=first, purpose=purpose),
-            _Drawn(
-                jax.ShapeDtypeStruct(shape, jnp.int32),
-                jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None,
-            ),
-            (key_data, tokens, num_tokens, bonus_tokens, rows, masses, num_accepted, drawn),
-            begun=drawn,
+        begun = masses.arrivals, drawn
+        arrivals, drawn, verdict = call(
+            partial(_draw_kernel, first=first, end=end, purpose=purpose, interpret=interpret),
+            (counts, _Drawn(ids, numbers), None if tokens is None else Sampled(ids, counts, numbers)),
+            (key_data, tokens, num_tokens, bonus_tokens, rows, masses._replace(arrivals=None), num_accepted, begun),
+            begun=begun,
             grid=(batch_size, end - first),
             num_warps=draw_num_warps,
             interpret=interpret,
         )
-        if tokens is None:
-            return Sampled(drawn.tokens, None, drawn.log_probs)
-        verdict = call(
-            partial(_match_kernel, end=end),
-            Sampled(drawn.tokens, jax.ShapeDtypeStruct((batch_size,), jnp.int32), drawn.log_probs),
-            (tokens, num_tokens, drawn),
-            grid=(batch_size,),
-            num_warps=1,
-            interpret=interpret,
-        )
-    return verdict
+        masses = masses._replace(arrivals=arrivals)
+    return Sampled(drawn.tokens, None, drawn.log_probs) if tokens is None else verdict
 
 
 def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
@@ -125,6 +121,8 @@ def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
     sequence, row, tile = pl.program_id(0), first + pl.program_id(1), pl.program_id(2)
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
     temperature = rows.load_temperature(sequence)
+    if out.arrivals is not None:
+        pl.when((row == first) & (tile == 0))(lambda: plgpu.store(out.arrivals.at[sequence], tile))
     is_needed = row >= 0 if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
     may_read = None
     if num_accepted is not None:
@@ -155,8 +153,9 @@ def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
             plgpu.store(out.best_id.at[sequence, row, tile], tile * tile_size + jax.lax.argmax(kept, 0, jnp.int32))
 
 
-def _draw_kernel(inputs, out: _Drawn, *, first: int, purpose: int | None):
+def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, interpret: bool):
     key_data, tokens, num_tokens, bonus_tokens, rows, masses, num_accepted, _ = inputs
+    arrivals, drawn, verdict = out
     sequence, row = pl.program_id(0), first + pl.program_id(1)
     count = None if tokens is None else count_drafts(tokens, num_tokens, sequence)
     is_needed = row >= 0 if tokens is None else row <= count
@@ -189,23 +188,27 @@ def _draw_kernel(inputs, out: _Drawn, *, first: int, purpose: int | None):
             tile_tops = plgpu.load(masses.top.at[sequence, row, tile], mask=tile < num_tiles, other=-jnp.inf)
             best = plgpu.load(masses.best_id.at[sequence, row, jax.lax.argmax(tile_tops, 0, jnp.int32)])
             token = jnp.where(temperature == 0, best, token)
-        drawn = token
+        emitted = token
         if bonus_tokens is not None:
-            drawn = jnp.where(row == count, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32), token)
-        plgpu.store(out.tokens.at[sequence, row], drawn)
-        if out.log_probs is not None:
+            emitted = jnp.where(row == count, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32), token)
+        plgpu.store(drawn.tokens.at[sequence, row], emitted)
+        if drawn.log_probs is not None:
             log_mass = jnp.log(jnp.sum(mass * jnp.exp(distance)))
-            logit = rows.load(at, jnp.maximum(drawn, 0), drawn >= 0)
+            logit = rows.load(at, jnp.maximum(emitted, 0), emitted >= 0)
             log_prob = (logit - top) * inverse(temperature) - log_mass
-            greedy_log_prob = jnp.where(drawn == token, temperature, -jnp.inf)  # 0: scalar selects need one that varies
-            plgpu.store(out.log_probs.at[sequence, row], jnp.where(temperature == 0, greedy_log_prob, log_prob))
+            greedy = jnp.where(emitted == token, temperature, -jnp.inf)  # 0: scalar selects need one that varies
+            plgpu.store(drawn.log_probs.at[sequence, row], jnp.where(temperature == 0, greedy, log_prob))
+
+    if verdict is not None:
+
+        @pl.when(is_last(arrivals, sequence, end - first, interpret))
+        def _():
+            _match(tokens, num_tokens, drawn, verdict, sequence, end)
 
 
-def _match_kernel(inputs, out: Sampled, *, end: int):
+def _match(tokens, num_tokens, drawn: _Drawn, out: Sampled, sequence: Array, end: int):
     """Emit what agrees; of rows before `end` if it is not the last: all that agree may be more then."""
-    tokens, num_tokens, drawn = inputs
     num_rows = drawn.tokens.shape[1]
-    sequence = pl.program_id(0)
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
     draft = plgpu.load(tokens.at[sequence, lane], mask=lane < num_rows - 1, other=-1)
     sampled = plgpu.load(drawn.tokens.at[sequence, lane], mask=lane < end, other=-1)

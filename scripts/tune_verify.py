@@ -12,8 +12,7 @@ from bench_verify import inputs
 from timing import device_seconds
 
 from pallas_kernels.accept import accept, accept_ratio
-from pallas_kernels.pick import pick
-from pallas_kernels.residual import residual_masses
+from pallas_kernels.recover import recover
 from pallas_kernels.rows import Rows
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import row_statistics
@@ -37,16 +36,12 @@ def cases(batch: int, dtype: str):
 
     found = jax.jit(statistics)(key_data, tokens, target, distribution)
     arrays = tokens, None, target, distribution, found, None
-    decision = accept(*arrays, rule=accept_ratio)
-    masses = residual_masses(tokens, target, distribution, decision)
     tiled = [{"tile_size": tile, "num_warps": warps} for tile, warps in product(TILES, WARPS)]
-    warped = [{"num_warps": warps} for warps in (1, 2, 4, 8)]
     yield "statistics", statistics, (key_data, tokens, target, distribution), tiled
-    yield "accept", partial(accept, rule=accept_ratio), arrays, warped
-    yield "residual", residual_masses, (tokens, target, distribution, decision), tiled
-    block_decision = accept(*arrays, rule=None)
-    yield "block residual", residual_masses, (tokens, target, distribution, block_decision), tiled
-    yield "pick", pick, (tokens, target, distribution, found, decision, masses), warped[1:]
+    yield "accept", partial(accept, rule=accept_ratio), arrays, [{"num_warps": warps} for warps in (1, 2, 4, 8)]
+    for label, rule in (("recover", accept_ratio), ("block recover", None)):
+        decision = accept(*arrays, rule=rule)
+        yield label, recover, (tokens, target, distribution, found, decision), tiled
     yield "sample", draw, (key_data, tokens, target), tiled[:9]
     picks = [{"draw_num_warps": warps} for warps in (1, 2, 4, 8)]
     yield "sample, draw", draw, (key_data, tokens, target), picks

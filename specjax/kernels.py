@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.accept import Evidence, accept, accept_ratio
-from pallas_kernels.pick import pick
-from pallas_kernels.residual import residual_masses
+from pallas_kernels.recover import recover
 from pallas_kernels.rows import Rows, in_parts
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import Streams, row_statistics
@@ -107,17 +106,13 @@ def by_residual(
         decision = accept(
             tokens, num_tokens, target_rows, draft_rows, statistics, options, rule=rule, interpret=interpret
         )
-    residuals = residual_masses(
-        tokens, target_rows, draft_rows, decision, recover_best=recover_best, interpret=interpret
-    )
     return Verified(
-        *pick(
+        *recover(
             tokens,
             target_rows,
             draft_rows,
             statistics,
             decision,
-            residuals,
             bonus_tokens,
             recover_best=recover_best,
             log_probs=log_probs,

@@ -11,6 +11,9 @@ from jax._src.lib.mlir import ir
 from jax._src.pallas.triton.lowering import _new_ir_context
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+ONE_DEVICE = AbstractMesh((), (), abstract_device=H200)
+
 
 class Kernel(NamedTuple):
     name: str
@@ -26,10 +29,9 @@ class Resources(NamedTuple):
     stack_bytes: int
 
 
-def triton_kernels(function: Callable, *arguments) -> list[Kernel]:
+def triton_kernels(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVICE) -> list[Kernel]:
     """The Triton kernels that `function` lowers to for an H200."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with use_abstract_mesh(mesh):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     return list(_kernels_in(lowered.compiler_ir("stablehlo").operation))
 
