@@ -110,18 +110,19 @@ def _accept_kernel(inputs, out: Decision, *, rule):
     count = count_drafts(tokens, num_tokens, sequence)
     temperature = target.load_temperature(sequence)
     is_greedy = temperature == 0
-    top, log_mass, entropy = _combine(statistics, sequence, lane, count, 0, temperature)
+    # Rows past the drafts hold anything; waiting to know which these are would cost as much as reading them.
+    top, log_mass, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
     log_prob = (_load(statistics.token, sequence, lane, num_drafts) - top) * inverse(temperature) - log_mass
     log_prob = jnp.where(log_mass > -jnp.inf, log_prob, -jnp.inf)  # a row without mass: a minimum may drop its NaN
     draft_log_prob = jnp.zeros_like(log_prob)
     if draft is not None:
         draft_temperature = draft.load_temperature(sequence)
-        shift, draft_log_mass = _draft_law(draft, statistics, sequence, lane, count, draft_temperature)
+        shift, draft_log_mass = _draft_law(draft, statistics, sequence, lane, draft_temperature)
         logit = plgpu.load(statistics.token.at[sequence, num_drafts + lane], mask=lane < num_drafts, other=0)
         draft_log_prob = (logit - shift) * inverse(draft_temperature) - draft_log_mass
         draft_log_prob = jnp.where((draft_temperature == 0) | is_greedy, 0, draft_log_prob)
     if target.temperature is not None:
-        is_beaten = jnp.max(_load_tiles(statistics.mass, sequence, lane, count, 0, 0), axis=1) > 0
+        is_beaten = jnp.max(_load_tiles(statistics.mass, sequence, lane, num_drafts, 0, 0), axis=1) > 0
         log_prob = jnp.where(is_greedy, jnp.where(is_beaten, -jnp.inf, 0), log_prob)
         entropy = None if entropy is None else jnp.where(is_greedy, 0, entropy)
     uniforms = _load(statistics.uniforms, sequence, lane, num_drafts)
@@ -166,35 +167,35 @@ def _load(ref, sequence: Array, index: Array, size: int) -> Array:
     return plgpu.load(ref.at[sequence, index], mask=index < size, other=0)
 
 
-def _load_tiles(ref, sequence: Array, lane: Array, count: Array, first_row: int, other: float) -> Array:
-    """Statistics [lanes, tiles] of the rows from `first_row` of which there are `count`."""
+def _load_tiles(ref, sequence: Array, lane: Array, num_rows: int, first_row: int, other: float) -> Array:
+    """Statistics [lanes, tiles] of so many rows from `first_row`."""
     num_tiles = ref.shape[2]
     shape = lane.shape[0], pl.next_power_of_2(num_tiles)
     rows, tiles = jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    mask = (rows < count) & (tiles < num_tiles)
+    mask = (rows < num_rows) & (tiles < num_tiles)
     return plgpu.load(ref.at[sequence, first_row + rows, tiles], mask=mask, other=other)
 
 
-def _combine(statistics: Statistics, sequence, lane, count, first_row: int, temperature):
+def _combine(statistics: Statistics, sequence, lane, num_rows: int, first_row: int, temperature):
     """Maximum, log-mass relative to it, and entropy of rows, from those of their tiles."""
-    tile_tops = _load_tiles(statistics.top, sequence, lane, count, first_row, -jnp.inf)
-    masses = _load_tiles(statistics.mass, sequence, lane, count, first_row, 0)
+    tile_tops = _load_tiles(statistics.top, sequence, lane, num_rows, first_row, -jnp.inf)
+    masses = _load_tiles(statistics.mass, sequence, lane, num_rows, first_row, 0)
     top = finite(jnp.max(tile_tops, axis=1))
     distance = tile_tops - jnp.broadcast_to(top[:, None], tile_tops.shape)
     factors = exp(distance, inverse(temperature))
     mass = jnp.sum(masses * factors, axis=1)
     if statistics.weighted is None:
         return top, jnp.log(mass), None
-    weighted = _load_tiles(statistics.weighted, sequence, lane, count, first_row, 0)
+    weighted = _load_tiles(statistics.weighted, sequence, lane, num_rows, first_row, 0)
     moved = jnp.where(masses > 0, factors * (weighted + masses * distance * inverse(temperature)), 0)
     return top, jnp.log(mass), jnp.log(mass) - jnp.sum(moved, axis=1) / mass
 
 
-def _draft_law(draft: Rows, statistics: Statistics, sequence, lane, count, temperature):
+def _draft_law(draft: Rows, statistics: Statistics, sequence, lane, temperature):
     """Shift and log-mass of the draft rows."""
     num_drafts = statistics.token.shape[1] // 2
     if draft.log_normalizer is None:
-        return _combine(statistics, sequence, lane, count, num_drafts, temperature)[:2]
+        return _combine(statistics, sequence, lane, num_drafts, num_drafts, temperature)[:2]
     position = jnp.minimum(lane, num_drafts - 1)
     at = draft.at(jnp.broadcast_to(sequence, lane.shape), position)
     return jnp.zeros(lane.shape, jnp.float32), plgpu.load(draft.log_normalizer.at[at]).astype(jnp.float32)

@@ -6,7 +6,7 @@ prefix that may yet be accepted. The last program of a sequence draws, and write
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,70 +111,97 @@ def recover(
 
 
 class _Source(NamedTuple):
-    """A row that the token may come from, inside a kernel: references, and where in them."""
+    """A row that the token may come from, inside a kernel, with all that is known of it, so that it is read at once."""
 
-    tokens: Any
     target: Rows
     draft: Rows | None
-    decision: Decision
     sequence: Array
     row: Array  # of the decision
     position: Array
     is_rejected: Array
-
-    def of_row(self, field) -> Array:
-        """What a field of the decision says of the row."""
-        return plgpu.load(field.at[self.sequence, self.row])
+    has_draft: Array  # a draft distribution is subtracted
+    wants_best: Array  # the token is the argmax
+    excluded: Array  # token that a deterministic draft takes out, or -1
+    scale: Array  # 1 / temperature
+    top: Array
+    log_mass: Array
+    joint: Array
+    draft_scale: Array | None
+    draft_shift: Array | None
+    draft_log_mass: Array | None
 
     def load(self, ids: Array) -> tuple[Array, Array | None]:
         """Logits under the target, and where the row has sampled drafts those under the draft."""
         logits = self.target.load(self.target.at(self.sequence, self.position), ids)
         if self.draft is None:
             return logits, None
-        return logits, self.draft.load(self.draft.at(self.sequence, self._draft_position()), ids, self._has_draft())
+        at = self.draft.at(self.sequence, jnp.minimum(self.position, self.draft.shape[1] - 1))
+        return logits, self.draft.load(at, ids, self.has_draft)
 
     def weigh(self, logits: tuple[Array, Array | None], ids: Array, top: Array) -> tuple[Array, Array]:
-        """Target probabilities of tokens, and max(joint * target - draft, 0); relative to `top`, not to the row's mass,
-        where that is not known.
+        """Target probabilities of tokens, and max(joint * target - draft, 0); relative to `top` and `log_mass`, which
+        is 0 where the mass of the row is not known.
         """
         logits, draft_logits = logits
-        temperature = self.target.load_temperature(self.sequence)
-        plain = exp(logits - top, inverse(temperature), self.of_row(self.decision.log_mass))
-        is_one_hot = self.is_rejected
+        plain = exp(logits - top, self.scale, self.log_mass)
+        weights = jnp.where(ids == self.excluded, 0, self.joint * plain)
         if self.draft is not None:
-            is_one_hot &= self.draft.load_temperature(self.sequence) == 0
-        excluded = jnp.where(is_one_hot, plgpu.load(self.tokens.at[self.sequence, self._draft_position()]), -1)
-        weights = jnp.where(ids == excluded, 0, self.of_row(self.decision.joint) * plain)
-        if self.draft is not None:
-            distance = draft_logits - self.of_row(self.decision.draft_shift)
-            scale = inverse(self.draft.load_temperature(self.sequence))
-            probs = exp(distance, scale, self.of_row(self.decision.draft_log_mass))
-            weights = jnp.where(self._has_draft(), weights - probs, weights)
+            probs = exp(draft_logits - self.draft_shift, self.draft_scale, self.draft_log_mass)
+            weights = jnp.where(self.has_draft, weights - probs, weights)
         return tuple(jnp.where(x > 0, x, 0) for x in (plain, weights))
 
-    def _draft_position(self) -> Array:
-        return jnp.minimum(self.position, self.tokens.shape[1] - 1)
 
-    def _has_draft(self) -> Array:
-        return self.is_rejected & (self.draft.load_temperature(self.sequence) != 0)
+def _source(inputs, sequence: Array, row: Array, position: Array, recover_best: bool) -> _Source:
+    tokens, target, draft, _, decision, _, _ = inputs
+
+    def of_row(field) -> Array | None:
+        return None if field is None else plgpu.load(field.at[sequence, row])
+
+    temperature = target.load_temperature(sequence)
+    is_rejected = position < plgpu.load(decision.count.at[sequence])
+    token = plgpu.load(tokens.at[sequence, jnp.clip(position, 0, tokens.shape[1] - 1)])
+    has_draft, draft_scale = is_rejected & (draft is not None), None
+    if draft is not None:
+        draft_temperature = draft.load_temperature(sequence)
+        has_draft, draft_scale = is_rejected & (draft_temperature != 0), inverse(draft_temperature)
+    return _Source(
+        target,
+        draft,
+        sequence,
+        row,
+        position,
+        is_rejected,
+        has_draft,
+        wants_best=(temperature == 0) | (is_rejected & recover_best),
+        excluded=jnp.where(is_rejected & ~has_draft, token, -1),
+        scale=inverse(temperature),
+        top=of_row(decision.top),
+        log_mass=of_row(decision.log_mass),
+        joint=of_row(decision.joint),
+        draft_scale=draft_scale,
+        draft_shift=of_row(decision.draft_shift),
+        draft_log_mass=of_row(decision.draft_log_mass),
+    )
 
 
 def _recover_kernel(inputs, out, *, recover_best: bool, tile_size: int, interpret: bool):
-    tokens, target, draft, _, decision, _, _ = inputs
+    decision = inputs[4]
     arrivals, masses, verdict = out
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
     position = plgpu.load(decision.position.at[sequence, row])
+    source = _source(inputs, sequence, row, position, recover_best)
 
     @pl.when(position >= 0)
     def _():
-        is_rejected = position < plgpu.load(decision.count.at[sequence])
-        source = _Source(tokens, target, draft, decision, sequence, row, position, is_rejected)
-        _store_masses(source, tile, masses, recover_best, tile_size)
+        _store_masses(source, tile, masses, tile_size)
         num_programs = _count_needed(decision, sequence) * masses.top.shape[2]
 
         @pl.when(is_last(arrivals, sequence, num_programs, interpret))
         def _():
-            _emit(inputs, masses, verdict, sequence, recover_best)
+            if decision.position.shape[1] == 1:
+                _emit(inputs, masses, verdict, source)
+            else:
+                _emit(inputs, masses, verdict, _choose(inputs, masses, sequence, recover_best))
 
 
 def _count_needed(decision: Decision, sequence: Array) -> Array | int:
@@ -186,30 +213,24 @@ def _count_needed(decision: Decision, sequence: Array) -> Array | int:
     return jnp.sum((positions >= 0).astype(jnp.float32)).astype(jnp.int32)
 
 
-def _wants_best(source: _Source, recover_best: bool) -> Array:
-    return (source.target.load_temperature(source.sequence) == 0) | (source.is_rejected & recover_best)
-
-
-def _store_masses(source: _Source, tile: Array, out: _Masses, recover_best: bool, tile_size: int):
+def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
     sequence, row = source.sequence, source.row
-    top = source.of_row(source.decision.top)
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
-    wants_best = _wants_best(source, recover_best)
 
     if out.best is not None:
 
-        @pl.when(wants_best)
+        @pl.when(source.wants_best)
         def _():
             logits = source.target.load(source.target.at(sequence, source.position), ids)
             logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-            plgpu.store(out.top.at[sequence, row, tile], top)
+            plgpu.store(out.top.at[sequence, row, tile], source.top)
             plgpu.store(out.best.at[sequence, tile], jnp.max(logits))
             plgpu.store(out.best_id.at[sequence, tile], tile * tile_size + jax.lax.argmax(logits, 0, jnp.int32))
 
-    @pl.when(~wants_best)
+    @pl.when(~source.wants_best)
     def _():
         loaded = source.load(ids)
-        shift = jnp.where(source.is_rejected, top, finite(jnp.max(loaded[0])))
+        shift = jnp.where(source.is_rejected, source.top, finite(jnp.max(loaded[0])))
         plgpu.store(out.top.at[sequence, row, tile], shift)
         num_blocks = tile_size // BLOCK_SIZE
         blocks = tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
@@ -217,20 +238,22 @@ def _store_masses(source: _Source, tile: Array, out: _Masses, recover_best: bool
             plgpu.store(ref.at[sequence, row, blocks], jnp.sum(values.reshape(num_blocks, BLOCK_SIZE), axis=1))
 
 
-def _emit(inputs, masses: _Masses, out: _Verdict, sequence: Array, recover_best: bool):
-    tokens, target, draft, statistics, decision, bonus_tokens, _ = inputs
-    num_drafts = tokens.shape[1]
+def _choose(inputs, masses: _Masses, sequence: Array, recover_best: bool) -> _Source:
+    """The row that the token comes from, of several."""
+    statistics, decision = inputs[3], inputs[4]
     num_accepted = plgpu.load(decision.num_accepted.at[sequence])
     is_decided = num_accepted >= 0
-    if masses.residual.shape[1] > 1:
-        num_accepted = jax.lax.cond(
-            is_decided,
-            lambda: num_accepted,
-            lambda: _count_jointly_accepted(decision, masses, statistics, sequence),
-        )
-    row = jnp.where(is_decided, 0, num_accepted)
-    is_rejected = num_accepted < plgpu.load(decision.count.at[sequence])
-    source = _Source(tokens, target, draft, decision, sequence, row, num_accepted, is_rejected)
+    num_accepted = jax.lax.cond(
+        is_decided,
+        lambda: num_accepted,
+        lambda: _count_jointly_accepted(decision, masses, statistics, sequence),
+    )
+    return _source(inputs, sequence, jnp.where(is_decided, 0, num_accepted), num_accepted, recover_best)
+
+
+def _emit(inputs, masses: _Masses, out: _Verdict, source: _Source):
+    tokens, target, _, statistics, decision, bonus_tokens, _ = inputs
+    sequence, num_accepted, num_drafts = source.sequence, source.position, tokens.shape[1]
 
     def draw():
         return _draw(source, masses, statistics, num_drafts)
@@ -238,15 +261,12 @@ def _emit(inputs, masses: _Masses, out: _Verdict, sequence: Array, recover_best:
     if masses.best is None:
         last, top, log_mass = draw()
     else:
-
-        def take_best():
-            return _best(masses, sequence), masses.top[sequence, row, 0], source.of_row(decision.log_mass)
-
-        last, top, log_mass = jax.lax.cond(_wants_best(source, recover_best), take_best, draw)
-
+        last, top, log_mass = jax.lax.cond(
+            source.wants_best, lambda: (_best(masses, sequence), source.top, source.log_mass), draw
+        )
     drawn = last
     if bonus_tokens is not None:
-        last = jnp.where(is_rejected, last, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32))
+        last = jnp.where(source.is_rejected, last, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32))
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_drafts + 1))
     accepted = plgpu.load(tokens.at[sequence, lane], mask=lane < num_accepted, other=-1).astype(jnp.int32)
     emitted = jnp.where(lane == num_accepted, last, accepted)
@@ -257,7 +277,7 @@ def _emit(inputs, masses: _Masses, out: _Verdict, sequence: Array, recover_best:
     temperature = target.load_temperature(sequence)
     logit = target.load(target.at(sequence, num_accepted), jnp.maximum(last, 0), last >= 0)
     greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)  # 0: a scalar select needs one that varies
-    last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * inverse(temperature) - log_mass)
+    last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * source.scale - log_mass)
     log_prob = plgpu.load(decision.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
     log_prob = jnp.where(lane == num_accepted, last_log_prob, log_prob)
     plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane <= num_drafts)
@@ -271,8 +291,7 @@ def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: 
     tile = block // (size // masses.top.shape[2])
     tops = plgpu.load(masses.top.at[sequence, row, tile], mask=block < size, other=-jnp.inf)
     top = finite(jnp.max(tops))
-    # Tiles of a row that was normalised before are relative to the same top.
-    factors = exp(tops - top, inverse(source.target.load_temperature(sequence)))
+    factors = exp(tops - top, source.scale)  # of a row that was normalised before, all 1
     weights = plgpu.load(masses.residual.at[sequence, row, block], mask=block < size, other=0) * factors
     plain = plgpu.load(masses.plain.at[sequence, row, block], mask=block < size, other=0) * factors
     is_plain = ~(jnp.sum(weights) > 0)
@@ -281,8 +300,7 @@ def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: 
     inner_plain, inner_weights = source.weigh(source.load(ids), ids, top)
     inner = first_above(jnp.where(is_plain, inner_plain, inner_weights), statistics.uniforms[sequence, num_drafts + 1])
     token = jnp.minimum(first * BLOCK_SIZE + inner, source.target.vocab_size - 1)
-    log_mass = source.of_row(source.decision.log_mass)
-    return token, top, log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
+    return token, top, source.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
 
 
 def _best(masses: _Masses, sequence: Array) -> Array:

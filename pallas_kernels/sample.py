@@ -157,24 +157,25 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
     key_data, tokens, num_tokens, bonus_tokens, rows, masses, num_accepted, _ = inputs
     arrivals, drawn, verdict = out
     sequence, row = pl.program_id(0), first + pl.program_id(1)
+    # All is read before it is known whether the row is needed: that is a load sooner.
+    at = rows.at(sequence, row)
+    temperature = rows.load_temperature(sequence)
+    key = threefry.load_key(key_data, sequence, row)
+    num_blocks, num_tiles = masses.mass.shape[2], masses.top.shape[2]
+    block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
+    tile = block // (num_blocks // num_tiles)
+    tops = plgpu.load(masses.top.at[sequence, row, tile], mask=block < num_blocks, other=-jnp.inf)
+    mass = plgpu.load(masses.mass.at[sequence, row, block], mask=block < num_blocks, other=0)
     count = None if tokens is None else count_drafts(tokens, num_tokens, sequence)
     is_needed = row >= 0 if tokens is None else row <= count
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
+    if purpose is not None:
+        key = threefry.fold_in(key, purpose)
 
     @pl.when(is_needed)
     def _():
-        at = rows.at(sequence, row)
-        temperature = rows.load_temperature(sequence)
-        key = threefry.load_key(key_data, sequence, row)
-        if purpose is not None:
-            key = threefry.fold_in(key, purpose)
-        num_blocks, num_tiles = masses.mass.shape[2], masses.top.shape[2]
-        block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
-        tile = block // (num_blocks // num_tiles)
-        tops = plgpu.load(masses.top.at[sequence, row, tile], mask=block < num_blocks, other=-jnp.inf)
         top = finite(jnp.max(tops))
-        mass = plgpu.load(masses.mass.at[sequence, row, block], mask=block < num_blocks, other=0)
         distance = (tops - top) * inverse(temperature)
         noise = threefry.gumbel(key, min(BLOCK_SIZE, rows.vocab_size) + block)
         chosen = jax.lax.argmax(jnp.where(mass > 0, jnp.log(mass) + distance + noise, -jnp.inf), 0, jnp.int32)

@@ -36,13 +36,18 @@ CASES = {  # label: verifier, drafts, temperature
 }
 
 
+def _normal(key: jax.Array, *shape: int, dtype, scale: float) -> jax.Array:
+    """Normal numbers drawn in float32: those drawn in bfloat16 have hundreds of equal maxima."""
+    return (scale * jax.random.normal(key, shape)).astype(dtype)
+
+
 def inputs(batch: int, num_drafts: int, vocab: int, dtype, drafts: str, temperature) -> tuple[Draft, Categorical]:
     """Logits whose drafts are accepted with probability 0.7 or so."""
     keys = jax.random.split(jax.random.key(0), 3)
     temperature = None if temperature is None else jnp.full(batch, temperature)
     scale = 1 if temperature is None else 1 / temperature[:, None, None]
-    target = 2 * jax.random.normal(keys[0], (batch, num_drafts + 1, vocab), dtype)
-    logits = target[:, :num_drafts] + 0.5 * jax.random.normal(keys[1], (batch, num_drafts, vocab), dtype)
+    target = _normal(keys[0], batch, num_drafts + 1, vocab, dtype=dtype, scale=2)
+    logits = target[:, :num_drafts] + _normal(keys[1], batch, num_drafts, vocab, dtype=dtype, scale=0.5)
     scaled = logits.astype(jnp.float32) * scale
     tokens = jnp.argmax(scaled + jax.random.gumbel(keys[2], logits.shape), axis=-1).astype(jnp.int32)
     known = jax.scipy.special.logsumexp(scaled, axis=-1)
@@ -87,7 +92,7 @@ def time_cut(args: argparse.Namespace, vocab: int) -> list[dict]:
     for label, limits in LIMITS.items():
         limits = {name: jnp.full(CUT_ROWS, value) for name, value in limits.items()}
         for dtype in args.dtypes:
-            logits = 2 * jax.random.normal(jax.random.key(0), (CUT_ROWS, vocab), dtype)
+            logits = _normal(jax.random.key(0), CUT_ROWS, vocab, dtype=dtype, scale=2)
             for implementation in args.implementations:
                 seconds = device_seconds(partial(min_logit, implementation=implementation, **limits), logits)
                 entry = {"op": label, "dtype": dtype, "vocab": vocab, "implementation": implementation}
