@@ -179,6 +179,7 @@ def step(
         jnp.minimum(verified.num_accepted, num_drafts),
         new_context.length - context.length,
         context.active,
+        verified.is_accepted,
     )
     buffer = state.log_probs
     if buffer is not None:

@@ -1,6 +1,7 @@
 """Counts of a decoding run, summed on the device, and the figures read from them at its end.
 
 Shapes: B sequences, K draft tokens. Acceptance is causal: a draft counts as accepted where it and all before it are.
+The non-causal figure counts each draft by its own test; it takes a verifier that tells (`outcomes=True`).
 """
 
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class Totals(NamedTuple):
     steps: Array  # [B] int32, steps in which the row was active
     drafted_at: Array  # [B, K] int32, steps with a draft at this index
     accepted_at: Array  # [B, K] int32, steps in which the draft at this index was accepted
+    tested: Array  # [B] int32, draft tokens of which the verifier told how their own test ended
+    passed: Array  # [B] int32, those of them that passed it
 
 
 def zeros(batch_size: int, num_draft_tokens: int) -> Totals:
@@ -53,10 +56,17 @@ def zeros(batch_size: int, num_draft_tokens: int) -> Totals:
         (2, 4)
     """
     rows, positions = (batch_size,), (batch_size, num_draft_tokens)
-    return Totals(*(jnp.zeros(shape, jnp.int32) for shape in [rows] * 5 + [positions] * 2))
+    return Totals(*(jnp.zeros(shape, jnp.int32) for shape in [rows] * 5 + [positions] * 2 + [rows] * 2))
 
 
-def update(totals: Totals, num_drafts: Array, num_accepted: Array, num_emitted: Array, active: Array) -> Totals:
+def update(
+    totals: Totals,
+    num_drafts: Array,
+    num_accepted: Array,
+    num_emitted: Array,
+    active: Array,
+    is_accepted: Array | None = None,
+) -> Totals:
     """Add one step to the totals; pure, for use inside jit.
 
     Args:
@@ -65,12 +75,13 @@ def update(totals: Totals, num_drafts: Array, num_accepted: Array, num_emitted: 
         num_accepted: [B] int32, how many of them were accepted.
         num_emitted: [B] int32, tokens committed; fewer than num_accepted + 1 where the output ended inside the step.
         active: [B] bool; the other rows add nothing.
+        is_accepted: [B, K] bool, the outcome of each draft's own test (`Verified.is_accepted`), or None.
 
     Returns:
         The new totals.
 
     Raises:
-        ValueError: an argument that does not have shape [B].
+        ValueError: an argument of another shape.
 
     Example:
         >>> totals = update(zeros(1, 3), jnp.array([3]), jnp.array([2]), jnp.array([3]), jnp.array([True]))
@@ -86,14 +97,24 @@ def update(totals: Totals, num_drafts: Array, num_accepted: Array, num_emitted: 
     counts = num_drafts, num_accepted, num_emitted
     drafted, accepted, emitted = (jnp.where(active, count, 0).astype(jnp.int32) for count in counts)
     index = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, :]
+    is_draft = index < drafted[:, None]
+    tested, passed = jnp.zeros_like(drafted), jnp.zeros_like(drafted)
+    if is_accepted is not None:
+        if jnp.shape(is_accepted) != (batch_size, num_draft_tokens):
+            raise ValueError(
+                f"is_accepted must have shape [B, K] = {(batch_size, num_draft_tokens)}, got {jnp.shape(is_accepted)}"
+            )
+        tested, passed = drafted, jnp.sum(is_accepted & is_draft, axis=1, dtype=jnp.int32)
     added = Totals(
         drafted=drafted,
         accepted=accepted,
         emitted=emitted,
         row_steps=drafted > 0,
         steps=active,
-        drafted_at=index < drafted[:, None],
+        drafted_at=is_draft,
         accepted_at=index < accepted[:, None],
+        tested=tested,
+        passed=passed,
     )
     return jax.tree.map(jnp.add, totals, added)
 
@@ -169,24 +190,27 @@ def acceptance_rate_per_position(totals: Totals) -> np.ndarray:
     return _ratio(*(np.atleast_2d(count).sum(axis=0) for count in (totals.accepted_at, totals.drafted_at)))
 
 
-def noncausal_acceptance_rate(is_accepted: Array, num_drafts: Array) -> float:
-    """Compute the share of the drafts that pass their own test, whether or not those before them do.
+def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None = None) -> float:
+    """Read the share of the drafts that pass their own test, whether or not those before them do.
 
     Args:
-        is_accepted: [..., K] bool, the outcome of each draft's own test; not read past the drafts of a row.
-        num_drafts: [...] int32 in [0, K], the drafts of each row.
+        outcomes: the counts of a batch, or of one sequence of it; or [..., K] bool, the outcome of each draft's own
+            test, not read past the drafts of a row.
+        num_drafts: [...] int32 in [0, K], the drafts of each row; with an array of outcomes.
 
     Returns:
-        The share; NaN when nothing was drafted.
+        The share; NaN when nothing was drafted, or the verifier did not tell.
 
     Raises:
-        ValueError: num_drafts without the shape of is_accepted less its last axis.
+        ValueError: num_drafts without the shape of the outcomes less its last axis.
 
     Example:
         >>> noncausal_acceptance_rate([[True, True, True, False, True]], [5])
         0.8
     """
-    is_accepted, num_drafts = np.asarray(is_accepted, bool), np.asarray(num_drafts)
+    if isinstance(outcomes, Totals):
+        return float(_ratio(_sum(outcomes.passed), _sum(outcomes.tested)))
+    is_accepted, num_drafts = np.asarray(outcomes, bool), np.asarray(num_drafts)
     if num_drafts.shape != is_accepted.shape[:-1]:
         raise ValueError(f"num_drafts must have shape {is_accepted.shape[:-1]}, got {num_drafts.shape}")
     is_draft = np.arange(is_accepted.shape[-1]) < num_drafts[..., None]

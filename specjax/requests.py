@@ -39,6 +39,7 @@ class Metrics(NamedTuple):
     tokens_per_second: float  # num_tokens / seconds
     system_efficiency: float  # tokens that verification gave / those it gives where every draft is accepted
     time_to_first_token: float  # seconds from the call, with prompts and compilation; NaN before there is one
+    noncausal_acceptance_rate: float  # drafts that pass their own test; NaN unless the verifier tells (outcomes=True)
 
 
 class Completion(NamedTuple):
@@ -194,6 +195,7 @@ class Batch:
             tokens_per_second=generated / self.seconds if self.seconds else 0.0,
             system_efficiency=metrics.system_efficiency(totals),
             time_to_first_token=self.time_to_first_token,
+            noncausal_acceptance_rate=metrics.noncausal_acceptance_rate(totals),
         )
         prompt_logprobs = None
         if params.prompt_logprobs is not None:

@@ -52,6 +52,7 @@ class Verified(NamedTuple):
     tokens: Array  # [B, K+1] int32
     num_accepted: Array  # [B] int32, draft tokens only
     log_probs: Array | None = None  # [B, K+1] float32 of each emitted token under the target row it stands in
+    is_accepted: Array | None = None  # [B, K] bool, the outcome of each draft's own test; false where there is no draft
 
 
 class ModelInput(NamedTuple):

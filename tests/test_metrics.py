@@ -1,11 +1,25 @@
 """Metrics against figures worked by hand."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import Partial
 
-from specjax import metrics
+from specjax import (
+    Categorical,
+    Draft,
+    Model,
+    ModelOutput,
+    SamplingParams,
+    decode,
+    metrics,
+    proposers,
+    sampling,
+    verifiers,
+)
 
 # Two sequences, K = 3: (drafted, accepted, emitted, active) of each, step by step.
 STEPS = [
@@ -33,6 +47,8 @@ def test_totals_of_a_run(update):
         steps=[3, 2],
         drafted_at=[[3, 3, 2], [1, 1, 1]],
         accepted_at=[[3, 2, 1], [1, 0, 0]],
+        tested=[0, 0],
+        passed=[0, 0],
     )
     for field, found, value in zip(expected._fields, totals, expected, strict=True):
         np.testing.assert_array_equal(found, value, err_msg=field)
@@ -93,6 +109,20 @@ def test_causal_and_noncausal_acceptance():
     assert metrics.noncausal_acceptance_rate(outcomes, np.full(5, 3)) == 8 / 15
 
 
+def test_outcomes_are_counted_in_steps_that_tell_them():
+    outcomes = jnp.array([[True, False, True], [True, True, True]])
+    drafted, accepted, emitted = jnp.array([3, 1]), jnp.array([1, 1]), jnp.array([2, 2])
+    totals = metrics.update(metrics.zeros(2, 3), drafted, accepted, emitted, jnp.array([True, True]), outcomes)
+    totals = metrics.update(totals, drafted, accepted, emitted, jnp.array([True, False]), outcomes)
+    totals = metrics.update(totals, drafted, accepted, emitted, jnp.array([True, True]))
+    assert totals.tested.tolist() == [6, 1] and totals.passed.tolist() == [4, 1]
+    assert metrics.noncausal_acceptance_rate(totals) == 5 / 7
+    assert metrics.noncausal_acceptance_rate(jax.tree.map(lambda count: count[0], totals)) == 4 / 6
+    assert np.isnan(metrics.noncausal_acceptance_rate(metrics.zeros(2, 3)))
+    with pytest.raises(ValueError, match=r"is_accepted must have shape \[B, K\] = \(2, 3\), got \(2, 2\)"):
+        metrics.update(totals, drafted, accepted, emitted, jnp.array([True, True]), outcomes[:, :2])
+
+
 def test_noncausal_acceptance_does_not_read_past_the_drafts_of_a_row():
     outcomes = jnp.ones((2, 2, 3), bool).at[0, 1, 0].set(False)
     assert metrics.noncausal_acceptance_rate(outcomes, jnp.array([[3, 2], [1, 0]])) == 5 / 6
@@ -109,7 +139,7 @@ def test_totals_can_be_donated():
     update = jax.jit(metrics.update, donate_argnums=0)
     totals = run(STEPS, 3, update)
     assert totals.drafted.tolist() == [8, 3]
-    assert len({count.unsafe_buffer_pointer() for count in metrics.zeros(2, 2)}) == 7
+    assert len({count.unsafe_buffer_pointer() for count in metrics.zeros(2, 2)}) == 9
 
 
 def test_totals_keep_their_type_in_a_loop():
@@ -139,3 +169,72 @@ def test_wrong_shapes_are_named(name):
 def test_noncausal_acceptance_rate_names_a_wrong_shape():
     with pytest.raises(ValueError, match=r"num_drafts must have shape \(2,\), got \(3,\)"):
         metrics.noncausal_acceptance_rate(np.ones((2, 4), bool), np.ones(3, int))
+
+
+class TestOutcomes:
+    """Verifiers that tell how each draft's own test ended."""
+
+    TARGET, DRAFT = jnp.array([0.5, 0.3, 0.2]), jnp.array([0.2, 0.3, 0.5])
+
+    def case(self, batch: int, num_drafts: int):
+        logits = (
+            jnp.broadcast_to(jnp.log(law), (batch, num_drafts + i, 3))
+            for i, law in enumerate([self.DRAFT, self.TARGET])
+        )
+        drawn_from, target = (Categorical(x) for x in logits)
+        tokens = jax.random.categorical(jax.random.key(0), drawn_from.logits).astype(jnp.int32)
+        return Draft(tokens, drawn_from, jnp.arange(batch) % (num_drafts + 1)), target
+
+    @pytest.mark.parametrize("name", ["rejection", "match", "typical"])
+    def test_they_change_nothing_and_lead_to_what_is_accepted(self, name):
+        draft, target = self.case(64, 3)
+        options = {"posterior_threshold": 0.25, "posterior_alpha": 1.0} if name == "typical" else {}
+        verify = jax.jit(partial(getattr(verifiers, name), **options), static_argnames="outcomes")
+        told, silent = (verify(jax.random.key(1), draft, target, outcomes=told) for told in (True, False))
+        assert silent.is_accepted is None
+        np.testing.assert_array_equal(told.tokens, silent.tokens)
+        np.testing.assert_array_equal(np.cumprod(told.is_accepted, axis=1).sum(axis=1), told.num_accepted)
+        is_draft = np.arange(3) < np.asarray(draft.num_tokens)[:, None]
+        assert not np.any(told.is_accepted & ~is_draft)
+        assert np.sum(told.is_accepted) > np.sum(told.num_accepted)  # some pass behind one that did not
+
+    def test_each_draft_passes_as_often_as_the_first(self):
+        draft, target = self.case(30_000, 3)
+        told = jax.jit(verifiers.rejection, static_argnames="outcomes")(
+            jax.random.key(1), draft._replace(num_tokens=None), target, outcomes=True
+        )
+        overlap = float(jnp.sum(jnp.minimum(self.TARGET, self.DRAFT)))
+        error = (overlap * (1 - overlap) / 30_000) ** 0.5
+        np.testing.assert_allclose(np.mean(told.is_accepted, axis=0), overlap, atol=5 * error)
+
+    def test_of_deterministic_drafts(self):
+        target = jnp.log(jnp.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]]))
+        told = verifiers.rejection(jax.random.key(0), Draft(jnp.array([[0, 0, 0]])), target, outcomes=True)
+        assert told.is_accepted.tolist() == [[True, False, True]] and told.num_accepted.tolist() == [1]
+
+    def test_kernels_and_cores_that_do_not_tell_refuse(self):
+        draft, target = self.case(4, 3)
+        with pytest.raises(NotImplementedError, match="outcomes=False: drafts after a rejected one are not tested"):
+            verifiers.rejection(jax.random.key(0), draft, target, outcomes=True, implementation="interpret")
+        with pytest.raises(TypeError, match="outcomes"):
+            verifiers.block(jax.random.key(0), draft, target, outcomes=True)
+
+    def test_a_loop_counts_them(self):
+        def model(law):
+            def apply(params, inputs, cache):
+                return ModelOutput(jnp.broadcast_to(jnp.log(params), (*inputs.tokens.shape, 3))), cache
+
+            return Model(law, apply, lambda batch_size, max_length: (), vocab_size=3)
+
+        target, proposer = model(self.TARGET), proposers.draft_model(model(self.DRAFT), 3)
+        rows = sampling.batch([SamplingParams(max_tokens=400)] * 2)
+        for outcomes in (False, True):
+            state = decode.prefill(
+                target, proposer, jnp.ones((2, 1), int), jnp.array([1, 1]), rows, jax.random.key(0), max_length=401
+            )
+            verifier = Partial(verifiers.rejection, outcomes=outcomes)
+            totals = decode.generate(target, proposer, state, verifier=verifier).totals
+            np.testing.assert_array_equal(totals.tested, totals.drafted if outcomes else [0, 0])
+        overlap = float(jnp.sum(jnp.minimum(self.TARGET, self.DRAFT)))
+        assert abs(metrics.noncausal_acceptance_rate(totals) - overlap) < 0.1
+        assert metrics.acceptance_rate(totals) < metrics.noncausal_acceptance_rate(totals)

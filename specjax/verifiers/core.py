@@ -49,8 +49,9 @@ def from_core(
     """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
 
     The wrapper checks shapes, brings the draft to one form (`canonical`), turns keys into streams, and serves the
-    common keywords `bonus_tokens` and `implementation`. The core stays reachable as `verifier.core`. A `kernel`
-    `(keys, draft, target, *, interpret, **options) -> Verified` runs in its place on CUDA where it supports the case.
+    common keywords `bonus_tokens`, `outcomes` and `implementation`. The core stays reachable as `verifier.core`. A
+    `kernel` `(keys, draft, target, *, interpret, **options) -> Verified` runs in its place on CUDA where it supports
+    the case.
     """
 
     @wraps(core)
@@ -61,6 +62,7 @@ def from_core(
         *,
         bonus_tokens: Array | None = None,
         log_probs: bool = False,
+        outcomes: bool = False,
         implementation: str | None = None,
         **options: Any,
     ) -> Verified:
@@ -80,12 +82,15 @@ def from_core(
 
         def by_core(keys: Array, draft: Draft, target: Categorical) -> Verified:
             draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
-            return core(draw, canonical(draft), target, **common, **options)
+            own = {"outcomes": True} if outcomes else {}
+            return core(draw, canonical(draft), target, **common, **own, **options)
 
         def by_kernel(keys: Array, draft: Draft, target: Categorical) -> Verified:
             return kernel(keys, draft, target, interpret=implementation == "interpret", **common, **options)
 
         lack = "a verifier with a kernel" if kernel is None else kernels.unsupported(draft, target)
+        if outcomes:
+            lack = "outcomes=False: drafts after a rejected one are not tested"
         if implementation in ("pallas", "interpret"):
             if lack is not None:
                 raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
@@ -166,21 +171,26 @@ def take_row(values: Array, index: Array) -> Array:
 
 
 def emit(
-    draft: Draft, num_accepted: Array, last: Array, law: Law | None, bonus_tokens: Array | None = None
+    draft: Draft,
+    num_accepted: Array,
+    last: Array,
+    law: Law | None,
+    bonus_tokens: Array | None = None,
+    accepted: Array | None = None,
 ) -> Verified:
     """Accepted drafts [B, K], then `last` [B] (a bonus token where one is given and all passed), then -1.
 
-    Log-probabilities are filled under `law`, the target's, unless it is None.
+    Log-probabilities are filled under `law`, the target's, unless it is None. `accepted` [B, K] are outcomes to report.
     """
     if bonus_tokens is not None:
         last = jnp.where(num_accepted == draft.num_tokens, bonus_tokens.astype(jnp.int32), last)
     index = jnp.arange(draft.tokens.shape[1] + 1)[None]
     tokens = jnp.where(index < num_accepted[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))), -1)
     tokens = jnp.where(index == num_accepted[:, None], last[:, None], tokens).astype(jnp.int32)
-    if law is None:
-        return Verified(tokens, num_accepted)
-    log_prob = distributions.token_log_prob(law, tokens)
-    return Verified(tokens, num_accepted, jnp.where(tokens >= 0, log_prob, 0).astype(jnp.float32))
+    log_prob = None
+    if law is not None:
+        log_prob = jnp.where(tokens >= 0, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32)
+    return Verified(tokens, num_accepted, log_prob, accepted)
 
 
 def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> None:

@@ -15,7 +15,13 @@ def _kernel(keys: Array, draft: Draft, target: Categorical, *, bonus_tokens: Arr
 
 @partial(common.from_core, kernel=_kernel)
 def match(
-    draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
+    draw: common.Draw,
+    draft: Draft,
+    target: Categorical,
+    *,
+    bonus_tokens: Array | None = None,
+    log_probs: bool = False,
+    outcomes: bool = False,
 ) -> Verified:
     """Verify by exact match with the target's own sample. Lossless for every drafter.
 
@@ -30,6 +36,7 @@ def match(
         target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
         bonus_tokens: must be None.
         log_probs: fill `Verified.log_probs`.
+        outcomes: fill `Verified.is_accepted`, by XLA.
         implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
@@ -50,17 +57,24 @@ def match(
         Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv:2408.07978.
     """
     _check_bonus_tokens(bonus_tokens)
-    return accept_matches(draw, draft, target, None, log_probs)
+    return accept_matches(draw, draft, target, None, log_probs, outcomes)
 
 
 def accept_matches(
-    draw: common.Draw, draft: Draft, target: Categorical, bonus_tokens: Array | None, log_probs: bool
+    draw: common.Draw,
+    draft: Draft,
+    target: Categorical,
+    bonus_tokens: Array | None,
+    log_probs: bool,
+    outcomes: bool = False,
 ) -> Verified:
     """The rule of `match`, which is also rejection and block verification of deterministic drafts."""
     sampled = draw.sample(target)
-    num_accepted = common.count_accepted(draft, sampled[:, :-1] == draft.tokens)
+    agrees = sampled[:, :-1] == draft.tokens
+    num_accepted = common.count_accepted(draft, agrees)
     last = common.take_row(sampled, num_accepted)
-    return common.emit(draft, num_accepted, last, distributions.normalize(target) if log_probs else None, bonus_tokens)
+    law = distributions.normalize(target) if log_probs else None
+    return common.emit(draft, num_accepted, last, law, bonus_tokens, agrees if outcomes else None)
 
 
 def _check_bonus_tokens(bonus_tokens: Array | None) -> None:

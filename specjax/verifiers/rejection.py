@@ -12,7 +12,13 @@ from specjax.verifiers.match import accept_matches
 
 @partial(common.from_core, kernel=kernels.rejection)
 def rejection(
-    draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
+    draw: common.Draw,
+    draft: Draft,
+    target: Categorical,
+    *,
+    bonus_tokens: Array | None = None,
+    log_probs: bool = False,
+    outcomes: bool = False,
 ) -> Verified:
     """Verify by modified rejection sampling. Lossless: emits the target's law.
 
@@ -28,6 +34,7 @@ def rejection(
         bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted. Lossless iff drawn
             from that row of the target independently of the draft and of these keys.
         log_probs: fill `Verified.log_probs`.
+        outcomes: fill `Verified.is_accepted`, by XLA.
         implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
@@ -50,13 +57,16 @@ def rejection(
         Chen et al., Accelerating Large Language Model Decoding with Speculative Sampling, arXiv:2302.01318.
     """
     if draft.distribution is None:
-        return accept_matches(draw, draft, target, bonus_tokens, log_probs)
+        return accept_matches(draw, draft, target, bonus_tokens, log_probs, outcomes)
     law = distributions.normalize(target)
     draft_law = distributions.of_drafts(draft.distribution)
     accept = jnp.exp(jnp.minimum(common.log_ratio(draft, draft_law, law), 0))
     if target.temperature is not None:
         is_best = draft.tokens == law.argmax[:, :-1]
         accept = jnp.where(target.temperature[:, None] == 0, is_best.astype(accept.dtype), accept)
-    num_accepted = common.count_accepted(draft, draw.flip(accept))
+    accepted = draw.flip(accept)
+    num_accepted = common.count_accepted(draft, accepted)
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))
-    return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+    return common.emit(
+        draft, num_accepted, last, law if log_probs else None, bonus_tokens, accepted if outcomes else None
+    )

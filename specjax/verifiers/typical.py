@@ -48,6 +48,7 @@ def typical(
     posterior_alpha: float = 0.3,
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
+    outcomes: bool = False,
 ) -> Verified:
     """Verify by typical acceptance. LOSSY: the output does not follow the target's law.
 
@@ -63,6 +64,7 @@ def typical(
         posterior_alpha: >= 0, scale of the threshold that falls with the entropy.
         bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
         log_probs: fill `Verified.log_probs`.
+        outcomes: fill `Verified.is_accepted`, by XLA.
         implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
 
     Returns:
@@ -87,11 +89,14 @@ def typical(
     drafted = distributions.slice_law(law, 0, draft.tokens.shape[1])
     probability = jnp.exp(distributions.token_log_prob(drafted, draft.tokens))
     bound = jnp.minimum(posterior_threshold, posterior_alpha * jnp.exp(-distributions.entropy(drafted)))
-    num_accepted = common.count_accepted(draft, probability > bound)
+    accepted = probability > bound
+    num_accepted = common.count_accepted(draft, accepted)
     bonus = draw.pick(distributions.Residual(distributions.take_law(law, draft.num_tokens)))
     best = jnp.take_along_axis(law.argmax, num_accepted[:, None], axis=1)[:, 0]
     last = jnp.where(num_accepted == draft.num_tokens, bonus, best)
-    return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+    return common.emit(
+        draft, num_accepted, last, law if log_probs else None, bonus_tokens, accepted if outcomes else None
+    )
 
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:
