@@ -35,7 +35,8 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-GEMMA = LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": None}
+GEMMA = LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+GEMMA |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -50,11 +51,10 @@ CONFIGS = {
     "qwen2_window": LLAMA
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
-    "gemma": GEMMA | {"model_type": "gemma", "hidden_act": "gelu", "num_key_value_heads": 1},
+    "gemma": GEMMA | {"model_type": "gemma", "num_key_value_heads": 1},
     "gemma2": GEMMA
     | {
         "model_type": "gemma2",
-        "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": 5,
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 2.0,
