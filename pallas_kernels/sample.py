@@ -63,7 +63,7 @@ def sample(
     log_probs: bool = False,
     tile_size: int | None = None,
     num_warps: int = 4,
-    draw_num_warps: int = 4,
+    draw_num_warps: int = 8,
     interpret: bool = False,
 ) -> Sampled:
     """Draw a token from every row; with drafts, emit the draws up to the first that is not the draft.
