@@ -147,6 +147,70 @@ def test_edges_of_the_vocabulary(verifier, vocab_size):
     assert np.all(np.asarray(xla.tokens[:, 0]) == vocab_size - 1)
 
 
+class TestThresholds:
+    """What is drawn changes where the law says, to 2e-5: tokens that agree with XLA's would hide an error of 1e-3."""
+
+    BATCH, SLACK = 256, 2e-5
+    SIDE = np.where(np.arange(BATCH) % 2 == 0, 1, -1)  # on which side of its threshold a sequence lies
+
+    def chance(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Keys, and the uniforms that they give for one draft: to accept it, and two for the token after it."""
+        keys = jax.random.split(jax.random.key(5), self.BATCH)
+        of_step = streams.of_step(keys, self.BATCH, 1)
+        accept = streams.uniform(streams.stream(of_step[:, 0], streams.ACCEPT, 0))
+        return keys, accept, streams.uniform(streams.stream(of_step[:, 0], streams.RESIDUAL), (2,))
+
+    def law(self, vocab_size: int, probs: dict[int, jax.Array]) -> jax.Array:
+        """Logits [B, 1, V] of probabilities [B] of some tokens, which add up to 1."""
+        law = jnp.zeros((self.BATCH, vocab_size))
+        for token, prob in probs.items():
+            law = law.at[:, token].set(prob)
+        return jnp.log(law)[:, None]
+
+    def share(self, uniform: jax.Array) -> jax.Array:
+        return jnp.clip(uniform + self.SIDE * self.SLACK, 0, 1)
+
+    def verify(self, verifier, keys, drafted, drawn_from, target) -> tuple[np.ndarray, np.ndarray]:
+        token = jnp.full((self.BATCH, 1), drafted, jnp.int32)
+        target = jnp.concatenate([target, jnp.zeros_like(target)], axis=1)
+        verified = run(verifier, KERNEL, keys, Draft(token, drawn_from), Categorical(target))
+        return np.asarray(verified.num_accepted), np.asarray(verified.tokens[:, 0])
+
+    @pytest.mark.parametrize("verifier", ["rejection", "block"])
+    def test_acceptance(self, verifier):
+        """A draft is accepted iff u < target / draft."""
+        keys, accept, _ = self.chance()
+        drawn_from = Categorical(self.law(600, {7: 0.4 * jnp.ones(self.BATCH), 90: 0.6 * jnp.ones(self.BATCH)}))
+        prob = 0.4 * self.share(accept)
+        num_accepted, _ = self.verify(verifier, keys, 7, drawn_from, self.law(600, {7: prob, 90: 1 - prob}))
+        np.testing.assert_array_equal(num_accepted, self.SIDE > 0)
+
+    @pytest.mark.parametrize(("level", "tokens"), [(0, (3, 599)), (1, (3, 400))])
+    def test_recovered_token(self, level, tokens):
+        """Of a residual on two tokens, of one block or of two, the first is drawn iff its share exceeds u."""
+        keys, _, uniforms = self.chance()
+        share = self.share(uniforms[:, level])
+        drawn_from = {450: 0.7, tokens[0]: 0.2, tokens[1]: 0.1}
+        drawn_from = Categorical(self.law(600, {k: v * jnp.ones(self.BATCH) for k, v in drawn_from.items()}))
+        target = self.law(600, {tokens[0]: 0.2 + 0.7 * share, tokens[1]: 0.1 + 0.7 * (1 - share)})
+        num_accepted, drawn = self.verify("rejection", keys, 450, drawn_from, target)
+        assert not num_accepted.any()
+        np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
+
+    @pytest.mark.parametrize("tokens", [(3, 599), (3, 400)])
+    def test_sampled_token(self, tokens):
+        """Of two tokens the one whose logit and Gumbel number add up to more."""
+        keys = jax.random.split(jax.random.key(6), self.BATCH)
+        of_row = streams.stream(streams.of_step(keys, self.BATCH, 1), streams.TARGET)
+        noise = streams.gumbel(of_row, (rows.BLOCK_SIZE + 2,))[:, 0]
+        in_blocks = tokens[1] >= rows.BLOCK_SIZE
+        first, second = (noise[:, rows.BLOCK_SIZE + i if in_blocks else token] for i, token in enumerate(tokens))
+        odds = second - first + self.SIDE * self.SLACK
+        target = self.law(600, {tokens[0]: jax.nn.sigmoid(odds), tokens[1]: jax.nn.sigmoid(-odds)})
+        _, drawn = self.verify("match", keys, 10, None, target)
+        np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
+
+
 @pytest.mark.parametrize("shape", [(), (4, 4)])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_keys_of_every_form(verifier, shape):
