@@ -29,6 +29,16 @@ from pallas_kernels.rows import (
 from pallas_kernels.statistics import Statistics
 
 
+class _Inputs(NamedTuple):
+    tokens: Array  # [B, K]
+    target: Rows
+    draft: Rows | None
+    statistics: Statistics
+    decision: Decision
+    bonus_tokens: Array | None  # [B]
+    arrivals: Array  # [B]
+
+
 class _Masses(NamedTuple):
     """Of the M rows of a decision, N tiles, and P blocks: those of the vocabulary after padding the tiles.
 
@@ -101,7 +111,7 @@ def recover(
     _, _, verdict = call(
         partial(_recover_kernel, recover_best=recover_best, tile_size=tile_size, interpret=interpret),
         (array(dtype=jnp.int32), masses, verdict),
-        (tokens, target, draft, statistics, decision._replace(arrivals=None), bonus_tokens, decision.arrivals),
+        _Inputs(tokens, target, draft, statistics, decision._replace(arrivals=None), bonus_tokens, decision.arrivals),
         begun=decision.arrivals,
         grid=(batch_size, num_rows, num_tiles),
         num_warps=num_warps,
@@ -151,8 +161,8 @@ class _Source(NamedTuple):
         return tuple(jnp.where(x > 0, x, 0) for x in (plain, weights))
 
 
-def _source(inputs, sequence: Array, row: Array, position: Array, recover_best: bool) -> _Source:
-    tokens, target, draft, _, decision, _, _ = inputs
+def _source(inputs: _Inputs, sequence: Array, row: Array, position: Array, recover_best: bool) -> _Source:
+    tokens, target, draft, decision = inputs.tokens, inputs.target, inputs.draft, inputs.decision
 
     def of_row(field) -> Array | None:
         return None if field is None else plgpu.load(field.at[sequence, row])
@@ -184,8 +194,8 @@ def _source(inputs, sequence: Array, row: Array, position: Array, recover_best: 
     )
 
 
-def _recover_kernel(inputs, out, *, recover_best: bool, tile_size: int, interpret: bool):
-    decision = inputs[4]
+def _recover_kernel(inputs: _Inputs, out, *, recover_best: bool, tile_size: int, interpret: bool):
+    decision = inputs.decision
     arrivals, masses, verdict = out
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
     position = plgpu.load(decision.position.at[sequence, row])
@@ -238,25 +248,24 @@ def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
             plgpu.store(ref.at[sequence, row, blocks], jnp.sum(values.reshape(num_blocks, BLOCK_SIZE), axis=1))
 
 
-def _choose(inputs, masses: _Masses, sequence: Array, recover_best: bool) -> _Source:
+def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, recover_best: bool) -> _Source:
     """The row that the token comes from, of several."""
-    statistics, decision = inputs[3], inputs[4]
-    num_accepted = plgpu.load(decision.num_accepted.at[sequence])
+    num_accepted = plgpu.load(inputs.decision.num_accepted.at[sequence])
     is_decided = num_accepted >= 0
     num_accepted = jax.lax.cond(
         is_decided,
         lambda: num_accepted,
-        lambda: _count_jointly_accepted(decision, masses, statistics, sequence),
+        lambda: _count_jointly_accepted(inputs.decision, masses, inputs.statistics, sequence),
     )
     return _source(inputs, sequence, jnp.where(is_decided, 0, num_accepted), num_accepted, recover_best)
 
 
-def _emit(inputs, masses: _Masses, out: _Verdict, source: _Source):
-    tokens, target, _, statistics, decision, bonus_tokens, _ = inputs
+def _emit(inputs: _Inputs, masses: _Masses, out: _Verdict, source: _Source):
+    tokens, target, bonus_tokens = inputs.tokens, inputs.target, inputs.bonus_tokens
     sequence, num_accepted, num_drafts = source.sequence, source.position, tokens.shape[1]
 
     def draw():
-        return _draw(source, masses, statistics, num_drafts)
+        return _draw(source, masses, inputs.statistics, num_drafts)
 
     if masses.best is None:
         last, top, log_mass = draw()
@@ -278,7 +287,7 @@ def _emit(inputs, masses: _Masses, out: _Verdict, source: _Source):
     logit = target.load(target.at(sequence, num_accepted), jnp.maximum(last, 0), last >= 0)
     greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)  # 0: a scalar select needs one that varies
     last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * source.scale - log_mass)
-    log_prob = plgpu.load(decision.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
+    log_prob = plgpu.load(inputs.decision.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
     log_prob = jnp.where(lane == num_accepted, last_log_prob, log_prob)
     plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane <= num_drafts)
 
