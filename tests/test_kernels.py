@@ -221,11 +221,12 @@ def test_keys_of_every_form(verifier, shape):
 
 @pytest.mark.parametrize("verifier", SHARED + ("block",)[ON_GPU:])
 def test_odd_drafts_and_rows(verifier):
-    """-1 inside a draft, ids past the vocabulary, masked drafts, no drafts at all, rows without tokens, NaN."""
+    """-1 inside a draft, ids past the vocabulary, drafts without mass, no drafts at all, rows without tokens, NaN."""
     draft, target = random_case(3, batch_size=8, num_drafts=3, vocab_size=900)
     tokens = draft.tokens.at[0, 1].set(-1).at[1, 0].set(900).at[2].set(-1).at[3, 0].set(17)
     logits = target.logits.at[3, 0, 17].set(-jnp.inf).at[4, 1].set(-jnp.inf).at[5, 2].set(-jnp.inf)
-    draft = Draft(tokens, draft.distribution)
+    drawn_from = draft.distribution.logits.at[6, 0, tokens[6, 0]].set(-jnp.inf)
+    draft = Draft(tokens, draft.distribution._replace(logits=drawn_from))
     for drafts in (draft, draft._replace(distribution=None)):
         arguments = jax.random.key(8), drafts, target._replace(logits=logits)
         kernel, xla = run(verifier, KERNEL, *arguments), run(verifier, "xla", *arguments)
