@@ -185,6 +185,18 @@ class TestThresholds:
         num_accepted, _ = self.verify(verifier, keys, 7, drawn_from, self.law(600, {7: prob, 90: 1 - prob}))
         np.testing.assert_array_equal(num_accepted, self.SIDE > 0)
 
+    def test_joint_acceptance(self):
+        """The first of two drafts stays where the second fails iff u < target / draft, if the second row gives all."""
+        keys, accept, _ = self.chance()
+        one = jnp.ones(self.BATCH)
+        drawn_from = [self.law(600, {7: 0.4 * one, 90: 0.6 * one}), self.law(600, {8: one})]
+        prob = 0.4 * self.share(accept)
+        target = [self.law(600, {7: prob, 90: 1 - prob}), self.law(600, {9: one}), self.law(600, {5: one})]
+        draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
+        verified = run("block", KERNEL, keys, draft, Categorical(jnp.concatenate(target, axis=1)))
+        np.testing.assert_array_equal(verified.num_accepted, self.SIDE > 0)
+        assert np.all(np.asarray(verified.tokens)[self.SIDE > 0, :2] == [7, 9])
+
     @pytest.mark.parametrize(("level", "tokens"), [(0, (3, 599)), (1, (3, 400))])
     def test_recovered_token(self, level, tokens):
         """Of a residual on two tokens, of one block or of two, the first is drawn iff its share exceeds u."""
@@ -274,10 +286,11 @@ def test_packed_rows(verifier):
 
     def verify(implementation):
         function = partial(getattr(verifiers, verifier), implementation=implementation, **options_of(verifier))
-        return ragged.verify(function, *arguments, max_draft_tokens=3)
+        return jax.jit(partial(ragged.verify, function, max_draft_tokens=3))(*arguments)
 
-    assert_same(verify(KERNEL), verify("xla"))
-    assert_same(verify(KERNEL), run(verifier, "xla", jax.random.key(2), draft, target))
+    packed = verify(KERNEL)
+    assert_same(packed, verify("xla"))
+    assert_same(packed, run(verifier, "xla", jax.random.key(2), draft, target))
 
 
 @pytest.mark.parametrize("verifier", SHARED)
@@ -327,23 +340,20 @@ def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
     deep = Draft(jnp.zeros((1, 65), jnp.int32))
     with pytest.raises(NotImplementedError, match="at most 64 draft tokens, not 65"):
         verifiers.match(jax.random.key(0), deep, jnp.zeros((1, 66, 8)), implementation="pallas")
-    assert verifiers.match(jax.random.key(0), deep, jnp.zeros((1, 66, 8))).tokens.shape == (1, 66)
+    assert jax.jit(verifiers.match)(jax.random.key(0), deep, jnp.zeros((1, 66, 8))).tokens.shape == (1, 66)
 
     own = from_core(verifiers.rejection.core)
     with pytest.raises(NotImplementedError, match="a verifier with a kernel"):
         own(*arguments, implementation="interpret")
-    np.testing.assert_array_equal(own(*arguments).tokens, run("rejection", "xla", *arguments).tokens)
+    np.testing.assert_array_equal(jax.jit(own)(*arguments).tokens, run("rejection", "xla", *arguments).tokens)
 
 
 def test_kernels_refuse_float64(x64):
     draft, target = Draft(jnp.zeros((1, 1), jnp.int32)), jnp.zeros((1, 2, 8))
     with pytest.raises(NotImplementedError, match="target of dtype float32, bfloat16 or float16, not float64"):
         verifiers.match(jax.random.key(0), draft, target, implementation=KERNEL)
-    same = [
-        verifiers.rejection(jax.random.key(0), draft, target.astype(jnp.float32), implementation=i)
-        for i in (KERNEL, "xla")
-    ]
-    assert_same(*same)
+    arguments = jax.random.key(0), draft, target.astype(jnp.float32)
+    assert_same(run("match", KERNEL, *arguments), run("match", "xla", *arguments))
 
 
 def test_large_offsets_take_64_bits():
