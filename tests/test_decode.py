@@ -1,6 +1,7 @@
 """The decoding loop on small models: exactness over several steps, ends of sequences, purity."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ DRAFT = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 32, 128)
 LOSSLESS = [v for v in verifiers.__all__ if v not in verifiers.LOSSY]
 
 prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
+propose = jax.jit(lambda proposer, *arguments: proposer.propose(*arguments))
 
 
 def model(config: DecoderConfig, seed: int) -> Model:
@@ -38,7 +40,13 @@ def draft():
     return model(DRAFT, 1)
 
 
-def start(target, proposer, params, lengths=(9, 4, 1), max_length=64, keys=None, seed=0):
+@pytest.fixture(scope="module")
+def stranger():
+    """Of the target's form, so that both are drafts of one compiled loop, with weights of its own."""
+    return model(TARGET, 1)
+
+
+def start(target, proposer, params, lengths=(9, 4, 1), max_length=64, keys=None, seed=0, prefill=prefill):
     rng = np.random.default_rng(seed)
     prompts = jnp.asarray(rng.integers(0, VOCAB, (len(lengths), max(lengths))), jnp.int32)
     keys = jax.random.split(jax.random.key(7), len(lengths)) if keys is None else keys
@@ -65,14 +73,14 @@ def test_greedy_equals_plain(target, draft, num_draft_tokens, name):
     assert [len(o) for o in outputs(plain)] == [40, 40, 40]
 
 
-@pytest.mark.parametrize("name", ["match", "rejection"])
-def test_match_equals_plain_sampling(target, draft, name):
+def test_match_equals_plain_sampling(target, stranger):
     """With keys by position, exact match emits what plain sampling does, whatever the drafts, accepted or not."""
     params = SamplingParams(temperature=0.3, top_k=20, top_p=0.95, max_tokens=40)
-    plain = run(target, None, params, getattr(verifiers, name))
-    for drafter, least in ((draft, 0.0), (target, 0.3)):
+    plain = outputs(run(target, None, params, verifiers.match))
+    assert outputs(run(target, None, params, verifiers.rejection)) == plain
+    for drafter, least in ((stranger, 0.0), (target, 0.3)):
         fast = run(target, proposers.draft_model(drafter, 4), params, verifiers.match)
-        assert outputs(fast) == outputs(plain)
+        assert outputs(fast) == plain
         assert metrics.acceptance_rate(fast.totals) >= least
 
 
@@ -148,12 +156,12 @@ def test_min_tokens_keep_stop_tokens_out(target, draft):
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
-def test_end_of_buffer(target, draft, num_draft_tokens):
+def test_end_of_buffer(target, stranger, num_draft_tokens):
     """Rows end where the buffer does, with the tokens that a longer buffer gives, also inside an accepted block."""
-    params = SamplingParams(temperature=0, max_tokens=60)
-    for drafter in (draft, target):
+    params = SamplingParams(temperature=0, max_tokens=40)
+    long = outputs(run(target, None, params))
+    for drafter in (stranger, target):
         proposer = proposers.draft_model(drafter, num_draft_tokens) if num_draft_tokens else None
-        long = outputs(run(target, proposer, params, max_length=80))
         state = run(target, proposer, params, max_length=20)
         assert state.context.length.tolist() == [20, 20, 20]
         assert state.finished.tolist() == [decode.BUFFER_FULL] * 3
@@ -161,9 +169,9 @@ def test_end_of_buffer(target, draft, num_draft_tokens):
 
 
 def test_a_prompt_that_fills_the_buffer_is_finished(target):
-    state = run(target, None, SamplingParams(max_tokens=9), lengths=(8, 3), max_length=8)
-    assert state.finished.tolist() == [decode.BUFFER_FULL, decode.BUFFER_FULL]
-    assert state.context.length.tolist() == [8, 8]
+    state = run(target, None, SamplingParams(max_tokens=40), lengths=(20, 3, 20), max_length=20)
+    assert state.finished.tolist() == [decode.BUFFER_FULL] * 3
+    assert state.context.length.tolist() == [20] * 3
 
 
 def test_rows_past_the_drafts_limit_decode_normally(target, draft):
@@ -173,13 +181,12 @@ def test_rows_past_the_drafts_limit_decode_normally(target, draft):
     state = start(target, proposer, params, lengths=(11, 12, 2))
     context = state.context
     keys = streams.positions(state.keys, context.length, 4)
-    drafted, _ = proposer.propose(keys, context, state.sampling, state.proposer)
+    drafted, _ = propose(proposer, keys, context, state.sampling, state.proposer)
     assert drafted.num_tokens.tolist() == [4, 0, 4]
     assert drafted.tokens[1].tolist() == [-1] * 4
     assert bool((drafted.tokens[0] >= 0).all())
-    skipped, _ = proposer.propose(
-        keys, context._replace(active=jnp.array([False, True, False])), state.sampling, state.proposer
-    )
+    inactive = context._replace(active=jnp.array([False, True, False]))
+    skipped, _ = propose(proposer, keys, inactive, state.sampling, state.proposer)
     assert skipped.num_tokens.tolist() == [0, 0, 0]
     assert skipped.tokens.tolist() == [[-1] * 4] * 3
     assert outputs(decode.generate(target, proposer, state)) == outputs(run(target, None, params, lengths=(11, 12, 2)))
@@ -191,7 +198,7 @@ def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
     params = SamplingParams(temperature=1, max_tokens=20)
     state = start(target, proposer, params, lengths=(12, 13))
     keys = streams.positions(state.keys, state.context.length, 4)
-    drafted, cache = proposer.propose(keys, state.context, state.sampling, state.proposer)
+    drafted, cache = propose(proposer, keys, state.context, state.sampling, state.proposer)
     assert not jnp.isnan(drafted.distribution.logits).any()
     assert all(
         bool(jnp.array_equal(a, b, equal_nan=True))
@@ -201,10 +208,15 @@ def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
 
 def test_prompts_longer_than_a_chunk(target, draft, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=10)
-    whole = outputs(run(target, proposers.draft_model(draft, 3), params, lengths=(40, 7, 33)))
+    proposer, lengths = proposers.draft_model(draft, 3), (40, 7, 33)
+    whole = run(target, proposer, params, lengths=lengths)
+    calls = []
+    counted = replace(target, apply=Counting(target.apply, calls))
     monkeypatch.setattr("specjax.prompts.CHUNK", 16)
-    jax.clear_caches()
-    assert outputs(run(target, proposers.draft_model(draft, 3), params, lengths=(40, 7, 33))) == whole
+    untraced = jax.jit(partial(decode.prefill), static_argnames="max_length")  # as it is with this chunk
+    state = start(counted, proposer, params, lengths=lengths, prefill=untraced)
+    assert set(calls) == {(3, 16)}
+    assert outputs(decode.generate(target, proposer, state)) == outputs(whole)
 
 
 def test_ragged_prompts_and_ends(target):
@@ -222,11 +234,11 @@ def test_ragged_prompts_and_ends(target):
 class TestSharedPrompts:
     def test_rows_are_those_of_repeated_prompts(self, target, draft):
         prompts, lengths = jnp.array([[3, 4, 5, 6], [7, 0, 0, 0]]), jnp.array([4, 1])
-        keys, rows = jax.random.split(jax.random.key(0), 4), jnp.array([1, 0, 0, 1])
-        requests = sampling.batch([SamplingParams(temperature=1, max_tokens=9)] * 4)
-        proposer = proposers.draft_model(draft, 2)
-        shared = prefill(target, proposer, prompts, lengths, requests, keys, max_length=20, rows=rows)
-        repeated = prefill(target, proposer, prompts[rows], lengths[rows], requests, keys, max_length=20)
+        keys, rows = jax.random.split(jax.random.key(0), 3), jnp.array([1, 0, 1])
+        requests = sampling.batch([SamplingParams(temperature=1, max_tokens=9)] * 3)
+        proposer = proposers.draft_model(draft, 4)
+        shared = prefill(target, proposer, prompts, lengths, requests, keys, max_length=64, rows=rows)
+        repeated = prefill(target, proposer, prompts[rows], lengths[rows], requests, keys, max_length=64)
         for a, b in zip(jax.tree.leaves(shared), jax.tree.leaves(repeated), strict=True):
             assert a.shape == b.shape
         shared, repeated = (decode.generate(target, proposer, state) for state in (shared, repeated))
@@ -334,10 +346,11 @@ class Counting:
         return id(self.traces)
 
 
-def test_one_compilation_for_any_mix(target, draft):
+def test_one_compilation_for_any_mix():
     traces = []
-    counted = replace(target, apply=Counting(target.apply, traces))
-    proposer = proposers.draft_model(draft, 3)
+    own = testing.bigram_model(jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)))
+    counted = replace(own, apply=Counting(own.apply, traces))
+    proposer = proposers.draft_model(own, 3)
     mixes = [
         [SamplingParams(temperature=t, top_p=p, max_tokens=n) for t, p, n in mix]
         for mix in (
@@ -368,12 +381,13 @@ def test_state_holds_no_weights_and_no_array_twice(target, draft):
     assert len(set(pointers)) == len(pointers)
 
 
-def test_the_callers_arrays_survive(target, draft):
-    proposer = proposers.draft_model(draft, 3)
+def test_the_callers_arrays_survive():
+    own = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
+    proposer = proposers.draft_model(own, 3)
     prompts, lengths = jnp.zeros((2, 64), jnp.int32), jnp.array([3, 5], jnp.int32)
     keys, rows = jax.random.split(jax.random.key(0), 2), sampling.batch([SamplingParams(max_tokens=9)] * 2)
     for make in (decode.prefill, prefill):
-        decode.generate(target, proposer, make(target, proposer, prompts, lengths, rows, keys, max_length=64))
+        decode.generate(own, proposer, make(own, proposer, prompts, lengths, rows, keys, max_length=64))
         assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, keys, rows)))
 
 
@@ -398,27 +412,17 @@ def apply_features(params, inputs, cache):
 def test_features_reach_the_proposer():
     """`update` sees the features of the positions that were scored."""
     own = replace(testing.bigram_model(jnp.zeros((5, 5))), apply=apply_features)
-    seen = []
 
     class Spy(testing.BigramProposer):
         def update(self, context, verified, features, state):
-            seen.append((context.length, features))
-            return state
+            return context.length, features
 
     jax.tree_util.register_dataclass(Spy, ["logits"], ["num_draft_tokens", "drafter", "is_ragged"])
     spy = Spy(jnp.zeros((5, 5)), 2)
-    state = decode.prefill(
-        own,
-        spy,
-        jnp.zeros((1, 4), jnp.int32),
-        jnp.array([4]),
-        sampling.batch([SamplingParams()]),
-        jax.random.key(0),
-        max_length=9,
-    )
-    decode.step(own, spy, state)
-    assert seen[0][0].tolist() == [4]
-    assert seen[0][1].tolist() == [[3, 4, 5]]
+    state = start(own, spy, SamplingParams(), lengths=(4,), max_length=9)
+    length, features = jax.jit(decode.step)(own, spy, state)[0].proposer
+    assert length.tolist() == [4]
+    assert features.tolist() == [[3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -503,7 +507,8 @@ def test_scorer_feeds_token_0_for_missing_drafts(target):
     state = start(target, None, SamplingParams(max_tokens=9))
     with_gap = Draft(jnp.array([[3, -1, 5]] * 3, jnp.int32))
     with_zero = Draft(jnp.array([[3, 0, 5]] * 3, jnp.int32))
-    outs = [scorers.mqa(target, state.context, d, state.cache)[0].logits for d in (with_gap, with_zero)]
+    score = jax.jit(scorers.mqa)
+    outs = [score(target, state.context, d, state.cache)[0].logits for d in (with_gap, with_zero)]
     np.testing.assert_array_equal(*outs)
 
 

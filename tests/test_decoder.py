@@ -27,17 +27,20 @@ def positions(start: int, num: int, batch: int = 2):
     return jnp.broadcast_to(start + jnp.arange(num)[None], (batch, num))
 
 
+@jax.jit
+def feed(model, inputs, cache):
+    return model.apply(model.params, inputs, cache)
+
+
 def whole(model, ids):
-    return model.apply(model.params, ModelInput(ids, positions(0, ids.shape[1], ids.shape[0])), None)[0].logits
+    return feed(model, ModelInput(ids, positions(0, ids.shape[1], ids.shape[0])), None)[0].logits
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 4], [2, 1, 4]])
 def test_incremental_is_whole(model, pieces):
     ids, cache, logits, start = tokens(7), model.init_cache(2, SLOTS), [], 0
     for size in pieces:
-        output, cache = model.apply(
-            model.params, ModelInput(ids[:, start : start + size], positions(start, size)), cache
-        )
+        output, cache = feed(model, ModelInput(ids[:, start : start + size], positions(start, size)), cache)
         logits.append(output.logits)
         start += size
     np.testing.assert_allclose(jnp.concatenate(logits, axis=1), whole(model, ids), atol=2e-5)
@@ -46,18 +49,18 @@ def test_incremental_is_whole(model, pieces):
 def test_rejected_tokens_need_no_rollback(model):
     """What was written past the committed tokens is not seen, and is overwritten."""
     ids, cache = tokens(7), model.init_cache(2, SLOTS)
-    _, cache = model.apply(model.params, ModelInput(ids[:, :3], positions(0, 3)), cache)
-    _, cache = model.apply(model.params, ModelInput((ids[:, :5] + 1) % 61, positions(3, 5)), cache)
-    output, _ = model.apply(model.params, ModelInput(ids[:, 3:], positions(3, 4)), cache)
+    _, cache = feed(model, ModelInput(ids[:, :3], positions(0, 3)), cache)
+    _, cache = feed(model, ModelInput((ids[:, :5] + 1) % 61, positions(3, 5)), cache)
+    output, _ = feed(model, ModelInput(ids[:, 3:], positions(3, 4)), cache)
     np.testing.assert_allclose(output.logits, whole(model, ids)[:, 3:], atol=2e-5)
 
 
 def test_rows_at_different_lengths(model):
     ids, cache = tokens(7), model.init_cache(2, SLOTS)
-    _, cache = model.apply(model.params, ModelInput(ids, positions(0, 7)), cache)
+    _, cache = feed(model, ModelInput(ids, positions(0, 7)), cache)
     start = jnp.array([[5], [2]])
     mixed = jnp.stack([ids[0, 5:7], ids[1, 2:4]])
-    output, _ = model.apply(model.params, ModelInput(mixed, start + jnp.arange(2)[None]), cache)
+    output, _ = feed(model, ModelInput(mixed, start + jnp.arange(2)[None]), cache)
     expected = whole(model, ids)
     np.testing.assert_allclose(output.logits[0], expected[0, 5:7], atol=2e-5)
     np.testing.assert_allclose(output.logits[1], expected[1, 2:4], atol=2e-5)
@@ -66,9 +69,9 @@ def test_rows_at_different_lengths(model):
 def test_writes_past_the_end_are_dropped(model):
     """Not clamped onto the last slot, which may hold a committed token."""
     ids, cache = tokens(SLOTS + 3), model.init_cache(2, SLOTS)
-    _, fits = model.apply(model.params, ModelInput(ids[:, :SLOTS], positions(0, SLOTS)), cache)
-    _, cache = model.apply(model.params, ModelInput(ids[:, : SLOTS - 2], positions(0, SLOTS - 2)), cache)
-    output, past = model.apply(model.params, ModelInput(ids[:, SLOTS - 2 :], positions(SLOTS - 2, 5)), cache)
+    _, fits = feed(model, ModelInput(ids[:, :SLOTS], positions(0, SLOTS)), cache)
+    _, cache = feed(model, ModelInput(ids[:, : SLOTS - 2], positions(0, SLOTS - 2)), cache)
+    output, past = feed(model, ModelInput(ids[:, SLOTS - 2 :], positions(SLOTS - 2, 5)), cache)
     for a, b in zip(jax.tree.leaves(past), jax.tree.leaves(fits), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     np.testing.assert_allclose(output.logits[:, :2], whole(model, ids[:, :SLOTS])[:, -2:], atol=2e-5)
@@ -77,10 +80,10 @@ def test_writes_past_the_end_are_dropped(model):
 def test_a_tree_mask(model):
     """Two siblings at one position, in slots of their own, do not see each other."""
     ids, cache = tokens(5, batch=1), model.init_cache(1, SLOTS)
-    _, cache = model.apply(model.params, ModelInput(ids[:, :3], positions(0, 3, 1)), cache)
+    _, cache = feed(model, ModelInput(ids[:, :3], positions(0, 3, 1)), cache)
     mask = jnp.array([[[True, False], [False, True]]])
     siblings = ModelInput(ids[:, 3:], jnp.array([[3, 3]]), mask)
-    output, _ = model.apply(model.params, siblings, cache)
+    output, _ = feed(model, siblings, cache)
     for i in range(2):
         alone = jnp.concatenate([ids[:, :3], ids[:, 3 + i : 4 + i]], axis=1)
         np.testing.assert_allclose(output.logits[:, i], whole(model, alone)[:, 3], atol=2e-5)
@@ -90,10 +93,10 @@ def test_a_window_counts_positions(model):
     """A token sees so many positions, itself included; siblings of a tree stand in later slots than they count."""
     windowed = decoder_model(replace(CONFIG, windows=(3, None)), model.params)
     ids, cache = tokens(7, batch=1), windowed.init_cache(1, SLOTS)
-    _, cache = windowed.apply(windowed.params, ModelInput(ids[:, :3], positions(0, 3, 1)), cache)
+    _, cache = feed(windowed, ModelInput(ids[:, :3], positions(0, 3, 1)), cache)
     mask = jnp.array([[[i == j for j in range(4)] for i in range(4)]])
     siblings = ModelInput(ids[:, 3:], jnp.full((1, 4), 3), mask)
-    output, _ = windowed.apply(windowed.params, siblings, cache)
+    output, _ = feed(windowed, siblings, cache)
     for i in range(4):
         alone = jnp.concatenate([ids[:, :3], ids[:, 3 + i : 4 + i]], axis=1)
         np.testing.assert_allclose(output.logits[:, i], whole(windowed, alone)[:, 3], atol=2e-5)

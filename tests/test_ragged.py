@@ -14,6 +14,7 @@ from specjax.verifiers import core as common
 K, V = 3, 11
 COUNTS = [[2, 0, 3, 1], [0, 0, 1, 0], [3, 3, 3, 3], [0, 3, 0, 0], [1, 0, 0, 2]]
 ALL_FIELDS = ("temperature", "min_logit", "log_normalizer")
+verify = jax.jit(ragged.verify, static_argnames=("verifier", "max_draft_tokens", "implementation"))
 
 
 @common.from_core
@@ -113,9 +114,7 @@ def test_bonus_tokens_and_options():
     draft, target = random_batch([2, 0, 3, 1])
     bonus_tokens = jnp.array([90, 91, 92, 93])
     options = {"acceptance_length": K + 1.0, "bonus_tokens": bonus_tokens, "implementation": "xla"}
-    found = ragged.verify(
-        verifiers.synthetic, jax.random.key(0), *packed(draft, target, 6), max_draft_tokens=K, **options
-    )
+    found = verify(verifiers.synthetic, jax.random.key(0), *packed(draft, target, 6), max_draft_tokens=K, **options)
     np.testing.assert_array_equal(found.num_accepted, [2, 0, 3, 1])
     np.testing.assert_array_equal(found.tokens[jnp.arange(4), found.num_accepted], bonus_tokens)
 
@@ -211,7 +210,7 @@ def test_from_lists_to_lists(name, drafts, best, expected):
     """Greedy requests: what agrees with the target's best tokens is accepted."""
     batch, vocab_size = ragged.pack(drafts), 3000
     target = Categorical(jax.nn.one_hot(np.concatenate(best), vocab_size), jnp.zeros(len(drafts)))
-    verified = ragged.verify(
+    verified = verify(
         VERIFIERS[name],
         jax.random.key(0),
         batch.draft_tokens,
