@@ -1,6 +1,8 @@
 """The embedded pair: its size, its exactness, and how often its drafts are accepted."""
 
+import copy
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -22,6 +24,11 @@ HELD_OUT = ("textwrap", "heapq", "statistics", "calendar", "csv", "queue")  # mo
 @pytest.fixture(scope="module")
 def llm():
     return specjax.LLM()
+
+
+@pytest.fixture(scope="module")
+def plain(llm):
+    return [r.token_ids for r in llm.plain().generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64))]
 
 
 def num_parameters(model) -> int:
@@ -47,17 +54,17 @@ def test_tokenizer_keeps_every_text(llm):
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5, 6])
-def test_greedy_is_plain(llm, num_draft_tokens):
+def test_greedy_is_plain(llm, plain, num_draft_tokens):
     """Token for token, in float32, in a batch of prompts of different lengths."""
-    params = SamplingParams(temperature=0, max_tokens=48)
-    plain = [r.token_ids for r in llm.plain().generate(PROMPTS, params)]
-    fast = specjax.LLM(num_draft_tokens=num_draft_tokens).generate(PROMPTS, params)
+    other = copy.copy(llm)
+    other.proposer = replace(llm.proposer, num_draft_tokens=num_draft_tokens)
+    fast = other.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64))
     assert [r.token_ids for r in fast] == plain
     assert all(r.metrics.num_drafted > 0 for r in fast)
 
 
 def test_seeded_requests_do_not_change_with_their_batch(llm):
-    params = [SamplingParams(temperature=t, seed=i, max_tokens=24) for i, t in enumerate((0.8, 1.2, 0.5, 1.0))]
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=64) for i, t in enumerate((0.8, 1.2, 0.5, 1.0))]
     together = [r.token_ids for r in llm.generate(PROMPTS, params)]
     alone = [llm.generate(prompt, p)[0].token_ids for prompt, p in zip(PROMPTS, params, strict=True)]
     assert alone == together
@@ -87,6 +94,6 @@ def test_bfloat16_tokens_are_near_ties(llm):
     ids = half.tokenizer.encode(PROMPTS[0]).ids
     tokens = np.array([ids + result.token_ids], np.int32)
     inputs = specjax.ModelInput(tokens, np.arange(tokens.shape[1])[None])
-    logits = np.asarray(half.model.apply(half.model.params, inputs, None)[0].logits)[0, len(ids) - 1 : -1]
+    logits = np.asarray(jax.jit(half.model.apply)(half.model.params, inputs, None)[0].logits)[0, len(ids) - 1 : -1]
     chosen = np.take_along_axis(logits, np.array(result.token_ids)[:, None], axis=1)[:, 0]
     assert (logits.max(axis=1) - chosen < 0.25).all()

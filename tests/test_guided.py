@@ -265,7 +265,7 @@ def test_text_follows_the_grammar(models, verifier):
         keys = jax.random.split(jax.random.key(seed), size)
         prompts = jnp.broadcast_to(jnp.array([5, seed]), (size, 2))
         state = prefill(target, proposer, prompts, jnp.full(size, 2), rows, keys, max_length=48)
-        state = decode.generate(target, proposer, state, verifier=verifier or verifiers.rejection)
+        state = jax.device_get(decode.generate(target, proposer, state, verifier=verifier or verifiers.rejection))
         accepted += int(state.totals.accepted.sum())
         for (pattern, _), tokens, length, finished in zip(
             cases, state.context.tokens.tolist(), state.context.length, state.finished, strict=True

@@ -18,6 +18,8 @@ VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
 ONES = jnp.ones((1, 1), jnp.int32)
 
+prefill = jax.jit(decode.prefill, static_argnames="max_length")
+
 
 @pytest.fixture(scope="module")
 def target():
@@ -96,7 +98,7 @@ class TestNGram:
         prompts, lengths = jnp.array([[3, 4, 3, 4, 3], [7, 7, 0, 0, 0]]), jnp.array([5, 2])
         outputs = []
         for proposer in (None, proposers.ngram(4)):
-            state = decode.prefill(
+            state = prefill(
                 target, proposer, prompts, lengths, sampling.batch(params), jax.random.key(1), max_length=64
             )
             outputs.append(decode.generate(target, proposer, state, verifier=getattr(verifiers, name)))
@@ -113,7 +115,7 @@ class TestNGram:
 def test_batch_expansion_is_mqa(target, drafts):
     prompts, lengths = jnp.array([[3, 4, 3, 4, 3], [7, 7, 0, 0, 0], [9, 0, 0, 0, 0]]), jnp.array([5, 2, 1])
     rows = sampling.batch([SamplingParams(max_tokens=9)] * 3)
-    state = decode.prefill(target, None, prompts, lengths, rows, jax.random.key(0), max_length=32)
+    state = prefill(target, None, prompts, lengths, rows, jax.random.key(0), max_length=32)
     draft = Draft(jnp.array(drafts, jnp.int32).reshape(3, -1))
     one, one_cache = jax.jit(scorers.mqa)(target, state.context, draft, state.cache)
     many, many_cache = jax.jit(scorers.batch_expansion)(target, state.context, draft, state.cache)
@@ -131,9 +133,7 @@ def test_decoding_with_batch_expansion(target):
     prompts, lengths = jnp.array([[3, 4, 3, 4, 3], [7, 7, 0, 0, 0]]), jnp.array([5, 2])
     outputs = []
     for scorer in (scorers.mqa, scorers.batch_expansion):
-        state = decode.prefill(
-            target, proposer, prompts, lengths, sampling.batch(params), jax.random.key(1), max_length=64
-        )
+        state = prefill(target, proposer, prompts, lengths, sampling.batch(params), jax.random.key(1), max_length=64)
         outputs.append(decode.generate(target, proposer, state, scorer=scorer).context.tokens)
     np.testing.assert_array_equal(*outputs)
 
@@ -143,7 +143,7 @@ def start(target, proposer, params, lengths=(5, 2), max_length=64, **options):
     prompts = jnp.asarray(rng.integers(0, VOCAB, (len(lengths), max(lengths))), jnp.int32)
     params = params if isinstance(params, list) else [params] * len(lengths)
     rows, keys = sampling.batch(params), jax.random.key(1)
-    return decode.prefill(target, proposer, prompts, jnp.array(lengths), rows, keys, max_length=max_length, **options)
+    return prefill(target, proposer, prompts, jnp.array(lengths), rows, keys, max_length=max_length, **options)
 
 
 def outputs(state):

@@ -141,12 +141,12 @@ class TestSamples:
         assert best.metrics[:4] == result.metrics[:4]
 
     def test_first_sample_is_that_of_n_1(self, llm):
-        (result,) = llm.generate(PROMPTS[0], sampled(n=5))
-        (alone,) = llm.generate(PROMPTS[0], sampled())
-        assert alone.token_ids in [completion.token_ids for completion in result.completions]
-        (fewer,) = llm.generate(PROMPTS[0], sampled(n=2))
+        result, alone = llm.generate([PROMPTS[0]] * 2, [sampled(n=4), sampled()])
+        some, fewer = llm.generate([PROMPTS[0]] * 2, [sampled(n=3), sampled(n=2)])
         sequences = [completion.token_ids for completion in result.completions]
-        assert all(completion.token_ids in sequences for completion in fewer.completions)
+        for other, n in ((alone, 1), (fewer, 2), (some, 3)):
+            assert len(other.completions) == n
+            assert all(completion.token_ids in sequences for completion in other.completions)
 
     def test_keys(self):
         """The first sample has the request's own key; no other shares a key with a position of any."""

@@ -128,7 +128,7 @@ class TestSynthetic:
     )
     def test_rates(self, option, rates):
         draft = Draft(jnp.zeros((100_000, 3), jnp.int32))
-        verified = verifiers.synthetic(jax.random.key(0), draft, jnp.zeros((100_000, 4, 2)), **option)
+        verified = jax.jit(verifiers.synthetic)(jax.random.key(0), draft, jnp.zeros((100_000, 4, 2)), **option)
         for i, rate in enumerate(rates):
             assert float((verified.num_accepted > i).mean()) == pytest.approx(rate, abs=0.01)
 
