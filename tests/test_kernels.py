@@ -209,16 +209,25 @@ class TestThresholds:
         assert not num_accepted.any()
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
-    @pytest.mark.parametrize("tokens", [(3, 599), (3, 400)])
+    def test_greedy_drafts_among_equals(self):
+        """The argmax is the lowest id of the largest logit."""
+        logits = jnp.zeros((3, 2, 600)).at[:, :, jnp.array([100, 300])].set(1)
+        tokens, greedy = jnp.array([[100], [300], [99]]), jnp.zeros(3)
+        draft = Draft(tokens, Categorical(logits[:, :1], greedy))
+        verified = run("rejection", KERNEL, jax.random.key(0), draft, Categorical(logits, greedy))
+        assert verified.tokens.tolist() == [[100, 100], [100, -1], [100, -1]]
+
+    @pytest.mark.parametrize("tokens", [(3, 9000), (3, 599), (3, 400)])
     def test_sampled_token(self, tokens):
         """Of two tokens the one whose logit and Gumbel number add up to more."""
+        vocab_size = max(600, tokens[1] + 1)
         keys = jax.random.split(jax.random.key(6), self.BATCH)
         of_row = streams.stream(streams.of_step(keys, self.BATCH, 1), streams.TARGET)
-        noise = streams.gumbel(of_row, (rows.BLOCK_SIZE + 2,))[:, 0]
-        in_blocks = tokens[1] >= rows.BLOCK_SIZE
-        first, second = (noise[:, rows.BLOCK_SIZE + i if in_blocks else token] for i, token in enumerate(tokens))
+        noise = streams.gumbel(of_row, (rows.BLOCK_SIZE + 20,))[:, 0]
+        index = [rows.BLOCK_SIZE + token // rows.BLOCK_SIZE for token in tokens]
+        first, second = (noise[:, i] for i in (index if index[1] > index[0] else tokens))
         odds = second - first + self.SIDE * self.SLACK
-        target = self.law(600, {tokens[0]: jax.nn.sigmoid(odds), tokens[1]: jax.nn.sigmoid(-odds)})
+        target = self.law(vocab_size, {tokens[0]: jax.nn.sigmoid(odds), tokens[1]: jax.nn.sigmoid(-odds)})
         _, drawn = self.verify("match", keys, 10, None, target)
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
