@@ -24,7 +24,8 @@ from pallas_kernels.rows import call, exp, finite, inverse
 # Microseconds on an H200, 384 rows of 128256, bfloat16 / float32. top_k 50 with top_p 0.9: 51 / 72 with 128 blocks of
 # 64, 52 / 72 with 128 of 32, 39 / 65 with 64 of 64, where top_k 100 needs launch 3 and takes 580 instead of 55; 60 /
 # 104 where launch 2 searches all it gathers. top_p 0.9 that keeps 30,000 tokens: 429 / 445 with 4 loads of 1024 by 8
-# warps, 407 / 435 with 8 loads, which spill under some compilers, 466 / 564 with 4 loads of 512 by 4 warps.
+# warps (491 / 496 in a later run), 407 / 435 with 8 loads, which spill under some compilers, 466 / 564 with 4 loads of
+# 512 by 4 warps.
 _NUM_LARGEST = 1024  # logits of a row that launch 2 searches
 _CHUNK = 1024  # tokens of a load where weights are summed
 _UNROLL = 4  # such loads in flight

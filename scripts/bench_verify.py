@@ -42,7 +42,7 @@ def _normal(key: jax.Array, *shape: int, dtype, scale: float) -> jax.Array:
 
 
 def inputs(batch: int, num_drafts: int, vocab: int, dtype, drafts: str, temperature) -> tuple[Draft, Categorical]:
-    """Logits whose drafts are accepted with probability 0.7 or so."""
+    """Logits whose sampled drafts are accepted with probability 0.7 or so; deterministic ones hardly ever are."""
     keys = jax.random.split(jax.random.key(0), 3)
     temperature = None if temperature is None else jnp.full(batch, temperature)
     scale = 1 if temperature is None else 1 / temperature[:, None, None]
