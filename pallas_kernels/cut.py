@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.rows import is_partitioned
 from pallas_kernels.search import Limits, search
 
 _BLOCK = 64  # tokens
@@ -94,7 +95,7 @@ def min_logit(
         if lack is not None:
             raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
         cut = search(logits, limits, interpret=implementation == "interpret")
-    elif implementation is None and lack is None and vocab_size >= _SMALL_VOCAB:
+    elif implementation is None and lack is None and vocab_size >= _SMALL_VOCAB and not is_partitioned(logits):
         cut = lax.platform_dependent(logits, limits, cuda=search, default=by_xla)
     else:
         cut = by_xla(logits, limits)

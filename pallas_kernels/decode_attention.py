@@ -2,7 +2,8 @@
 
 The slots before a call are split among programs by the true length of each sequence, so that a long cache costs only
 what it holds and short batches still fill the device. The program of the last split adds the new tokens, attended
-causally, and writes them to the cache; the others read only slots before them. A second kernel joins the splits.
+causally, and writes them to the cache; the others read only slots before them. A second kernel joins the splits: where
+the program that ends last did so, 5.6 microseconds became 7.8 (8 splits of 64 slots, 8 heads of 64 numbers).
 """
 
 import jax
@@ -36,6 +37,7 @@ def decode_attention(
     key_cache: Array,
     value_cache: Array,
     start: Array,
+    rotation: tuple[Array, Array] | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -51,6 +53,7 @@ def decode_attention(
         key_cache: [B, S, kv heads, D] of the same dtype.
         value_cache: as key_cache.
         start: [B] int32, the slot of the first new token. Those past the end of the cache are not written.
+        rotation: cosine and sine [B, T, D / 2] float32, by which the halves of queries and new keys are turned first.
         window: slots that a query sees, its own included; None is all before it.
         scale: of the scores; None is 1 / sqrt(D).
         softcap: c turns a score s into c tanh(s / c).
@@ -76,13 +79,30 @@ def decode_attention(
     splits = min(_MAX_SPLITS, pl.next_power_of_2(pl.cdiv(_PROGRAMS, batch_size * kv_heads)))
     block_size, num_warps = (32, 2) if splits == 1 else (64, 4)  # slots read at a time; measured
 
-    def kernel(heads_ref, key_in, value_in, start_ref, out_ref, log_mass_ref, key_out, value_out):
+    def kernel(inputs, out):
+        heads_ref, key_in, value_in, start_ref, rotation_refs = inputs
+        out_ref, log_mass_ref, key_out, value_out = out
         b, h, split = (pl.program_id(axis) for axis in range(3))
         row, d = lax.iota(jnp.int32, num_rows), lax.iota(jnp.int32, size)
         token, head = row // group, h * group + row % group
-        queries = plgpu.load(
-            heads_ref.at[b, token[:, None], head[:, None], d[None]], mask=(token < num_tokens)[:, None], other=0.0
-        )
+
+        def load_heads(token, head) -> Array:
+            """Of the new tokens [N, D], turned."""
+            exists = (token < num_tokens)[:, None]
+
+            def load(ref, *index) -> Array:
+                return plgpu.load(ref.at[b, token[:, None], *index], mask=exists, other=0.0)
+
+            x = load(heads_ref, head, d[None])
+            if rotation is None:
+                return x
+            half = size // 2
+            cos, sin = (load(ref, (d % half)[None]) for ref in rotation_refs)
+            partner = load(heads_ref, head, ((d + half) % size)[None]).astype(jnp.float32)
+            turned = x.astype(jnp.float32) * cos + jnp.where((d < half)[None], -partner, partner) * sin
+            return turned.astype(x.dtype)
+
+        queries = load_heads(token, head[:, None])
         first = start_ref[b]
         seen = 0 if window is None else jnp.clip(first - window + 1, 0, num_slots)  # the first slot of any query
         length = jnp.minimum(first, num_slots)
@@ -113,7 +133,7 @@ def decode_attention(
         def new_tokens(carry):
             i = lax.iota(jnp.int32, num_new)
             exists, fits = (i < num_tokens)[:, None], ((i < num_tokens) & (first + i < num_slots))[:, None]
-            keys = plgpu.load(heads_ref.at[b, i[:, None], num_heads + h, d[None]], mask=exists, other=0.0)
+            keys = load_heads(i, num_heads + h)
             values = plgpu.load(heads_ref.at[b, i[:, None], num_heads + kv_heads + h, d[None]], mask=exists, other=0.0)
             plgpu.store(key_out.at[b, (first + i)[:, None], h, d[None]], keys, mask=fits)
             plgpu.store(value_out.at[b, (first + i)[:, None], h, d[None]], values, mask=fits)
@@ -139,15 +159,16 @@ def decode_attention(
         partial = tuple(
             jax.ShapeDtypeStruct((batch_size, splits, *rest), jnp.float32) for rest in (shape[1:], shape[1:-1])
         )
-    attended, log_mass, key_cache, value_cache = pl.pallas_call(
+    inputs = jnp.concatenate([query, key, value], axis=2), key_cache, value_cache, start, rotation
+    ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
         kernel,
         grid=(batch_size, kv_heads, splits),
-        out_shape=(*partial, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key_cache, value_cache))),
+        out_shape=((*partial, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key_cache, value_cache))),),
         input_output_aliases={1: 2, 2: 3},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=interpret,
         name="decode_attention",
-    )(jnp.concatenate([query, key, value], axis=2), key_cache, value_cache, start)
+    )(inputs)
     if splits > 1:
         attended = _join(attended, log_mass, query.dtype, interpret)
     return attended, key_cache, value_cache

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.sharding import AxisType
 
 BLOCK_SIZE = 512  # tokens of a block of the vocabulary: draws choose a block first, then a token inside it
 LARGE_READ = 9e7  # bytes; 21 microseconds on an H200
@@ -112,6 +113,16 @@ def count_drafts(tokens, num_tokens, sequence: Array) -> Array:
     if num_tokens is not None:
         count = jnp.maximum(jnp.minimum(count, plgpu.load(num_tokens.at[sequence]).astype(jnp.int32)), 0)
     return count
+
+
+def is_partitioned(*arrays: Array) -> bool:
+    """Whether XLA may spread one of these over several devices: it would gather it for a kernel, each time."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return any(
+        size > 1 and kind != AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
 def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:

@@ -1,7 +1,8 @@
 """Verification by the Pallas kernels: from the records of specjax to arrays and back.
 
 The rules are those of the cores, and the random streams too, so the tokens are the same but where rounding decides. The
-kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch and leaves rows whole.
+kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch and leaves rows whole. Logits
+that are sharded otherwise are left to XLA, which splits its operations as they are.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.accept import Evidence, accept, accept_ratio
 from pallas_kernels.recover import recover
-from pallas_kernels.rows import Rows, in_parts
+from pallas_kernels.rows import Rows, in_parts, is_partitioned
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import Streams, row_statistics
 from specjax import distributions
@@ -40,8 +41,8 @@ def unsupported(draft: Draft, target: Categorical) -> str | None:
 
 
 def is_worthwhile(target: Categorical) -> bool:
-    """Whether the kernels are faster than XLA, by shapes."""
-    return target.logits.shape[-1] >= SMALL_VOCAB
+    """Whether the kernels are faster than XLA, by shapes and placement."""
+    return target.logits.shape[-1] >= SMALL_VOCAB and not is_partitioned(target.logits)
 
 
 def by_sample(

@@ -12,6 +12,7 @@ from pallas_kernels.decode_attention import decode_attention, is_supported
 from specjax import SamplingParams, decode, proposers, sampling
 from specjax.models.attention import attend
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.models.rope import rotate, rotation
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
@@ -33,7 +34,9 @@ def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.b
     return query, normal(1, *new), normal(2, *new), normal(3, *cached), normal(4, *cached), jnp.array(start, jnp.int32)
 
 
-def expected(query, key, value, key_cache, value_cache, start, window=None, scale=None, softcap=None):
+def expected(query, key, value, key_cache, value_cache, start, rotation=None, window=None, scale=None, softcap=None):
+    if rotation is not None:
+        query, key = rotate(query, rotation), rotate(key, rotation)
     slot = start[:, None] + jnp.arange(query.shape[1])[None]
     row = jnp.arange(len(start))[:, None]
     caches = key_cache.at[row, slot].set(key, mode="drop"), value_cache.at[row, slot].set(value, mode="drop")
@@ -44,10 +47,11 @@ def expected(query, key, value, key_cache, value_cache, start, window=None, scal
         return attend(*wide, mask[:, None], scale, softcap), *caches
 
 
-def check(case, interpret, **options):
+def check(case, interpret, turned=False, **options):
     arrays = operands(*case)
-    attended, *caches = jax.jit(partial(decode_attention, interpret=interpret, **options))(*arrays)
-    reference, *reference_caches = expected(*arrays, **options)
+    turns = rotation(jnp.arange(case[0])[:, None] * 7 + jnp.arange(case[1])[None], case[4], 100.0) if turned else None
+    attended, *caches = jax.jit(partial(decode_attention, interpret=interpret, **options))(*arrays, turns)
+    reference, *reference_caches = expected(*arrays, turns, **options)
     fits = (np.array(case[-1])[:, None] + np.arange(case[1]) < case[5])[..., None, None]
     difference = np.where(fits, np.asarray(attended, np.float32) - reference, 0)
     assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(np.where(fits, reference, 0))
@@ -55,7 +59,7 @@ def check(case, interpret, **options):
         np.testing.assert_array_equal(cache, reference_cache)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}])
+@pytest.mark.parametrize("options", [{}, {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
 def test_against_reference(case, options, interpret):

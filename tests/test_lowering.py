@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from lowering import compile_for_sm90, triton_kernels
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from lowering import H200, compile_for_sm90, triton_kernels
 
 import specjax.kernels
 from pallas_kernels.cut import min_logit
-from specjax import Categorical, Draft, verifiers
+from specjax import Categorical, Draft, ModelInput, verifiers
+from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 
 NUM_DRAFTS = 5
 BY_RESIDUAL = ["_statistics_kernel", "_accept_kernel", "_recover_kernel"]
@@ -79,3 +81,25 @@ def test_cut_lowers_with_one_field(name):
     field = {name: jax.ShapeDtypeStruct((6,), jnp.int32 if name == "top_k" else jnp.float32)}
     logits = jax.ShapeDtypeStruct((6, 32000), jnp.bfloat16)
     assert len(triton_kernels(lambda logits, field: min_logit(logits, **field), logits, field)) == 3
+
+
+def test_what_is_sharded_is_left_to_xla():
+    """It splits its own operations; a kernel would have all of the logits and weights gathered on every device."""
+    mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=H200)
+
+    def sharded(x):
+        spec = PartitionSpec(*[None] * (x.ndim - 1), "x")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    keys, draft, target = inputs(4, 32000, jnp.bfloat16, shaped=True)
+    target = target._replace(logits=sharded(target.logits))
+    assert not triton_kernels(verifiers.rejection, keys, draft, target, mesh=mesh)
+    assert not triton_kernels(lambda logits: min_logit(logits, top_k=jnp.array(5)), target.logits, mesh=mesh)
+
+    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(config))
+    model = decoder_model(config, params)
+    cache = jax.eval_shape(lambda: model.init_cache(1, 64))
+    token = ModelInput(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    assert {k.name for k in triton_kernels(model.apply, params, token, cache)} >= {"decode_attention", "linear"}
+    assert not triton_kernels(model.apply, jax.tree.map(sharded, params), token, cache, mesh=mesh)

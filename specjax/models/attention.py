@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_attention import decode_attention, is_supported
+from pallas_kernels.rows import is_partitioned
+from specjax.models.rope import Rotation, rotate
 from specjax.types import Array, ModelInput
 
 Cache = dict[str, Array]  # of a layer: key and value, [B, S, kv heads, head size]
@@ -68,28 +70,39 @@ def attend_to_cache(
     cache: Cache,
     inputs: ModelInput,
     mask: Array,
+    rotation: Rotation | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[Array, Cache]:
     """Write the keys and values of a call to its slots, and attend from its queries to the cache.
 
-    `mask` is that of `attention_mask`. On NVIDIA GPUs a few queries of 16 bits in a chain take one kernel, which reads
-    no more of the cache than it holds.
+    With a rotation, queries and keys are turned first. `mask` is that of `attention_mask`. On NVIDIA GPUs a few queries
+    of 16 bits in a chain take one kernel, which reads no more of the cache than it holds; not those of a sharded model.
     """
 
-    def kernel(query, key, value, cache, inputs, mask):
-        start = inputs.positions[:, 0]
+    def kernel(query, key, value, cache, inputs, mask, rotation):
         attended, *updated = decode_attention(
-            query, key, value, cache["key"], cache["value"], start, window=window, scale=scale, softcap=softcap
+            query,
+            key,
+            value,
+            cache["key"],
+            cache["value"],
+            inputs.positions[:, 0],
+            rotation,
+            window=window,
+            scale=scale,
+            softcap=softcap,
         )
         return attended, dict(zip(("key", "value"), updated, strict=True))
 
-    def xla(query, key, value, cache, inputs, mask):
+    def xla(query, key, value, cache, inputs, mask, rotation):
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
         return attend(query, cache["key"], cache["value"], mask, scale, softcap), cache
 
-    operands = query, key, value, cache, inputs, mask
-    if inputs.mask is None and is_supported(query, cache["key"]):
+    operands = query, key, value, cache, inputs, mask, rotation
+    if inputs.mask is None and is_supported(query, cache["key"]) and not is_partitioned(query, cache["key"]):
         return jax.lax.platform_dependent(*operands, cuda=kernel, default=xla)
     return xla(*operands)

@@ -12,7 +12,8 @@ from flax import nnx
 
 from specjax.models import network
 from specjax.models.attention import attend, attend_to_cache, attention_mask
-from specjax.models.rope import RopeScaling, rotate
+from specjax.models.linear import Norm, linear, rms_norm
+from specjax.models.rope import RopeScaling, Rotation, rotate, rotation
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -55,14 +56,6 @@ class DecoderConfig:
             raise ValueError(f"head_size must be even (rotary positions turn pairs), got {self.head_size}")
 
 
-def rms_norm(x: Array, scale: Array, config: DecoderConfig) -> Array:
-    """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by `scale` [D]."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
-    scale = scale.astype(jnp.float32) + config.norm_offset
-    return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
-
-
 class Layer(nnx.Module):
     """Attention and gated MLP, each behind a norm and added to the stream. Projections of one input are one matrix."""
 
@@ -76,11 +69,11 @@ class Layer(nnx.Module):
             return nnx.Param(jnp.full((size,), 1 - config.norm_offset))
 
         self.attention_norm = norm(hidden)
-        self.qkv = nnx.Param(init((hidden, (heads + 2 * kv_heads) * size)))
-        self.attention_out = nnx.Param(small((heads * size, hidden)))
+        self.qkv = nnx.Param(init(((heads + 2 * kv_heads) * size, hidden)))
+        self.attention_out = nnx.Param(small((hidden, heads * size)))
         self.mlp_norm = norm(hidden)
-        self.gate_up = nnx.Param(init((hidden, 2 * config.mlp_size)))
-        self.mlp_out = nnx.Param(small((config.mlp_size, hidden)))
+        self.gate_up = nnx.Param(init((2 * config.mlp_size, hidden)))
+        self.mlp_out = nnx.Param(small((hidden, config.mlp_size)))
         if config.qkv_bias:
             self.qkv_bias = nnx.Param(jnp.zeros(((heads + 2 * kv_heads) * size,)))
         if config.attention_out_bias:
@@ -91,46 +84,66 @@ class Layer(nnx.Module):
             self.attention_post_norm, self.mlp_post_norm = norm(hidden), norm(hidden)
 
     def __call__(
-        self, x: Array, inputs: ModelInput, mask: Array | None, window: int | None, cache: dict | None
+        self,
+        x: Array,
+        inputs: ModelInput,
+        rotation: Rotation,
+        mask: Array | None,
+        window: int | None,
+        cache: dict | None,
     ) -> tuple[Array, dict | None]:
-        config = self.config
-        normed = rms_norm(x, self.attention_norm[...], config)
-        attended, cache = self._attention(normed, inputs, mask, window, cache)
-        if config.post_norms:
-            attended = rms_norm(attended, self.attention_post_norm[...], config)
-        x = x + attended
-        gate, up = jnp.split(rms_norm(x, self.mlp_norm[...], config) @ self.gate_up[...], 2, axis=-1)
-        added = (ACTIVATIONS[config.activation](gate) * up) @ self.mlp_out[...]
-        if config.post_norms:
-            added = rms_norm(added, self.mlp_post_norm[...], config)
-        return x + added, cache
+        attended, cache = self._attend(x, inputs, rotation, mask, window, cache)
+        x = self._add(x, attended, "attention")
+        activation = ACTIVATIONS[self.config.activation]
+        gated = linear(x, self.gate_up[...], norm=self._norm("mlp_norm"), activation=activation)
+        return self._add(x, gated, "mlp"), cache
 
-    def _attention(
-        self, x: Array, inputs: ModelInput, mask: Array | None, window: int | None, cache: dict | None
+    def _norm(self, name: str) -> Norm:
+        return norm_of(getattr(self, name)[...], self.config)
+
+    def _add(self, x: Array, y: Array, name: str) -> Array:
+        """x and what attention or MLP add to it: a product with y."""
+        weight = getattr(self, f"{name}_out")[...]
+        bias = getattr(self, f"{name}_out_bias", None)
+        bias = None if bias is None else bias[...][None, None]
+        if self.config.post_norms:
+            added = linear(y, weight, residual=bias)
+            return x + rms_norm(added, self._norm(f"{name}_post_norm"))
+        return linear(y, weight, residual=x if bias is None else x + bias)
+
+    def _attend(
+        self,
+        x: Array,
+        inputs: ModelInput,
+        rotation: Rotation,
+        mask: Array | None,
+        window: int | None,
+        cache: dict | None,
     ) -> tuple[Array, dict | None]:
+        """What the heads attend to, side by side."""
         config = self.config
         batch_size, num_tokens, _ = x.shape
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
 
-        qkv = x @ self.qkv[...]
-        if config.qkv_bias:
-            qkv = qkv + self.qkv_bias[...][None, None]
+        bias = self.qkv_bias[...][None, None] if config.qkv_bias else None
+        qkv = linear(x, self.qkv[...], norm=self._norm("attention_norm"), residual=bias)
         qkv = qkv.reshape(batch_size, num_tokens, heads + 2 * kv_heads, size)
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
         if config.head_norms:
-            query = rms_norm(query, self.query_norm[...], config)
-            key = rms_norm(key, self.key_norm[...], config)
-        query = rotate(query, inputs.positions, config.rope_theta, config.rope_scaling)
-        key = rotate(key, inputs.positions, config.rope_theta, config.rope_scaling)
+            query, key = rms_norm(query, self._norm("query_norm")), rms_norm(key, self._norm("key_norm"))
         scale, softcap = config.attention_scale, config.attention_softcap
         if cache is None:
-            attended = attend(query, key, value, mask, scale, softcap)
+            attended = attend(rotate(query, rotation), rotate(key, rotation), value, mask, scale, softcap)
         else:
-            attended, cache = attend_to_cache(query, key, value, cache, inputs, mask, window, scale, softcap)
-        out = attended.reshape(batch_size, num_tokens, heads * size) @ self.attention_out[...]
-        if config.attention_out_bias:
-            out = out + self.attention_out_bias[...][None, None]
-        return out, cache
+            attended, cache = attend_to_cache(query, key, value, cache, inputs, mask, rotation, window, scale, softcap)
+        return attended.reshape(batch_size, num_tokens, heads * size), cache
+
+
+def norm_of(scale: Array, config: DecoderConfig) -> Norm:
+    """What `rms_norm` takes of a norm's parameter [D]."""
+    if config.norm_offset:
+        scale = scale.astype(jnp.float32) + config.norm_offset
+    return scale, config.norm_eps
 
 
 class Decoder(nnx.Module):
@@ -148,11 +161,6 @@ class Decoder(nnx.Module):
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
-        if cache is not None and inputs.tokens.shape == (1, 1) and jax.default_backend() == "gpu":
-            # XLA multiplies two rows by a matrix faster than one. The second token is never seen.
-            pair = ModelInput(jnp.pad(inputs.tokens, ((0, 0), (0, 1))), inputs.positions + jnp.arange(2)[None])
-            output, cache = self(pair, cache)
-            return jax.tree.map(lambda x: x[:, :1], output), cache
         config = self.config
         # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
@@ -170,13 +178,16 @@ class Decoder(nnx.Module):
                 for window in dict.fromkeys(windows)
             }
             new_cache = None if cache is None else []
+            head = (self.embedding if config.tie_embeddings else self.head)[...]
+            turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
             for i, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
-                x, layer_cache = layer(x, inputs, masks[window], window, None if cache is None else cache[i])
+                layer_cache = None if cache is None else cache[i]
+                x, layer_cache = layer(x, inputs, turns, masks[window], window, layer_cache)
                 if cache is not None:
                     new_cache.append(layer_cache)
-            features = rms_norm(x, self.norm[...], config)
-            head = self.embedding if config.tie_embeddings else self.head
-            logits = jnp.einsum("btd,vd->btv", features, head[...], preferred_element_type=jnp.float32)
+            norm = norm_of(self.norm[...], config)
+            features = rms_norm(x, norm)
+            logits = linear(x, head, norm=norm, dtype=jnp.float32)
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         return ModelOutput(logits, features), new_cache

@@ -48,13 +48,21 @@ class Llama3Scaling:
         return frequency * (kept + (1 - kept) / self.factor)
 
 
-def rotate(x: Array, positions: Array, theta: float, scaling: RopeScaling | None = None) -> Array:
-    """Turn the halves of each head of x [B, T, H, D] by the angles of its positions [B, T] (RoPE)."""
-    half = x.shape[-1] // 2
+Rotation = tuple[Array, Array]  # cosine and sine [B, T, D / 2] of the angles of positions, float32
+
+
+def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | None = None) -> Rotation:
+    """That of heads of so many numbers at positions [B, T]."""
+    half = size // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
         frequency = scaling(frequency)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency[None, None, None]  # [B, T, 1, D / 2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Array, rotation: Rotation) -> Array:
+    """Turn the halves of each head of x [B, T, H, D] (RoPE)."""
+    cos, sin = (part[:, :, None] for part in rotation)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

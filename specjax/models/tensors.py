@@ -57,8 +57,8 @@ class Tensors:
         return self._read({name: (size,) for name, size in sizes.items()})
 
     def matrices(self, inputs: int, outputs: dict[str, int]) -> Array:
-        """Matrices stored as [outputs, inputs], transposed and side by side: [inputs, sum of outputs]."""
-        return self._read({name: (size, inputs) for name, size in outputs.items()}, transpose=True)
+        """Matrices [outputs, inputs] one below the other."""
+        return self._read({name: (size, inputs) for name, size in outputs.items()})
 
     def check_same(self, name: str, other: str, *shape: int) -> None:
         """Raise ValueError where the files hold the tensor `name` and it differs from `other`."""
@@ -117,21 +117,16 @@ class Tensors:
         with _open(self._paths[name]) as file:
             return file.get_slice(name)[index]
 
-    def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Array:
-        """Tensors one below the other along their first axis, and then transposed if asked for."""
+    def _read(self, shapes: dict[str, tuple[int, ...]]) -> Array:
+        """Tensors one below the other along their first axis."""
         for name, shape in shapes.items():
             self._check(name, shape)
         whole = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
-        if transpose:
-            whole = whole[::-1]
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
             bounds = [axis.indices(size)[:2] for axis, size in zip(index, whole, strict=True)]
             result = _aligned_empty([stop - start for start, stop in bounds], self._dtype)
-            if transpose:
-                self._fill(result.T, bounds[::-1], shapes)
-            else:
-                self._fill(result, bounds, shapes)
+            self._fill(result, bounds, shapes)
             return result
 
         if self._sharding is None:

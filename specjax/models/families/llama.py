@@ -111,7 +111,7 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
 
 
 def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
-    """The parameters as the decoder holds them: each matrix [in, out], those of one input side by side."""
+    """The parameters as the decoder holds them: the matrices of one input one below the other."""
     hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
     query, key_value = config.num_heads * size, config.num_kv_heads * size
 

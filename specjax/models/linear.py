@@ -1,0 +1,76 @@
+"""Products with the matrices of a network, together with the norm, the gate or the sum that stands beside them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import linear as kernels
+from pallas_kernels.rows import is_partitioned
+from specjax.types import Array
+
+Norm = tuple[Array, float]  # scale [D], epsilon
+
+
+def rms_norm(x: Array, norm: Norm) -> Array:
+    """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale."""
+    scale, epsilon = norm
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (x32 * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+
+
+def linear(
+    x: Array,
+    weight: Array,
+    *,
+    norm: Norm | None = None,
+    activation: Callable[[Array], Array] | None = None,
+    residual: Array | None = None,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """x [B, T, D] times the transpose of weight [N, D].
+
+    One token on an NVIDIA GPU takes a kernel where that is faster; not where the weight is sharded.
+
+    Args:
+        norm: is taken of x first.
+        activation: the first half of the products goes through it and is multiplied by the second.
+        residual: [B, T, N], or with an activation [B, T, N / 2], or what broadcasts to it: added at the end.
+        dtype: of the result; None is that of x.
+
+    Returns:
+        [B, T, N], or with an activation [B, T, N / 2].
+    """
+    dtype = dtype or x.dtype
+
+    def product(x, weight, scale, residual):
+        if norm is not None:
+            x = rms_norm(x, (scale, norm[1]))
+        y = jnp.einsum("btd,nd->btn", x, weight, preferred_element_type=dtype)
+        if activation is not None:
+            gate, up = jnp.split(y, 2, axis=-1)
+            y = activation(gate) * up
+        return y if residual is None else residual + y
+
+    def kernel(x, weight, scale, residual):
+        y = kernels.linear(
+            x.ravel(),
+            weight,
+            norm=None if norm is None else (scale, norm[1]),
+            activation=activation,
+            residual=None if residual is None else residual.ravel(),
+            dtype=dtype,
+        )
+        return y[None, None]
+
+    def pair(x, weight, scale, residual):
+        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), weight, scale, residual)[:, :1]
+
+    operands = x, weight, None if norm is None else norm[0], residual
+    if x.shape[:2] != (1, 1) or is_partitioned(x, weight):
+        return product(*operands)
+    # XLA multiplies two rows by a matrix faster than one.
+    cuda = kernel if kernels.is_supported(x, weight) else pair
+    return jax.lax.platform_dependent(*operands, cuda=cuda, default=product)

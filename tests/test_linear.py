@@ -1,0 +1,120 @@
+"""The product of one row with a matrix, against float64 and against XLA's path of the same function."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import compile_for_sm90, triton_kernels
+
+from pallas_kernels.linear import is_supported, linear
+from specjax.models import linear as models
+
+EPSILON = 1e-3
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+SHAPES = {  # D, N, gated: of layers with 1 and 8 billion parameters
+    "1b qkv": (2048, 3072, False),
+    "1b gate": (2048, 16384, True),
+    "1b down": (8192, 2048, False),
+    "8b qkv": (4096, 6144, False),
+    "8b gate": (4096, 28672, True),
+}
+
+
+def operands(size, num_rows, dtype, num_outputs):
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+    return normal(0, size), 0.1 * normal(1, num_rows, size), 1 + 0.1 * normal(2, size), normal(3, num_outputs)
+
+
+def expected(x, weight, scale, residual, activation):
+    x, weight, scale, residual = (np.asarray(a, np.float64) for a in (x, weight, scale, residual))
+    y = weight @ (x / np.sqrt(np.mean(x**2) + EPSILON) * scale)
+    if activation is not None:
+        gate, up = np.split(y, 2)
+        y = gate / (1 + np.exp(-gate)) * up
+    return y + residual
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("activation", [None, jax.nn.silu])
+@pytest.mark.parametrize(("size", "num_outputs", "num_programs"), [(72, 5, 2), (1024, 7, 3), (3000, 9, 132)])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
+def test_against_float64(size, num_outputs, num_programs, activation, dtype, interpret):
+    """Sizes that no tile divides, fewer programs than outputs, and more."""
+    arrays = operands(size, num_outputs * (1 if activation is None else 2), dtype, num_outputs)
+
+    @jax.jit
+    def product(x, weight, scale, residual):
+        return linear(
+            x,
+            weight,
+            norm=(scale, EPSILON),
+            activation=activation,
+            residual=residual,
+            dtype=jnp.float32,
+            num_programs=num_programs,
+            interpret=interpret,
+        )
+
+    np.testing.assert_allclose(product(*arrays), expected(*arrays, activation), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_compiles_without_spilling(name, tmp_path):
+    pytest.importorskip("triton")
+    size, num_rows, gated = SHAPES[name]
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    num_outputs = num_rows // (2 if gated else 1)
+
+    def product(x, weight, scale, residual):
+        activation = jax.nn.silu if gated else None
+        return linear(x, weight, norm=(scale, EPSILON), activation=activation, residual=residual)
+
+    (kernel,) = triton_kernels(product, *map(shape, ((size,), (num_rows, size), (size,), (num_outputs,))))
+    resources = compile_for_sm90(kernel, tmp_path)
+    assert resources.spilled_bytes == 0 and resources.registers <= 64, resources
+
+
+def test_one_token_in_a_model_takes_the_kernel():
+    """Norm, gate and sum in the same launch; two tokens, and a matrix that is too large, are left to XLA."""
+
+    def kernels(num_tokens, size, num_rows):
+        shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        arrays = (1, num_tokens, size), (num_rows, size), (size,), (1, num_tokens, num_rows // 2)
+        product = lambda x, weight, scale, residual: models.linear(  # noqa: E731
+            x, weight, norm=(scale, EPSILON), activation=jax.nn.silu, residual=residual
+        )
+        return [kernel.name for kernel in triton_kernels(product, *map(shape, arrays))]
+
+    assert kernels(1, 2048, 16384) == ["linear"]
+    assert kernels(2, 2048, 16384) == kernels(1, 2048, 128256) == kernels(1, 16384, 2048) == []
+
+
+@pytest.mark.parametrize("size", [256, 8200])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_models_give_what_the_kernel_gives(num_tokens, size):
+    """On a GPU one token of a small row takes the kernel, one of a large row is one of a pair."""
+    x, weight, scale, residual = operands(size, 12, jnp.float32, 6)
+    x = jnp.stack([x] * num_tokens)[None]
+
+    @jax.jit
+    def product(x, weight, scale, residual):
+        with jax.default_matmul_precision("highest"):
+            return models.linear(
+                x, weight, norm=(scale, EPSILON), activation=jax.nn.silu, residual=residual[None, None]
+            )
+
+    y = product(x, weight, scale, residual)
+    assert y.shape == (1, num_tokens, 6)
+    reference = expected(x[0, 0], weight, scale, residual, jax.nn.silu)
+    np.testing.assert_allclose(y, np.stack([reference] * num_tokens)[None], rtol=2e-5, atol=2e-5)
+
+
+def test_unsupported():
+    weight = jnp.zeros((3, 64))
+    assert is_supported(jnp.zeros((1, 1, 64)), weight)
+    assert not is_supported(jnp.zeros((1, 2, 64)), weight)
+    assert not is_supported(jnp.zeros((1, 1, 64), jnp.bfloat16), weight)
