@@ -32,9 +32,11 @@ SHORT, LONG, REPEATS = 2, 12, 5
 RATES = (1.0, 0.7)
 
 SHAPES = {
-    "8b": DecoderConfig(128256, 4096, 32, 32, 8, 128, 14336, 131072, rope_theta=5e5, tie_embeddings=False),
-    "1b": DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, 131072, rope_theta=5e5),
-    "100m": DecoderConfig(128256, 512, 8, 8, 4, 64, 2048, 131072, rope_theta=5e5),
+    "8b": DecoderConfig(
+        128256, 4096, 32, 32, 8, 128, 14336, 131072, rope_theta=5e5, tie_embeddings=False, transposed=True
+    ),
+    "1b": DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, 131072, rope_theta=5e5, transposed=True),
+    "100m": DecoderConfig(128256, 512, 8, 8, 4, 64, 2048, 131072, rope_theta=5e5, transposed=True),
 }
 PRESETS = ("8b-1b", "1b-100m", "embedded")
 

@@ -260,18 +260,18 @@ def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.
     heads, kv_heads = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]}
     for i, layer in params["layers"].items():
-        query, key, value = jnp.split(layer["qkv"], (heads, heads + kv_heads))
-        gate, up = jnp.split(layer["gate_up"], 2)
+        query, key, value = jnp.split(layer["qkv"], (heads, heads + kv_heads), axis=1)
+        gate, up = jnp.split(layer["gate_up"], 2, axis=1)
         tensors |= {
             f"model.layers.{i}.input_layernorm.weight": layer["attention_norm"],
-            f"model.layers.{i}.self_attn.q_proj.weight": query,
-            f"model.layers.{i}.self_attn.k_proj.weight": key,
-            f"model.layers.{i}.self_attn.v_proj.weight": value,
-            f"model.layers.{i}.self_attn.o_proj.weight": layer["attention_out"],
+            f"model.layers.{i}.self_attn.q_proj.weight": query.T,
+            f"model.layers.{i}.self_attn.k_proj.weight": key.T,
+            f"model.layers.{i}.self_attn.v_proj.weight": value.T,
+            f"model.layers.{i}.self_attn.o_proj.weight": layer["attention_out"].T,
             f"model.layers.{i}.post_attention_layernorm.weight": layer["mlp_norm"],
-            f"model.layers.{i}.mlp.gate_proj.weight": gate,
-            f"model.layers.{i}.mlp.up_proj.weight": up,
-            f"model.layers.{i}.mlp.down_proj.weight": layer["mlp_out"],
+            f"model.layers.{i}.mlp.gate_proj.weight": gate.T,
+            f"model.layers.{i}.mlp.up_proj.weight": up.T,
+            f"model.layers.{i}.mlp.down_proj.weight": layer["mlp_out"].T,
         }
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 

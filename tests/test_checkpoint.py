@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from specjax.models import load
 from specjax.models.decoder import param_shapes
 from specjax.models.families import BUILD
+from specjax.models.tensors import Tensors
 from specjax.types import ModelInput
 
 CONFIG = {
@@ -348,6 +349,22 @@ def test_unexpected_tensor(tmp_path):
     tensors = make_tensors(CONFIG) | {"model.layers.0.self_attn.q_proj.bias": np.ones(24, np.float32)}
     with pytest.raises(ValueError, match=r"tensor model.layers.0.self_attn.q_proj.bias in .* is none that a model"):
         load(write(tmp_path, CONFIG, tensors))
+
+
+def test_matrices_lie_transposed_on_a_gpu(tmp_path, monkeypatch):
+    """Where they go decides it, and nothing else changes."""
+    write(tmp_path, CONFIG, make_tensors(CONFIG))
+    tokens = jnp.array([[3, 0, 7, 7, 10, 1, 2]])
+    logits = {}
+    for on_one_gpu in (True, False):
+        monkeypatch.setattr(Tensors, "on_one_gpu", on_one_gpu)
+        model = load(tmp_path)
+        layer = model.params["layers"][0]
+        hidden = CONFIG["hidden_size"]
+        assert layer["gate_up"].shape[on_one_gpu] == layer["qkv"].shape[on_one_gpu] == hidden
+        assert layer["mlp_out"].shape[not on_one_gpu] == layer["attention_out"].shape[not on_one_gpu] == hidden
+        logits[on_one_gpu] = model.apply(model.params, ModelInput(tokens, jnp.arange(7)[None]), None)[0].logits
+    np.testing.assert_allclose(logits[True], logits[False], rtol=1e-5, atol=1e-5)
 
 
 SHARDED = """

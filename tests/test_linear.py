@@ -85,7 +85,7 @@ def test_one_token_in_a_model_takes_the_kernel():
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         arrays = (1, num_tokens, size), (num_rows, size), (size,), (1, num_tokens, num_rows // 2)
         product = lambda x, weight, scale, residual: models.linear(  # noqa: E731
-            x, weight, norm=(scale, EPSILON), activation=jax.nn.silu, residual=residual
+            x, weight, transposed=True, norm=(scale, EPSILON), activation=jax.nn.silu, residual=residual
         )
         return [kernel.name for kernel in triton_kernels(product, *map(shape, arrays))]
 
@@ -93,19 +93,19 @@ def test_one_token_in_a_model_takes_the_kernel():
     assert kernels(2, 2048, 16384) == kernels(1, 2048, 128256) == kernels(1, 16384, 2048) == []
 
 
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("size", [256, 8200])
 @pytest.mark.parametrize("num_tokens", [1, 2])
-def test_models_give_what_the_kernel_gives(num_tokens, size):
-    """On a GPU one token of a small row takes the kernel, one of a large row is one of a pair."""
+def test_models_give_what_the_kernel_gives(num_tokens, size, transposed):
+    """On a GPU one token of a small row takes the kernel, where it can, and any other is one of a pair."""
     x, weight, scale, residual = operands(size, 12, jnp.float32, 6)
     x = jnp.stack([x] * num_tokens)[None]
 
     @jax.jit
     def product(x, weight, scale, residual):
         with jax.default_matmul_precision("highest"):
-            return models.linear(
-                x, weight, norm=(scale, EPSILON), activation=jax.nn.silu, residual=residual[None, None]
-            )
+            options = {"norm": (scale, EPSILON), "activation": jax.nn.silu, "residual": residual[None, None]}
+            return models.linear(x, weight if transposed else weight.T, transposed=transposed, **options)
 
     y = product(x, weight, scale, residual)
     assert y.shape == (1, num_tokens, 6)

@@ -96,7 +96,7 @@ def test_what_is_sharded_is_left_to_xla():
     assert not triton_kernels(verifiers.rejection, keys, draft, target, mesh=mesh)
     assert not triton_kernels(lambda logits: min_logit(logits, top_k=jnp.array(5)), target.logits, mesh=mesh)
 
-    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256)
+    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256, transposed=True)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(config))
     model = decoder_model(config, params)
     cache = jax.eval_shape(lambda: model.init_cache(1, 64))

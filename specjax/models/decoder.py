@@ -3,8 +3,10 @@
 What a family changes in it is an option of `DecoderConfig`; a network of another kind is a file of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,7 @@ class DecoderConfig:
     attention_scale: float | None = None  # of the scores; None is 1 / sqrt(head_size)
     attention_softcap: float | None = None  # c turns a score s into c tanh(s / c)
     logit_softcap: float | None = None
+    transposed: bool = False  # matrices are [out, in]: GPUs read these faster for one token, CPUs slower for a few
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -65,15 +68,18 @@ class Layer(nnx.Module):
         init = partial(nnx.initializers.normal(0.02), rngs.params())
         small = partial(nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5), rngs.params())
 
+        def matrix(init: Callable[[tuple[int, int]], Array], inputs: int, outputs: int) -> nnx.Param:
+            return nnx.Param(init((outputs, inputs) if config.transposed else (inputs, outputs)))
+
         def norm(size: int) -> nnx.Param:
             return nnx.Param(jnp.full((size,), 1 - config.norm_offset))
 
         self.attention_norm = norm(hidden)
-        self.qkv = nnx.Param(init(((heads + 2 * kv_heads) * size, hidden)))
-        self.attention_out = nnx.Param(small((hidden, heads * size)))
+        self.qkv = matrix(init, hidden, (heads + 2 * kv_heads) * size)
+        self.attention_out = matrix(small, heads * size, hidden)
         self.mlp_norm = norm(hidden)
-        self.gate_up = nnx.Param(init((2 * config.mlp_size, hidden)))
-        self.mlp_out = nnx.Param(small((hidden, config.mlp_size)))
+        self.gate_up = matrix(init, hidden, 2 * config.mlp_size)
+        self.mlp_out = matrix(small, config.mlp_size, hidden)
         if config.qkv_bias:
             self.qkv_bias = nnx.Param(jnp.zeros(((heads + 2 * kv_heads) * size,)))
         if config.attention_out_bias:
@@ -95,21 +101,24 @@ class Layer(nnx.Module):
         attended, cache = self._attend(x, inputs, rotation, mask, window, cache)
         x = self._add(x, attended, "attention")
         activation = ACTIVATIONS[self.config.activation]
-        gated = linear(x, self.gate_up[...], norm=self._norm("mlp_norm"), activation=activation)
+        gated = self._product(x, self.gate_up, norm=self._norm("mlp_norm"), activation=activation)
         return self._add(x, gated, "mlp"), cache
+
+    def _product(self, x: Array, weight: nnx.Param, **options: Any) -> Array:
+        return linear(x, weight[...], transposed=self.config.transposed, **options)
 
     def _norm(self, name: str) -> Norm:
         return norm_of(getattr(self, name)[...], self.config)
 
     def _add(self, x: Array, y: Array, name: str) -> Array:
         """x and what attention or MLP add to it: a product with y."""
-        weight = getattr(self, f"{name}_out")[...]
+        weight = getattr(self, f"{name}_out")
         bias = getattr(self, f"{name}_out_bias", None)
         bias = None if bias is None else bias[...][None, None]
         if self.config.post_norms:
-            added = linear(y, weight, residual=bias)
+            added = self._product(y, weight, residual=bias)
             return x + rms_norm(added, self._norm(f"{name}_post_norm"))
-        return linear(y, weight, residual=x if bias is None else x + bias)
+        return self._product(y, weight, residual=x if bias is None else x + bias)
 
     def _attend(
         self,
@@ -126,7 +135,7 @@ class Layer(nnx.Module):
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
 
         bias = self.qkv_bias[...][None, None] if config.qkv_bias else None
-        qkv = linear(x, self.qkv[...], norm=self._norm("attention_norm"), residual=bias)
+        qkv = self._product(x, self.qkv, norm=self._norm("attention_norm"), residual=bias)
         qkv = qkv.reshape(batch_size, num_tokens, heads + 2 * kv_heads, size)
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
         if config.head_norms:
@@ -187,7 +196,7 @@ class Decoder(nnx.Module):
                     new_cache.append(layer_cache)
             norm = norm_of(self.norm[...], config)
             features = rms_norm(x, norm)
-            logits = linear(x, head, norm=norm, dtype=jnp.float32)
+            logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         return ModelOutput(logits, features), new_cache

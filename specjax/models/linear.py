@@ -25,16 +25,18 @@ def linear(
     x: Array,
     weight: Array,
     *,
+    transposed: bool = False,
     norm: Norm | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """x [B, T, D] times the transpose of weight [N, D].
+    """x [B, T, D] times weight [D, N].
 
-    One token on an NVIDIA GPU takes a kernel where that is faster; not where the weight is sharded.
+    One token on an NVIDIA GPU takes a kernel where the weight is transposed, not sharded, and that is faster.
 
     Args:
+        transposed: the weight is [N, D].
         norm: is taken of x first.
         activation: the first half of the products goes through it and is multiplied by the second.
         residual: [B, T, N], or with an activation [B, T, N / 2], or what broadcasts to it: added at the end.
@@ -48,7 +50,7 @@ def linear(
     def product(x, weight, scale, residual):
         if norm is not None:
             x = rms_norm(x, (scale, norm[1]))
-        y = jnp.einsum("btd,nd->btn", x, weight, preferred_element_type=dtype)
+        y = jnp.einsum("btd,nd->btn" if transposed else "btd,dn->btn", x, weight, preferred_element_type=dtype)
         if activation is not None:
             gate, up = jnp.split(y, 2, axis=-1)
             y = activation(gate) * up
@@ -72,5 +74,5 @@ def linear(
     if x.shape[:2] != (1, 1) or is_partitioned(x, weight):
         return product(*operands)
     # XLA multiplies two rows by a matrix faster than one.
-    cuda = kernel if kernels.is_supported(x, weight) else pair
+    cuda = kernel if transposed and kernels.is_supported(x, weight) else pair
     return jax.lax.platform_dependent(*operands, cuda=cuda, default=product)

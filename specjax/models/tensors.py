@@ -48,6 +48,12 @@ class Tensors:
                     self._paths[name] = path
                     self._unread[name] = math.prod(entry.get_shape()) * DTYPES.get(entry.get_dtype(), 1)
 
+    @property
+    def on_one_gpu(self) -> bool:
+        """Whether that is where the tensors go."""
+        devices = jax.local_devices()[:1] if self._sharding is None else list(self._sharding.device_set)
+        return len(devices) == 1 and devices[0].platform == "gpu"
+
     def table(self, name: str, rows: int, columns: int) -> Array:
         """A matrix as it is stored: [rows, columns]."""
         return self._read({name: (rows, columns)})
@@ -56,9 +62,9 @@ class Tensors:
         """Vectors one behind the other, given their sizes by name."""
         return self._read({name: (size,) for name, size in sizes.items()})
 
-    def matrices(self, inputs: int, outputs: dict[str, int]) -> Array:
-        """Matrices [outputs, inputs] one below the other."""
-        return self._read({name: (size, inputs) for name, size in outputs.items()})
+    def matrices(self, inputs: int, outputs: dict[str, int], *, transposed: bool = False) -> Array:
+        """Matrices side by side: [inputs, sum of outputs], or transposed, which is how they are stored."""
+        return self._read({name: (size, inputs) for name, size in outputs.items()}, transpose=not transposed)
 
     def check_same(self, name: str, other: str, *shape: int) -> None:
         """Raise ValueError where the files hold the tensor `name` and it differs from `other`."""
@@ -117,16 +123,21 @@ class Tensors:
         with _open(self._paths[name]) as file:
             return file.get_slice(name)[index]
 
-    def _read(self, shapes: dict[str, tuple[int, ...]]) -> Array:
-        """Tensors one below the other along their first axis."""
+    def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Array:
+        """Tensors one below the other along their first axis, and then transposed if asked for."""
         for name, shape in shapes.items():
             self._check(name, shape)
         whole = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
+        if transpose:
+            whole = whole[::-1]
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
             bounds = [axis.indices(size)[:2] for axis, size in zip(index, whole, strict=True)]
             result = _aligned_empty([stop - start for start, stop in bounds], self._dtype)
-            self._fill(result, bounds, shapes)
+            if transpose:
+                self._fill(result.T, bounds[::-1], shapes)
+            else:
+                self._fill(result, bounds, shapes)
             return result
 
         if self._sharding is None:

@@ -1,6 +1,7 @@
 """Llama 2, 3 and 3.x; and what the families that vary it share with it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
@@ -64,6 +65,7 @@ def decoder(
         "rope_scaling": scaling,
         "norm_eps": config.number("rms_norm_eps"),
         "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
+        "transposed": tensors.on_one_gpu,
     }
     try:
         decoder_config = DecoderConfig(**fields, **options)
@@ -111,20 +113,19 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
 
 
 def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
-    """The parameters as the decoder holds them: the matrices of one input one below the other."""
+    """The parameters as the decoder holds them: the matrices of one input side by side."""
     hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
     query, key_value = config.num_heads * size, config.num_kv_heads * size
+    matrices = partial(tensors.matrices, transposed=config.transposed)
 
     def layer(name: str) -> dict[str, Array]:
         attention = f"{name}.self_attn"
         qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
         params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
-            "qkv": tensors.matrices(hidden, {f"{name}.weight": size for name, size in qkv.items()}),
-            "attention_out": tensors.matrices(query, {f"{attention}.o_proj.weight": hidden}),
-            "gate_up": tensors.matrices(
-                hidden, {f"{name}.mlp.gate_proj.weight": mlp, f"{name}.mlp.up_proj.weight": mlp}
-            ),
-            "mlp_out": tensors.matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
+            "qkv": matrices(hidden, {f"{name}.weight": size for name, size in qkv.items()}),
+            "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
+            "gate_up": matrices(hidden, {f"{name}.mlp.gate_proj.weight": mlp, f"{name}.mlp.up_proj.weight": mlp}),
+            "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
         }
         if config.qkv_bias:
             params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})

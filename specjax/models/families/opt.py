@@ -10,7 +10,6 @@ from flax import nnx
 from specjax.models.attention import attend, attend_to_cache, attention_mask
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
-from specjax.models.linear import linear
 from specjax.models.network import network_model
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
@@ -43,14 +42,14 @@ class OPTConfig:
 
 
 class Affine(nnx.Module):
-    """x [B, T, in] times the transpose of weight [out, in], plus bias."""
+    """x [B, T, in] @ weight + bias."""
 
     def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs):
-        self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (outputs, inputs)))
+        self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros((outputs,)))
 
     def __call__(self, x: Array) -> Array:
-        return linear(x, self.weight[...], residual=self.bias[...][None, None])
+        return x @ self.weight[...] + self.bias[...][None, None]
 
 
 class LayerNorm(nnx.Module):
@@ -109,8 +108,8 @@ class OPT(nnx.Module):
         if config.final_norm:
             self.norm = LayerNorm(config.hidden_size)
         if config.embedding_size != config.hidden_size:
-            self.project_in = nnx.Param(init((config.hidden_size, config.embedding_size)))
-            self.project_out = nnx.Param(init((config.embedding_size, config.hidden_size)))
+            self.project_in = nnx.Param(init((config.embedding_size, config.hidden_size)))
+            self.project_out = nnx.Param(init((config.hidden_size, config.embedding_size)))
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
@@ -120,20 +119,17 @@ class OPT(nnx.Module):
         with jax.default_matmul_precision(precision):
             x = self.embedding[...][inputs.tokens]
             if config.embedding_size != config.hidden_size:
-                x = linear(x, self.project_in[...])
+                x = x @ self.project_in[...]
             x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
             mask = None if cache is None else attention_mask(inputs, cache[0]["key"].shape[1])
             new_cache = None if cache is None else []
             for i, layer in enumerate(self.layers):
-                layer_cache = None if cache is None else cache[i]
-                x, layer_cache = layer(x, inputs, mask, layer_cache)
+                x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])
                 if cache is not None:
                     new_cache.append(layer_cache)
             features = self.norm(x) if config.final_norm else x
-            projected = features
-            if config.embedding_size != config.hidden_size:
-                projected = linear(features, self.project_out[...])
-            logits = linear(projected, self.embedding[...], dtype=jnp.float32)
+            projected = features @ self.project_out[...] if config.embedding_size != config.hidden_size else features
+            logits = jnp.einsum("btd,vd->btv", projected, self.embedding[...], preferred_element_type=jnp.float32)
         return ModelOutput(logits, features), new_cache
 
 
