@@ -222,8 +222,8 @@ class TestContract:
 
     def test_neighbours(self, name):
         whole = jitted(name)(row_keys(), *example())
-        part = jitted(name)(*jax.tree.map(lambda x: x[1:3], (row_keys(), *example())))
-        np.testing.assert_array_equal(whole.tokens[1:3], part.tokens)
+        part = jitted(name)(*jax.tree.map(lambda x: x[1:40], (row_keys(), *example())))
+        np.testing.assert_array_equal(whole.tokens[1:40], part.tokens)
 
     def test_one_trace_for_many_values(self, name):
         jitted(name)(row_keys(), *example())
