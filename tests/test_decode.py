@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from choice import LOSSLESS, one_of
 from jax.tree_util import Partial
 
 from specjax import decode, metrics, proposers, sampling, scorers, testing, verifiers
@@ -19,20 +20,9 @@ from specjax.verifiers import core
 VOCAB = 61
 TARGET = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
 DRAFT = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 32, 128)
-LOSSLESS = [v for v in verifiers.__all__ if v not in verifiers.LOSSY]
 
 prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
 propose = jax.jit(lambda proposer, *arguments: proposer.propose(*arguments))
-
-
-def lossless(keys, draft, target, *, index):
-    """The lossless verifiers in one compiled loop, of which a traced index picks."""
-    return jax.lax.switch(index, [getattr(verifiers, name) for name in LOSSLESS], keys, draft, target)
-
-
-def one_of(name):
-    return Partial(lossless, index=LOSSLESS.index(name))
-
 
 MATCH, REJECTION = one_of("match"), one_of("rejection")
 
