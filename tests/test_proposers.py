@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from choice import one_of
 
-from specjax import checks, decode, metrics, proposers, sampling, scorers, testing, verifiers
+from specjax import checks, decode, metrics, proposers, sampling, scorers, testing
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
@@ -101,7 +102,7 @@ class TestNGram:
             state = prefill(
                 target, proposer, prompts, lengths, sampling.batch(params), jax.random.key(1), max_length=64
             )
-            outputs.append(decode.generate(target, proposer, state, verifier=getattr(verifiers, name)))
+            outputs.append(decode.generate(target, proposer, state, verifier=one_of(name)))
         np.testing.assert_array_equal(outputs[0].context.tokens, outputs[1].context.tokens)
         assert int(outputs[1].totals.drafted.sum()) > 0
 

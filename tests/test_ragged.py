@@ -1,6 +1,6 @@
 """Packed batches against the same batches padded."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,13 @@ def packed(draft, target, num_tokens):
     )
 
 
+@cache
+def jitted(name):
+    """A verifier of padded batches, and of packed ones."""
+    packed = partial(ragged.verify, VERIFIERS[name], max_draft_tokens=K, log_probs=True)
+    return jax.jit(partial(VERIFIERS[name], log_probs=True)), jax.jit(packed)
+
+
 def assert_same(found, expected):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
@@ -92,11 +99,11 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_packed_is_padded(name, fields, is_deterministic):
     """For any counts and, under jit, with unused rows at the end of the packed arrays."""
-    verify = jax.jit(partial(VERIFIERS[name], log_probs=True))
-    verify_packed = jax.jit(partial(ragged.verify, VERIFIERS[name], max_draft_tokens=K, log_probs=True))
+    verify, verify_packed = jitted(name)
     for seed, counts in enumerate(COUNTS):
         draft, target = random_batch(counts, seed, fields, is_deterministic)
-        keys = jax.random.split(jax.random.key(seed), len(counts))
+        shape = (len(counts), K + 1) if fields == ALL_FIELDS else len(counts)
+        keys = jax.random.split(jax.random.key(seed), shape)
         assert_same(verify_packed(keys, *packed(draft, target, len(counts) * K)), verify(keys, draft, target))
 
 
@@ -105,8 +112,7 @@ def test_packed_is_padded(name, fields, is_deterministic):
 def test_without_unused_rows(name, counts):
     draft, target = random_batch(counts, fields=ALL_FIELDS)
     keys = jax.random.split(jax.random.key(3), (len(counts), K + 1))
-    verify = jax.jit(partial(VERIFIERS[name], log_probs=True))
-    verify_packed = jax.jit(partial(ragged.verify, VERIFIERS[name], max_draft_tokens=K, log_probs=True))
+    verify, verify_packed = jitted(name)
     assert_same(verify_packed(keys, *packed(draft, target, sum(counts))), verify(keys, draft, target))
 
 
