@@ -18,6 +18,7 @@ from pallas_kernels.accept import Decision
 from pallas_kernels.rows import (
     BLOCK_SIZE,
     Rows,
+    Verdict,
     call,
     default_tile_size,
     exp,
@@ -52,12 +53,6 @@ class _Masses(NamedTuple):
     best_id: Array | None  # [B, N] int32, the lowest id that has it
 
 
-class _Verdict(NamedTuple):
-    tokens: Array  # [B, K+1] int32, -1 after the last
-    num_accepted: Array  # [B] int32
-    log_probs: Array | None  # [B, K+1] float32 of each token under the target
-
-
 def recover(
     tokens: Array,
     target: Rows,
@@ -71,7 +66,7 @@ def recover(
     tile_size: int | None = None,
     num_warps: int = 4,
     interpret: bool = False,
-) -> tuple[Array, Array, Array | None]:
+) -> Verdict:
     """Emit the accepted drafts and one token.
 
     Args:
@@ -84,10 +79,6 @@ def recover(
         recover_best: a rejected token is replaced by the argmax of its row.
         log_probs: give those too.
         tile_size: tokens a program, a power of two, a multiple of BLOCK_SIZE.
-
-    Returns:
-        tokens [B, K+1] int32, -1 after the last; number of accepted drafts [B] int32; with `log_probs` the
-        log-probability [B, K+1] float32 of each token under the target.
     """
     batch_size, num_rows = decision.position.shape
     if tile_size is None:
@@ -107,7 +98,7 @@ def recover(
         best_id=array(num_tiles, dtype=jnp.int32) if has_best else None,
     )
     width = tokens.shape[1] + 1
-    verdict = _Verdict(array(width, dtype=jnp.int32), array(dtype=jnp.int32), array(width) if log_probs else None)
+    verdict = Verdict(array(width, dtype=jnp.int32), array(dtype=jnp.int32), array(width) if log_probs else None)
     _, _, verdict = call(
         partial(_recover_kernel, recover_best=recover_best, tile_size=tile_size, interpret=interpret),
         (array(dtype=jnp.int32), masses, verdict),
@@ -260,7 +251,7 @@ def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, recover_best: boo
     return _source(inputs, sequence, jnp.where(is_decided, 0, num_accepted), num_accepted, recover_best)
 
 
-def _emit(inputs: _Inputs, masses: _Masses, out: _Verdict, source: _Source):
+def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
     tokens, target, bonus_tokens = inputs.tokens, inputs.target, inputs.bonus_tokens
     sequence, num_accepted, num_drafts = source.sequence, source.position, tokens.shape[1]
 

@@ -57,6 +57,14 @@ class Rows(NamedTuple):
         return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
 
 
+class Verdict(NamedTuple):
+    """What is emitted of T rows a sequence."""
+
+    tokens: Array  # [B, T] int32, -1 after the last
+    num_accepted: Array | None  # [B] int32 accepted drafts
+    log_probs: Array | None  # [B, T] float32 of each token under the target
+
+
 def in_parts(rows: Rows, num_rows: int) -> list[tuple[int, int]]:
     """The first and the end of parts of the rows of a sequence that are read one after the other.
 

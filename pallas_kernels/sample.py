@@ -19,6 +19,7 @@ from pallas_kernels import threefry
 from pallas_kernels.rows import (
     BLOCK_SIZE,
     Rows,
+    Verdict,
     call,
     count_drafts,
     default_tile_size,
@@ -44,14 +45,6 @@ class _Drawn(NamedTuple):
     log_probs: Array | None  # [B, T] float32
 
 
-class Sampled(NamedTuple):
-    """A token of every row, or with drafts those up to the first that is not the draft."""
-
-    tokens: Array  # [B, T] int32, with drafts -1 after the last
-    num_accepted: Array | None  # [B] int32 accepted drafts
-    log_probs: Array | None  # [B, T] float32 of each token
-
-
 def sample(
     key_data: Array,
     rows: Rows,
@@ -65,7 +58,7 @@ def sample(
     num_warps: int = 4,
     draw_num_warps: int = 8,
     interpret: bool = False,
-) -> Sampled:
+) -> Verdict:
     """Draw a token from every row; with drafts, emit the draws up to the first that is not the draft.
 
     Args:
@@ -76,6 +69,9 @@ def sample(
         bonus_tokens: [B] int32, emitted where all drafts agree.
         purpose: what is folded into the key of a row; None for nothing.
         tile_size: tokens a program of the first launch, a power of two, a multiple of BLOCK_SIZE.
+
+    Returns:
+        A token of every row [B, T] and no count, or with drafts those up to the first that is not the draft.
     """
     batch_size, num_rows = rows.shape
     if tile_size is None:
@@ -105,7 +101,7 @@ def sample(
         begun = masses.arrivals, drawn
         arrivals, drawn, verdict = call(
             partial(_draw_kernel, first=first, end=end, purpose=purpose, interpret=interpret),
-            (counts, _Drawn(ids, numbers), None if tokens is None else Sampled(ids, counts, numbers)),
+            (counts, _Drawn(ids, numbers), None if tokens is None else Verdict(ids, counts, numbers)),
             (key_data, tokens, num_tokens, bonus_tokens, rows, masses._replace(arrivals=None), num_accepted, begun),
             begun=begun,
             grid=(batch_size, end - first),
@@ -113,7 +109,7 @@ def sample(
             interpret=interpret,
         )
         masses = masses._replace(arrivals=arrivals)
-    return Sampled(drawn.tokens, None, drawn.log_probs) if tokens is None else verdict
+    return Verdict(drawn.tokens, None, drawn.log_probs) if tokens is None else verdict
 
 
 def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
@@ -207,7 +203,7 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
             _match(tokens, num_tokens, drawn, verdict, sequence, end)
 
 
-def _match(tokens, num_tokens, drawn: _Drawn, out: Sampled, sequence: Array, end: int):
+def _match(tokens, num_tokens, drawn: _Drawn, out: Verdict, sequence: Array, end: int):
     """Emit what agrees; of rows before `end` if it is not the last: all that agree may be more then."""
     num_rows = drawn.tokens.shape[1]
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
