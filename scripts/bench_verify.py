@@ -31,6 +31,7 @@ CASES = {  # label: verifier, drafts, temperature
     "rejection, temperature 0.8": ("rejection", "sampled", 0.8),
     "block": ("block", "sampled", None),
     "match, or deterministic drafts": ("match", "deterministic", None),
+    "the same, all of them accepted": ("match", "accepted", None),
     "typical": ("typical", "deterministic", None),
     "synthetic": ("synthetic", "sampled", None),
 }
@@ -42,7 +43,7 @@ def _normal(key: jax.Array, *shape: int, dtype, scale: float) -> jax.Array:
 
 
 def inputs(batch: int, num_drafts: int, vocab: int, dtype, drafts: str, temperature) -> tuple[Draft, Categorical]:
-    """Logits whose sampled drafts are accepted with probability 0.7 or so; deterministic ones hardly ever are."""
+    """Logits whose sampled drafts are accepted with probability 0.7 or so; deterministic ones hardly ever, or all."""
     keys = jax.random.split(jax.random.key(0), 3)
     temperature = None if temperature is None else jnp.full(batch, temperature)
     scale = 1 if temperature is None else 1 / temperature[:, None, None]
@@ -51,6 +52,9 @@ def inputs(batch: int, num_drafts: int, vocab: int, dtype, drafts: str, temperat
     scaled = logits.astype(jnp.float32) * scale
     tokens = jnp.argmax(scaled + jax.random.gumbel(keys[2], logits.shape), axis=-1).astype(jnp.int32)
     known = jax.scipy.special.logsumexp(scaled, axis=-1)
+    if drafts == "accepted":
+        sequence, position = jnp.arange(batch)[:, None], jnp.arange(num_drafts)[None]
+        target = target.at[sequence, position, tokens].set(100)
     distribution = Categorical(logits, temperature, None, known) if drafts == "sampled" else None
     return Draft(tokens, distribution), Categorical(target, temperature)
 
