@@ -12,6 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.rows import out_shapes
+
 _PROGRAMS = 132  # that fill the device
 _MAX_SPLITS = 16
 _MIN_DOT = 16  # rows of the smallest matrix product
@@ -163,7 +165,7 @@ def decode_attention(
     ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
         kernel,
         grid=(batch_size, kv_heads, splits),
-        out_shape=((*partial, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key_cache, value_cache))),),
+        out_shape=(out_shapes((*partial, key_cache, value_cache), inputs),),
         input_output_aliases={1: 2, 2: 3},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=interpret,
@@ -190,7 +192,9 @@ def _join(attended: Array, log_mass: Array, dtype: jnp.dtype, interpret: bool) -
     return pl.pallas_call(
         kernel,
         grid=(batch_size, num_tokens, num_heads),
-        out_shape=jax.ShapeDtypeStruct((batch_size, num_tokens, num_heads, size), dtype),
+        out_shape=out_shapes(
+            jax.ShapeDtypeStruct((batch_size, num_tokens, num_heads, size), dtype), (attended, log_mass)
+        ),
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="join_splits",

@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.rows import out_shapes
+
 _VECTOR_BYTES = 16  # of the widest load of a thread
 _LOADS = 2  # of a thread for a row of the matrix
 _WARP = 32  # threads
@@ -70,6 +72,7 @@ def linear(
     if num_programs is None:
         num_programs = _WARPS // num_warps
     num_steps = pl.cdiv(num_outputs, num_programs)
+    inputs = x, weight, None if norm is None else norm[0], residual
     (out,) = pl.pallas_call(
         partial(
             _kernel,
@@ -80,11 +83,11 @@ def linear(
             num_steps=num_steps,
         ),
         grid=(pl.cdiv(num_outputs, num_steps),),
-        out_shape=(jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),),
+        out_shape=out_shapes((jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),), inputs),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="linear",
-    )((x, weight, None if norm is None else norm[0], residual))
+    )(inputs)
     return out
 
 

@@ -133,6 +133,13 @@ def is_partitioned(*arrays: Array) -> bool:
     )
 
 
+def out_shapes(outputs: Any, inputs: Any) -> Any:
+    """Shapes and dtypes of the outputs, which inside shard_map vary over all axes that an input varies over."""
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
+    axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))
+    return jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs)
+
+
 def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
     """Count this program in; true for the last of so many, which may read what the others stored before.
 
@@ -159,14 +166,9 @@ def call(
     """
     num_begun = len(jax.tree.leaves(begun))
     first_begun = len(jax.tree.leaves(inputs)) - num_begun
-    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
-    axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))  # inside shard_map
-    out_shape = jax.tree.map(
-        lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs
-    )
     (result,) = pl.pallas_call(
         kernel,
-        out_shape=(out_shape,),
+        out_shape=(out_shapes(outputs, inputs),),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         input_output_aliases={first_begun + i: i for i in range(num_begun)},

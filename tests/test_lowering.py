@@ -83,6 +83,23 @@ def test_cut_lowers_with_one_field(name):
     assert len(triton_kernels(lambda logits, field: min_logit(logits, **field), logits, field)) == 3
 
 
+def small_decoder():
+    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256, transposed=True)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(config))
+    return decoder_model(config, params)
+
+
+def test_models_keep_their_kernels_in_shard_map():
+    """A batch split over devices: each multiplies its one token, and attends, in kernels."""
+    mesh = AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=H200)
+    model, by_row = small_decoder(), PartitionSpec("data")
+    token = ModelInput(*[jax.ShapeDtypeStruct((2, 1), jnp.int32)] * 2)
+    cache = jax.eval_shape(lambda: model.init_cache(2, 64))
+    split = jax.shard_map(model.apply, mesh=mesh, in_specs=(PartitionSpec(), by_row, by_row), out_specs=by_row)
+    names = [kernel.name for kernel in triton_kernels(split, model.params, token, cache, mesh=mesh)]
+    assert (names.count("linear"), names.count("decode_attention")) == (9, 2)
+
+
 def test_what_is_sharded_is_left_to_xla():
     """It splits its own operations; a kernel would have all of the logits and weights gathered on every device."""
     mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=H200)
@@ -96,10 +113,8 @@ def test_what_is_sharded_is_left_to_xla():
     assert not triton_kernels(verifiers.rejection, keys, draft, target, mesh=mesh)
     assert not triton_kernels(lambda logits: min_logit(logits, top_k=jnp.array(5)), target.logits, mesh=mesh)
 
-    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256, transposed=True)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), param_shapes(config))
-    model = decoder_model(config, params)
+    model = small_decoder()
     cache = jax.eval_shape(lambda: model.init_cache(1, 64))
     token = ModelInput(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
-    assert {k.name for k in triton_kernels(model.apply, params, token, cache)} >= {"decode_attention", "linear"}
-    assert not triton_kernels(model.apply, jax.tree.map(sharded, params), token, cache, mesh=mesh)
+    assert {k.name for k in triton_kernels(model.apply, model.params, token, cache)} >= {"decode_attention", "linear"}
+    assert not triton_kernels(model.apply, jax.tree.map(sharded, model.params), token, cache, mesh=mesh)
