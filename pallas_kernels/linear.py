@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.rows import out_shapes
+from pallas_kernels.rows import call
 
 _VECTOR_BYTES = 16  # of the widest load of a thread
 _LOADS = 2  # of a thread for a row of the matrix
@@ -72,26 +72,24 @@ def linear(
     if num_programs is None:
         num_programs = _WARPS // num_warps
     num_steps = pl.cdiv(num_outputs, num_programs)
-    inputs = x, weight, None if norm is None else norm[0], residual
-    (out,) = pl.pallas_call(
+    return call(
         partial(
-            _kernel,
+            _linear_kernel,
             epsilon=None if norm is None else norm[1],
             activation=activation,
             tile=(num_warps * _WARP, vector),
             num_programs=pl.cdiv(num_outputs, num_steps),
             num_steps=num_steps,
         ),
+        jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
+        (x, weight, None if norm is None else norm[0], residual),
         grid=(pl.cdiv(num_outputs, num_steps),),
-        out_shape=out_shapes((jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),), inputs),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        num_warps=num_warps,
         interpret=interpret,
-        name="linear",
-    )(inputs)
-    return out
+    )
 
 
-def _kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int], num_programs: int, num_steps: int):
+def _linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int], num_programs: int, num_steps: int):
     x_ref, weight_ref, scale_ref, residual_ref = inputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
     width = tile[0] * tile[1]

@@ -84,12 +84,14 @@ def test_one_token_in_a_model_takes_the_kernel():
     def kernels(num_tokens, size, num_rows):
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
         arrays = (1, num_tokens, size), (num_rows, size), (size,), (1, num_tokens, num_rows // 2)
-        product = lambda x, weight, scale, residual: models.linear(  # noqa: E731
-            x, weight, transposed=True, norm=(scale, EPSILON), activation=jax.nn.silu, residual=residual
-        )
+
+        def product(x, weight, scale, residual):
+            options = {"norm": (scale, EPSILON), "activation": jax.nn.silu, "residual": residual}
+            return models.linear(x, weight, transposed=True, **options)
+
         return [kernel.name for kernel in triton_kernels(product, *map(shape, arrays))]
 
-    assert kernels(1, 2048, 16384) == ["linear"]
+    assert kernels(1, 2048, 16384) == ["_linear_kernel"]
     assert kernels(2, 2048, 16384) == kernels(1, 2048, 128256) == kernels(1, 16384, 2048) == []
 
 
