@@ -5,6 +5,7 @@ Bound by memory: one target row and one draft row a sequence are read once; unde
 prefix that may yet be accepted. The last program of a sequence draws, and writes the verdict: a launch less.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,13 +20,17 @@ from pallas_kernels.rows import (
     BLOCK_SIZE,
     Rows,
     Verdict,
+    block_max,
+    block_sum,
     call,
     default_tile_size,
     exp,
     finite,
     first_above,
+    in_blocks,
     inverse,
     is_last,
+    over_blocks,
 )
 from pallas_kernels.statistics import Statistics
 
@@ -41,16 +46,14 @@ class _Inputs(NamedTuple):
 
 
 class _Masses(NamedTuple):
-    """Of the M rows of a decision, N tiles, and P blocks: those of the vocabulary after padding the tiles.
+    """Of the M rows of a decision and P blocks: those of the vocabulary after padding the tiles.
 
     Rows that are not needed are not written.
     """
 
-    top: Array  # [B, M, N] what the weights of the tile are relative to, a logit
+    top: Array  # [B, M, P] what the weights of the block are relative to, a logit; -inf if it is empty
     residual: Array  # [B, M, P] mass of max(joint * target - draft, 0) in each block
     plain: Array  # [B, M, P] mass of the target row in each block
-    best: Array | None  # [B, N] largest logit of the tile, of rows that take the argmax
-    best_id: Array | None  # [B, N] int32, the lowest id that has it
 
 
 def recover(
@@ -82,21 +85,14 @@ def recover(
     """
     batch_size, num_rows = decision.position.shape
     if tile_size is None:
-        tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, target.vocab_size))
+        tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, target.vocab_size, 4096))
     num_tiles = pl.cdiv(target.vocab_size, tile_size)
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
-    has_best = recover_best or target.temperature is not None
     blocks = array(num_rows, num_tiles * (tile_size // BLOCK_SIZE))
-    masses = _Masses(
-        top=array(num_rows, num_tiles),
-        residual=blocks,
-        plain=blocks,
-        best=array(num_tiles) if has_best else None,
-        best_id=array(num_tiles, dtype=jnp.int32) if has_best else None,
-    )
+    masses = _Masses(blocks, blocks, blocks)
     width = tokens.shape[1] + 1
     verdict = Verdict(array(width, dtype=jnp.int32), array(dtype=jnp.int32), array(width) if log_probs else None)
     _, _, verdict = call(
@@ -121,7 +117,7 @@ class _Source(NamedTuple):
     position: Array
     is_rejected: Array
     has_draft: Array  # a draft distribution is subtracted
-    wants_best: Array  # the token is the argmax
+    wants_best: Array | None  # the token is the argmax; None if it never is
     excluded: Array  # token that a deterministic draft takes out, or -1
     scale: Array  # 1 / temperature
     top: Array
@@ -130,6 +126,7 @@ class _Source(NamedTuple):
     draft_scale: Array | None
     draft_shift: Array | None
     draft_log_mass: Array | None
+    interpret: bool
 
     def load(self, ids: Array) -> tuple[Array, Array | None]:
         """Logits under the target, and where the row has sampled drafts those under the draft."""
@@ -139,20 +136,28 @@ class _Source(NamedTuple):
         at = self.draft.at(self.sequence, jnp.minimum(self.position, self.draft.shape[1] - 1))
         return logits, self.draft.load(at, ids, self.has_draft)
 
+    def load_ordered(self, ids: Array) -> Array:
+        """Logits under the target, NaN as -inf."""
+        logits = self.target.load(self.target.at(self.sequence, self.position), ids)
+        return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+
     def weigh(self, logits: tuple[Array, Array | None], ids: Array, top: Array) -> tuple[Array, Array]:
         """Target probabilities of tokens, and max(joint * target - draft, 0); relative to `top` and `log_mass`, which
         is 0 where the mass of the row is not known.
         """
         logits, draft_logits = logits
-        plain = exp(logits - top, self.scale, self.log_mass)
+        plain = exp(logits - top, self.scale, self.log_mass, flush=not self.interpret)
         weights = jnp.where(ids == self.excluded, 0, self.joint * plain)
         if self.draft is not None:
-            probs = exp(draft_logits - self.draft_shift, self.draft_scale, self.draft_log_mass)
+            distance = draft_logits - self.draft_shift
+            probs = exp(distance, self.draft_scale, self.draft_log_mass, flush=not self.interpret)
             weights = jnp.where(self.has_draft, weights - probs, weights)
         return tuple(jnp.where(x > 0, x, 0) for x in (plain, weights))
 
 
-def _source(inputs: _Inputs, sequence: Array, row: Array, position: Array, recover_best: bool) -> _Source:
+def _source(
+    inputs: _Inputs, sequence: Array, row: Array, position: Array, *, recover_best: bool, interpret: bool
+) -> _Source:
     tokens, target, draft, decision = inputs.tokens, inputs.target, inputs.draft, inputs.decision
 
     def of_row(field) -> Array | None:
@@ -161,6 +166,9 @@ def _source(inputs: _Inputs, sequence: Array, row: Array, position: Array, recov
     temperature = target.load_temperature(sequence)
     is_rejected = position < plgpu.load(decision.count.at[sequence])
     token = plgpu.load(tokens.at[sequence, jnp.clip(position, 0, tokens.shape[1] - 1)])
+    wants_best = None
+    if target.temperature is not None or recover_best:
+        wants_best = (temperature == 0) | (is_rejected & recover_best)
     has_draft, draft_scale = is_rejected & (draft is not None), None
     if draft is not None:
         draft_temperature = draft.load_temperature(sequence)
@@ -173,7 +181,7 @@ def _source(inputs: _Inputs, sequence: Array, row: Array, position: Array, recov
         position,
         is_rejected,
         has_draft,
-        wants_best=(temperature == 0) | (is_rejected & recover_best),
+        wants_best=wants_best,
         excluded=jnp.where(is_rejected & ~has_draft, token, -1),
         scale=inverse(temperature),
         top=of_row(decision.top),
@@ -182,6 +190,7 @@ def _source(inputs: _Inputs, sequence: Array, row: Array, position: Array, recov
         draft_scale=draft_scale,
         draft_shift=of_row(decision.draft_shift),
         draft_log_mass=of_row(decision.draft_log_mass),
+        interpret=interpret,
     )
 
 
@@ -190,19 +199,20 @@ def _recover_kernel(inputs: _Inputs, out, *, recover_best: bool, tile_size: int,
     arrivals, masses, verdict = out
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
     position = plgpu.load(decision.position.at[sequence, row])
-    source = _source(inputs, sequence, row, position, recover_best)
+    source_of = partial(_source, inputs, sequence, recover_best=recover_best, interpret=interpret)
+    source = source_of(row, position)
 
     @pl.when(position >= 0)
     def _():
         _store_masses(source, tile, masses, tile_size)
-        num_programs = _count_needed(decision, sequence) * masses.top.shape[2]
+        num_programs = _count_needed(decision, sequence) * pl.num_programs(2)
 
         @pl.when(is_last(arrivals, sequence, num_programs, interpret))
         def _():
             if decision.position.shape[1] == 1:
                 _emit(inputs, masses, verdict, source)
             else:
-                _emit(inputs, masses, verdict, _choose(inputs, masses, sequence, recover_best))
+                _emit(inputs, masses, verdict, _choose(inputs, masses, sequence, source_of))
 
 
 def _count_needed(decision: Decision, sequence: Array) -> Array | int:
@@ -215,31 +225,30 @@ def _count_needed(decision: Decision, sequence: Array) -> Array | int:
 
 
 def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
-    sequence, row = source.sequence, source.row
-    ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
+    parts, blocks = in_blocks(tile, tile_size, source.target.logits.dtype)
+    at = source.sequence, source.row, blocks
 
-    if out.best is not None:
+    def store_weights():
+        logits = [source.load(ids) for ids in parts]
+        top = jnp.where(source.is_rejected, source.top, block_max([target for target, _ in logits]))
+        plgpu.store(out.top.at[at], top)
+        weights = [
+            source.weigh(part, ids, over_blocks(finite(top), ids)) for part, ids in zip(logits, parts, strict=True)
+        ]
+        for ref, values in zip((out.plain, out.residual), zip(*weights, strict=True), strict=True):
+            plgpu.store(ref.at[at], block_sum(values))
 
-        @pl.when(source.wants_best)
-        def _():
-            logits = source.target.load(source.target.at(sequence, source.position), ids)
-            logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-            plgpu.store(out.top.at[sequence, row, tile], source.top)
-            plgpu.store(out.best.at[sequence, tile], jnp.max(logits))
-            plgpu.store(out.best_id.at[sequence, tile], tile * tile_size + jax.lax.argmax(logits, 0, jnp.int32))
+    if source.wants_best is None:
+        store_weights()
+        return
+    pl.when(~source.wants_best)(store_weights)
 
-    @pl.when(~source.wants_best)
+    @pl.when(source.wants_best)
     def _():
-        loaded = source.load(ids)
-        shift = jnp.where(source.is_rejected, source.top, finite(jnp.max(loaded[0])))
-        plgpu.store(out.top.at[sequence, row, tile], shift)
-        num_blocks = tile_size // BLOCK_SIZE
-        blocks = tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
-        for ref, values in zip((out.plain, out.residual), source.weigh(loaded, ids, shift), strict=True):
-            plgpu.store(ref.at[sequence, row, blocks], jnp.sum(values.reshape(num_blocks, BLOCK_SIZE), axis=1))
+        plgpu.store(out.top.at[at], block_max([source.load_ordered(ids) for ids in parts]))
 
 
-def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, recover_best: bool) -> _Source:
+def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, source_of: Callable[..., _Source]) -> _Source:
     """The row that the token comes from, of several."""
     num_accepted = plgpu.load(inputs.decision.num_accepted.at[sequence])
     is_decided = num_accepted >= 0
@@ -248,7 +257,7 @@ def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, recover_best: boo
         lambda: num_accepted,
         lambda: _count_jointly_accepted(inputs.decision, masses, inputs.statistics, sequence),
     )
-    return _source(inputs, sequence, jnp.where(is_decided, 0, num_accepted), num_accepted, recover_best)
+    return source_of(jnp.where(is_decided, 0, num_accepted), num_accepted)
 
 
 def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
@@ -258,11 +267,11 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
     def draw():
         return _draw(source, masses, inputs.statistics, num_drafts)
 
-    if masses.best is None:
+    if source.wants_best is None:
         last, top, log_mass = draw()
     else:
         last, top, log_mass = jax.lax.cond(
-            source.wants_best, lambda: (_best(masses, sequence), source.top, source.log_mass), draw
+            source.wants_best, lambda: (_best(source, masses), source.top, source.log_mass), draw
         )
     drawn = last
     if bonus_tokens is not None:
@@ -286,14 +295,11 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
 def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: int) -> tuple[Array, Array, Array]:
     """A token, and log p(v) = (logit - top) / temperature - log_mass of its row: the last two."""
     sequence, row = source.sequence, source.row
-    size = masses.residual.shape[2]
-    block = jax.lax.iota(jnp.int32, pl.next_power_of_2(size))
-    tile = block // (size // masses.top.shape[2])
-    tops = plgpu.load(masses.top.at[sequence, row, tile], mask=block < size, other=-jnp.inf)
+    block, tops = _load_tops(source, masses)
     top = finite(jnp.max(tops))
     factors = exp(tops - top, source.scale)  # of a row that was normalised before, all 1
-    weights = plgpu.load(masses.residual.at[sequence, row, block], mask=block < size, other=0) * factors
-    plain = plgpu.load(masses.plain.at[sequence, row, block], mask=block < size, other=0) * factors
+    weights = plgpu.load(masses.residual.at[sequence, row, block], mask=block < masses.top.shape[2], other=0) * factors
+    plain = plgpu.load(masses.plain.at[sequence, row, block], mask=block < masses.top.shape[2], other=0) * factors
     is_plain = ~(jnp.sum(weights) > 0)
     first = first_above(jnp.where(is_plain, plain, weights), statistics.uniforms[sequence, num_drafts])
     ids = first * BLOCK_SIZE + jax.lax.iota(jnp.int32, BLOCK_SIZE)
@@ -303,12 +309,20 @@ def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: 
     return token, top, source.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
 
 
-def _best(masses: _Masses, sequence: Array) -> Array:
-    """Lowest id of the largest logit, from those of the tiles."""
-    num_tiles = masses.best.shape[1]
-    tile = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_tiles))
-    best = plgpu.load(masses.best.at[sequence, tile], mask=tile < num_tiles, other=-jnp.inf)
-    return plgpu.load(masses.best_id.at[sequence, jax.lax.argmax(best, 0, jnp.int32)])
+def _best(source: _Source, masses: _Masses) -> Array:
+    """Lowest id of the largest logit."""
+    _, tops = _load_tops(source, masses)
+    first = jax.lax.argmax(tops, 0, jnp.int32) * BLOCK_SIZE
+    logits = source.load_ordered(first + jax.lax.iota(jnp.int32, BLOCK_SIZE))
+    return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.vocab_size - 1)
+
+
+def _load_tops(source: _Source, masses: _Masses) -> tuple[Array, Array]:
+    """The blocks, and what the weights of each are relative to; -inf for those past the last."""
+    size = masses.top.shape[2]
+    block = jax.lax.iota(jnp.int32, pl.next_power_of_2(size))
+    tops = plgpu.load(masses.top.at[source.sequence, source.row, block], mask=block < size, other=-jnp.inf)
+    return block, tops
 
 
 def _count_jointly_accepted(decision: Decision, masses: _Masses, statistics: Statistics, sequence: Array) -> Array:

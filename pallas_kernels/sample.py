@@ -20,23 +20,26 @@ from pallas_kernels.rows import (
     BLOCK_SIZE,
     Rows,
     Verdict,
+    block_max,
+    block_sum,
     call,
     count_drafts,
     default_tile_size,
     exp,
     finite,
+    in_blocks,
     in_parts,
     inverse,
     is_last,
+    over_blocks,
 )
 
 
 class _Masses(NamedTuple):
-    """Of N tiles and P blocks. Rows past the drafts of a sequence are not written."""
+    """Of P blocks. Rows past the drafts of a sequence are not written."""
 
-    top: Array  # [B, T, N] largest kept logit of the tile
-    mass: Array  # [B, T, P] sum of exp((logit - top of its tile) / temperature) of the block; not of greedy rows
-    best_id: Array | None  # [B, T, N] int32 lowest id of the largest logit, of greedy rows
+    top: Array  # [B, T, P] largest kept logit of the block
+    mass: Array  # [B, T, P] sum of exp((logit - top) / temperature)
     arrivals: Array | None  # [B] int32 zeros; with drafts
 
 
@@ -75,23 +78,19 @@ def sample(
     """
     batch_size, num_rows = rows.shape
     if tile_size is None:
-        tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, rows.vocab_size))
+        tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, rows.vocab_size, 4096))
     num_tiles = pl.cdiv(rows.vocab_size, tile_size)
     shape = batch_size, num_rows
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
     counts = None if tokens is None else jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    blocks = jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32)
     masses = drawn = verdict = None
     for first, end in [(0, num_rows)] if tokens is None else in_parts(rows, num_rows):
         num_accepted = None if verdict is None else verdict.num_accepted
         masses = call(
-            partial(_block_mass_kernel, first=first, tile_size=tile_size),
-            _Masses(
-                jax.ShapeDtypeStruct((*shape, num_tiles), jnp.float32),
-                jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32),
-                None if rows.temperature is None else jax.ShapeDtypeStruct((*shape, num_tiles), jnp.int32),
-                counts,
-            ),
+            partial(_block_mass_kernel, first=first, tile_size=tile_size, interpret=interpret),
+            _Masses(blocks, blocks, counts),
             (tokens, num_tokens, rows, num_accepted, masses),
             begun=masses,
             grid=(batch_size, end - first, num_tiles),
@@ -112,10 +111,10 @@ def sample(
     return Verdict(drawn.tokens, None, drawn.log_probs) if tokens is None else verdict
 
 
-def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
+def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int, interpret: bool):
     tokens, num_tokens, rows, num_accepted, _ = inputs
     sequence, row, tile = pl.program_id(0), first + pl.program_id(1), pl.program_id(2)
-    ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
+    parts, blocks = in_blocks(tile, tile_size, rows.logits.dtype)
     temperature = rows.load_temperature(sequence)
     if out.arrivals is not None:
         pl.when((row == first) & (tile == 0))(lambda: plgpu.store(out.arrivals.at[sequence], tile))
@@ -125,28 +124,16 @@ def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int):
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
     if num_accepted is not None or rows.rows is not None:
         may_read = is_needed  # else rows are read before it is known whether they are needed: that is a load sooner
-    logits = rows.load(rows.at(sequence, row), ids, may_read)
+    at = rows.at(sequence, row)
+    logits = [rows.load(at, ids, may_read) for ids in parts]
 
     @pl.when(is_needed)
     def _():
-        kept = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-        top = jnp.max(kept)
-        plgpu.store(out.top.at[sequence, row, tile], top)
-
-        def store_masses():
-            weights = exp(kept - finite(top), inverse(temperature))
-            num_blocks = tile_size // BLOCK_SIZE
-            sums = jnp.sum(weights.reshape(num_blocks, BLOCK_SIZE), axis=1)
-            plgpu.store(out.mass.at[sequence, row, tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)], sums)
-
-        if out.best_id is None:
-            store_masses()
-            return
-        pl.when(temperature != 0)(store_masses)
-
-        @pl.when(temperature == 0)
-        def _():
-            plgpu.store(out.best_id.at[sequence, row, tile], tile * tile_size + jax.lax.argmax(kept, 0, jnp.int32))
+        top = block_max(logits)
+        scale = inverse(temperature)
+        weights = [exp(part - over_blocks(finite(top), part), scale, flush=not interpret) for part in logits]
+        plgpu.store(out.top.at[sequence, row, blocks], top)
+        plgpu.store(out.mass.at[sequence, row, blocks], block_sum(weights))
 
 
 def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, interpret: bool):
@@ -157,11 +144,11 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
     at = rows.at(sequence, row)
     temperature = rows.load_temperature(sequence)
     key = threefry.load_key(key_data, sequence, row)
-    num_blocks, num_tiles = masses.mass.shape[2], masses.top.shape[2]
+    num_blocks = masses.mass.shape[2]
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
-    tile = block // (num_blocks // num_tiles)
-    tops = plgpu.load(masses.top.at[sequence, row, tile], mask=block < num_blocks, other=-jnp.inf)
+    tops = plgpu.load(masses.top.at[sequence, row, block], mask=block < num_blocks, other=-jnp.inf)
     mass = plgpu.load(masses.mass.at[sequence, row, block], mask=block < num_blocks, other=0)
+    tops, mass = jnp.where(mass > 0, tops, -jnp.inf), jnp.where(mass > 0, mass, 0)  # blocks with a NaN are left out
     count = None if tokens is None else count_drafts(tokens, num_tokens, sequence)
     is_needed = row >= 0 if tokens is None else row <= count
     if num_accepted is not None:
@@ -174,17 +161,14 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
         top = finite(jnp.max(tops))
         distance = (tops - top) * inverse(temperature)
         noise = threefry.gumbel(key, min(BLOCK_SIZE, rows.vocab_size) + block)
-        chosen = jax.lax.argmax(jnp.where(mass > 0, jnp.log(mass) + distance + noise, -jnp.inf), 0, jnp.int32)
+        scores = jnp.where(temperature == 0, tops, jnp.log(mass) + distance + noise)
+        chosen = jax.lax.argmax(scores, 0, jnp.int32)
 
         inside = jax.lax.iota(jnp.int32, BLOCK_SIZE)
         logits = (rows.load(at, chosen * BLOCK_SIZE + inside) - top) * inverse(temperature)
-        scores = jnp.where(logits > -jnp.inf, logits + threefry.gumbel(key, inside), -jnp.inf)
+        noise = jnp.where(temperature == 0, 0, threefry.gumbel(key, inside))
+        scores = jnp.where(logits > -jnp.inf, logits + noise, -jnp.inf)
         token = jnp.minimum(chosen * BLOCK_SIZE + jax.lax.argmax(scores, 0, jnp.int32), rows.vocab_size - 1)
-        if masses.best_id is not None:
-            tile = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_tiles))
-            tile_tops = plgpu.load(masses.top.at[sequence, row, tile], mask=tile < num_tiles, other=-jnp.inf)
-            best = plgpu.load(masses.best_id.at[sequence, row, jax.lax.argmax(tile_tops, 0, jnp.int32)])
-            token = jnp.where(temperature == 0, best, token)
         emitted = token
         if bonus_tokens is not None:
             emitted = jnp.where(row == count, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32), token)

@@ -84,7 +84,7 @@ def row_statistics(
         jax.ShapeDtypeStruct((batch_size, num_drafts + 2), jnp.float32),
     )
     return call(
-        partial(_statistics_kernel, first=first, end=end, streams=streams, tile_size=tile_size),
+        partial(_statistics_kernel, first=first, end=end, streams=streams, tile_size=tile_size, interpret=interpret),
         outputs,
         (key_data, tokens, num_tokens, target, draft, num_accepted, begun),
         grid=(batch_size, (end - first) * parts, num_tiles),
@@ -94,7 +94,9 @@ def row_statistics(
     )
 
 
-def _statistics_kernel(inputs, out: Statistics, *, first: int, end: int, streams: Streams, tile_size: int):
+def _statistics_kernel(
+    inputs, out: Statistics, *, first: int, end: int, streams: Streams, tile_size: int, interpret: bool
+):
     key_data, tokens, num_tokens, target, draft, num_accepted, _ = inputs
     num_drafts = tokens.shape[1]
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
@@ -109,14 +111,14 @@ def _statistics_kernel(inputs, out: Statistics, *, first: int, end: int, streams
 
     @pl.when(is_target)
     def _():
-        _reduce_tile(target, sequence, position, position, tile, token, is_needed, may_read, out, tile_size)
+        _reduce_tile(target, sequence, position, position, tile, token, is_needed, may_read, out, tile_size, interpret)
 
     if draft is not None and draft.log_normalizer is None:
 
         @pl.when(~is_target & (draft.load_temperature(sequence) > 0))
         def _():
             row = num_drafts + position
-            _reduce_tile(draft, sequence, position, row, tile, token, is_needed, may_read, out, tile_size)
+            _reduce_tile(draft, sequence, position, row, tile, token, is_needed, may_read, out, tile_size, interpret)
 
     @pl.when((tile == 0) & is_target)
     def _():
@@ -134,18 +136,20 @@ def _statistics_kernel(inputs, out: Statistics, *, first: int, end: int, streams
         plgpu.store(out.uniforms.at[sequence, index], uniforms, mask=(lane == 0) | ((position == 0) & (lane < 3)))
 
 
-def _reduce_tile(rows: Rows, sequence, position, row, tile, token, is_needed, may_read, out: Statistics, tile_size):
+def _reduce_tile(
+    rows: Rows, sequence, position, row, tile, token, is_needed, may_read, out: Statistics, tile_size, interpret
+):
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
     at = rows.at(sequence, position)
     logits = rows.load(at, ids, is_needed if rows.rows is not None else may_read)
-    pl.when(is_needed)(lambda: _store_tile(rows, sequence, at, row, tile, token, ids, logits, out))
+    pl.when(is_needed)(lambda: _store_tile(rows, sequence, at, row, tile, token, ids, logits, out, interpret))
 
 
-def _store_tile(rows: Rows, sequence, at, row, tile, token, ids, logits, out: Statistics):
+def _store_tile(rows: Rows, sequence, at, row, tile, token, ids, logits, out: Statistics, interpret):
     temperature = rows.load_temperature(sequence)
     top = jnp.max(logits)
     distance = logits - finite(top)
-    weights = exp(distance, inverse(temperature))
+    weights = exp(distance, inverse(temperature), flush=not interpret)
     mass = jnp.sum(weights)
     if rows.temperature is not None:
 

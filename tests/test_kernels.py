@@ -207,13 +207,14 @@ class TestThresholds:
         assert not num_accepted.any()
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
-    def test_greedy_drafts_among_equals(self):
-        """The argmax is the lowest id of the largest logit."""
-        logits = jnp.zeros((3, 2, 600)).at[:, :, jnp.array([100, 300])].set(1)
-        tokens, greedy = jnp.array([[100], [300], [99]]), jnp.zeros(3)
+    @pytest.mark.parametrize("verifier", ["rejection", "match"])
+    def test_greedy_drafts_among_equals(self, verifier):
+        """The argmax is the lowest id of the largest logit, of one block or of more."""
+        logits = jnp.zeros((4, 2, 9000)).at[:, :, jnp.array([700, 900, 1500, 8999])].set(1)
+        tokens, greedy = jnp.array([[700], [900], [99], [1500]]), jnp.zeros(4)
         draft = Draft(tokens, Categorical(logits[:, :1], greedy))
-        verified = run("rejection", KERNEL, jax.random.key(0), draft, Categorical(logits, greedy))
-        assert verified.tokens.tolist() == [[100, 100], [100, -1], [100, -1]]
+        verified = run(verifier, KERNEL, jax.random.key(0), draft, Categorical(logits, greedy))
+        assert verified.tokens.tolist() == [[700, 700], [700, -1], [700, -1], [700, -1]]
 
     @pytest.mark.parametrize("tokens", [(3, 9000), (3, 599), (3, 400)])
     def test_sampled_token(self, tokens):
@@ -228,6 +229,19 @@ class TestThresholds:
         target = self.law(vocab_size, {tokens[0]: jax.nn.sigmoid(odds), tokens[1]: jax.nn.sigmoid(-odds)})
         _, drawn = self.verify("match", keys, 10, None, target)
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
+
+
+@pytest.mark.parametrize("verifier", SHARED + ("block",)[ON_GPU:])
+def test_what_is_cut_away_does_not_count(verifier):
+    """A few tokens are kept, of one block, with logits far below 0: what stands for an empty block is smaller still."""
+    draft, target = random_case(7, batch_size=8, vocab_size=9000)
+    logits = (target.logits - 300).at[:, :, 5000:5006].add(20)
+    target = Categorical(logits, None, jnp.full(logits.shape[:2], -290.0))
+    drafts = draft._replace(num_tokens=jnp.arange(8) % 4)
+    arguments = jax.random.key(9), drafts, target
+    xla = run(verifier, "xla", *arguments, log_probs=True)
+    assert np.all(np.isin(xla.tokens[np.arange(8), xla.num_accepted], range(5000, 5006)))
+    assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
 
 
 @pytest.mark.parametrize("shape", [(), (4, 4)])
