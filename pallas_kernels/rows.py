@@ -92,8 +92,9 @@ def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array
 
 
 def block_max(parts: list[Array]) -> Array:
-    """Maximum [N] of each block."""
-    return jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
+    """Maximum [N] of each block; where there is a NaN, of the others on a GPU and -inf interpreted."""
+    top = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
+    return jnp.where(top > -jnp.inf, top, -jnp.inf)
 
 
 def block_sum(parts: list[Array]) -> Array:

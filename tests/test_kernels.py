@@ -244,6 +244,18 @@ def test_what_is_cut_away_does_not_count(verifier):
     assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
 
 
+@pytest.mark.parametrize(
+    ("verifier", "temperature", "nan"),
+    [("match", None, 5), ("match", 0.0, 5), ("rejection", None, 5), ("rejection", 0.0, 5), ("rejection", 0.0, 1999)],
+)
+def test_a_nan_does_not_hide_what_is_likely(verifier, temperature, nan):
+    draft, target = random_case(8, target_temperature=temperature)
+    logits = target.logits.at[:, :, 2000].set(60).at[:, :, nan].set(jnp.nan)
+    nothing = draft._replace(num_tokens=jnp.zeros(4, jnp.int32))
+    verified = run(verifier, KERNEL, jax.random.key(10), nothing, target._replace(logits=logits))
+    assert verified.tokens[:, 0].tolist() == [2000] * 4
+
+
 @pytest.mark.parametrize("shape", [(), (4, 4)])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_keys_of_every_form(verifier, shape):
