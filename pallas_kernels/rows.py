@@ -124,8 +124,8 @@ def inverse(temperature: Array) -> Array:
 
 
 def finite(top: Array) -> Array:
-    """The maximum of a row, 0 if the row is empty, so that subtracting it gives no NaN."""
-    return jnp.where(top > -jnp.inf, top, 0)
+    """A maximum, 0 if it is infinite, so that subtracting it gives no NaN: of nothing, or of a token that takes all."""
+    return jnp.where(jnp.abs(top) < jnp.inf, top, 0)
 
 
 def exp(logits: Array, scale: Array, log_mass: Array | float = 0, *, flush: bool = False) -> Array:

@@ -256,6 +256,15 @@ def test_a_nan_does_not_hide_what_is_likely(verifier, temperature, nan):
     assert verified.tokens[:, 0].tolist() == [2000] * 4
 
 
+@pytest.mark.parametrize(("verifier", "temperature"), [("match", None), ("match", 0.0), ("rejection", 0.0)])
+def test_an_infinite_logit_takes_all(verifier, temperature):
+    draft, target = random_case(8, target_temperature=temperature)
+    nothing = draft._replace(num_tokens=jnp.zeros(4, jnp.int32))
+    arguments = jax.random.key(11), nothing, target._replace(logits=target.logits.at[:, :, 2000].set(jnp.inf))
+    for implementation in (KERNEL, "xla"):
+        assert run(verifier, implementation, *arguments).tokens[:, 0].tolist() == [2000] * 4
+
+
 @pytest.mark.parametrize("shape", [(), (4, 4)])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_keys_of_every_form(verifier, shape):
