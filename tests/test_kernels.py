@@ -128,7 +128,11 @@ def test_large_batches_read_later_drafts_where_they_need_them(verifier, monkeypa
     monkeypatch.setattr(rows, "LARGE_READ", 0)
     kernel = jitted.__wrapped__(verifier, KERNEL, True)  # traced with this size
     for seed in range(4):
-        arguments = jax.random.key(seed), *random_case(seed, num_drafts=5, batch_size=8)
+        draft, target = random_case(seed, num_drafts=5, batch_size=8)
+        if seed == 3:  # nearly all drafts are accepted
+            sequence, position = jnp.arange(8)[:, None], jnp.arange(5)[None]
+            target = target._replace(logits=target.logits.at[sequence, position, draft.tokens].add(20))
+        arguments = jax.random.key(seed), draft, target
         assert_same(kernel(*arguments), run(verifier, "xla", *arguments, log_probs=True))
 
 
@@ -242,6 +246,16 @@ def test_what_is_cut_away_does_not_count(verifier):
     xla = run(verifier, "xla", *arguments, log_probs=True)
     assert np.all(np.isin(xla.tokens[np.arange(8), xla.num_accepted], range(5000, 5006)))
     assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
+def test_a_logit_at_the_cut_is_kept(verifier):
+    draft, target = random_case(9, dtype=jnp.bfloat16)
+    nothing = draft._replace(num_tokens=jnp.zeros(4, jnp.int32))
+    best = target.logits[:, 0].astype(jnp.float32)
+    target = target._replace(min_logit=jnp.tile(best.max(-1)[:, None], (1, 4)))
+    verified = run(verifier, KERNEL, jax.random.key(12), nothing, target)
+    assert verified.tokens[:, 0].tolist() == jnp.argmax(best, axis=-1).tolist()
 
 
 @pytest.mark.parametrize(
