@@ -24,7 +24,6 @@ from pallas_kernels.rows import (
     block_max,
     block_sum,
     call,
-    default_tile_size,
     exp,
     finite,
     first_above,
@@ -32,6 +31,7 @@ from pallas_kernels.rows import (
     inverse,
     is_last,
     over_blocks,
+    tile_of_blocks,
 )
 from pallas_kernels.statistics import Statistics
 
@@ -86,7 +86,7 @@ def recover(
     """
     batch_size, num_rows = decision.position.shape
     if tile_size is None:
-        tile_size = max(BLOCK_SIZE, default_tile_size(batch_size * num_rows, target.vocab_size, 4096))
+        tile_size = tile_of_blocks(batch_size * num_rows, target.vocab_size)
     num_tiles = pl.cdiv(target.vocab_size, tile_size)
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -295,12 +295,11 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
 
 def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: int) -> tuple[Array, Array, Array]:
     """A token, and log p(v) = (logit - top) / temperature - log_mass of its row: the last two."""
-    sequence, row = source.sequence, source.row
-    block, tops = _load_tops(source, masses)
+    sequence = source.sequence
+    tops = _load_blocks(masses.top, source, -jnp.inf)
     top = finite(jnp.max(tops))
     factors = exp(tops - top, source.scale)  # of a row that was normalised before, all 1
-    weights = plgpu.load(masses.residual.at[sequence, row, block], mask=block < masses.top.shape[2], other=0) * factors
-    plain = plgpu.load(masses.plain.at[sequence, row, block], mask=block < masses.top.shape[2], other=0) * factors
+    weights, plain = (_load_blocks(field, source, 0) * factors for field in (masses.residual, masses.plain))
     is_plain = ~(jnp.sum(weights) > 0)
     first = first_above(jnp.where(is_plain, plain, weights), statistics.uniforms[sequence, num_drafts])
     ids = first * BLOCK_SIZE + jax.lax.iota(jnp.int32, BLOCK_SIZE)
@@ -312,18 +311,17 @@ def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: 
 
 def _best(source: _Source, masses: _Masses) -> Array:
     """Lowest id of the largest logit."""
-    _, tops = _load_tops(source, masses)
+    tops = _load_blocks(masses.top, source, -jnp.inf)
     first = jax.lax.argmax(tops, 0, jnp.int32) * BLOCK_SIZE
     logits = source.load_ordered(first + jax.lax.iota(jnp.int32, BLOCK_SIZE))
     return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.vocab_size - 1)
 
 
-def _load_tops(source: _Source, masses: _Masses) -> tuple[Array, Array]:
-    """The blocks, and what the weights of each are relative to; -inf for those past the last."""
-    size = masses.top.shape[2]
+def _load_blocks(field, source: _Source, other: float) -> Array:
+    """A field of the masses, of all blocks of a row; `other` past the last."""
+    size = field.shape[2]
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(size))
-    tops = plgpu.load(masses.top.at[source.sequence, source.row, block], mask=block < size, other=-jnp.inf)
-    return block, tops
+    return plgpu.load(field.at[source.sequence, source.row, block], mask=block < size, other=other)
 
 
 def _count_jointly_accepted(decision: Decision, masses: _Masses, statistics: Statistics, sequence: Array) -> Array:

@@ -118,6 +118,11 @@ def default_tile_size(num_rows: int, vocab_size: int, largest: int = 8192) -> in
     return min(tile_size, pl.next_power_of_2(vocab_size))
 
 
+def tile_of_blocks(num_rows: int, vocab_size: int) -> int:
+    """`default_tile_size` where every block counts: whole blocks, and fewer, since more is kept of each."""
+    return max(BLOCK_SIZE, default_tile_size(num_rows, vocab_size, largest=4096))
+
+
 def inverse(temperature: Array) -> Array:
     """1 / temperature, 1 for greedy rows."""
     return 1 / jnp.where(temperature > 0, temperature, 1)

@@ -364,7 +364,8 @@ def test_matrices_lie_transposed_on_a_gpu(tmp_path, monkeypatch):
         assert layer["gate_up"].shape[on_one_gpu] == layer["qkv"].shape[on_one_gpu] == hidden
         assert layer["mlp_out"].shape[not on_one_gpu] == layer["attention_out"].shape[not on_one_gpu] == hidden
         logits[on_one_gpu] = model.apply(model.params, ModelInput(tokens, jnp.arange(7)[None]), None)[0].logits
-    np.testing.assert_allclose(logits[True], logits[False], rtol=1e-4, atol=1e-4)
+    bound = 1e-4 if jax.default_backend() == "gpu" else 1e-5
+    np.testing.assert_allclose(logits[True], logits[False], rtol=bound, atol=bound)
 
 
 SHARDED = """

@@ -57,7 +57,8 @@ def check(case, interpret, turned=False, **options):
     assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(np.where(fits, reference, 0))
     for cache, reference_cache in zip(caches, reference_caches, strict=True):
         cache, reference_cache = (np.asarray(x, np.float32) for x in (cache, reference_cache))
-        np.testing.assert_allclose(cache, reference_cache, rtol=2**-7 if turned else 0)  # keys round to 8 bits anew
+        rounds = turned and jax.default_backend() == "gpu"  # keys are turned elsewhere, and rounded to 8 bits anew
+        np.testing.assert_allclose(cache, reference_cache, rtol=2**-7 if rounds else 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}])
