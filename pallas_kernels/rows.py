@@ -207,6 +207,7 @@ def call(
     *,
     grid: tuple[int, ...],
     num_warps: int,
+    num_stages: int = 1,
     interpret: bool,
     begun: Any = None,
 ) -> Any:
@@ -220,7 +221,7 @@ def call(
         kernel,
         out_shape=(out_shapes(outputs, inputs),),
         grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         input_output_aliases={first_begun + i: i for i in range(num_begun)},
         interpret=interpret,
     )(inputs)

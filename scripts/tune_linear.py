@@ -1,11 +1,13 @@
-"""Time the product of one token with the matrices of a decoder, by XLA and by the kernel, for numbers of warps.
+"""Time the products of one token, and of a few, with the matrices of a decoder, by XLA and by the kernels.
 
     python scripts/tune_linear.py
 
-XLA multiplies two rows, which it does faster than one; its time includes the norm, the gate and the sum, as the
-kernel's does. Each call reads another copy of the matrix, as many as make the cache useless.
+The kernel for one row is timed by its number of warps, that for a few by its tile, warps and stages. XLA multiplies one
+row as one of two, which it does faster. All times include the norm, the gate and the sum. Each call reads another copy
+of the matrix, as many as make the cache useless.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -14,50 +16,81 @@ import timing
 from bench_decode import PEAK, SHAPES
 
 from pallas_kernels.linear import linear
-from specjax.models import linear as models
+from pallas_kernels.matmul import matmul
+from specjax.models.linear import rms_norm
 
 EPSILON = 1e-5
+WARPS = (4, 8, 16, 32)
+TILES = (((16, 256), 2, 5), ((32, 256), 4, 5), ((64, 64), 4, 8), ((64, 128), 4, 4))  # outputs, numbers; warps; stages
 timing.MAX_COPIES, timing.CACHE_BYTES = 24, 4e8
 
 
 def products(config) -> dict[str, tuple[int, int, bool, bool]]:
-    """Of a layer: numbers in and out; whether with a norm and a gate, else with a sum."""
+    """Of a layer, and the head: numbers in and out; whether with a norm and a gate. Without a norm there is a sum."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_size
     return {
         "qkv": (hidden, heads + 2 * config.num_kv_heads * config.head_size, True, False),
         "attention out": (heads, hidden, False, False),
         "gate and up": (hidden, 2 * config.mlp_size, True, True),
         "mlp out": (config.mlp_size, hidden, False, False),
+        "head": (hidden, config.vocab_size, True, False),
     }
 
 
-def microseconds(function, *arrays: jax.Array) -> float:
-    return 1e6 * timing.device_seconds(function, *arrays)
+def by_xla(x: jax.Array, weight: jax.Array, scale=None, residual=None, activation=None) -> jax.Array:
+    num_rows = x.shape[0]
+    if num_rows == 1:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    y = _normed(x, scale) @ weight.T
+    if activation is not None:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = activation(gate) * up
+    return y[:num_rows] if residual is None else y[:num_rows] + residual
+
+
+def by_one_row(x: jax.Array, weight: jax.Array, scale=None, residual=None, **options) -> jax.Array:
+    norm = None if scale is None else (scale, EPSILON)
+    return linear(x[0], weight, norm=norm, residual=None if residual is None else residual[0], **options)
+
+
+def by_few_rows(x: jax.Array, weight: jax.Array, scale=None, residual=None, **options) -> jax.Array:
+    return matmul(_normed(x, scale), weight, residual=residual, **options)
+
+
+def _normed(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return x if scale is None else rms_norm(x[None], (scale, EPSILON))[0]
+
+
+def table(title: str, num_rows: int, functions: dict[str, Callable]) -> None:
+    print(f"\n{title}\n\n| product | floor | {' | '.join(functions)} |\n|{'---|' * (2 + len(functions))}")
+    for model in ("1b", "8b"):
+        for name, (size, num_outputs, has_norm, has_gate) in products(SHAPES[model]).items():
+            keys = jax.random.split(jax.random.key(0), 3)
+            weight = 0.02 * jax.random.normal(keys[1], (num_outputs, size), jnp.bfloat16)
+            arguments = {"x": jax.random.normal(keys[0], (num_rows, size), jnp.bfloat16), "weight": weight}
+            if has_norm:
+                arguments["scale"] = jnp.ones(size, jnp.bfloat16)
+            else:
+                arguments["residual"] = jax.random.normal(keys[2], (num_rows, num_outputs), jnp.bfloat16)
+            options = {"activation": jax.nn.silu} if has_gate else {}
+            times = [1e6 * weight.nbytes / PEAK]
+            for function in functions.values():
+                call = partial(function, **options)
+                times.append(1e6 * timing.device_seconds(lambda given, call=call: call(**given), arguments))
+            print(f"| {model} {name} | {' | '.join(f'{us:.1f}' for us in times)} |", flush=True)
 
 
 def main() -> None:
-    print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, microseconds\n")
-    print("| product | floor | XLA | kernel | with 4 warps | 8 | 16 | 32 |\n|---|---|---|---|---|---|---|---|")
-    for model in ("1b", "8b"):
-        for name, (size, num_rows, has_norm, has_gate) in products(SHAPES[model]).items():
-            keys = jax.random.split(jax.random.key(0), 3)
-            x = jax.random.normal(keys[0], (1, 2, size), jnp.bfloat16)
-            weight = 0.02 * jax.random.normal(keys[1], (num_rows, size), jnp.bfloat16)
-            scale = jnp.ones(size, jnp.bfloat16) if has_norm else None
-            residual = None if has_norm else jax.random.normal(keys[2], (1, 2, num_rows), jnp.bfloat16)
-            activation = jax.nn.silu if has_gate else None
-
-            def product(x, weight, scale, residual, function, activation=activation):
-                norm = None if scale is None else (scale, EPSILON)
-                return function(x, weight, norm=norm, activation=activation, residual=residual)
-
-            xla = partial(product, function=partial(models.linear, transposed=True))
-            times = [1e6 * weight.nbytes / PEAK, microseconds(xla, x, weight, scale, residual)]
-            one = x[0, 0], weight, scale, None if residual is None else residual[0, 0]
-            for num_warps in (None, 4, 8, 16, 32):
-                kernel = partial(product, function=partial(linear, num_warps=num_warps))
-                times.append(microseconds(kernel, *one))
-            print(f"| {model} {name} | {' | '.join(f'{us:.1f}' for us in times)} |", flush=True)
+    print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, microseconds")
+    one_row = {f"{n} warps": partial(by_one_row, num_warps=n) for n in WARPS}
+    few_rows = {
+        f"{tile[0]} x {tile[1]}, {warps} warps, {stages} stages": partial(
+            by_few_rows, tile=tile, num_warps=warps, num_stages=stages
+        )
+        for tile, warps, stages in TILES
+    }
+    table("One row", 1, {"XLA": by_xla, "one row": by_one_row, **one_row, "few rows": by_few_rows})
+    table("Six rows", 6, {"XLA": by_xla, "few rows": by_few_rows, **few_rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The product of one row with a matrix, against float64 and against XLA's path of the same function."""
+"""Products of one row and of a few with a matrix, against float64 and against XLA's path of the same function."""
 
 from functools import partial
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from lowering import compile_for_sm90, triton_kernels
 
+from pallas_kernels import matmul as few_rows
 from pallas_kernels.linear import is_supported, linear
+from pallas_kernels.matmul import matmul
 from specjax.models import linear as models
 
 EPSILON = 1e-3
@@ -30,10 +32,15 @@ def operands(size, num_rows, dtype, num_outputs):
 
 
 def expected(x, weight, scale, residual, activation):
-    x, weight, scale, residual = (np.asarray(a, np.float64) for a in (x, weight, scale, residual))
-    y = weight @ (x / np.sqrt(np.mean(x**2) + EPSILON) * scale)
+    x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+    return expected_product(x / np.sqrt(np.mean(x**2) + EPSILON) * scale, weight, residual, activation)
+
+
+def expected_product(x, weight, residual, activation):
+    x, weight, residual = (np.asarray(a, np.float64) for a in (x, weight, residual))
+    y = x @ weight.T
     if activation is not None:
-        gate, up = np.split(y, 2)
+        gate, up = np.split(y, 2, axis=-1)
         y = gate / (1 + np.exp(-gate)) * up
     return y + residual
 
@@ -78,8 +85,69 @@ def test_compiles_without_spilling(name, tmp_path):
     assert resources.spilled_bytes == 0 and resources.registers <= 64, resources
 
 
-def test_one_token_in_a_model_takes_the_kernel():
-    """Norm, gate and sum in the same launch; two tokens, and a matrix that is too large, are left to XLA."""
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", [None, jax.nn.silu])
+@pytest.mark.parametrize("tile", [(16, 256), (64, 128)])
+@pytest.mark.parametrize(("num_rows", "size", "num_outputs"), [(1, 512, 64), (6, 300, 70), (16, 100, 9)])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
+def test_few_rows_against_float64(num_rows, size, num_outputs, tile, activation, dtype, interpret):
+    """Sizes that tiles divide and that none does; one row, and as many as there may be."""
+    _, weight, _, _ = operands(size, num_outputs * (1 if activation is None else 2), dtype, num_outputs)
+    x = jax.random.normal(jax.random.key(4), (num_rows, size)).astype(dtype)
+    residual = jax.random.normal(jax.random.key(5), (num_rows, num_outputs)).astype(dtype)
+    options = {"activation": activation, "dtype": jnp.float32, "tile": tile, "interpret": interpret}
+    y = jax.jit(lambda x, weight, residual: matmul(x, weight, residual=residual, **options))(x, weight, residual)
+    np.testing.assert_allclose(y, expected_product(x, weight, residual, activation), rtol=2e-5, atol=2e-5)
+    without = matmul(x, weight, **options)
+    np.testing.assert_allclose(without, expected_product(x, weight, 0, activation), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_rows_do_not_mix(row):
+    """A row of NaN leaves the others as they are."""
+    _, weight, _, _ = operands(300, 70, jnp.bfloat16, 70)
+    x = jax.random.normal(jax.random.key(4), (6, 300)).astype(jnp.bfloat16)
+    product = partial(matmul, dtype=jnp.float32, interpret=True)
+    y = product(x, weight).at[row].set(jnp.nan)
+    np.testing.assert_array_equal(product(x.at[row].set(jnp.nan), weight), y)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (3, 5)])
+@pytest.mark.parametrize(("size", "num_outputs", "gated"), [(14336, 4096, False), (4096, 14336, True)])
+def test_few_rows_of_a_large_model(size, num_outputs, gated, shape):
+    """With the residual of each token, and with a bias that all share."""
+    activation = jax.nn.silu if gated else None
+    _, weight, scale, bias = operands(size, num_outputs * (2 if gated else 1), jnp.bfloat16, num_outputs)
+    x = jax.random.normal(jax.random.key(4), (*shape, size)).astype(jnp.bfloat16)
+    residual = jax.random.normal(jax.random.key(5), (*shape, num_outputs)).astype(jnp.bfloat16)
+    assert few_rows.is_supported(x, weight)
+    normed = models.rms_norm(x, (scale, EPSILON))
+    for added in (residual, bias[None, None]):
+        options = {"norm": (scale, EPSILON), "activation": activation, "residual": added, "dtype": jnp.float32}
+        y = models.linear(x, weight, transposed=True, **options)
+        reference = expected_product(normed, weight, added, activation)
+        np.testing.assert_allclose(y, reference, rtol=1e-4, atol=1e-4 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_outputs", "gated"), [(1, 14336, 4096, False), (6, 4096, 14336, True)]
+)
+def test_few_rows_compile_without_spilling(num_rows, size, num_outputs, gated, tmp_path):
+    """The tiles chosen for many outputs and for few."""
+    pytest.importorskip("triton")
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arrays = (num_rows, size), (num_outputs * (2 if gated else 1), size), (num_rows, num_outputs)
+
+    def product(x, weight, residual):
+        return matmul(x, weight, activation=jax.nn.silu if gated else None, residual=residual)
+
+    (kernel,) = triton_kernels(product, *map(shape, arrays))
+    assert compile_for_sm90(kernel, tmp_path).spilled_bytes == 0
+
+
+def test_what_in_a_model_takes_a_kernel():
+    """Of one token norm, gate and sum too; a few tokens where the matrix is large."""
 
     def kernels(num_tokens, size, num_rows):
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -92,14 +160,15 @@ def test_one_token_in_a_model_takes_the_kernel():
         return [kernel.name for kernel in triton_kernels(product, *map(shape, arrays))]
 
     assert kernels(1, 2048, 16384) == ["_linear_kernel"]
-    assert kernels(2, 2048, 16384) == kernels(1, 2048, 128256) == kernels(1, 16384, 2048) == []
+    assert kernels(1, 2048, 128256) == kernels(16, 2048, 128256) == kernels(1, 16384, 4096) == ["_matmul_kernel"]
+    assert kernels(17, 2048, 128256) == kernels(2, 2048, 16384) == kernels(1, 16384, 2048) == []
 
 
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("size", [256, 8200])
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_models_give_what_the_kernel_gives(num_tokens, size, transposed):
-    """On a GPU one token of a small row takes the kernel, where it can, and any other is one of a pair."""
+    """On a GPU one token of a small row takes a kernel, where it can, and any other is one of a pair."""
     x, weight, scale, residual = operands(size, 12, jnp.float32, 6)
     x = jnp.stack([x] * num_tokens)[None]
 
@@ -120,3 +189,9 @@ def test_unsupported():
     assert is_supported(jnp.zeros((1, 1, 64)), weight)
     assert not is_supported(jnp.zeros((1, 2, 64)), weight)
     assert not is_supported(jnp.zeros((1, 1, 64), jnp.bfloat16), weight)
+    large = jnp.zeros((4096, 16384), jnp.bfloat16)
+    assert few_rows.is_supported(jnp.zeros((2, 8, 16384), jnp.bfloat16), large)
+    assert not few_rows.is_supported(jnp.zeros((17, 1, 16384), jnp.bfloat16), large)
+    assert not few_rows.is_supported(jnp.zeros((1, 1, 16384)), large)
+    assert not few_rows.is_supported(jnp.zeros((1, 1, 16384), jnp.bfloat16), large[:64])
+    assert not few_rows.is_supported(jnp.zeros((1, 1, 16384)), large.astype(jnp.float32))

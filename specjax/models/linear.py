@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import linear as kernels
+from pallas_kernels import linear as one_row
+from pallas_kernels import matmul as few_rows
 from pallas_kernels.rows import is_partitioned
 from specjax.types import Array
 
@@ -33,7 +34,7 @@ def linear(
 ) -> Array:
     """x [B, T, D] times weight [D, N].
 
-    One token on an NVIDIA GPU takes a kernel where the weight is transposed, not sharded, and that is faster.
+    On an NVIDIA GPU one token, or a few and a large weight, take a kernel where the weight is transposed, not sharded.
 
     Args:
         transposed: the weight is [N, D].
@@ -56,8 +57,11 @@ def linear(
             y = activation(gate) * up
         return y if residual is None else residual + y
 
-    def kernel(x, weight, scale, residual):
-        y = kernels.linear(
+    def pair(x, weight, scale, residual):
+        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), weight, scale, residual)[:, :1]
+
+    def one_row_kernel(x, weight, scale, residual):
+        y = one_row.linear(
             x.ravel(),
             weight,
             norm=None if norm is None else (scale, norm[1]),
@@ -67,12 +71,24 @@ def linear(
         )
         return y[None, None]
 
-    def pair(x, weight, scale, residual):
-        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), weight, scale, residual)[:, :1]
+    def few_rows_kernel(x, weight, scale, residual):
+        if norm is not None:
+            x = rms_norm(x, (scale, norm[1]))
+        rows = x.reshape(-1, x.shape[2])
+        if residual is not None:
+            residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(rows.shape[0], -1)
+        y = few_rows.matmul(rows, weight, activation=activation, residual=residual, dtype=dtype)
+        return y.reshape(*x.shape[:2], -1)
 
     operands = x, weight, None if norm is None else norm[0], residual
-    if x.shape[:2] != (1, 1) or is_partitioned(x, weight):
+    if is_partitioned(x, weight):
         return product(*operands)
-    # XLA multiplies two rows by a matrix faster than one.
-    cuda = kernel if transposed and kernels.is_supported(x, weight) else pair
+    if transposed and one_row.is_supported(x, weight):
+        cuda = one_row_kernel
+    elif transposed and few_rows.is_supported(x, weight):
+        cuda = few_rows_kernel
+    elif x.shape[:2] == (1, 1):
+        cuda = pair  # XLA multiplies two rows by a matrix faster than one
+    else:
+        return product(*operands)
     return jax.lax.platform_dependent(*operands, cuda=cuda, default=product)
