@@ -71,19 +71,19 @@ def linear(
         num_warps = min(_MAX_WARPS, max(_MIN_WARPS, num_warps))
     if num_programs is None:
         num_programs = _WARPS // num_warps
-    num_steps = pl.cdiv(num_outputs, num_programs)
+    num_programs = min(num_programs, num_outputs)
     return call(
         partial(
             _linear_kernel,
             epsilon=None if norm is None else norm[1],
             activation=activation,
             tile=(num_warps * _WARP, vector),
-            num_programs=pl.cdiv(num_outputs, num_steps),
-            num_steps=num_steps,
+            num_programs=num_programs,
+            num_steps=pl.cdiv(num_outputs, num_programs),
         ),
         jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
         (x, weight, None if norm is None else norm[0], residual),
-        grid=(pl.cdiv(num_outputs, num_steps),),
+        grid=(num_programs,),
         num_warps=num_warps,
         interpret=interpret,
     )
