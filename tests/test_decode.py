@@ -527,7 +527,7 @@ class TestSeveralSteps:
 
     @pytest.mark.parametrize("name", [name for name in LOSSLESS if name != "rejection"])
     def test_lossless(self, name):
-        testing.assert_lossless(one_of(name), drafter=testing.sample_draft)
+        testing.assert_lossless(one_of(name), drafter=testing.sample_draft, num_samples=200_000)
 
     @pytest.mark.parametrize("name", LOSSLESS)
     def test_draft_model_reports_what_it_sampled(self, name):
@@ -580,7 +580,7 @@ class TestSeveralSteps:
     def test_an_own_verifier_without_a_core_gets_a_verdict(self):
         """By samples too, the drafts sampled as above; and ragged and deterministic ones."""
         assert not hasattr(REJECTION, "core")
-        testing.assert_lossless(REJECTION)
+        testing.assert_lossless(REJECTION, num_samples=200_000)
 
     @staticmethod
     def assert_fails(verifier, drafter):

@@ -53,7 +53,7 @@ def test_tokenizer_keeps_every_text(llm):
         assert llm.tokenizer.decode(llm.tokenizer.encode(text).ids) == text
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 6])
 def test_greedy_is_plain(llm, plain, num_draft_tokens):
     """Token for token, in float32, in a batch of prompts of different lengths."""
     other = copy.copy(llm)
