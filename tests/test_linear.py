@@ -113,8 +113,15 @@ def test_rows_do_not_mix(row):
 
 
 @on_gpu
-@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (3, 5)])
-@pytest.mark.parametrize(("size", "num_outputs", "gated"), [(14336, 4096, False), (4096, 14336, True)])
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "gated", "shape"),
+    [
+        (14336, 4096, False, (1, 1)),
+        (14336, 4096, False, (1, 6)),
+        (4096, 14336, True, (1, 6)),
+        (4096, 14336, True, (3, 5)),
+    ],
+)
 def test_few_rows_of_a_large_model(size, num_outputs, gated, shape):
     """With the residual of each token, and with a bias that all share."""
     activation = jax.nn.silu if gated else None
