@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.rows import call
+from pallas_kernels.rows import call, shared_bytes
 
 _ROWS = 16  # of the smallest product of the tensor cores
 _MIN_BYTES = 1e8  # of the matrix: XLA reads smaller ones faster
@@ -56,7 +56,7 @@ def matmul(
         dtype: of the result; None is that of x.
         tile: outputs of a program, and numbers of each that it reads at a time.
         num_warps: of a program.
-        num_stages: tiles on their way at a time.
+        num_stages: tiles on their way at a time; None is at most as many as shared memory holds.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -65,13 +65,16 @@ def matmul(
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     many = num_outputs >= 64 * _PROGRAMS
     tile = tile or ((64, 128) if many else (16, 256))
+    if num_stages is None:
+        tile_bytes = (tile[0] * (weight.shape[0] // num_outputs) + _ROWS) * tile[1] * weight.dtype.itemsize
+        num_stages = min(4 if many else 5, shared_bytes() // tile_bytes)
     return call(
         partial(_matmul_kernel, activation=activation, tile=tile),
         jax.ShapeDtypeStruct((x.shape[0], num_outputs), dtype or x.dtype),
         (x, weight, residual),
         grid=(pl.cdiv(num_outputs, tile[0]),),
         num_warps=num_warps or (4 if many else 2),
-        num_stages=num_stages or (4 if many else 5),
+        num_stages=num_stages,
         interpret=interpret,
     )
 

@@ -190,6 +190,13 @@ def out_shapes(outputs: Any, inputs: Any) -> Any:
     return jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs)
 
 
+def shared_bytes() -> int:
+    """Shared memory that a program may take on this machine's GPU; without one, on an H200."""
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    kilobytes = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
+    return 1024 * kilobytes.get(capability, 99)
+
+
 def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
     """Count this program in; true for the last of so many, which may read what the others stored before.
 

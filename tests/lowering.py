@@ -27,6 +27,7 @@ class Resources(NamedTuple):
     registers: int
     spilled_bytes: int
     stack_bytes: int
+    shared_bytes: int
 
 
 def triton_kernels(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVICE) -> list[Kernel]:
@@ -74,4 +75,4 @@ def compile_for_sm90(kernel: Kernel, directory: Path) -> Resources:
     spilled = int(words[words.index("spill") - 2])
     registers = int(words[words.index("registers") - 1])
     stack = int(words[words.index("stack") - 2])
-    return Resources(registers, spilled, stack)
+    return Resources(registers, spilled, stack, compiled.metadata.shared)

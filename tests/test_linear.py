@@ -140,9 +140,11 @@ def test_few_rows_of_a_large_model(size, num_outputs, gated, shape):
 @pytest.mark.parametrize(
     ("num_rows", "size", "num_outputs", "gated"), [(1, 14336, 4096, False), (6, 4096, 14336, True)]
 )
-def test_few_rows_compile_without_spilling(num_rows, size, num_outputs, gated, tmp_path):
-    """The tiles chosen for many outputs and for few."""
+@pytest.mark.parametrize("limit", [99 * 1024, 227 * 1024])
+def test_few_rows_fit_registers_and_shared_memory(num_rows, size, num_outputs, gated, limit, tmp_path, monkeypatch):
+    """The tiles chosen for many outputs and for few, on GPUs with little shared memory and with much."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(few_rows, "shared_bytes", lambda: limit)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     arrays = (num_rows, size), (num_outputs * (2 if gated else 1), size), (num_rows, num_outputs)
 
@@ -150,7 +152,8 @@ def test_few_rows_compile_without_spilling(num_rows, size, num_outputs, gated, t
         return matmul(x, weight, activation=jax.nn.silu if gated else None, residual=residual)
 
     (kernel,) = triton_kernels(product, *map(shape, arrays))
-    assert compile_for_sm90(kernel, tmp_path).spilled_bytes == 0
+    resources = compile_for_sm90(kernel, tmp_path)
+    assert resources.spilled_bytes == 0 and 32 * 1024 < resources.shared_bytes <= limit, resources
 
 
 def test_what_in_a_model_takes_a_kernel():
