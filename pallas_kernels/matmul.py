@@ -82,15 +82,16 @@ def matmul(
 def _matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, int]):
     x_ref, weight_ref, residual_ref = inputs
     (num_rows, size), num_outputs = x_ref.shape, out_ref.shape[1]
-    num_lanes, width = tile
+    tile_outputs, width = tile
+    outputs_first = tile_outputs >= 64  # of a product: 64 rows are the fewest of the fast one, 16 of the other
     row = jax.lax.iota(jnp.int32, _ROWS)[:, None]
-    output = pl.program_id(0) * num_lanes + jax.lax.iota(jnp.int32, num_lanes)[:, None]
+    output = pl.program_id(0) * tile_outputs + jax.lax.iota(jnp.int32, tile_outputs)[:, None]
     halves = (0,) if activation is None else (0, num_outputs)
 
     def step(index, totals):
         column = index * width + jax.lax.iota(jnp.int32, width)[None]
         of_row = [column < size] if size % width else []  # no masks where tiles divide the matrix
-        of_matrix = of_row + ([output < num_outputs] if num_outputs % num_lanes else [])
+        of_matrix = of_row + ([output < num_outputs] if num_outputs % tile_outputs else [])
 
         def load(ref, row, *masks: Array) -> Array:
             mask = reduce(jnp.logical_and, masks) if masks else None
@@ -98,14 +99,13 @@ def _matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, int]):
 
         x = load(x_ref, row, row < num_rows, *of_row)
         weights = [load(weight_ref, half + output, *of_matrix) for half in halves]
-        # The larger side first: 64 rows are the fewest of the fast product, 16 of the other.
-        products = [plgpu.dot(w, x.T) if num_lanes >= 64 else plgpu.dot(x, w.T) for w in weights]
+        products = [plgpu.dot(w, x.T) if outputs_first else plgpu.dot(x, w.T) for w in weights]
         return [total + product for total, product in zip(totals, products, strict=True)]
 
-    shape = (num_lanes, _ROWS) if num_lanes >= 64 else (_ROWS, num_lanes)
+    shape = (tile_outputs, _ROWS) if outputs_first else (_ROWS, tile_outputs)
     totals = jax.lax.fori_loop(0, pl.cdiv(size, width), step, [jnp.zeros(shape, jnp.float32)] * len(halves))
     y = totals[0] if activation is None else activation(totals[0]) * totals[1]
-    at = (row.T, output) if num_lanes >= 64 else (row, output.T)
+    at = (row.T, output) if outputs_first else (row, output.T)
     exists = (at[0] < num_rows) & (at[1] < num_outputs)
     if residual_ref is not None:
         y += plgpu.load(residual_ref.at[at], mask=exists, other=0.0).astype(jnp.float32)

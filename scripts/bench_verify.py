@@ -71,6 +71,11 @@ def inputs(batch: int, num_drafts: int, vocab: int, dtype, case: tuple) -> tuple
     return Draft(tokens, law if drafts == "sampled" else None), Categorical(target, temperature)
 
 
+def tokens_of(name: str, has_cut: bool, implementation: str, options: dict, keys, draft, target) -> jax.Array:
+    target = with_cut(target, implementation) if has_cut else target
+    return getattr(verifiers, name)(keys, draft, target, implementation=implementation, **options).tokens
+
+
 def time_verifiers(args: argparse.Namespace, num_drafts: int, vocab: int) -> list[dict]:
     last = f"B = {args.batches[-1]}"
     print(f"\nV = {vocab}, K = {num_drafts}\n\n| verifier | dtype | implementation | ", end="")
@@ -84,15 +89,7 @@ def time_verifiers(args: argparse.Namespace, num_drafts: int, vocab: int) -> lis
         for dtype in args.dtypes:
             by_xla = {}
             for implementation in args.implementations:
-
-                def verify(
-                    keys, draft, target, name=name, implementation=implementation, has_cut=has_cut, options=options
-                ):
-                    target = with_cut(target, implementation) if has_cut else target
-                    return getattr(verifiers, name)(
-                        keys, draft, target, implementation=implementation, **options
-                    ).tokens
-
+                verify = partial(tokens_of, name, has_cut, implementation, options)
                 cells = []
                 for batch in args.batches:
                     keys = jax.random.split(jax.random.key(1), batch)
