@@ -192,13 +192,15 @@ def _combine(statistics: Statistics, sequence, lane, num_rows: int, first_row: i
 
 
 def _draft_law(draft: Rows, statistics: Statistics, sequence, lane, temperature):
-    """Shift and log-mass of the draft rows."""
+    """Shift and log-mass of the draft rows; in one without mass every token has probability 0."""
     num_drafts = statistics.token.shape[1] // 2
     if draft.log_normalizer is None:
-        return _combine(statistics, sequence, lane, num_drafts, num_drafts, temperature)[:2]
-    position = jnp.minimum(lane, num_drafts - 1)
-    at = draft.at(jnp.broadcast_to(sequence, lane.shape), position)
-    return jnp.zeros(lane.shape, jnp.float32), plgpu.load(draft.log_normalizer.at[at]).astype(jnp.float32)
+        shift, log_mass, _ = _combine(statistics, sequence, lane, num_drafts, num_drafts, temperature)
+    else:
+        at = draft.at(jnp.broadcast_to(sequence, lane.shape), jnp.minimum(lane, num_drafts - 1))
+        shift, log_mass = jnp.zeros(lane.shape, jnp.float32), plgpu.load(draft.log_normalizer.at[at])
+        log_mass = log_mass.astype(jnp.float32)
+    return shift, jnp.where(log_mass == -jnp.inf, 0, log_mass)
 
 
 def _joint(log_ratio: Array, draft_log_prob: Array, lane: Array, num_drafts: int) -> tuple[Array, Array]:

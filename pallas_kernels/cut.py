@@ -57,6 +57,7 @@ def min_logit(
 
     Raises:
         NotImplementedError: for a named implementation that does not support the case.
+        ValueError: for a wrong shape or dtype.
 
     Example:
         >>> min_logit(jnp.array([3.0, 1.0, 2.0, 2.0]), top_k=jnp.array(2))
@@ -64,27 +65,36 @@ def min_logit(
     """
     if implementation not in (None, "xla", "pallas", "interpret"):
         raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be of floating dtype, got {logits.dtype}")
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     shape, dtype = logits.shape[:-1], jnp.promote_types(logits.dtype, jnp.float32)
-    uncut = jnp.full(shape, -jnp.inf, dtype)
+    uncut = jnp.full_like(logits, -jnp.inf, dtype, shape)
     if logits.size == 0 or (top_k is None and top_p is None and min_p is None):
         return uncut
     logits = logits.reshape(-1, logits.shape[-1])
     num_rows, vocab_size = logits.shape
 
-    def by_row(values: Array) -> Array:
+    def by_row(name: str, kind: type = jnp.number) -> Array:
+        values = jnp.asarray(given[name])
+        if not jnp.issubdtype(values.dtype, kind):
+            raise ValueError(f"{name} must be of {kind.__name__} dtype, got {values.dtype}")
+        sizes = zip(reversed(values.shape), reversed(shape), strict=False)
+        if values.ndim > len(shape) or any(size not in (1, rows) for size, rows in sizes):
+            raise ValueError(f"{name} must be broadcastable to {shape}, got shape {values.shape}")
         return jnp.broadcast_to(values, shape).reshape(-1)
 
     is_sampled = jnp.ones(num_rows, bool)
     if temperature is not None:
-        temperature = by_row(temperature).astype(dtype)
+        temperature = by_row("temperature").astype(dtype)
         is_sampled = temperature > 0
     if top_k is not None:
-        top_k = by_row(top_k)
+        top_k = by_row("top_k", jnp.integer)
         top_k = jnp.where(is_sampled & (top_k < vocab_size), jnp.maximum(top_k, 0), 0).astype(jnp.int32)
     if top_p is not None:
-        top_p = jnp.where(is_sampled, by_row(top_p).astype(dtype), 1)
+        top_p = jnp.where(is_sampled, by_row("top_p").astype(dtype), 1)
     if min_p is not None:
-        min_p = jnp.where(is_sampled, by_row(min_p).astype(dtype), 0)
+        min_p = jnp.where(is_sampled, by_row("min_p").astype(dtype), 0)
     limits = Limits(temperature, top_k, top_p, min_p)
 
     def by_xla(logits: Array, limits: Limits) -> Array:

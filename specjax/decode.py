@@ -15,7 +15,19 @@ from specjax import keys as streams
 from specjax.log_probs import LogProbs
 from specjax.prompts import feed
 from specjax.sampling import Sampling, num_generated, process
-from specjax.types import Array, Categorical, Context, Draft, Model, Proposer, PyTree, Scorer, Verified, Verifier
+from specjax.types import (
+    Array,
+    Categorical,
+    Context,
+    Draft,
+    Model,
+    Proposer,
+    PyTree,
+    Scorer,
+    Verified,
+    Verifier,
+    is_integer,
+)
 
 RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # State.finished
 
@@ -86,6 +98,14 @@ def prefill(
     num_prompts, width = prompts.shape
     if lengths.shape != (num_prompts,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths must be int32 of shape [B] = ({num_prompts},), got {lengths.dtype} {lengths.shape}")
+    if not is_integer(max_length):
+        raise ValueError(f"max_length must be an integer, got {max_length!r}")
+    if not (num_logprobs is None or (is_integer(num_logprobs) and 0 <= num_logprobs <= model.vocab_size)):
+        raise ValueError(
+            f"num_logprobs must be None or an integer in [0, V = {model.vocab_size}], got {num_logprobs!r}"
+        )
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling, as of sampling.batch, got {type(sampling).__name__}")
     if not 1 <= width <= max_length:
         raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
     if model.max_length is not None and max_length > model.max_length:

@@ -136,10 +136,14 @@ def _argmax(logits: Array) -> Array:
 
 
 def of_drafts(distribution: Categorical) -> Law:
-    """The law that drafts were drawn from. Rows of temperature 0 are deterministic: their logits are not read."""
-    if distribution.log_normalizer is None:
-        return normalize(distribution)._replace(argmax=None)
-    return normalize(distribution._replace(temperature=None))._replace(distribution=distribution)
+    """The law that drafts were drawn from. Rows of temperature 0 are deterministic: their logits are not read.
+
+    In a row without mass every token has probability 0.
+    """
+    known = distribution.log_normalizer is not None
+    law = normalize(distribution._replace(temperature=None) if known else distribution)
+    log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
+    return Law(distribution, law.shift, log_mass, argmax=None)
 
 
 def take_law(law: Law, index: Array) -> Law:
@@ -182,7 +186,7 @@ def token_log_prob(law: Law, tokens: Array) -> Array:
     vocab_size = law.distribution.logits.shape[-1]
     inside = (tokens >= 0) & (tokens < vocab_size)
     log_prob = log_probs(law, jnp.where(inside, tokens, 0)[..., None])[..., 0]
-    return jnp.where(inside, log_prob, -jnp.inf)
+    return jnp.where(inside & (log_prob > -jnp.inf), log_prob, -jnp.inf)  # also in a row without mass
 
 
 def entropy(law: Law) -> Array:

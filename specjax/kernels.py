@@ -81,7 +81,7 @@ def by_residual(
     """The kernels of rules that accept by probability and recover from the residual; `rule` None is block's."""
     if draft.tokens.shape[1] == 0:
         no_draft = Draft(jnp.full((draft.tokens.shape[0], 1), -1, jnp.int32))
-        options = {"options": options, "entropy": entropy, "recover_best": recover_best, "bonus_tokens": bonus_tokens}
+        options = {"entropy": entropy, "recover_best": recover_best, "bonus_tokens": bonus_tokens}
         verified = by_residual(
             keys, no_draft, target, rule=accept_ratio, log_probs=log_probs, interpret=interpret, **options
         )

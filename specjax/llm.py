@@ -18,7 +18,7 @@ from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.requests import CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
 from specjax.sampling import SamplingParams
-from specjax.types import Model, Proposer, Verifier
+from specjax.types import Model, Proposer, Verifier, is_integer
 
 __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
@@ -62,7 +62,7 @@ class LLM:
         is_auto = num_draft_tokens == "auto"
         if is_auto:
             num_draft_tokens = max(CHOICES)
-        if not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
+        if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
             raise ValueError(f"verifier must be a function, as specjax.verifiers.block, got {verifier!r}")
@@ -84,8 +84,8 @@ class LLM:
         self._directory = directory
         limit = self.model.max_length
         self.max_length = limit if max_length is None else max_length
-        if not 2 <= self.max_length <= limit:
-            raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length}")
+        if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
+            raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
         if draft is None or num_draft_tokens == 0:
             draft = proposers.none()

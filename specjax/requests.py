@@ -18,7 +18,7 @@ from specjax.sampling import SamplingParams
 if TYPE_CHECKING:
     from specjax.llm import LLM
 
-CHUNK = 8  # steps between two looks of the host for stop strings
+CHUNK = 8  # steps between two looks of the host for stop strings, and between two choices of K
 
 _prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
 
@@ -135,7 +135,7 @@ class Batch:
 
     def run(self, max_steps: int | None) -> Iterator[None]:
         """Decode a step, then chunks of steps (None: all); after each, `outputs`, `totals` and times are up to date."""
-        num_steps, is_running = 1, True
+        num_steps, num_taken, is_running = 1, 0, True
         while is_running:
             start = time.perf_counter()
             tokens, length, finished = self._step(num_steps)
@@ -152,6 +152,10 @@ class Batch:
             is_done = np.array([output.finish_reason is not None for output in self.outputs])
             if np.any(is_done & (finished == decode.RUNNING)):
                 self._state = decode.deactivate(self._state, jnp.asarray(is_done))
+            if self._draft_length is not None:
+                num_taken += num_steps
+                if num_taken % CHUNK == 1:  # after the first step, then every so many, in chunks or one at a time
+                    self._draft_length.update(self.totals)
             num_steps, is_running = max_steps, not is_done.all()
             if is_running and self._draft_length is not None:
                 self._step(0)  # the next chunk may have another number of drafts
@@ -242,8 +246,6 @@ class Batch:
         read: Any = state.context.tokens, state.context.length, state.finished, state.totals, state.log_probs
         # Copies: the next chunk reuses the buffers.
         *rows, self.totals, self._log_probs = jax.tree.map(np.array, jax.device_get(read))
-        if self._draft_length is not None:
-            self._draft_length.update(self.totals)
         return rows
 
 

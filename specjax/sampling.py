@@ -18,9 +18,14 @@ from jax.tree_util import Partial
 from pallas_kernels.cut import min_logit
 from specjax import guided
 from specjax.guided import Grammar, Guide
-from specjax.types import Array, Categorical, Context
+from specjax.types import Array, Categorical, Context, is_integer
 
 LogitsProcessor = Callable[[Array, Context], Array]
+
+_MAX_INT = np.iinfo(np.int32).max
+_IDS = f"ids in [0, {_MAX_INT}]"
+_FLOATS = np.finfo(np.float32)
+_POSITIVE = f"[{_FLOATS.tiny:.1e}, {_FLOATS.max:.1e}]"
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class SamplingParams:
         n: number of completions, ranked by the sum of their tokens' log-probabilities, the best first.
         best_of: number of completions to generate, of which the best n are returned; None is n. They share one pass
             over the prompt. At temperature 0, where all are the same, n and best_of must be 1.
-        temperature: float >= 0; 0 is greedy.
+        temperature: 0, which is greedy, or > 0.
         top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept.
         top_p: probability mass to keep, in (0, 1].
         min_p: least probability to keep, relative to the most likely token's, in [0, 1].
@@ -115,39 +120,44 @@ class SamplingParams:
             require(name, "a sequence", isinstance(value, Iterable))
             return tuple(value)
 
-        is_temperature = _is_number(self.temperature) and 0 <= self.temperature <= np.finfo(np.float32).max
-        require("temperature", ">= 0 and finite in float32", is_temperature)
-        require("top_k", "-1 or >= 1", _is_int(self.top_k) and (self.top_k >= 1 or self.top_k == -1))
+        is_temperature = _is_number(self.temperature) and (self.temperature == 0 or _is_positive(self.temperature))
+        require("temperature", f"0 or in {_POSITIVE}", is_temperature)
+        is_top_k = is_integer(self.top_k) and (1 <= self.top_k <= _MAX_INT or self.top_k == -1)
+        require("top_k", f"-1 or in [1, {_MAX_INT}]", is_top_k)
         require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
         in_range("min_p", 0, 1)
-        require("seed", "an integer or None", self.seed is None or _is_int(self.seed))
-        require("max_tokens", ">= 1", _is_int(self.max_tokens) and self.max_tokens >= 1)
+        require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
+        require("max_tokens", f"in [1, {_MAX_INT}]", is_integer(self.max_tokens) and 1 <= self.max_tokens <= _MAX_INT)
         require(
             "min_tokens",
             f"in [0, max_tokens = {self.max_tokens}]",
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
         )
         in_range("presence_penalty", -2, 2)
         in_range("frequency_penalty", -2, 2)
-        require("repetition_penalty", "> 0", _is_number(self.repetition_penalty) and self.repetition_penalty > 0)
+        require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
 
         stop = as_tuple("stop")
         require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
         stop_token_ids = as_tuple("stop_token_ids")
-        require("stop_token_ids", "ids >= 0", _are_ids(stop_token_ids))
+        require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
         require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
         logit_bias = dict(self.logit_bias or {})
         are_biases = all(_is_number(bias) and -100 <= bias <= 100 for bias in logit_bias.values())
-        require("logit_bias", "ids >= 0 with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
+        require("logit_bias", f"{_IDS} with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
         allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
-        require("allowed_token_ids", "None or one or more ids >= 0", allowed != () and _are_ids(allowed or ()))
+        require(
+            "allowed_token_ids",
+            f"None or one or more {_IDS}",
+            allowed != () and _are_ids(allowed or ()),
+        )
         bad_words = tuple(
             tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
             for word in as_tuple("bad_words")
         )
         require(
             "bad_words",
-            "made of non-empty strings or sequences of ids >= 0",
+            f"made of non-empty strings or sequences of {_IDS}",
             all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words),
         )
         processors = as_tuple("logits_processors")
@@ -158,15 +168,15 @@ class SamplingParams:
             "None or a specjax.guided.Grammar, as of guided.from_regex",
             self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
         )
-        require("n", ">= 1", _is_int(self.n) and self.n >= 1)
-        is_best_of = self.best_of is None or (_is_int(self.best_of) and self.best_of >= self.n)
+        require("n", ">= 1", is_integer(self.n) and self.n >= 1)
+        is_best_of = self.best_of is None or (is_integer(self.best_of) and self.best_of >= self.n)
         require("best_of", f"None or >= n = {self.n}", is_best_of)
         for name in ("n", "best_of"):
             is_one = getattr(self, name) in (None, 1)
             require(name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(name, "None or >= 0", value is None or (_is_int(value) and value >= 0))
+            require(name, "None or >= 0", value is None or (is_integer(value) and value >= 0))
         for name in (
             "ignore_eos",
             "detokenize",
@@ -177,7 +187,9 @@ class SamplingParams:
             require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
         require("stop", "empty where detokenize is False", self.detokenize or not stop)
         truncated = self.truncate_prompt_tokens
-        require("truncate_prompt_tokens", "None or >= 1", truncated is None or (_is_int(truncated) and truncated >= 1))
+        require(
+            "truncate_prompt_tokens", "None or >= 1", truncated is None or (is_integer(truncated) and truncated >= 1)
+        )
         for name, value in (
             ("stop", stop),
             ("stop_token_ids", stop_token_ids),
@@ -504,12 +516,13 @@ def _padded_words(rows: Sequence[Sequence[tuple[int, ...]]]) -> Array | None:
 
 
 def _are_ids(values: Iterable[object]) -> bool:
-    return all(_is_int(value) and value >= 0 for value in values)
+    return all(is_integer(value) and 0 <= value <= _MAX_INT for value in values)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _is_positive(value: object) -> bool:
+    """Whether a number is > 0 and finite in float32 too, where devices may take the smallest for 0."""
+    return _is_number(value) and _FLOATS.tiny <= value <= _FLOATS.max
 
 
 def _is_number(value: object) -> bool:
-    return (_is_int(value) or isinstance(value, float | np.floating)) and math.isfinite(value)
+    return (is_integer(value) or isinstance(value, float | np.floating)) and math.isfinite(value)

@@ -154,7 +154,8 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
         K; the smallest one where several tie.
 
     Raises:
-        ValueError: no times, a time that is not positive, or a rate outside [0, 1].
+        ValueError: no times, a time that is not positive, a number of drafts that is not an integer >= 0, or a rate
+            that is not one number in [0, 1].
 
     Example:
         >>> best_draft_length(0.7, {0: 4.0e-3, 3: 6.6e-3, 5: 8.3e-3})
@@ -162,6 +163,7 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
     """
     if not step_seconds:
         raise ValueError("step_seconds must have the time of at least one number of draft tokens, got none")
+    _require(np.ndim(acceptance_rate) == 0, "acceptance_rate", "one number", acceptance_rate)
     choices = sorted(step_seconds)
     seconds = np.array([step_seconds[k] for k in choices], np.float64)
     _require(seconds > 0, "step_seconds", "> 0", step_seconds)
@@ -232,15 +234,16 @@ def typical_acceptance_rate(
     Args:
         target: [..., V] float, probabilities of the target model.
         draft: [..., V] float, probabilities of the draft model.
-        posterior_threshold: the probability above which a token is always accepted.
-        posterior_alpha: factor of exp(-entropy) in the threshold of a spread-out target.
+        posterior_threshold: the probability in [0, 1] above which a token is always accepted.
+        posterior_alpha: >= 0, factor of exp(-entropy) in the threshold of a spread-out target.
 
     Returns:
         [...] float64: the draft mass of the tokens whose target probability is greater than
         min(posterior_threshold, posterior_alpha * exp(-entropy of the target)).
 
     Raises:
-        ValueError: shapes that differ, a negative entry, or a law that does not sum to 1 within 1e-6.
+        ValueError: shapes that differ, a negative entry, a law that does not sum to 1 within 1e-6, or a threshold or
+            factor out of its range.
 
     Example:
         >>> print(typical_acceptance_rate([0.9, 0.05, 0.05], [0.5, 0.25, 0.25]))
@@ -249,6 +252,8 @@ def typical_acceptance_rate(
     References:
         Cai et al., Medusa, arXiv:2401.10774, section 3.3.1.
     """
+    _require(0 <= posterior_threshold <= 1, "posterior_threshold", "in [0, 1]", posterior_threshold)
+    _require(posterior_alpha >= 0, "posterior_alpha", ">= 0", posterior_alpha)
     target, draft = _laws(target, draft)
     entropy = -np.sum(target * np.log(np.where(target > 0, target, 1.0)), axis=-1, keepdims=True)
     threshold = np.minimum(posterior_threshold, posterior_alpha * np.exp(-entropy))

@@ -10,9 +10,15 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 PyTree = Any
+
+
+def is_integer(value: object) -> bool:
+    """Whether a number given by the caller is a whole one, of Python or NumPy; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Categorical(NamedTuple):

@@ -146,8 +146,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--temperature", "-1"], "temperature must be >= 0 and finite in float32, got -1.0"),
-            (["--max-tokens", "0"], "max_tokens must be >= 1, got 0"),
+            (["--temperature", "-1"], "temperature must be 0 or in [1.2e-38, 3.4e+38], got -1.0"),
+            (["--max-tokens", "0"], "max_tokens must be in [1, 2147483647], got 0"),
             (["--stop", ""], "stop must be made of non-empty strings"),
             (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
             (["--num-draft-tokens", "0", "--compare"], "--compare needs drafts"),

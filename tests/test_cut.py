@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.cut import min_logit
 
@@ -213,6 +214,30 @@ def test_shapes():
     assert min_logit(logits[:0], top_p=jnp.array(0.5)).shape == (0, 3)
     with pytest.raises(ValueError, match="broadcast"):
         min_logit(logits, top_k=jnp.array([1, 2]))
+
+
+def test_in_shard_map():
+    logits = jnp.asarray(rows_of(8193, seed=4)[:20].reshape(4, 5, -1))
+    fields = {"top_k": jnp.array(40), "top_p": jnp.array(0.9)}
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    by_row = PartitionSpec("data")
+    sharded = jax.jit(jax.shard_map(lambda x: min_logit(x, **fields), mesh=mesh, in_specs=by_row, out_specs=by_row))
+    np.testing.assert_array_equal(sharded(logits), jitted(logits, **fields))
+
+
+@pytest.mark.parametrize(
+    ("logits", "fields", "message"),
+    [
+        (jnp.zeros(7, jnp.int32), {"top_k": 2}, "logits must be of floating dtype, got int32"),
+        (jnp.zeros(7), {"top_k": 1.5}, "top_k must be of integer dtype, got float32"),
+        (jnp.zeros(7), {"top_p": True}, "top_p must be of number dtype, got bool"),
+        (jnp.zeros((2, 7)), {"min_p": jnp.zeros(3)}, r"min_p must be broadcastable to \(2,\), got shape \(3,\)"),
+        (jnp.zeros(7), {"top_k": 1, "temperature": jnp.ones(1)}, r"temperature must be broadcastable to \(\), got"),
+    ],
+)
+def test_bad_input(logits, fields, message):
+    with pytest.raises(ValueError, match=message):
+        min_logit(logits, **fields)
 
 
 def test_unsupported_cases():

@@ -444,6 +444,10 @@ def test_features_reach_the_proposer():
         (dict(prompts=jnp.full((2, 4), VOCAB)), r"prompts must have token ids in \[0, 61\), got 61 to 61"),
         (dict(prompts=[[1, 2, 3, -1], [1, 1, 1, 1]]), r"prompts must have token ids in \[0, 61\), got -1 to 3"),
         (dict(max_length=129), r"max_length must be at most the model's 128, got 129"),
+        (dict(max_length=8.5), "max_length must be an integer, got 8.5"),
+        (dict(num_logprobs=-1), r"num_logprobs must be None or an integer in \[0, V = 61\], got -1"),
+        (dict(num_logprobs=62), r"num_logprobs must be None or an integer in \[0, V = 61\], got 62"),
+        (dict(sampling=SamplingParams()), r"sampling must be a Sampling, as of sampling.batch, got SamplingParams"),
         (dict(sampling=sampling.batch([SamplingParams()])), r"sampling must be of 2 rows"),
         (dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
         (dict(keys=jax.random.key(0, impl="rbg")), r"keys must be threefry keys"),
@@ -506,8 +510,14 @@ def test_under_x64(x64, name):
 
 
 def test_bad_draft_model(draft):
-    with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
-        proposers.draft_model(draft, 0)
+    for number in (0, 2.5, True):
+        with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
+            proposers.draft_model(draft, number)
+        with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
+            proposers.ngram(number)
+    with pytest.raises(ValueError, match="max_length must be None or an integer >= 1, got 0"):
+        proposers.draft_model(draft, 2, max_length=0)
+    assert proposers.draft_model(draft, np.int64(2)).num_draft_tokens == 2
     with pytest.raises(ValueError, match="max_length must be at most the draft model's 128, got 200"):
         proposers.draft_model(draft, 2, max_length=200)
 

@@ -103,7 +103,7 @@ def test_law_is_the_targets():
         law = law @ step
 
 
-def test_greedy_text_is_that_of_plain_decoding():
+def test_text_is_that_of_plain_decoding_and_of_a_stream():
     llm = LLM(num_draft_tokens="auto")
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     prompts = ["def add(a, b):", "import os\n"]
@@ -113,6 +113,9 @@ def test_greedy_text_is_that_of_plain_decoding():
         assert result.token_ids == expected
         assert result.metrics.num_drafted > 0
     assert [piece.token_id for piece in llm.stream(prompt, params)] == expected
+    sampled = SamplingParams(temperature=0.9, seed=5, max_tokens=60)
+    (result,) = llm.generate(prompt, sampled)
+    assert [piece.token_id for piece in llm.stream(prompt, sampled)] == result.token_ids
 
 
 def test_takes_a_draft_model():

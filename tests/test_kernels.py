@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import rows, threefry
 from specjax import Categorical, Draft, distributions, kernels, ragged, verifiers
@@ -15,6 +15,7 @@ from specjax.verifiers.core import from_core
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNEL = "pallas" if ON_GPU else "interpret"
+BY_ROW = PartitionSpec("data")
 VERIFIERS = ("rejection", "block", "typical", "synthetic", "match")
 # Interpreted kernels take seconds to compile: what all verifiers share is tested on one of each kind there.
 SHARED = VERIFIERS if ON_GPU else ("rejection", "match")
@@ -376,17 +377,77 @@ def test_kernels_work_in_shard_map(verifier):
     draft, target = random_case(8, vocab_size=600)
     keys = jax.random.split(jax.random.key(3), 4)
     verify = partial(getattr(verifiers, verifier), implementation="pallas", **options_of(verifier))
-    by_row = PartitionSpec("data")
     if ON_GPU:
         mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-        sharded = jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=by_row, out_specs=by_row))
+        sharded = jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=BY_ROW, out_specs=BY_ROW))
         assert_same(sharded(keys, draft, target), run(verifier, "xla", keys, draft, target))
     else:
         from lowering import H200, triton_kernels
 
         mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=H200)
-        sharded = jax.shard_map(verify, mesh=mesh, in_specs=by_row, out_specs=by_row)
+        sharded = jax.shard_map(verify, mesh=mesh, in_specs=BY_ROW, out_specs=BY_ROW)
         assert len(triton_kernels(sharded, keys, draft, target, mesh=mesh)) in (2, 3)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_xla_works_in_shard_map(verifier, implementation):
+    """The branch of XLA is traced there for the kernels' sake too."""
+    draft, target = random_case(8, vocab_size=kernels.SMALL_VOCAB)
+    keys = jax.random.split(jax.random.key(3), 4)
+    verify = partial(getattr(verifiers, verifier), implementation=implementation, **options_of(verifier))
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    sharded = jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=BY_ROW, out_specs=BY_ROW))
+    assert_same(sharded(keys, draft, target), run(verifier, "xla", keys, draft, target))
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_mesh_of_explicit_axes(verifier, is_traced):
+    draft, target = random_case(8, vocab_size=kernels.SMALL_VOCAB)
+    keys = jax.random.split(jax.random.key(3), 4)
+    by_row = NamedSharding(jax.make_mesh((1,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:1]), BY_ROW)
+    verify = partial(getattr(verifiers, verifier), implementation="xla", **options_of(verifier))
+    result = (jax.jit(verify) if is_traced else verify)(*jax.device_put((keys, draft, target), by_row))
+    assert result.tokens.sharding.spec[0] == "data"
+    assert_same(result, run(verifier, "xla", keys, draft, target))
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "synthetic"])
+@pytest.mark.parametrize("temperature", [None, 0.0])
+def test_rows_without_mass(verifier, temperature):
+    """Of target and draft, in every place: the same tokens, and no log-probability that is not a number."""
+    draft, target = random_case(21, 16, target_temperature=temperature, vocab_size=600)
+    law, sequence = draft.distribution, np.arange(16)[:, None, None]
+    is_empty = sequence % 4 == np.arange(4)[None, :, None]
+    target = target._replace(logits=jnp.where(is_empty & (sequence < 8), -jnp.inf, target.logits))
+    drawn = jnp.where(is_empty[:, :3] & (sequence >= 8), -jnp.inf, law.logits)
+    law = law._replace(logits=drawn)
+    for normalizer in (None, jax.scipy.special.logsumexp(drawn, axis=-1)):
+        arguments = jax.random.key(4), draft._replace(distribution=law._replace(log_normalizer=normalizer)), target
+        by_xla, by_kernel = (run(verifier, i, *arguments, log_probs=True) for i in ("xla", KERNEL))
+        np.testing.assert_array_equal(by_kernel.tokens, by_xla.tokens)
+        accepted = np.arange(4)[None] < by_xla.num_accepted[:, None]
+        assert not jnp.isnan(by_xla.log_probs[accepted]).any()
+        np.testing.assert_allclose(by_kernel.log_probs[accepted], by_xla.log_probs[accepted], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_a_greedy_row_without_mass_stands_for_token_0(verifier, implementation):
+    temperature = jnp.zeros(1)
+    draft = Draft(jnp.zeros((1, 2), jnp.int32), Categorical(jnp.zeros((1, 2, 600)), temperature))
+    target = Categorical(jnp.zeros((1, 3, 600)).at[:, 1].set(-jnp.inf), temperature)
+    assert run(verifier, implementation, jax.random.key(0), draft, target).tokens.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_no_drafts(verifier):
+    options = {"acceptance_length": 1.0} if verifier == "synthetic" else {}
+    draft, target = Draft(jnp.zeros((2, 0), jnp.int32)), jax.random.normal(jax.random.key(1), (2, 1, 600))
+    verify = partial(getattr(verifiers, verifier), jax.random.key(0), draft, target, **options)
+    results = [verify(implementation=implementation) for implementation in ("xla", KERNEL)]
+    assert_same(*results)
 
 
 def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():

@@ -240,6 +240,23 @@ def test_a_row_without_mass(name, empty):
     np.testing.assert_allclose(law, [0.5, 0.5], atol=1e-6)
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", ["block", "rejection"])
+def test_a_draft_row_without_mass(name, known):
+    """A token that its own row calls impossible is rejected, and takes no part in what becomes of the one before it."""
+    target, draft = np.log([0.7, 0.2, 0.1]), np.log([0.2, 0.3, 0.5])
+    logits = jnp.asarray(np.stack([draft, np.full(V, -np.inf)])[None], jnp.float32)
+    law = np.zeros(V)
+    for path in np.ndindex(V, V):
+        drawn_from = distributions.Categorical(logits, None, None, jnp.array([[0.0, -jnp.inf]]) if known else None)
+        drafted = verifiers.core.Draft(jnp.array([path], jnp.int32), drawn_from)
+        rows = jnp.asarray(np.stack([target] * 3)[None], jnp.float32)
+        verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), drafted, rows)
+        np.add.at(law, np.asarray(verified.tokens)[:, 0], np.exp(draft[path[0]]) / V * weight[0])
+        assert weight[0][np.asarray(verified.num_accepted) > 1].sum() == 0
+    np.testing.assert_allclose(law, np.exp(target), atol=1e-6)
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_a_lossless_verifier_gets_its_verdict(name):
     testing.assert_lossless(getattr(verifiers, name))

@@ -446,6 +446,8 @@ class TestBadInput:
         [
             ({"num_draft_tokens": -1}, "num_draft_tokens must be an integer >= 0 or 'auto', got -1"),
             ({"max_length": MAX_LENGTH + 1}, r"max_length must be in \[2, 192\], the model's limit, got 193"),
+            ({"num_draft_tokens": True}, "num_draft_tokens must be an integer >= 0 or 'auto', got True"),
+            ({"max_length": 100.5}, r"max_length must be in \[2, 192\], the model's limit, got 100.5"),
             ({"max_length": 1}, r"max_length must be in \[2, 192\], the model's limit, got 1"),
             ({"model": "no/such"}, "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
             ({"draft": "no/such"}, "draft must be a directory with a Hugging Face checkpoint, got 'no/such'"),

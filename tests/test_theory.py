@@ -227,6 +227,10 @@ def test_rules_agree_where_they_must():
         (theory.acceptance_rate, (TARGET, [0.5, 0.25, 0.25]), r"draft must be of shape \(2,\), target's, got \(3,\)"),
         (theory.coupled_acceptance_rate, (TARGET, [TARGET]), "draft must be of shape"),
         (theory.typical_acceptance_rate, (1.0, 1.0), r"target must be of shape \[..., V\], got \(\)"),
+        (theory.typical_acceptance_rate, (TARGET, DRAFT, -0.1), r"posterior_threshold must be in \[0, 1\], got -0.1"),
+        (theory.typical_acceptance_rate, (TARGET, DRAFT, 0.1, -3), "posterior_alpha must be >= 0, got -3"),
+        (theory.best_draft_length, ([0.5, 0.7], {0: 1, 2: 1.1}), r"acceptance_rate must be one number, got \[0.5, 0.7"),
+        (theory.best_draft_length, (0.5, {2.5: 1}), "num_draft_tokens must be an integer >= 0"),
         (theory.expected_accepted, ([TARGET], [DRAFT], "typical"), "rule must be one of .*, got 'typical'"),
         (theory.expected_accepted, ([TARGET], [DRAFT] * 2), "draft must be as many arrays as target, 1, got 2"),
         (

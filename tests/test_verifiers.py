@@ -138,7 +138,8 @@ class TestTypical:
             assert verified.tokens.tolist() == [expected]
 
     @pytest.mark.parametrize(
-        "option", [{"posterior_threshold": -0.1}, {"posterior_threshold": 2}, {"posterior_alpha": -1}]
+        "option",
+        [{"posterior_threshold": -0.1}, {"posterior_threshold": 2}, {"posterior_alpha": -1}, {"posterior_alpha": None}],
     )
     def test_bad_options(self, option):
         with pytest.raises(ValueError, match=next(iter(option))):
@@ -165,6 +166,7 @@ class TestSynthetic:
             ({"acceptance_rates": [0.5, 0.6, 0.1]}, "acceptance_rates must be non-increasing"),
             ({"acceptance_rates": [1.5, 0.6, 0.1]}, "acceptance_rates must be non-increasing and in"),
             ({"acceptance_length": 0.5}, r"acceptance_length must be in \[1, K\+1 = 4\], got 0.5"),
+            ({"acceptance_length": "long"}, r"acceptance_length must be in \[1, K\+1 = 4\], got 'long'"),
             ({"acceptance_length": 5}, r"acceptance_length must be in \[1, K\+1 = 4\], got 5"),
         ],
     )

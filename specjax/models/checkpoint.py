@@ -24,7 +24,7 @@ def load(
         directory: holds config.json, and model.safetensors or the shards that model.safetensors.index.json names, of
             one of the families in `specjax.models.families`; with numbers in float32, bfloat16 or float16.
         dtype: of the parameters, hence of the computation: float32, bfloat16 or float16.
-        sharding: of every parameter; None puts them on the default device.
+        sharding: of every parameter; None puts them on the default device. Over a mesh, its axes are of type Auto.
 
     Returns:
         A `Model`; its logits are float32.

@@ -12,7 +12,7 @@ import numpy as np
 from specjax import distributions, kernels, prompts
 from specjax import keys as streams
 from specjax.sampling import Sampling, process
-from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified
+from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified, is_integer
 
 CATCH_UP = 16  # tokens a call that feeds what was committed while the draft did not run
 
@@ -187,14 +187,16 @@ def draft_model(
     Raises:
         ValueError: for a number out of its range, or where max_length exceeds the model's.
     """
-    if num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens must be >= 1 (use proposers.none() for 0), got {num_draft_tokens}")
+    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 1):
+        raise ValueError(f"num_draft_tokens must be >= 1 (use proposers.none() for 0), got {num_draft_tokens!r}")
     if max_length is None:
         max_length = model.max_length
+    elif not (is_integer(max_length) and max_length >= 1):
+        raise ValueError(f"max_length must be None or an integer >= 1, got {max_length!r}")
     elif model.max_length is not None and max_length > model.max_length:
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
-    if speculate_below is not None and speculate_below < 1:
-        raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below}")
+    if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
+        raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
     is_greedy = False
     if temperature is not None:
         values = np.asarray(temperature)

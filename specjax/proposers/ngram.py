@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Context, Draft, PyTree, Verified
+from specjax.types import Array, Context, Draft, PyTree, Verified, is_integer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "min_n", "max_n"])
@@ -92,8 +92,8 @@ def ngram(num_draft_tokens: int, min_n: int = 1, max_n: int = 3) -> NGram:
     References:
         Saxena, Prompt Lookup Decoding, 2023.
     """
-    if num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens must be >= 1, got {num_draft_tokens}")
-    if not 1 <= min_n <= max_n:
-        raise ValueError(f"min_n and max_n must satisfy 1 <= min_n <= max_n, got {min_n} and {max_n}")
+    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 1):
+        raise ValueError(f"num_draft_tokens must be >= 1, got {num_draft_tokens!r}")
+    if not (is_integer(min_n) and is_integer(max_n) and 1 <= min_n <= max_n):
+        raise ValueError(f"min_n and max_n must be integers, 1 <= min_n <= max_n, got {min_n!r} and {max_n!r}")
     return NGram(num_draft_tokens, min_n, max_n)

@@ -80,7 +80,10 @@ def block(
 
 def num_usable_rows(law: distributions.Law) -> Array:
     """Target rows [B] before the first without mass, as there is one after a stop token: looking ahead ends there."""
-    return jnp.sum(jnp.cumprod(jnp.isfinite(law.log_mass).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    has_mass, temperature = jnp.isfinite(law.log_mass), law.distribution.temperature
+    if temperature is not None:
+        has_mass |= temperature[:, None] == 0
+    return jnp.sum(jnp.cumprod(has_mass.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def joint_log_ratio(log_ratio: Array) -> Array:
@@ -90,7 +93,7 @@ def joint_log_ratio(log_ratio: Array) -> Array:
         carry = jnp.minimum(carry + ratio, 0)
         return carry, carry
 
-    return jax.lax.scan(step, jnp.zeros((), log_ratio.dtype), log_ratio)[1]
+    return jax.lax.scan(step, jnp.zeros_like(log_ratio, shape=()), log_ratio)[1]
 
 
 def acceptance_probabilities(joint: Array, mass: Array, num_tokens: Array) -> Array:

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax import distributions, kernels
 from specjax import keys as streams
@@ -78,29 +80,43 @@ def from_core(
         batch_size, num_draft_tokens = draft.tokens.shape
         streams.check_step(keys, batch_size, num_draft_tokens)
 
-        common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
-
-        def by_core(keys: Array, draft: Draft, target: Categorical) -> Verified:
+        def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
             draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
             own = {"outcomes": True} if outcomes else {}
+            common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
             return core(draw, canonical(draft), target, **common, **own, **options)
 
-        def by_kernel(keys: Array, draft: Draft, target: Categorical) -> Verified:
+        def by_kernel(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
+            common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
             return kernel(keys, draft, target, interpret=implementation == "interpret", **common, **options)
 
+        operands = keys, draft, target, bonus_tokens
         lack = "a verifier with a kernel" if kernel is None else kernels.unsupported(draft, target)
         if outcomes:
             lack = "outcomes=False: drafts after a rejected one are not tested"
         if implementation in ("pallas", "interpret"):
             if lack is not None:
                 raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
-            return by_kernel(keys, draft, target)
+            return by_kernel(*operands)
         if implementation is None and lack is None and kernels.is_worthwhile(target):
-            return jax.lax.platform_dependent(keys, draft, target, cuda=by_kernel, default=by_core)
-        return by_core(keys, draft, target)
+            return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_core)
+        return _with_auto_axes(by_core, *operands)
 
     verify.core = core
     return verify
+
+
+def _with_auto_axes(
+    core: Callable[..., Verified], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
+) -> Verified:
+    """Call a core, with the Explicit axes of a mesh left to XLA; its results are split as the draft's tokens are."""
+    operands = keys, draft, target, bonus_tokens
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return core(*operands)
+    sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(draft.tokens).sharding.spec[:1]))
+    return jax.jit(jax.sharding.auto_axes(core, axes=mesh.explicit_axes, out_sharding=sharding))(*operands)
 
 
 def canonical(draft: Draft) -> Draft:
@@ -230,6 +246,17 @@ def _check_categorical(
     if logits.shape[-1] == 0:
         raise ValueError(f"{name} must have at least one token in its vocabulary, got shape {logits.shape}")
     return logits.shape[-1]
+
+
+def check_number(name: str, value: Any, expected: str, least: float, most: float) -> None:
+    """Raise ValueError unless `value` is one number in [least, most]; of a traced one the shape is checked alone."""
+    if isinstance(value, jax.core.Tracer):
+        is_valid = value.shape == ()
+    else:
+        array = np.asarray(value)
+        is_valid = array.shape == () and jnp.issubdtype(array.dtype, jnp.number) and least <= array <= most
+    if not is_valid:
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
 def check_array(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:

@@ -86,8 +86,8 @@ def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draf
         given = "neither" if rates is None else "both"
         raise ValueError(f"exactly one of acceptance_rates and acceptance_length must be given, got {given}")
     if length is not None:
-        if not isinstance(length, jax.core.Tracer) and not 1 <= length <= num_draft_tokens + 1:
-            raise ValueError(f"acceptance_length must be in [1, K+1 = {num_draft_tokens + 1}], got {length}")
+        most = num_draft_tokens + 1
+        common.check_number("acceptance_length", length, f"in [1, K+1 = {most}]", 1, most)
         return jnp.clip(length - 1 - jnp.arange(num_draft_tokens, dtype=jnp.float32), 0, 1)
     is_traced = any(isinstance(rate, jax.core.Tracer) for rate in jax.tree.leaves(rates))
     rates = jnp.asarray(rates, jnp.float32)

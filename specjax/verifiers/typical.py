@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from specjax import distributions, kernels
@@ -101,9 +100,7 @@ def typical(
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:
     for name, most in (("posterior_threshold", 1), ("posterior_alpha", float("inf"))):
-        value = options.get(name, 0)
-        if not isinstance(value, jax.core.Tracer) and not 0 <= value <= most:
-            raise ValueError(f"{name} must be in [0, {most}], got {value}")
+        common.check_number(name, options.get(name, 0), f"in [0, {most}]", 0, most)
 
 
 typical.check_options = _check_options
