@@ -24,8 +24,8 @@ LogitsProcessor = Callable[[Array, Context], Array]
 
 _MAX_INT = np.iinfo(np.int32).max
 _IDS = f"ids in [0, {_MAX_INT}]"
-_FLOATS = np.finfo(np.float32)
-_POSITIVE = f"[{_FLOATS.tiny:.1e}, {_FLOATS.max:.1e}]"
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_POSITIVE = f"[{_LEAST:.1e}, {_MOST:.1e}]"
 
 
 @dataclass(frozen=True)
@@ -521,7 +521,7 @@ def _are_ids(values: Iterable[object]) -> bool:
 
 def _is_positive(value: object) -> bool:
     """Whether a number is > 0 and finite in float32 too, where devices may take the smallest for 0."""
-    return _is_number(value) and _FLOATS.tiny <= value <= _FLOATS.max
+    return _is_number(value) and _LEAST <= value <= _MOST
 
 
 def _is_number(value: object) -> bool:
