@@ -521,7 +521,7 @@ def _are_ids(values: Iterable[object]) -> bool:
 
 def _is_positive(value: object) -> bool:
     """Whether a number is > 0 and finite in float32 too, where devices may take the smallest for 0."""
-    return _is_number(value) and _LEAST <= value <= _MOST
+    return _is_number(value) and _LEAST <= float(value) <= _MOST
 
 
 def _is_number(value: object) -> bool:
