@@ -401,13 +401,13 @@ def test_xla_works_in_shard_map(verifier, implementation):
     assert_same(sharded(keys, draft, target), run(verifier, "xla", keys, draft, target))
 
 
-@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("is_traced, implementation", [(True, None), (True, "xla"), (False, "xla")])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_a_mesh_of_explicit_axes(verifier, is_traced):
+def test_a_mesh_of_explicit_axes(verifier, is_traced, implementation):
     draft, target = random_case(8, vocab_size=kernels.SMALL_VOCAB)
     keys = jax.random.split(jax.random.key(3), 4)
     by_row = NamedSharding(jax.make_mesh((1,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:1]), BY_ROW)
-    verify = partial(getattr(verifiers, verifier), implementation="xla", **options_of(verifier))
+    verify = partial(getattr(verifiers, verifier), implementation=implementation, **options_of(verifier))
     result = (jax.jit(verify) if is_traced else verify)(*jax.device_put((keys, draft, target), by_row))
     assert result.tokens.sharding.spec[0] == "data"
     assert_same(result, run(verifier, "xla", keys, draft, target))

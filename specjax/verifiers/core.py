@@ -90,33 +90,36 @@ def from_core(
             common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
             return kernel(keys, draft, target, interpret=implementation == "interpret", **common, **options)
 
-        operands = keys, draft, target, bonus_tokens
         lack = "a verifier with a kernel" if kernel is None else kernels.unsupported(draft, target)
         if outcomes:
             lack = "outcomes=False: drafts after a rejected one are not tested"
-        if implementation in ("pallas", "interpret"):
-            if lack is not None:
-                raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
-            return by_kernel(*operands)
-        if implementation is None and lack is None and kernels.is_worthwhile(target):
-            return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_core)
-        return _with_auto_axes(by_core, *operands)
+        if implementation in ("pallas", "interpret") and lack is not None:
+            raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
+
+        def by_either(*operands: Any) -> Verified:
+            if implementation in ("pallas", "interpret"):
+                return by_kernel(*operands)
+            if implementation is None and lack is None and kernels.is_worthwhile(operands[2]):
+                return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_core)
+            return by_core(*operands)
+
+        return _with_auto_axes(by_either, keys, draft, target, bonus_tokens)
 
     verify.core = core
     return verify
 
 
 def _with_auto_axes(
-    core: Callable[..., Verified], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
+    verify: Callable[..., Verified], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
 ) -> Verified:
-    """Call a core, with the Explicit axes of a mesh left to XLA; its results are split as the draft's tokens are."""
+    """Verify, with the Explicit axes of a mesh taken as Auto; results are split as the draft's tokens are."""
     operands = keys, draft, target, bonus_tokens
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
-        return core(*operands)
+        return verify(*operands)
     sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(draft.tokens).sharding.spec[:1]))
-    return jax.jit(jax.sharding.auto_axes(core, axes=mesh.explicit_axes, out_sharding=sharding))(*operands)
+    return jax.jit(jax.sharding.auto_axes(verify, axes=mesh.explicit_axes, out_sharding=sharding))(*operands)
 
 
 def canonical(draft: Draft) -> Draft:
