@@ -1,0 +1,37 @@
+"""Checks that verifiers, proposers and models are what they claim, with verdicts in words."""
+
+from specjax.testing.enumeration import (
+    completed_law,
+    enumerate_law,
+    enumerate_outcomes,
+    probabilities,
+    product_law,
+    total_variation,
+)
+from specjax.testing.statistics import ChiSquare, chi_square, sampled_tokens
+from specjax.testing.toys import BigramProposer, bigram_model, sample_draft
+from specjax.testing.verdicts import (
+    BLOCK_INSTANCE,
+    assert_lossless,
+    assert_permutation_equivariant,
+    assert_proposer_lossless,
+)
+
+__all__ = [
+    "BLOCK_INSTANCE",
+    "BigramProposer",
+    "ChiSquare",
+    "assert_lossless",
+    "assert_permutation_equivariant",
+    "assert_proposer_lossless",
+    "bigram_model",
+    "chi_square",
+    "completed_law",
+    "enumerate_law",
+    "enumerate_outcomes",
+    "probabilities",
+    "product_law",
+    "sample_draft",
+    "sampled_tokens",
+    "total_variation",
+]
