@@ -16,7 +16,7 @@ from pallas_kernels.recover import recover
 from pallas_kernels.rows import Rows
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import row_statistics
-from specjax import kernels
+from specjax.verifiers import kernels
 
 VOCAB, NUM_DRAFTS = 128256, 5
 TILES, WARPS = (2048, 4096, 8192, 16384), (4, 8, 16)

@@ -3,7 +3,6 @@
 from specjax import (
     checks,
     decode,
-    guided,
     keys,
     metrics,
     proposers,
@@ -15,9 +14,9 @@ from specjax import (
     verifiers,
 )
 from specjax.decode import generate, prefill, step, stream
-from specjax.llm import LLM
+from specjax.engine.llm import LLM
 from specjax.log_probs import logprobs
-from specjax.sampling import Sampling, SamplingParams
+from specjax.sampling import Sampling, SamplingParams, guided
 from specjax.types import Categorical, Context, Draft, Model, ModelInput, ModelOutput, Verified
 
 __all__ = [

@@ -14,8 +14,8 @@ import specjax
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specjax.llm import LLM
-    from specjax.requests import Metrics, Piece
+    from specjax.engine.llm import LLM
+    from specjax.engine.requests import Metrics, Piece
     from specjax.sampling import SamplingParams
 
 STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # of the kinds of pieces
@@ -104,7 +104,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     console = _console() if sys.stdout.isatty() and not args.json else None
 
-    from specjax.llm import LLM
+    from specjax.engine.llm import LLM
 
     llm = LLM(args.model, args.draft, args.num_draft_tokens, dtype=args.dtype, max_length=args.max_length)
     if args.compare and not llm.proposer.num_draft_tokens:

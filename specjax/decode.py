@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from specjax import guided, log_probs, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
+from specjax import log_probs, metrics, proposers, scorers, verifiers
 from specjax.log_probs import LogProbs
 from specjax.prompts import feed
-from specjax.sampling import Sampling, num_generated, process
+from specjax.sampling import Sampling, guided, num_generated, process
 from specjax.types import (
     Array,
     Categorical,

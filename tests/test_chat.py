@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_tokenizer import make_tokenizer
 
-from specjax.models.chat import render
+from specjax.engine.chat import render
 
 MESSAGES = [
     {"role": "system", "content": 'Say "é" & no more'},

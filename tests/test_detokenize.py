@@ -5,7 +5,7 @@ import pytest
 from test_llm import BOS, EOS, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from specjax.detokenize import INCOMPLETE, Output
+from specjax.engine.detokenize import INCOMPLETE, Output
 from specjax.sampling import SamplingParams
 
 

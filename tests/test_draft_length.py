@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax import LLM, Model, ModelOutput, SamplingParams, decode, metrics, proposers, sampling
-from specjax.draft_length import CHOICES, DraftLength
+from specjax.engine.draft_length import CHOICES, DraftLength
 
 
 def apply(params, inputs, cache):

@@ -11,8 +11,8 @@ import pytest
 from choice import one_of
 
 from specjax import SamplingParams, decode, guided, proposers, sampling, verifiers
-from specjax.guided import Grammar
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.sampling.guided.tables import Grammar
 
 WORDS = ["yes", "no", "may", "be", " very", "12", "345", '": ', '{"', "ab", "bc", "abc", ", ", "é", "tr", "ue", "false"]
 VOCABULARY = [bytes([byte]) for byte in b'abcdefghijklmnopqrstuvwxyz0123456789 ,:."{}-\n\xc3\xa9'] + [

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import rows, threefry
-from specjax import Categorical, Draft, distributions, kernels, ragged, verifiers
+from specjax import Categorical, Draft, distributions, ragged, verifiers
 from specjax import keys as streams
+from specjax.verifiers import kernels
 from specjax.verifiers.core import from_core
 
 ON_GPU = jax.default_backend() == "gpu"

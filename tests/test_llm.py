@@ -11,9 +11,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import decode, proposers, verifiers
-from specjax.llm import LLM, Completion, Piece, _request_keys
+from specjax.engine.llm import LLM, Completion, Piece, _request_keys
+from specjax.engine.requests import _prefill
 from specjax.models import load
-from specjax.requests import _prefill
 from specjax.sampling import SamplingParams
 
 BOS, EOS = "<s>", "</s>"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from test_llm import PROMPTS, tokens, write_pair
 
-from specjax import ModelInput, keys, requests, verifiers
-from specjax.llm import LLM
+from specjax import ModelInput, keys, verifiers
+from specjax.engine import requests
+from specjax.engine.llm import LLM
 from specjax.sampling import SamplingParams
 
 

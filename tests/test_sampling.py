@@ -21,8 +21,8 @@ from specjax import (
     sampling,
     verifiers,
 )
-from specjax.guided import Grammar
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.sampling.guided.tables import Grammar
 
 V, EOS = 24, 23
 BUFFER = 20

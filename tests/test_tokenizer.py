@@ -6,7 +6,7 @@ import sys
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specjax.models.tokenizer import eos_token_ids, load_tokenizer
+from specjax.engine.tokenizer import eos_token_ids, load_tokenizer
 from specjax.models.vocabulary import check_same_vocabulary
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]

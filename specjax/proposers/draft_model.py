@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributions, kernels, prompts
+from specjax import distributions, prompts
 from specjax import keys as streams
 from specjax.sampling import Sampling, process
 from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified, is_integer
+from specjax.verifiers import kernels
 
 CATCH_UP = 16  # tokens a call that feeds what was committed while the draft did not run
 

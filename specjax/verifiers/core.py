@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax import distributions, kernels
+from specjax import distributions
 from specjax import keys as streams
 from specjax.distributions import Law, Residual
 from specjax.types import Array, Categorical, Draft, Verified
+from specjax.verifiers import kernels
 
 
 class Draw(Protocol):

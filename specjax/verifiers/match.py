@@ -3,9 +3,10 @@
 from functools import partial
 from typing import Any
 
-from specjax import distributions, kernels
+from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
+from specjax.verifiers import kernels
 
 
 def _kernel(keys: Array, draft: Draft, target: Categorical, *, bonus_tokens: Array | None, **options: Any) -> Verified:

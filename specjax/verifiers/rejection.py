@@ -4,9 +4,10 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from specjax import distributions, kernels
+from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
+from specjax.verifiers import kernels
 from specjax.verifiers.match import accept_matches
 
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributions, kernels
+from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
+from specjax.verifiers import kernels
 
 
 def _kernel(

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specjax import distributions, kernels
+from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
+from specjax.verifiers import kernels
 
 
 def _kernel(

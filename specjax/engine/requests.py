@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, guided, metrics, sampling
+from specjax import decode, metrics, sampling
 from specjax import keys as streams
-from specjax.detokenize import Output
-from specjax.draft_length import DraftLength
+from specjax.engine.detokenize import Output
+from specjax.engine.draft_length import DraftLength
 from specjax.sampling import SamplingParams
+from specjax.sampling.guided.tables import round_up
 
 if TYPE_CHECKING:
-    from specjax.llm import LLM
+    from specjax.engine.llm import LLM
 
 CHUNK = 8  # steps between two looks of the host for stop strings, and between two choices of K
 
@@ -114,7 +115,7 @@ class Batch:
         rows = sampling.batch(row_params, llm.eos_token_ids, llm.model.vocab_size, tokenize)
         listed = [n for p in params for n in (p.logprobs, p.prompt_logprobs) if n is not None]
         has_logprobs = bool(listed) or max(counts) > 1
-        num_logprobs = min(guided.round_up(max(listed)), llm.model.vocab_size) if any(listed) else 0
+        num_logprobs = min(round_up(max(listed)), llm.model.vocab_size) if any(listed) else 0
         self._draft_length = None
         if llm.chooses_draft_length:
             self._draft_length = DraftLength(llm.model, llm.proposer, len(request))

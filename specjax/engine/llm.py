@@ -11,12 +11,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
-from specjax.draft_length import CHOICES
-from specjax.models import chat
-from specjax.models import tokenizer as tokenizers
+from specjax.engine import chat
+from specjax.engine import tokenizer as tokenizers
+from specjax.engine.draft_length import CHOICES
+from specjax.engine.requests import CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
-from specjax.requests import CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier, is_integer
 

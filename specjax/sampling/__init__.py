@@ -1,0 +1,7 @@
+"""Sampling parameters: of one request, as arrays of a batch, and how they shape logits."""
+
+from specjax.sampling.arrays import Sampling, batch
+from specjax.sampling.logits import num_generated, process
+from specjax.sampling.params import LogitsProcessor, SamplingParams
+
+__all__ = ["LogitsProcessor", "Sampling", "SamplingParams", "batch", "num_generated", "process"]

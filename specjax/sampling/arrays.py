@@ -1,0 +1,155 @@
+"""The sampling parameters of a batch, as arrays with one row a request."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from specjax.sampling import guided
+from specjax.sampling.guided.tables import Guide, round_up
+from specjax.sampling.params import LogitsProcessor, SamplingParams
+from specjax.types import Array
+
+
+class Sampling(NamedTuple):
+    """The sampling parameters of a batch. A field is None where no row uses it: what is not used costs nothing.
+
+    The sizes N, W and M of lists are powers of two, so that few are compiled for.
+    """
+
+    max_tokens: Array  # [B] int32
+    temperature: Array | None = None  # [B] float32; None is 1
+    top_k: Array | None = None  # [B] int32, -1 for all
+    top_p: Array | None = None  # [B] float32
+    min_p: Array | None = None  # [B] float32
+    stop_tokens: Array | None = None  # [B, N] int32, padded with -1
+    min_tokens: Array | None = None  # [B] int32
+    presence_penalty: Array | None = None  # [B] float32
+    frequency_penalty: Array | None = None  # [B] float32
+    repetition_penalty: Array | None = None  # [B] float32
+    bias_tokens: Array | None = None  # [B, N] int32, padded with -1
+    bias_values: Array | None = None  # [B, N] float32
+    allowed_tokens: Array | None = None  # [B, N] int32, padded with -1; without any, all are allowed
+    bad_words: Array | None = None  # [B, W, M] int32, each word padded with -1 in front
+    logits_processors: tuple[tuple[Partial, Array], ...] | None = None  # each with the rows [B] bool that use it
+    guide: Guide | None = None  # the grammars
+
+
+def batch(
+    params: Sequence[SamplingParams],
+    eos_token_ids: Sequence[int] = (),
+    vocab_size: int | None = None,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+) -> Sampling:
+    """The parameters of several requests as arrays of a batch.
+
+    Args:
+        params: one a row.
+        eos_token_ids: stop tokens of every row that does not ignore them.
+        vocab_size: where given, token ids outside it are a ValueError.
+        tokenize: the token ids of a text, without special tokens; for bad words that are strings.
+
+    Returns:
+        Sampling, with None for every feature that no row uses.
+
+    Raises:
+        ValueError: for ids outside the vocabulary, or bad words that are strings without `tokenize`.
+    """
+    stops = [p.stop_token_ids + (() if p.ignore_eos else tuple(eos_token_ids)) for p in params]
+    biases = [list(p.logit_bias) for p in params]
+    allowed = [p.allowed_token_ids or () for p in params]
+    bad_words = [_tokenized(p.bad_words, tokenize) for p in params]
+    named = {
+        "stop_token_ids": stops,
+        "logit_bias": biases,
+        "allowed_token_ids": allowed,
+        "bad_words": [word for words in bad_words for word in words],
+    }
+    for name, rows in named.items():
+        for ids in rows:
+            if vocab_size is not None and any(t >= vocab_size for t in ids):
+                raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
+    for name in ("logprobs", "prompt_logprobs"):
+        most = max((getattr(p, name) or 0 for p in params), default=0)
+        if vocab_size is not None and most > vocab_size:
+            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
+
+    def column(name: str, dtype: type, unused: float) -> Array | None:
+        values = [getattr(p, name) for p in params]
+        return None if all(v == unused for v in values) else jnp.asarray(values, dtype)
+
+    stop_tokens = _padded(stops)
+    return Sampling(
+        max_tokens=jnp.asarray([p.max_tokens for p in params], jnp.int32),
+        temperature=jnp.asarray([p.temperature for p in params], jnp.float32),
+        top_k=column("top_k", jnp.int32, -1),
+        top_p=column("top_p", jnp.float32, 1),
+        min_p=column("min_p", jnp.float32, 0),
+        stop_tokens=stop_tokens,
+        min_tokens=None if stop_tokens is None else column("min_tokens", jnp.int32, 0),
+        presence_penalty=column("presence_penalty", jnp.float32, 0),
+        frequency_penalty=column("frequency_penalty", jnp.float32, 0),
+        repetition_penalty=column("repetition_penalty", jnp.float32, 1),
+        bias_tokens=_padded(biases),
+        bias_values=_padded([list(p.logit_bias.values()) for p in params], 0, jnp.float32),
+        allowed_tokens=_padded(allowed),
+        bad_words=_padded_words(bad_words),
+        logits_processors=_shared_processors([p.logits_processors for p in params]),
+        guide=guided.batch([p.guided_decoding for p in params], vocab_size),
+    )
+
+
+def _tokenized(
+    words: Sequence[str | tuple[int, ...]], tokenize: Callable[[str], Sequence[int]] | None
+) -> list[tuple[int, ...]]:
+    """The token sequences of bad words; a string gives one as it begins a text and one as it follows a space."""
+    sequences = []
+    for word in words:
+        if not isinstance(word, str):
+            sequences.append(word)
+            continue
+        if tokenize is None:
+            raise ValueError(f"bad_words must be sequences of token ids where batch has no tokenize, got {word!r}")
+        bare = word.lstrip()
+        sequences += [tuple(tokenize(text)) for text in ((bare, " " + bare) if bare else (word,))]
+        if () in sequences:
+            raise ValueError(f"bad_words must have tokens, got {word!r}, which has none")
+    return list(dict.fromkeys(sequences))
+
+
+def _shared_processors(rows: Sequence[tuple[LogitsProcessor, ...]]) -> tuple[tuple[Partial, Array], ...] | None:
+    """Every function with the rows that use it, those that rows have first in front: each row keeps its order."""
+    entries = sorted(dict.fromkeys(entry for row in rows for entry in enumerate(row)), key=lambda entry: entry[0])
+    if not entries:
+        return None
+    return tuple(
+        (
+            function if isinstance(function, Partial) else Partial(function),
+            jnp.asarray([row[i : i + 1] == (function,) for row in rows]),
+        )
+        for i, function in entries
+    )
+
+
+def _padded(rows: Sequence[Sequence[float]], fill: float = -1, dtype: type = jnp.int32) -> Array | None:
+    """Rows of different lengths as an array [B, N], or None if all are empty."""
+    width = max(map(len, rows), default=0)
+    if not width:
+        return None
+    width = round_up(width)
+    return jnp.asarray([[*row, *[fill] * (width - len(row))] for row in rows], dtype)
+
+
+def _padded_words(rows: Sequence[Sequence[tuple[int, ...]]]) -> Array | None:
+    """Token sequences of each row as an array [B, W, M], padded in front, or None if there are none."""
+    num_words = max(map(len, rows), default=0)
+    if not num_words:
+        return None
+    size = round_up(max(len(word) for words in rows for word in words))
+    array = np.full((len(rows), round_up(num_words), size), -1, np.int32)
+    for i, words in enumerate(rows):
+        for j, word in enumerate(words):
+            array[i, j, size - len(word) :] = word
+    return jnp.asarray(array)

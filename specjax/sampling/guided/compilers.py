@@ -1,0 +1,152 @@
+"""Grammars made from regular expressions, JSON schemas and lists of choices."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.sampling.guided.tables import Grammar
+
+
+def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
+    r"""The texts that a regular expression matches as a whole.
+
+    The automaton is made by outlines-core (the extra `specjax[guided]`).
+
+    Args:
+        pattern: in the syntax of Rust's `regex`: that of `re` without back-references, look-around and anchors. `\d`
+            and `\w` are Unicode, and take more states than `[0-9]`.
+        vocabulary: the bytes of every token, as from `vocabulary`; empty ones are never generated.
+        eos_token_ids: allowed where the text matches, and the only tokens allowed after that.
+
+    Returns:
+        Grammar.
+
+    Raises:
+        ValueError: for a pattern that is not valid or that no tokens match, or wrong ids.
+
+    Example:
+        >>> grammar = from_regex("[0-9]{4}", [b"0", b"1", b"42", b"x", b""], eos_token_ids=[4])
+        >>> (grammar.transitions[0, grammar.token_classes] >= 0).tolist()
+        [True, True, True, False, False]
+    """
+    from outlines_core import Index, Vocabulary
+
+    # The library stops at the leftmost-first match: "a|ab" would be "a". The end of text makes it match all of it. It
+    # refuses patterns that ask for the end at the beginning, so there is a byte in front, taken off again.
+    end = 256
+    single_bytes = Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)})
+    try:
+        Index(pattern, single_bytes)  # alone first: "a)(b" is not a pattern
+        index = Index(rf"\x00(?:{pattern})\z", single_bytes)
+    except ValueError as error:
+        raise ValueError(f"pattern must be a regular expression without anchors, got {pattern!r}: {error}") from None
+    edges = index.get_transitions()
+    number = {state: i for i, state in enumerate(edges)}
+    automaton = np.full((len(number), 256), -1)
+    for state, targets in edges.items():
+        for byte in targets.keys() - {end}:
+            automaton[number[state], byte] = number[targets[byte]]
+    is_final = np.array([index.is_final_state(state) for state in edges])
+    start = automaton[number[index.get_initial_state()], 0]
+    return _over_tokens("pattern", automaton, start, is_final, vocabulary, eos_token_ids)
+
+
+def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
+    """The JSON texts of a schema: `from_regex` of the expression that outlines-core makes of it.
+
+    Args:
+        schema: JSON schema; properties come in its order, and recursion is cut at a depth of three.
+        vocabulary: as in `from_regex`.
+        eos_token_ids: as in `from_regex`.
+
+    Returns:
+        Grammar.
+
+    Raises:
+        ValueError: as `from_regex`, or for a schema that is not supported.
+    """
+    from outlines_core.json_schema import build_regex_from_schema
+
+    return from_regex(build_regex_from_schema(json.dumps(schema)), vocabulary, eos_token_ids)
+
+
+def from_choices(choices: Sequence[str], vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
+    """One of several texts.
+
+    Args:
+        choices: the texts.
+        vocabulary: as in `from_regex`.
+        eos_token_ids: as in `from_regex`.
+
+    Returns:
+        Grammar.
+
+    Raises:
+        ValueError: for choices that are none, not strings, or that no tokens make; or wrong ids.
+
+    Example:
+        >>> grammar = from_choices(["yes", "no"], [b"y", b"es", b"no", b"n", b"</s>"], eos_token_ids=[4])
+        >>> (grammar.transitions[0, grammar.token_classes] >= 0).tolist()
+        [True, False, True, False, False]
+    """
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"choices must be a non-empty sequence of strings, got {choices!r}")
+    texts = {choice.encode() for choice in choices}
+    prefixes = sorted({text[:end] for text in texts for end in range(len(text) + 1)})
+    number = {prefix: i for i, prefix in enumerate(prefixes)}
+    automaton = np.full((len(prefixes), 256), -1)
+    for prefix in prefixes[1:]:
+        automaton[number[prefix[:-1]], prefix[-1]] = number[prefix]
+    is_final = np.array([prefix in texts for prefix in prefixes])
+    return _over_tokens("choices", automaton, 0, is_final, vocabulary, eos_token_ids)
+
+
+def _over_tokens(
+    name: str,
+    automaton: np.ndarray,
+    start: int,
+    is_final: np.ndarray,
+    vocabulary: Sequence[bytes],
+    eos_token_ids: Sequence[int],
+) -> Grammar:
+    """The grammar of an automaton over bytes [S, 256], whose tokens are read byte by byte."""
+    if not eos_token_ids or not all(0 <= token < len(vocabulary) for token in eos_token_ids):
+        raise ValueError(f"eos_token_ids must be one or more ids in [0, {len(vocabulary)}), got {eos_token_ids!r}")
+    # What a token does to all states at once is a column; columns that are equal are one class. State -1 stays -1.
+    automaton = np.concatenate([automaton, np.full((1, 256), -1)])
+    columns = [np.arange(len(automaton) - 1)]
+    classes, after = {}, {}
+    token_classes = np.zeros(len(vocabulary), int)
+    for i, token in enumerate(vocabulary):
+        current = 0
+        for byte in token:
+            if (current, byte) not in after:
+                column = automaton[columns[current], byte]
+                after[current, byte] = classes.setdefault(column.tobytes(), len(columns))
+                if after[current, byte] == len(columns):
+                    columns.append(column)
+            current = after[current, byte]
+        token_classes[i] = current
+    columns[0] = np.full_like(columns[0], -1)  # of tokens without bytes
+    done = len(is_final)
+    columns.append(np.where(is_final, done, -1))
+    token_classes[list(eos_token_ids)] = len(columns) - 1
+    used, token_classes = np.unique(token_classes, return_inverse=True)
+    transitions = np.stack([np.append(columns[i], -1) for i in used], axis=1)
+    transitions[done, -1] = done
+
+    is_alive = np.arange(done + 1) == done  # the end can be reached
+    source, target = np.unique([np.nonzero(transitions >= 0)[0], transitions[transitions >= 0]], axis=1)
+    while not is_alive[source[is_alive[target]]].all():
+        is_alive[source[is_alive[target]]] = True
+    if not is_alive[start]:
+        raise ValueError(f"{name} must match a text that the vocabulary can make")
+    transitions = np.where(is_alive[transitions], transitions, -1)
+    reached = [int(start)]
+    for state in reached:
+        reached += set(transitions[state].tolist()) - {-1, *reached}
+    number = np.full(done + 2, -1)  # number[-1] is -1
+    number[reached] = np.arange(len(reached))
+    return Grammar(token_classes, number[transitions[reached]])

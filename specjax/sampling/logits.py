@@ -1,0 +1,183 @@
+"""How sampling parameters shape logits.
+
+Plain and speculative decoding, target and draft share `process`. It applies, in this order: the request's own logits
+processors, on what the model gives; logit bias; the masks (allowed tokens, guided decoding, bad words, min_tokens);
+repetition, frequency and presence penalties; temperature; min-p; top-k; top-p.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from pallas_kernels.cut import min_logit
+from specjax.sampling import guided
+from specjax.sampling.arrays import Sampling
+from specjax.sampling.guided.tables import Guide
+from specjax.types import Array, Categorical, Context
+
+
+def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int = 0) -> Categorical:
+    """The distributions that requests sample from, row j with the history before it.
+
+    A draft that a mask forbids stays where it is, with probability 0. A row where everything is forbidden is all -inf:
+    verifiers and samplers give some id in range for it.
+
+    Args:
+        sampling: of the batch.
+        logits: [B, T, V]; row j is of position context.length + first + j.
+        context: prompt and committed tokens; with `guided_state` where the batch is guided.
+        drafts: [B, K] int32, the tokens after the context; row j sees the first + j <= K first of them.
+        first: index of the first row.
+
+    Returns:
+        Categorical [B, T, V].
+
+    Raises:
+        ValueError: for a grammar of another vocabulary, a context without its state, or a logits processor that returns
+            another shape.
+    """
+    shape = logits.shape
+    row = (first + jnp.arange(shape[1]))[None]  # [1, T] drafts before each row
+    if sampling.logits_processors is not None:
+        logits = _run_processors(sampling.logits_processors, logits, context, drafts, row)
+    if sampling.bias_tokens is not None:
+        logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None]
+    if sampling.allowed_tokens is not None:
+        is_allowed = _contains(sampling.allowed_tokens, shape[-1])
+        is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
+        logits = jnp.where(is_allowed[:, None], logits, -jnp.inf)
+    if sampling.guide is not None:
+        logits = _guide(sampling.guide, logits, context, drafts, first)
+    if sampling.bad_words is not None:
+        banned = _completing(sampling.bad_words, context, drafts, row)
+        index = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
+        logits = logits.at[*index, jnp.where(banned < 0, shape[-1], banned)].set(-jnp.inf, mode="drop")
+    if sampling.min_tokens is not None:
+        is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
+        is_stop = _contains(sampling.stop_tokens, shape[-1])
+        masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
+        is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows nothing but to stop
+        logits = jnp.where(is_left, masked, logits)
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    if any(penalty is not None for penalty in penalties):
+        logits = _penalize(*penalties, logits, context, drafts, row)
+    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
+        return Categorical(logits, sampling.temperature)
+
+    def by_row(field: Array | None) -> Array | None:
+        return None if field is None else jnp.broadcast_to(field[:, None], shape[:2])
+
+    cut = min_logit(
+        logits,
+        temperature=by_row(sampling.temperature),
+        top_k=by_row(sampling.top_k),
+        top_p=by_row(sampling.top_p),
+        min_p=by_row(sampling.min_p),
+    )
+    return Categorical(logits, sampling.temperature, cut)
+
+
+def num_generated(context: Context) -> Array:
+    """Committed tokens [B] that are not prompt."""
+    return context.length - _prompt_length(context)
+
+
+def _prompt_length(context: Context) -> Array:
+    return jnp.zeros_like(context.length) if context.prompt_length is None else context.prompt_length
+
+
+def _run_processors(
+    processors: tuple[tuple[Partial, Array], ...], logits: Array, context: Context, drafts: Array, row: Array
+) -> Array:
+    """The logits after the functions of each row."""
+    length = context.length[:, None] + row
+    history = _history(context, drafts)[:, None]
+    index = jnp.arange(history.shape[-1])[None, None]
+    one = Context(
+        tokens=jnp.where(index < length[..., None], history, -1),
+        length=length,
+        active=jnp.broadcast_to(context.active[:, None], length.shape),
+        prompt_length=jnp.broadcast_to(_prompt_length(context)[:, None], length.shape),
+    )
+    for function, rows in processors:
+        processed = jax.vmap(jax.vmap(function))(logits, one)
+        if processed.shape != logits.shape:
+            raise ValueError(
+                f"logits_processors must return shape [V] = ({logits.shape[-1]},), "
+                f"got {processed.shape[2:]} from {function.func}"
+            )
+        logits = jnp.where(rows[:, None, None], processed, logits)
+    return logits
+
+
+def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: Array | int) -> Array:
+    """The logits without what the grammar forbids."""
+    if guide.token_classes.shape[1] != logits.shape[-1]:
+        raise ValueError(
+            f"guided_decoding must be of V = {logits.shape[-1]} tokens, got {guide.token_classes.shape[1]}"
+        )
+    if context.guided_state is None:
+        raise ValueError("context must have a guided_state [B] where a request is guided, got None")
+    states = guided.advance(guide, context.guided_state, drafts)
+    states = jax.lax.dynamic_slice_in_dim(states, first, logits.shape[1], axis=1)
+    return jnp.where(guided.allowed(guide, states), logits, -jnp.inf)
+
+
+def _completing(bad_words: Array, context: Context, drafts: Array, row: Array) -> Array:
+    """The last tokens [B, T, W] of the bad words that they would complete, -1 for the others."""
+    prefix, last = bad_words[:, None, :, :-1], bad_words[:, None, :, -1]
+    size = prefix.shape[-1]
+    position = (context.length[:, None] + row)[..., None] - size + jnp.arange(size)[None, None]  # [B, T, M-1]
+    is_output = position >= _prompt_length(context)[:, None, None]
+    history = _history(context, drafts)[:, None]
+    tokens = jnp.where(is_output, jnp.take_along_axis(history, jnp.maximum(position, 0), axis=-1), -1)
+    return jnp.where(jnp.all((prefix < 0) | (prefix == tokens[:, :, None]), axis=-1), last, -1)
+
+
+def _penalize(
+    repetition: Array | None,
+    frequency: Array | None,
+    presence: Array | None,
+    logits: Array,
+    context: Context,
+    drafts: Array,
+    row: Array,
+) -> Array:
+    """The logits after the penalties. What was committed is counted once [B, V], the few drafts compared in place."""
+    vocab_size = logits.shape[-1]
+    index = jnp.arange(context.tokens.shape[1])[None]
+    is_prompt = index < _prompt_length(context)[:, None]
+    is_output = ~is_prompt & (index < context.length[:, None])
+    count = _scatter(jnp.where(is_output, context.tokens, -1), jnp.int32(1), vocab_size)[:, None]
+    ids = jnp.arange(vocab_size)[None, None]
+    for i in range(drafts.shape[1]):
+        count = count + ((drafts[:, i, None, None] == ids) & (i < row[..., None]))  # [B, T, V]
+    if repetition is not None:
+        is_seen = _contains(jnp.where(is_prompt, context.tokens, -1), vocab_size)[:, None] | (count > 0)
+        factor = jnp.where(is_seen, repetition[:, None, None], 1)
+        logits = jnp.where(logits > 0, logits / factor, logits * factor)
+    if frequency is not None:
+        logits -= frequency[:, None, None] * count
+    if presence is not None:
+        logits -= presence[:, None, None] * (count > 0)
+    return logits
+
+
+def _history(context: Context, drafts: Array) -> Array:
+    """The committed tokens of each row, its drafts right after them [B, L + K]."""
+    num_drafts = drafts.shape[1]
+    slot = context.length[:, None] + jnp.arange(num_drafts)[None]
+    tokens = jnp.pad(context.tokens, ((0, 0), (0, num_drafts)))
+    return tokens.at[jnp.arange(tokens.shape[0])[:, None], slot].set(drafts)
+
+
+def _scatter(ids: Array, values: Array, vocab_size: int) -> Array:
+    """The sums [B, V] of the values of each id [B, N]; negative ids are left out."""
+    rows = jnp.arange(ids.shape[0])[:, None]
+    sums = jnp.zeros((ids.shape[0], vocab_size), values.dtype)
+    return sums.at[rows, jnp.where(ids < 0, vocab_size, ids)].add(values, mode="drop")
+
+
+def _contains(ids: Array, vocab_size: int) -> Array:
+    """Which tokens [B, V] are among the ids [B, N]; negative ids are left out."""
+    return _scatter(ids, jnp.int32(1), vocab_size) > 0

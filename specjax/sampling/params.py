@@ -1,0 +1,215 @@
+"""What one request asks for, checked field by field."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specjax.sampling.guided.tables import Grammar
+from specjax.types import Array, Context, is_integer
+
+LogitsProcessor = Callable[[Array, Context], Array]
+
+
+_MAX_INT = np.iinfo(np.int32).max
+
+
+_IDS = f"ids in [0, {_MAX_INT}]"
+
+
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+_POSITIVE = f"[{_LEAST:.1e}, {_MOST:.1e}]"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks for. Every value is checked, and every field honoured while speculating.
+
+    Args:
+        n: number of completions, ranked by the sum of their tokens' log-probabilities, the best first.
+        best_of: number of completions to generate, of which the best n are returned; None is n. They share one pass
+            over the prompt. At temperature 0, where all are the same, n and best_of must be 1.
+        temperature: 0, which is greedy, or > 0.
+        top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept.
+        top_p: probability mass to keep, in (0, 1].
+        min_p: least probability to keep, relative to the most likely token's, in [0, 1].
+        seed: integer that fixes the request's random numbers; None takes them from the call.
+        stop: strings that end the text, which they are not part of.
+        include_stop_str_in_output: make the stop string that ended the text a part of it.
+        stop_token_ids: token ids that end the text.
+        max_tokens: most tokens to generate.
+        min_tokens: tokens to generate before a stop token may come, unless nothing else is allowed: a complete grammar
+            ends the text before.
+        ignore_eos: go on after the end-of-sequence token.
+        presence_penalty: taken off the logit of every token that was generated, in [-2, 2].
+        frequency_penalty: taken off as many times as the token was generated, in [-2, 2].
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that were generated or are
+            in the prompt, > 0; 1 is none.
+        logit_bias: token id -> what to add to its logit, in [-100, 100].
+        allowed_token_ids: the only tokens that may come; None is all.
+        bad_words: words that may not come, as strings (each also with a space in front) or sequences of token ids. Only
+            the last token of a word is forbidden, and only where the generated text ends with the tokens before it; a
+            word whose beginning is in the prompt may be completed.
+        logits_processors: functions `(logits [V], context) -> logits [V]` that JAX can trace, applied in their order.
+            The context is of the one sequence: `tokens` [N] with the drafts, -1 from `length` on, and `prompt_length`.
+            Functions that compare equal share a compilation; arrays bound by `jax.tree_util.Partial` may change
+            without a new one.
+        guided_decoding: a `specjax.guided.Grammar`, which the generated text follows.
+        logprobs: how many of the most likely tokens to list with their log-probabilities at every generated token,
+            beside the token itself; None is no log-probabilities. They are of the law that the token was drawn from,
+            after all that these parameters do to it; at temperature 0, of that law at temperature 1.
+        prompt_logprobs: the same for the tokens of the prompt, under the model's own law.
+        detokenize: make text; without it there are token ids alone, and no stop strings.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: set those that are not left out apart by spaces.
+        truncate_prompt_tokens: use the last so many tokens of the prompt; None is all.
+
+    What the fields of a request forbid together must leave a token: where all are forbidden, any token may come.
+
+    Raises:
+        ValueError: for a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str | Sequence[int]] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    guided_decoding: Grammar | None = None
+    n: int = 1
+    best_of: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self):
+        def require(name: str, expected: str, condition: bool) -> None:
+            if not condition:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+        def in_range(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            require(name, f"in [{low}, {high}]", _is_number(value) and low <= value <= high)
+
+        def as_tuple(name: str) -> tuple:
+            value = getattr(self, name)
+            value = () if value is None else (value,) if isinstance(value, str) else value
+            require(name, "a sequence", isinstance(value, Iterable))
+            return tuple(value)
+
+        is_temperature = _is_number(self.temperature) and (self.temperature == 0 or _is_positive(self.temperature))
+        require("temperature", f"0 or in {_POSITIVE}", is_temperature)
+        is_top_k = is_integer(self.top_k) and (1 <= self.top_k <= _MAX_INT or self.top_k == -1)
+        require("top_k", f"-1 or in [1, {_MAX_INT}]", is_top_k)
+        require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
+        in_range("min_p", 0, 1)
+        require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
+        require("max_tokens", f"in [1, {_MAX_INT}]", is_integer(self.max_tokens) and 1 <= self.max_tokens <= _MAX_INT)
+        require(
+            "min_tokens",
+            f"in [0, max_tokens = {self.max_tokens}]",
+            is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+        )
+        in_range("presence_penalty", -2, 2)
+        in_range("frequency_penalty", -2, 2)
+        require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
+
+        stop = as_tuple("stop")
+        require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
+        stop_token_ids = as_tuple("stop_token_ids")
+        require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
+        require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
+        logit_bias = dict(self.logit_bias or {})
+        are_biases = all(_is_number(bias) and -100 <= bias <= 100 for bias in logit_bias.values())
+        require("logit_bias", f"{_IDS} with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
+        allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
+        require(
+            "allowed_token_ids",
+            f"None or one or more {_IDS}",
+            allowed != () and _are_ids(allowed or ()),
+        )
+        bad_words = tuple(
+            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
+            for word in as_tuple("bad_words")
+        )
+        require(
+            "bad_words",
+            f"made of non-empty strings or sequences of {_IDS}",
+            all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words),
+        )
+        processors = as_tuple("logits_processors")
+        are_functions = all(callable(f) and isinstance(f, Hashable) for f in processors)
+        require("logits_processors", "hashable functions", are_functions)
+        require(
+            "guided_decoding",
+            "None or a specjax.guided.Grammar, as of guided.from_regex",
+            self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
+        )
+        require("n", ">= 1", is_integer(self.n) and self.n >= 1)
+        is_best_of = self.best_of is None or (is_integer(self.best_of) and self.best_of >= self.n)
+        require("best_of", f"None or >= n = {self.n}", is_best_of)
+        for name in ("n", "best_of"):
+            is_one = getattr(self, name) in (None, 1)
+            require(name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(name, "None or >= 0", value is None or (is_integer(value) and value >= 0))
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
+        require("stop", "empty where detokenize is False", self.detokenize or not stop)
+        truncated = self.truncate_prompt_tokens
+        require(
+            "truncate_prompt_tokens", "None or >= 1", truncated is None or (is_integer(truncated) and truncated >= 1)
+        )
+        for name, value in (
+            ("stop", stop),
+            ("stop_token_ids", stop_token_ids),
+            ("logit_bias", logit_bias),
+            ("allowed_token_ids", allowed),
+            ("bad_words", bad_words),
+            ("logits_processors", processors),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_samples(self) -> int:
+        """Completions to generate."""
+        return self.n if self.best_of is None else self.best_of
+
+
+def _are_ids(values: Iterable[object]) -> bool:
+    return all(is_integer(value) and 0 <= value <= _MAX_INT for value in values)
+
+
+def _is_positive(value: object) -> bool:
+    """Whether a number is > 0 and finite in float32 too, where devices may take the smallest for 0."""
+    return _is_number(value) and _LEAST <= float(value) <= _MOST
+
+
+def _is_number(value: object) -> bool:
+    return (is_integer(value) or isinstance(value, float | np.floating)) and math.isfinite(value)
