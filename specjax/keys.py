@@ -39,13 +39,20 @@ def positions(request_keys: Array, lengths: Array, num_draft_tokens: int) -> Arr
     return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1)[None])
 
 
-def samples(request_keys: Array, index: Array) -> Array:
-    """The keys [B] of sample `index` [B] of each request: sample 0 has the request's own.
+def numbered(keys: Array, number: Array | int) -> Array:
+    """The keys of repetition `number` (broadcast against keys) of what they are for: number 0 has `keys` themselves.
 
-    The others are named by numbers that no position has, so that they share no stream with it.
+    The others are folded with numbers that no position and no stream has, so that they share no noise with it.
     """
-    index = jnp.asarray(index, jnp.uint32)
-    return jnp.where(index == 0, request_keys, fold(request_keys, index + jnp.uint32(1 << 31)))
+    if isinstance(number, int) and number == 0:
+        return keys
+    number = jnp.asarray(number, jnp.uint32)
+    return jnp.where(number == 0, keys, fold(keys, number + jnp.uint32(1 << 31)))
+
+
+def samples(request_keys: Array, index: Array) -> Array:
+    """The keys [B] of sample `index` [B] of each request: sample 0 has the request's own."""
+    return numbered(request_keys, index)
 
 
 def of_step(keys: Array, batch_size: int, num_draft_tokens: int) -> Array:

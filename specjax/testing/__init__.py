@@ -1,5 +1,6 @@
 """Checks that verifiers, proposers and models are what they claim, with verdicts in words."""
 
+from specjax.testing.cases import BLOCK_INSTANCE
 from specjax.testing.enumeration import (
     completed_law,
     enumerate_law,
@@ -11,10 +12,10 @@ from specjax.testing.enumeration import (
 from specjax.testing.statistics import ChiSquare, chi_square, sampled_tokens
 from specjax.testing.toys import BigramProposer, bigram_model, sample_draft
 from specjax.testing.verdicts import (
-    BLOCK_INSTANCE,
     assert_lossless,
     assert_permutation_equivariant,
     assert_proposer_lossless,
+    assert_rows_independent,
 )
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "assert_lossless",
     "assert_permutation_equivariant",
     "assert_proposer_lossless",
+    "assert_rows_independent",
     "bigram_model",
     "chi_square",
     "completed_law",

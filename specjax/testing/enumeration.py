@@ -5,7 +5,8 @@ that runs through every outcome with its probability, so the shipped code is wha
 shows.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,94 +18,159 @@ import numpy as np
 from specjax import distributions
 from specjax.distributions import Residual
 from specjax.types import Array, Categorical, Draft, Verified
-from specjax.verifiers.core import canonical
+from specjax.verifiers.core import CallNumbers, canonical
 
+MAX_ROWS = 4_000_000  # outcomes of a batch that are enumerated at once
 Table = np.ndarray  # level i of a conditional table: [V] * i + [V], the law of token i + 1 given the first i
 
 
-class _Record:
-    """A draw that notes which outcomes each call can have."""
+class _Enumerated:
+    """A draw whose every call gives the outcome that its row stands for; `weight` [B] is their probability.
 
-    def __init__(self):
-        self.outcomes: list[np.ndarray] = []
-
-    def flip(self, probabilities: Array) -> Array:
-        self.outcomes.append(np.array(list(product((False, True), repeat=probabilities.shape[1]))))
-        return jnp.zeros(probabilities.shape, bool)
-
-    def pick(self, residual: Residual) -> Array:
-        self.outcomes.append(np.arange(residual.target.distribution.logits.shape[-1], dtype=np.int32))
-        return jnp.zeros(residual.target.shift.shape[:1], jnp.int32)
-
-    def sample(self, target: Categorical) -> Array:
-        batch_size, num_rows, vocab_size = distributions.shape_of(target)
-        self.outcomes.append(np.array(list(product(range(vocab_size), repeat=num_rows)), np.int32))
-        return jnp.zeros((batch_size, num_rows), jnp.int32)
-
-
-class _Replay:
-    """A draw whose every call gives the outcome that its row stands for; `weight` [B] is their probability."""
+    Args:
+        outcomes: of the calls in their order, [B, ...] each. Later calls give their first outcome, and what they could
+            give is added to `unknown`.
+    """
 
     def __init__(self, outcomes: list[np.ndarray]):
-        self.outcomes = iter(outcomes)
         self.weight: Array | float = 1.0
+        self.unknown: list[np.ndarray] = []
+        self.has_loop = False
+        self._outcomes = iter(outcomes)
+        self._calls = CallNumbers()
+        self._numbers: set[tuple[str, int]] = set()
 
-    def flip(self, probabilities: Array) -> Array:
-        outcome = jnp.asarray(next(self.outcomes))
+    def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
+        width = probabilities.shape[1]
+        outcome = self._next("flip", index, probabilities.shape[0], lambda: product((False, True), repeat=width), bool)
         chance = jnp.clip(jnp.where(jnp.isnan(probabilities), 0, probabilities), 0, 1)
         self.weight = self.weight * jnp.prod(jnp.where(outcome, chance, 1 - chance), axis=1)
         return outcome
 
-    def pick(self, residual: Residual) -> Array:
-        outcome = jnp.asarray(next(self.outcomes))
+    def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
+        batch_size, _, vocab_size = distributions.shape_of(residual.target.distribution)
+        outcome = self._next("pick", index, batch_size, lambda: range(vocab_size), np.int32)
         probs = distributions.residual_probs(residual)
         self.weight = self.weight * jnp.take_along_axis(probs, outcome[:, None], axis=1)[:, 0]
         return outcome
 
-    def sample(self, target: Categorical) -> Array:
-        outcome = jnp.asarray(next(self.outcomes))
-        log_prob = distributions.token_log_prob(distributions.normalize(target), outcome)
-        self.weight = self.weight * jnp.exp(jnp.sum(log_prob, axis=1))
+    def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
+        batch_size, num_rows, vocab_size = distributions.shape_of(target)
+        rows = partial(product, range(vocab_size), repeat=num_rows)
+        outcome = self._next("sample", index, batch_size, rows, np.int32)
+        law = distributions.normalize(target)
+        chance = jnp.exp(distributions.token_log_prob(law, outcome))
+        chance = jnp.where(jnp.isfinite(law.log_mass), chance, outcome == 0)  # a row without mass gives some token
+        self.weight = self.weight * jnp.prod(chance, axis=1)
         return outcome
+
+    def _next(
+        self, method: str, index: Array | int | None, batch_size: int, choices: Callable[[], Iterable], dtype: Any
+    ) -> Array:
+        """The outcome of a call: the next one that was given, or the first of the choices."""
+        number = self._calls.next(method, index)
+        if self._calls.is_in_traced_function():
+            self.has_loop = True
+        elif (method, int(number)) in self._numbers:
+            raise AssertionError(
+                f"two calls of draw.{method} in one step have index={index}: they get the same noise, while every call "
+                "must have noise of its own"
+            )
+        else:
+            self._numbers.add((method, int(number)))
+        outcome = next(self._outcomes, None)
+        if outcome is None:
+            self.unknown.append(np.array(list(choices()), dtype))
+            outcome = np.repeat(self.unknown[-1][:1], batch_size, axis=0)
+        return jnp.asarray(outcome)
 
 
 def enumerate_outcomes(
-    verifier: Callable[..., Verified], draft: Draft, target: Categorical | Array, **options: Any
+    verifier: Callable[..., Verified],
+    draft: Draft,
+    target: Categorical | Array,
+    *,
+    bonus_tokens: Array | None = None,
+    **options: Any,
 ) -> tuple[Verified, np.ndarray]:
     """Run a verifier on every outcome of its chance.
+
+    A core that draws inside loops runs operation by operation, with the loops in Python, because the number of its
+    draws is known only then. Any other core is compiled.
 
     Args:
         verifier: with a `core` (made by `from_core`).
         draft: of B rows.
         target: of B rows.
+        bonus_tokens: [B] int32, as verifiers take them.
         **options: of the verifier.
 
     Returns:
         Verified with a leading axis of B * N outcomes, those of one row together, and the probability [B, N] of each.
+
+    Raises:
+        AssertionError: two calls of the core get the same noise.
+        ValueError: there are more than MAX_ROWS outcomes, or a call inside a loop has no index.
     """
-    target = distributions.as_categorical(target)
+    batch_size = draft.tokens.shape[0]
     static = tuple((k, v) for k, v in options.items() if v is None or isinstance(v, bool | str))
     traced = {k: v for k, v in options.items() if (k, v) not in static}
-    record = _Record()
-    jax.eval_shape(lambda: verifier.core(record, canonical(draft), target, **options))
-    sizes = [len(outcome) for outcome in record.outcomes]
-    index = np.indices(sizes).reshape(len(sizes), -1)
-    num_outcomes = index.shape[1]
-    batch_size = draft.tokens.shape[0]
-    outcomes = [
-        np.tile(outcome[i], (batch_size,) + (1,) * (outcome.ndim - 1))
-        for outcome, i in zip(record.outcomes, index, strict=True)
-    ]
-    draft, target = jax.tree.map(lambda x: jnp.repeat(x, num_outcomes, axis=0), (draft, target))
-    verified, weight = _replay(verifier.core, static, traced, outcomes, draft, target)
-    return verified, np.asarray(weight).reshape(batch_size, num_outcomes)
+    rows = draft, distributions.as_categorical(target), bonus_tokens
+
+    def trace_calls() -> None:
+        nonlocal traced_draw
+        traced_draw = _Enumerated([])
+        _run(verifier.core, traced_draw, options, *rows)
+
+    traced_draw = None
+    jax.eval_shape(trace_calls)
+    choices = [] if traced_draw.has_loop else traced_draw.unknown
+    while True:
+        outcomes, num_outcomes = _product(choices, batch_size)
+        repeated = jax.tree.map(lambda x: np.repeat(np.asarray(x), num_outcomes, axis=0), rows)  # noqa: B023
+        if traced_draw.has_loop:
+            draw = _Enumerated(outcomes)
+            with jax.disable_jit():
+                verified, weight = _run(verifier.core, draw, options, *repeated), draw.weight
+            unknown = draw.unknown
+        else:
+            (verified, weight), unknown = _replay(verifier.core, static, traced, outcomes, *repeated), []
+        if not unknown:
+            weight = jnp.broadcast_to(weight, (batch_size * num_outcomes,))
+            return verified, np.asarray(weight).reshape(batch_size, num_outcomes)
+        choices = choices + unknown
+
+
+def _run(core, draw, options, draft, target, bonus_tokens):
+    draft, target, bonus_tokens = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
+    bonus = {} if bonus_tokens is None else {"bonus_tokens": bonus_tokens}
+    return core(draw, canonical(draft), target, **bonus, **options)
 
 
 @partial(jax.jit, static_argnames=("core", "static"))
-def _replay(core, static, traced, outcomes, draft, target):
-    replay = _Replay(outcomes)
-    verified = core(replay, canonical(draft), target, **dict(static), **traced)
-    return verified, jnp.broadcast_to(replay.weight, draft.tokens.shape[:1])
+def _replay(core, static, traced, outcomes, *rows):
+    draw = _Enumerated(outcomes)
+    return _run(core, draw, dict(static) | traced, *rows), draw.weight
+
+
+def _product(choices: list[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], int]:
+    """Every combination of the choices of all calls, for each row of the batch, and how many N there are.
+
+    Returns:
+        For each call its outcomes [B * N, ...]; and N.
+    """
+    sizes = [len(each) for each in choices]
+    num_outcomes = math.prod(sizes)
+    if batch_size * num_outcomes > MAX_ROWS:
+        raise ValueError(
+            f"the core must have at most {MAX_ROWS} outcomes over the batch, got {batch_size} rows of {sizes} choices: "
+            "take fewer draft tokens or rows"
+        )
+    index = np.indices(sizes).reshape(len(sizes), num_outcomes)
+    outcomes = [
+        np.tile(each[i], (batch_size,) + (1,) * (each.ndim - 1)) for each, i in zip(choices, index, strict=True)
+    ]
+    return outcomes, num_outcomes
 
 
 def enumerate_law(
@@ -119,7 +185,7 @@ def enumerate_law(
     min_logit: float | None = None,
     **options: Any,
 ) -> np.ndarray:
-    """Compute the exact law of the next K+1 tokens: those that one step emits, then the target's own.
+    """Compute the exact joint distribution of the next K+1 tokens: those that one step emits, then the target's own.
 
     Args:
         verifier: with a `core` (made by `from_core`).
@@ -140,15 +206,12 @@ def enumerate_law(
     paths = [tuple(draft)] if deterministic else list(product(range(vocab_size), repeat=num_draft_tokens))
     batch_size = len(paths)
 
-    def rows(tables: Sequence[Table]) -> Array:
-        return jnp.asarray(np.stack([[t[p[:i]] for i, t in enumerate(tables)] for p in paths]), dtype)
-
     def constant(value: float | int | None, kind: Any) -> Array | None:
         return None if value is None else jnp.full(batch_size, value, kind)
 
     def distribution(tables: Sequence[Table], temperature: float | None) -> Categorical:
         cut = None if min_logit is None else jnp.full((batch_size, len(tables)), min_logit, jnp.float32)
-        return Categorical(rows(tables), constant(temperature, jnp.float32), cut)
+        return Categorical(jnp.asarray(rows_along(tables, paths), dtype), constant(temperature, jnp.float32), cut)
 
     drafted = Draft(
         jnp.asarray(np.array(paths, np.int32).reshape(batch_size, num_draft_tokens)),
@@ -157,20 +220,29 @@ def enumerate_law(
     )
     scored = distribution(target, target_temperature)
     verified, weight = enumerate_outcomes(verifier, drafted, scored, **options)
-    target_law = [probabilities(t, target_temperature, min_logit) for t in target]
-    if deterministic:
-        path_weight = np.ones(1)
-    else:
-        draft_law = [probabilities(t, draft_temperature, min_logit) for t in draft]
-        path_weight = np.array([np.prod([t[p[: i + 1]] for i, t in enumerate(draft_law)]) for p in paths])
+    target_probs = [probabilities(t, target_temperature, min_logit) for t in target]
+    path_weight = np.ones(1)
+    if not deterministic:
+        path_weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in draft], paths)
+    return completed_law(verified.tokens, (path_weight[:, None] * weight).reshape(-1), target_probs)
 
-    return completed_law(verified.tokens, (path_weight[:, None] * weight).reshape(-1), target_law)
+
+def rows_along(tables: Sequence[Table], paths: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """The rows [N, levels, V] of conditional tables that stand along N paths of tokens."""
+    return np.stack([[table[path[:level]] for level, table in enumerate(tables)] for path in paths])
+
+
+def path_probabilities(tables: Sequence[Table], paths: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """The probability [N] of each of N paths of tokens, from conditional probabilities."""
+    return np.array([np.prod([table[path[: i + 1]] for i, table in enumerate(tables)]) for path in paths])
 
 
 def completed_law(tokens: Array, weight: np.ndarray, target: Sequence[Table]) -> np.ndarray:
     """The law [V] * (K + 1) of emitted tokens [N, K+1] of probability [N], each completed with the target's own."""
     law = np.zeros((target[0].shape[-1],) * len(target))
-    emitted, inverse = np.unique(np.asarray(tokens), axis=0, return_inverse=True)
+    is_possible = weight != 0
+    tokens, weight = np.asarray(tokens)[is_possible], weight[is_possible]
+    emitted, inverse = np.unique(tokens, axis=0, return_inverse=True)
     for row, mass in zip(emitted, np.bincount(inverse.reshape(-1), np.asarray(weight, np.float64)), strict=True):
         prefix = tuple(int(t) for t in row if t >= 0)
         law[prefix] += mass * product_law(target, prefix)
@@ -187,6 +259,14 @@ def probabilities(logits: Table, temperature: float | None = None, min_logit: fl
     logits = logits / (1.0 if temperature is None else temperature)
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def row_probabilities(distribution: Categorical) -> np.ndarray:
+    """The probabilities [B, T, V] of every row in float64; NaN in rows without any mass."""
+    logits, temperature = np.asarray(distributions.kept_logits(distribution)), distribution.temperature
+    values = np.ones(len(logits)) if temperature is None else np.asarray(temperature)
+    with np.errstate(invalid="ignore"):
+        return np.stack([probabilities(rows, value) for rows, value in zip(logits, values, strict=True)])
 
 
 def product_law(tables: Sequence[Table], prefix: tuple[int, ...] = ()) -> np.ndarray:

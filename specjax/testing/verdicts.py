@@ -1,7 +1,6 @@
 """Verdicts on verifiers and proposers: pass, or an AssertionError that says where and by how much."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,10 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import verifiers
-from specjax.testing.enumeration import Table, enumerate_law, probabilities, product_law, total_variation
+from specjax.testing import cases
+from specjax.testing.cases import Case
+from specjax.testing.enumeration import (
+    Table,
+    completed_law,
+    enumerate_outcomes,
+    probabilities,
+    product_law,
+    row_probabilities,
+    total_variation,
+)
 from specjax.testing.statistics import assert_sampled_distribution, describe_worst, sampled_tokens
 from specjax.testing.toys import BigramProposer, first_token, sample_draft
 from specjax.types import Array, Categorical, Draft, Proposer, Verified
+from specjax.verifiers.core import canonical
 
 
 def assert_lossless(
@@ -27,31 +37,34 @@ def assert_lossless(
     """Raise AssertionError unless what a verifier emits follows the target's law.
 
     Exact, by enumeration, where the verifier exposes its core: one step is then enough, because a core cannot touch
-    keys. Otherwise, or with a drafter, six tokens over several steps of the public loop are compared by chi-square.
+    keys. With 0, 1 and K drafts it goes through sampled and deterministic drafts, temperatures, greedy
+    rows, ties, cuts, impossible tokens, rows with fewer drafts behind which there is garbage, and bonus tokens. It also
+    asserts that each row's result does not depend on the rest of the batch, that ids are in range, and that
+    log-probabilities are the target's. Otherwise, or with a drafter, six tokens over several steps of the public loop
+    are compared by chi-square.
 
     Args:
         verifier: `(keys, draft, target, **options) -> Verified`.
         drafter: `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], the Categorical it claims)`, None draws
             honestly.
-        num_draft_tokens: K.
+        num_draft_tokens: K, the most drafts.
         num_samples: sequences of the statistical check.
         tolerance: in total variation, of the exact check.
         **options: of the verifier.
 
     Raises:
-        AssertionError: says on which case, by how much, and at which tokens the laws differ most.
+        AssertionError: says on which case, by how much, and at which tokens the distributions differ most.
 
     Example:
         >>> from specjax import verifiers
         >>> assert_lossless(verifiers.block, num_draft_tokens=2)
     """
     if drafter is None and hasattr(verifier, "core"):
-        assert_permutation_equivariant(verifier, **options)
-        for name, target, draft, settings in _exact_cases(num_draft_tokens):
-            law = enumerate_law(verifier, target, draft, **settings, **options)
-            limits = settings.get("target_temperature"), settings.get("min_logit")
-            tables = [probabilities(t, *limits) for t in target]
-            _report(name, law, product_law(tables), tolerance)
+        for count in dict.fromkeys((num_draft_tokens, 1, 0)):
+            for batch in cases.batches(count):
+                _assert_exact(verifier, batch, tolerance, options)
+            _assert_bonus_tokens(verifier, count, tolerance, options)
+        assert_rows_independent(verifier, **options)
         return
     bound = jax.tree_util.Partial(verifier, **options) if options else verifier
     for name, target, draft in _sampled_cases():
@@ -59,6 +72,7 @@ def assert_lossless(
         tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples)
         assert_sampled_distribution(name, tokens, target)
     if drafter is None:
+        assert_rows_independent(verifier, **options)
         temperature = jnp.where(jnp.arange(num_samples) % 2 == 0, 1.7, 0.5)
         for name, kind in (("ragged rows", {"is_ragged": True}), ("deterministic drafts", {"drafter": first_token})):
             proposer = BigramProposer(jnp.log(draft), num_draft_tokens, **kind)
@@ -97,84 +111,6 @@ def assert_proposer_lossless(
         assert_sampled_distribution(verifier.__name__, tokens, law)
 
 
-def assert_permutation_equivariant(verifier: Callable[..., Verified], **options: Any) -> None:
-    """Raise AssertionError unless permuting the rows of a batch with their keys permutes the output.
-
-    Args:
-        verifier: `(keys, draft, target, **options) -> Verified`.
-        **options: of the verifier.
-    """
-    batch_size, num_draft_tokens, vocab_size = 6, 3, 11
-    target, draft, order = jax.random.split(jax.random.key(0), 3)
-    logits = jax.random.normal(draft, (batch_size, num_draft_tokens, vocab_size))
-    tokens = jnp.argmax(logits + jax.random.gumbel(order, logits.shape), axis=-1).astype(jnp.int32)
-    num_tokens = jnp.arange(batch_size) % (num_draft_tokens + 1)
-    arguments = (
-        Draft(tokens, Categorical(logits, jnp.linspace(0.0, 2.0, batch_size)), num_tokens),
-        Categorical(
-            jax.random.normal(target, (batch_size, num_draft_tokens + 1, vocab_size)),
-            jnp.linspace(2.0, 0.0, batch_size),
-        ),
-    )
-    permutation = jax.random.permutation(order, batch_size)
-    verify = jax.jit(partial(verifier, **options))
-    for shape in ((batch_size,), (batch_size, num_draft_tokens + 1)):
-        keys = jax.random.split(jax.random.key(1), shape)
-        straight = jax.tree.map(lambda x: x[permutation], verify(keys, *arguments))
-        permuted = verify(*jax.tree.map(lambda x: x[permutation], (keys, *arguments)))
-        for name, first, second in zip(Verified._fields, straight, permuted, strict=True):
-            if first is not None and not bool(jnp.array_equal(first, second)):
-                raise AssertionError(
-                    f"{name} depends on the order of the batch with keys {shape}: {first} became {second}"
-                )
-
-
-def _exact_cases(num_draft_tokens: int):
-    """(name, target levels, draft levels or tokens, settings of enumerate_law)."""
-    rng = np.random.default_rng(0)
-    size = 3
-
-    def tables(levels: int, zeros: bool = False) -> list[Table]:
-        result = [2 * rng.normal(size=(size,) * (level + 1)) for level in range(levels)]
-        for table in result if zeros else ():
-            hidden = rng.random(table.shape) < 0.4
-            hidden[..., 0] &= ~hidden.all(axis=-1)
-            table[hidden] = -np.inf
-        return result
-
-    target, draft = tables(num_draft_tokens + 1), tables(num_draft_tokens)
-    yield "sampled drafts", target, draft, {}
-    yield "impossible tokens", tables(num_draft_tokens + 1, True), tables(num_draft_tokens, True), {}
-    yield "temperatures", target, draft, {"target_temperature": 0.6, "draft_temperature": 1.4}
-    yield "greedy row", target, draft, {"target_temperature": 0.0}
-    yield "draft of temperature 0", target, draft, {"draft_temperature": 0.0}
-    kept = [[np.where(np.arange(size) == 0, np.maximum(t, 0.5), t) for t in tables] for tables in (target, draft)]
-    yield "cut", *kept, {"min_logit": 0.0}
-    for num_tokens in range(num_draft_tokens):
-        yield f"row with {num_tokens} drafts", target, draft, {"num_tokens": num_tokens}
-    yield "deterministic drafts", target, [0] * num_draft_tokens, {}
-    if num_draft_tokens >= 2:
-        flat = [np.zeros((size,) * (level + 1)) for level in range(num_draft_tokens + 1)]
-        target, draft = BLOCK_INSTANCE[0] + flat[3:], BLOCK_INSTANCE[1] + flat[2:-1]
-        yield "the instance of block verification", target, draft, {"num_tokens": 2}
-
-
-def _log(table: list) -> Table:
-    with np.errstate(divide="ignore"):
-        return np.log(table)
-
-
-# On this target and draft the usual mistakes of block verification show: levels of conditional logits.
-BLOCK_INSTANCE = (
-    [
-        _log([0.25, 0.5, 0.25]),
-        _log([[0.6, 0.4, 0.0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]),
-        np.broadcast_to(_log([0.2, 0.3, 0.5]), (3, 3, 3)),
-    ],
-    [_log([0.5, 0.25, 0.25]), _log([[0.1, 0.3, 0.6], [0.5, 0.3, 0.2], [0.3, 0.4, 0.3]])],
-)
-
-
 def _sampled_cases():
     """(name, target, draft): bigram tables [V, V] of probabilities."""
     target = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
@@ -187,10 +123,181 @@ def _sampled_cases():
     yield "3 tokens, each law after its own", *(probabilities(rng.normal(size=(3, 3))) for _ in range(2))
 
 
-def _report(name: str, law: np.ndarray, exact: np.ndarray, tolerance: float) -> None:
+def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], tolerance: float, options: dict) -> None:
+    """Raise AssertionError unless the output of every case of a batch is what is expected."""
+    draft, target = cases.stack(batch)
+    verified, weight = enumerate_outcomes(verifier, draft, target, **({"log_probs": True} | options))
+    start = 0
+    for case in batch:
+        rows = slice(start, start + len(case.weight))
+        start = rows.stop
+        outputs = slice(rows.start * weight.shape[1], rows.stop * weight.shape[1])
+        own = jax.tree.map(lambda x: np.asarray(x)[outputs], verified)  # noqa: B023
+        mass = (case.weight[:, None] * weight[rows]).reshape(-1)
+        repeated = jax.tree.map(lambda x: np.repeat(x, weight.shape[1], axis=0), (case.draft, case.target))
+        _assert_form(case.name, own, repeated[0], mass)
+        _assert_distribution(case.name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
+        if own.log_probs is None:
+            if options.get("log_probs", True):
+                raise AssertionError(f"{case.name!r}: log_probs=True must fill Verified.log_probs, got None")
+            continue
+        _assert_log_probs(case.name, own, repeated[1], mass)
+
+
+def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, tolerance: float, options: dict) -> None:
+    """Raise AssertionError unless bonus tokens drawn from the target stand where all drafts were accepted, only there.
+
+    A verifier may refuse them by a ValueError.
+    """
+    batch = next(batch for batch in cases.batches(count) if len(batch) > 3)
+    draft, target = cases.stack(batch)
+    size = cases.VOCAB_SIZE
+    draft, target = jax.tree.map(lambda x: np.repeat(x, size, axis=0), (draft, target))
+    bonus = np.tile(np.arange(size, dtype=np.int32), draft.tokens.shape[0] // size)
+    try:
+        verified, weight = enumerate_outcomes(verifier, draft, target, bonus_tokens=bonus, **options)
+    except ValueError as error:
+        if "bonus_tokens" in str(error):
+            return
+        raise
+    num_tokens = np.asarray(canonical(draft).num_tokens)
+    chance = row_probabilities(target)[np.arange(len(bonus)), num_tokens, bonus]
+    start = 0
+    for case in batch:
+        rows = slice(start, start + len(case.weight) * size)
+        start = rows.stop
+        outputs = slice(rows.start * weight.shape[1], rows.stop * weight.shape[1])
+        own = jax.tree.map(lambda x: np.asarray(x)[outputs], verified)  # noqa: B023
+        mass = ((np.repeat(case.weight, size) * chance[rows])[:, None] * weight[rows]).reshape(-1)
+        name = f"{case.name}, with bonus tokens"
+        _assert_distribution(name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
+        full = (own.num_accepted == np.repeat(num_tokens[rows], weight.shape[1])) & (mass > 0)
+        last = own.tokens[np.arange(len(mass)), own.num_accepted]
+        if not np.array_equal(last[full], np.repeat(bonus[rows], weight.shape[1])[full]):
+            raise AssertionError(f"{name!r}: rows whose drafts are all accepted must end with their bonus token")
+
+
+def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) -> None:
+    """Raise AssertionError unless possible outputs are accepted drafts, one more token, then -1."""
+    tokens, count = verified.tokens, verified.num_accepted
+    most = np.asarray(canonical(draft).num_tokens)
+    index = np.arange(tokens.shape[1])
+    kept = index[:-1] < count[:, None]
+    is_right = (
+        (count >= 0)
+        & (count <= most)
+        & np.all((tokens >= 0) == (index <= count[:, None]), axis=1)
+        & np.all(tokens < cases.VOCAB_SIZE, axis=1)
+        & np.all(~kept | (tokens[:, :-1] == np.asarray(draft.tokens)), axis=1)
+    )
+    wrong = np.flatnonzero(~is_right & ~(mass == 0))
+    if wrong.size:
+        row = wrong[0]
+        raise AssertionError(
+            f"{name!r}: tokens must be num_accepted of the {most[row]} drafts {draft.tokens[row].tolist()}, one more "
+            f"token in [0, V = {cases.VOCAB_SIZE}), then -1; got {tokens[row].tolist()} with num_accepted {count[row]}"
+        )
+
+
+def _assert_distribution(name: str, law: np.ndarray, expected: list[Table], tolerance: float) -> None:
+    exact = product_law(expected)
     distance = total_variation(law, exact)
     if not distance <= tolerance:
         raise AssertionError(
-            f"not lossless on {name!r}: total variation {distance:.3g} from the target's law, expected at most "
-            f"{tolerance:g}; {describe_worst(law, exact)}"
+            f"not lossless on {name!r}: total variation {distance:.3g} from the target's distribution, expected at "
+            f"most {tolerance:g}; {describe_worst(law, exact)}"
         )
+
+
+def _assert_log_probs(name: str, verified: Verified, target: Categorical, mass: np.ndarray) -> None:
+    """Raise AssertionError unless log-probabilities are those of the target row in which each token stands."""
+    expected = np.take_along_axis(
+        row_probabilities(target), np.clip(verified.tokens, 0, cases.VOCAB_SIZE - 1)[..., None], axis=-1
+    )[..., 0]
+    error = np.abs(np.exp(verified.log_probs) - expected)
+    wrong = np.argwhere((verified.tokens >= 0) & (mass > 0)[:, None] & ~(error < 1e-5))
+    if wrong.size:
+        row, index = wrong[0]
+        raise AssertionError(
+            f"{name!r}: log_probs must be those of the target, {np.log(expected[row, index]):.5f} for token {index} of "
+            f"{verified.tokens[row].tolist()}, got {verified.log_probs[row, index]:.5f}"
+        )
+
+
+def assert_rows_independent(verifier: Callable[..., Verified], **options: Any) -> None:
+    """Raise AssertionError where the result of a row depends on its place in the batch, or on the other rows.
+
+    The batch mixes greedy and sampled rows, rows with fewer drafts, and target rows without any mass, for which
+    some id in range must come.
+
+    Args:
+        verifier: `(keys, draft, target, **options) -> Verified`.
+        **options: of the verifier.
+    """
+    verify = _on_key_data(verifier, options)
+    _assert_equivariant(verify)
+    keys, draft, target = _mixed_batch()
+    batch_size, _, vocab_size = target.logits.shape
+    for seed in range(4):
+        keys = np.random.default_rng(seed).integers(1 << 32, size=keys.shape, dtype=np.uint32)
+        together = jax.device_get(verify(keys, draft, target))
+        if not np.all(together.tokens < vocab_size) or not np.all(together.tokens[:, 0] >= 0):
+            raise AssertionError(
+                f"tokens must be in [0, V = {vocab_size}), also where a target row has no mass, got {together.tokens}"
+            )
+        for i in range(batch_size):
+            alone = verify(*jax.tree.map(lambda x: x[i : i + 1], (keys, draft, target)))  # noqa: B023
+            if not np.array_equal(np.asarray(alone.tokens)[0], together.tokens[i]):
+                raise AssertionError(
+                    f"tokens of row {i} must not depend on the rest of the batch, got {together.tokens[i].tolist()} "
+                    f"in it and {np.asarray(alone.tokens)[0].tolist()} alone"
+                )
+
+
+def assert_permutation_equivariant(verifier: Callable[..., Verified], **options: Any) -> None:
+    """Raise AssertionError unless permuting the rows of a batch with their keys permutes the output.
+
+    Args:
+        verifier: `(keys, draft, target, **options) -> Verified`.
+        **options: of the verifier.
+    """
+    _assert_equivariant(_on_key_data(verifier, options))
+
+
+def _assert_equivariant(verify: Callable[..., Verified]) -> None:
+    keys, *arguments = _mixed_batch()
+    permutation = np.random.default_rng(1).permutation(keys.shape[0])
+    straight = jax.tree.map(lambda x: np.asarray(x)[permutation], verify(keys, *arguments))
+    permuted = verify(keys[permutation], *jax.tree.map(lambda x: x[permutation], arguments))
+    for name, first, second in zip(Verified._fields, straight, permuted, strict=True):
+        if first is not None and not np.array_equal(first, second, equal_nan=first.dtype.kind == "f"):
+            raise AssertionError(f"{name} depends on the order of the batch: {first} became {second}")
+
+
+def _on_key_data(verifier: Callable[..., Verified], options: dict) -> Callable[..., Verified]:
+    """The verifier as a compiled function of the words of its keys [B, K+1, 2], which NumPy can hold."""
+
+    @jax.jit
+    def verify(key_data: np.ndarray, draft: Draft, target: Categorical) -> Verified:
+        return verifier(jax.random.wrap_key_data(key_data, impl="threefry2x32"), draft, target, **options)
+
+    return verify
+
+
+def _mixed_batch() -> tuple[np.ndarray, Draft, Categorical]:
+    """The words of keys [B, K+1, 2], and rows that are greedy, sampled, with fewer drafts, or without mass."""
+    batch_size, num_draft_tokens, vocab_size = 10, 3, 11
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(batch_size, num_draft_tokens, vocab_size)).astype(np.float32)
+    scores = rng.normal(size=(batch_size, num_draft_tokens + 1, vocab_size)).astype(np.float32)
+    scores[7], scores[8] = -np.inf, np.nan
+    temperature = np.linspace(0.5, 2.0, batch_size, dtype=np.float32)
+    temperature[3::4] = 0
+    tokens = np.argmax(logits + rng.gumbel(size=logits.shape), axis=-1).astype(np.int32)
+    num_tokens = np.arange(batch_size, dtype=np.int32) % (num_draft_tokens + 1)
+    keys = rng.integers(1 << 32, size=(batch_size, num_draft_tokens + 1, 2), dtype=np.uint32)
+    return (
+        keys,
+        Draft(tokens, Categorical(logits, temperature[::-1].copy()), num_tokens),
+        Categorical(scores, temperature),
+    )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax import distributions
@@ -17,16 +18,53 @@ from specjax.verifiers import kernels
 
 
 class Draw(Protocol):
-    """The only chance a verifier has. `KeyDraw` draws it; `specjax.testing` enumerates it instead."""
+    """The only chance that a verifier has. `KeyDraw` draws it; `specjax.testing` enumerates it instead.
 
-    def flip(self, probabilities: Array) -> Array:
-        """One coin for every draft [B, K]: true with the given probabilities."""
+    Every call has noise of its own. Calls are told apart by their number, which is counted in Python; inside a loop,
+    or any other function that JAX traces, that count stands still, and a call needs `index`, an integer (it may be
+    traced) that no other call of the method has in the same step: the iteration, if there is one call in each.
+    """
 
-    def pick(self, residual: Residual) -> Array:
-        """One token a sequence [B] from a residual."""
+    def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
+        """Flip one coin for every draft: bool [B, K], true with probabilities [B, K]."""
 
-    def sample(self, target: Categorical) -> Array:
-        """One token from every row [B, T], with the noise of its own position."""
+    def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
+        """Draw one token a sequence, [B] int32, from a residual."""
+
+    def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
+        """Draw one token from every row, [B, T] int32, with the noise of the row's own position."""
+
+
+class CallNumbers:
+    """The numbers that tell the calls of a draw apart."""
+
+    FIRST_INDEXED = 1 << 16  # calls with an index have the numbers from here on, counted calls those below
+
+    def __init__(self):
+        self._trace = get_opaque_trace_state(convention="specjax")
+        self._counts: dict[str, int] = {}
+
+    def is_in_traced_function(self) -> bool:
+        """Whether the caller is inside a function that JAX traces by itself, such as the body of a loop."""
+        return get_opaque_trace_state(convention="specjax") != self._trace
+
+    def next(self, method: str, index: Array | int | None) -> Array | int:
+        """Return the number of a call of `method`, 0 for the first one that is counted.
+
+        Raises:
+            ValueError: the call is in a traced function and has no index.
+        """
+        if index is not None:
+            return index + self.FIRST_INDEXED
+        if self.is_in_traced_function():
+            raise ValueError(
+                f"draw.{method} must have index= inside a loop or another traced function, got none: a call is traced "
+                "once however often it runs, and would meet the same noise again. Give each call another integer, such "
+                "as the iteration"
+            )
+        number = self._counts.get(method, 0)
+        self._counts[method] = number + 1
+        return number
 
 
 class KeyDraw:
@@ -34,16 +72,20 @@ class KeyDraw:
 
     def __init__(self, keys: Array):
         self.keys = keys
+        self._calls = CallNumbers()
 
-    def flip(self, probabilities: Array) -> Array:
-        accept = streams.stream(self.keys[:, :1], streams.ACCEPT, jnp.arange(probabilities.shape[1])[None])
-        return streams.uniform(accept) < probabilities
+    def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
+        keys = streams.numbered(self.keys[:, :1], self._calls.next("flip", index))
+        drafts = jnp.arange(probabilities.shape[1])[None]
+        return streams.uniform(streams.stream(keys, streams.ACCEPT, drafts)) < probabilities
 
-    def pick(self, residual: Residual) -> Array:
-        return distributions.pick(residual, streams.uniform(streams.stream(self.keys[:, 0], streams.RESIDUAL), (2,)))
+    def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
+        keys = streams.numbered(self.keys[:, 0], self._calls.next("pick", index))
+        return distributions.pick(residual, streams.uniform(streams.stream(keys, streams.RESIDUAL), (2,)))
 
-    def sample(self, target: Categorical) -> Array:
-        return distributions.sample(streams.stream(self.keys, streams.TARGET), target)
+    def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
+        keys = streams.numbered(self.keys, self._calls.next("sample", index))
+        return distributions.sample(streams.stream(keys, streams.TARGET), target)
 
 
 def from_core(
