@@ -146,9 +146,8 @@ def test_broken_block_fails(broken, tv):
 def test_resampling_from_the_target_fails():
     target = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
     levels = log_tables([target, np.broadcast_to(target, (8, 8))])
-    assert error(WRONG["resamples_from_the_target"][0], levels, log_tables([target[::-1]])) == pytest.approx(
-        0.175, abs=1e-4
-    )
+    broken, draft = WRONG["resamples_from_the_target"][0], log_tables([target[::-1]])
+    assert error(broken, levels, draft) == pytest.approx(0.175, abs=1e-4)
 
 
 @pytest.mark.parametrize("empty", [-np.inf, np.nan])
