@@ -1,5 +1,7 @@
 """The contract that every verifier keeps, hand-worked cases, edges, and the draw itself."""
 
+import inspect
+import re
 from collections import Counter
 from functools import cache, partial
 
@@ -549,3 +551,19 @@ def test_sampled_distribution(name, temperature, top_p):
     ]
     test = testing.chi_square(np.bincount(np.concatenate(tokens), minlength=VOCAB_SAMPLED), law)
     assert test.statistic < test.bound
+
+
+@pytest.mark.parametrize("name", verifiers.__all__)
+def test_help_shows_what_a_caller_passes(name):
+    verifier = getattr(verifiers, name)
+    parameters = inspect.signature(verifier).parameters
+    assert list(parameters)[:3] == ["keys", "draft", "target"]
+    assert {"bonus_tokens", "log_probs", "implementation"} <= set(parameters)
+    assert "draw" not in parameters
+    own = {
+        "typical": {"posterior_threshold", "posterior_alpha"},
+        "synthetic": {"acceptance_rates", "acceptance_length"},
+    }
+    assert own.get(name, set()) <= set(parameters)
+    named = re.findall(r"^        (\w+): ", verifier.__doc__.split("Args:")[1].split("Returns:")[0], flags=re.MULTILINE)
+    assert named == list(parameters)

@@ -1,5 +1,6 @@
 """What all verifiers share: the chance they draw from, the wrapper that makes a core public, the shape of a result."""
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
@@ -99,7 +100,7 @@ def from_core(
     the case.
     """
 
-    @wraps(core)
+    @wraps(core, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def verify(
         keys: Array,
         draft: Draft,
@@ -148,8 +149,21 @@ def from_core(
 
         return _with_auto_axes(by_either, keys, draft, target, bonus_tokens)
 
+    del verify.__wrapped__  # help() shows what callers pass, not what the core takes
+    verify.__signature__ = _public_signature(core, verify)
     verify.core = core
     return verify
+
+
+def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verified]) -> inspect.Signature:
+    """The signature of a verifier made of a core: its own options, with the common keywords that it supports."""
+    options = [p for p in inspect.signature(core).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    supported = {option.name for option in options} | {"implementation"}
+    common = inspect.signature(verify).parameters
+    own = [option for option in options if option.name not in common]
+    shared = [common[name] for name in ("bonus_tokens", "log_probs", "outcomes", "implementation") if name in supported]
+    positional = [common[name] for name in ("keys", "draft", "target")]
+    return inspect.Signature([*positional, *own, *shared], return_annotation=Verified)
 
 
 def _with_auto_axes(
