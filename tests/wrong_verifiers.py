@@ -120,7 +120,7 @@ def accepts_what_the_draft_calls_impossible(draw, draft, target, **options):
         return rejection.core(draw, draft, target, **options)
     of_draft = distributions.token_log_prob(distributions.of_drafts(draft.distribution), draft.tokens)
     impossible = of_draft == -jnp.inf
-    greedy = False if target.temperature is None else target.temperature[:, None] == 0
+    greedy = jnp.zeros((1, 1), bool) if target.temperature is None else target.temperature[:, None] == 0
     one_hot = core.is_deterministic(draft)[:, None]
 
     def flip(probabilities):
