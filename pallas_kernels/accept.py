@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import Rows, call, count_drafts, exp, finite, inverse
 from pallas_kernels.statistics import Statistics
+from pallas_kernels.triton import plgpu
 
 
 class Evidence(NamedTuple):

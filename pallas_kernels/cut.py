@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from pallas_kernels.rows import is_partitioned
 from pallas_kernels.search import Limits, search
+from pallas_kernels.triton import plgpu
 
 _BLOCK = 64  # tokens
 _CANDIDATES = 128  # blocks of a row that are searched first
@@ -114,6 +115,8 @@ def min_logit(
 
 def _unsupported(logits: Array) -> str | None:
     """What the kernels support and these logits are not; None if they support them."""
+    if plgpu is None:
+        return f"a JAX with the Triton backend of Pallas, not {jax.__version__}"
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"logits of dtype float32, bfloat16 or float16, not {logits.dtype}"
     if logits.shape[-1] > _LARGEST_VOCAB:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import out_shapes
+from pallas_kernels.triton import plgpu
 
 _PROGRAMS = 132  # that fill the device
 _MAX_SPLITS = 16
@@ -25,7 +25,8 @@ def is_supported(query: Array, key_cache: Array) -> bool:
     """Whether the kernel takes these: 16-bit floats, head sizes 16, 32, ..., 256 and few enough queries."""
     num_tokens, num_heads, size = query.shape[1:]
     return (
-        query.dtype == key_cache.dtype
+        plgpu is not None
+        and query.dtype == key_cache.dtype
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and size in (16, 32, 64, 128, 256)
         and num_tokens * (num_heads // key_cache.shape[2]) <= _MAX_ROWS

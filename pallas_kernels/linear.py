@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.rows import call
+from pallas_kernels.triton import plgpu
 
 _VECTOR_BYTES = 16  # of the widest load of a thread
 _LOADS = 2  # of a thread for a row of the matrix
@@ -29,7 +29,8 @@ _MAX_SIZE, _MAX_BYTES = 8192, 3e8  # of a row and of the matrix: XLA reads large
 def is_supported(x: Array, weight: Array) -> bool:
     """Whether the kernel takes these and gains by it: one row, of a matrix that is neither wide nor large."""
     return (
-        x.size == x.shape[-1] <= _MAX_SIZE
+        plgpu is not None
+        and x.size == x.shape[-1] <= _MAX_SIZE
         and x.dtype == weight.dtype
         and x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
         and weight.size * weight.dtype.itemsize <= _MAX_BYTES

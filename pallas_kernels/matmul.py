@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.rows import call, shared_bytes
+from pallas_kernels.triton import plgpu
 
 _ROWS = 16  # of the smallest product of the tensor cores
 _MIN_BYTES = 1e8  # of the matrix: XLA reads smaller ones faster
@@ -27,7 +27,8 @@ _PROGRAMS = 132  # that fill the device
 def is_supported(x: Array, weight: Array) -> bool:
     """Whether the kernel takes these and gains by it: at most 16 rows of 16-bit floats, and a large matrix."""
     return (
-        x.size <= _ROWS * x.shape[-1]
+        plgpu is not None
+        and x.size <= _ROWS * x.shape[-1]
         and x.dtype == weight.dtype
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and weight.size * weight.dtype.itemsize >= _MIN_BYTES

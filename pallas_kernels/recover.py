@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.accept import Decision
 from pallas_kernels.rows import (
@@ -34,6 +33,7 @@ from pallas_kernels.rows import (
     tile_of_blocks,
 )
 from pallas_kernels.statistics import Statistics
+from pallas_kernels.triton import plgpu
 
 
 class _Inputs(NamedTuple):

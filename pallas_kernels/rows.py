@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AxisType
+
+from pallas_kernels.triton import plgpu
 
 BLOCK_SIZE = 512  # tokens of a block of the vocabulary: draws choose a block first, then a token inside it
 LARGE_READ = 9e7  # bytes; 21 microseconds on an H200

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import threefry
 from pallas_kernels.rows import (
@@ -34,6 +33,7 @@ from pallas_kernels.rows import (
     over_blocks,
     tile_of_blocks,
 )
+from pallas_kernels.triton import plgpu
 
 
 class _Masses(NamedTuple):

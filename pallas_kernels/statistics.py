@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import threefry
 from pallas_kernels.rows import Rows, call, count_drafts, default_tile_size, exp, finite, inverse
+from pallas_kernels.triton import plgpu
 
 
 class Statistics(NamedTuple):

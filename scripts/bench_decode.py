@@ -3,22 +3,28 @@
     python scripts/bench_decode.py --preset 8b-1b
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
 
-prints the tables of the README. A step is timed as the slope of `specjax.generate`: the time of LONG steps less that of
-SHORT ones, on one state that goes on. With --parts its parts are timed alone, in loops of their own; "other" is what
-is left. A step costs the same whatever it accepts, so tokens/s at an acceptance rate are the expected tokens of a step
-over its time; with --parts the JSON also has what a short run at that rate gave (`verifiers.synthetic`). Floor: the
-weights, and the cache as far as it is filled, read once a call at PEAK.
+prints the tables of the README, each row as soon as it is measured. A step is timed as the slope of `specjax.generate`:
+the time of LONG steps less that of SHORT ones, on one state that goes on. With --parts its parts are timed alone, in
+loops of their own; "other" is what is left. A step costs the same whatever it accepts, so tokens/s at an acceptance
+rate are the expected tokens of a step over its time; with --parts the JSON also has what a short run at that rate gave
+(`verifiers.synthetic`). Floor: the weights, and the cache as far as it is filled, read once a call at PEAK. Where other
+systems decoded with models of the same shapes, batch and number of drafts, their figures (`peers.py`) stand under the
+row. The quickest run is
+
+    python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import peers
 from jax.tree_util import Partial
 
 from specjax import Context, decode, models, proposers, sampling, scorers, theory, verifiers
@@ -180,22 +186,45 @@ def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: i
     return row
 
 
-def table(rows: list[dict]) -> None:
-    print("| B | context | K | ms a step | draft / score / verify / other, ms | % of floor | compile, s |", end="")
-    print(" tokens/s at acceptance " + " | at ".join(map(str, RATES)) + " | against plain at 0.7 |")
-    print("|---" * 10 + "|")
-    for row in rows:
-        split = "-"
-        if "other_s" in row:
-            split = " / ".join(f"{1e3 * row[f'{part}_s']:.2f}" for part in ("draft", "score", "verify", "other"))
-        plain = next(r for r in rows if (r["batch"], r["context"]) == (row["batch"], row["context"]))
-        rates = [row["tokens_per_s"].get(rate, row["tokens_per_s"][1.0]) for rate in RATES]
-        print(
-            f"| {row['batch']} | {row['context']} | {row['num_drafts']} | {1e3 * row['step_s']:.2f} | {split} | "
-            f"{100 * row['floor_s'] / row['step_s']:.0f} | {row['compile_s']:.0f} | "
-            + " | ".join(f"{rate:.0f}" for rate in rates)
-            + f" | {rates[-1] / plain['tokens_per_s'][1.0]:.2f} |"
-        )
+def print_header() -> None:
+    print("| by | B | context | K | ms a step | draft / score / verify / other, ms | % of floor | compile, s |", end="")
+    print(" tokens/s at acceptance " + " | at ".join(map(str, RATES)) + f" | against plain at {RATES[-1]} |")
+    print("|---" * 11 + "|")
+
+
+def print_row(by: str, row: dict, plain: float) -> None:
+    """Of this library or of a peer, of which less was measured; `plain` is its tokens/s without drafts."""
+    split = floor = compile_s = "-"
+    if "compile_s" in row:
+        compile_s = f"{row['compile_s']:.0f}"
+        if jax.default_backend() == "gpu":
+            floor = f"{100 * row['floor_s'] / row['step_s']:.0f}"
+    if "other_s" in row:
+        split = " / ".join(f"{1e3 * row[f'{part}_s']:.2f}" for part in ("draft", "score", "verify", "other"))
+    rates = [row["tokens_per_s"].get(rate, row["tokens_per_s"][1.0]) for rate in RATES]
+    cells = [by, row["batch"], row.get("context", "-"), row["num_drafts"], f"{1e3 * row['step_s']:.2f}"]
+    cells += [split, floor, compile_s, *(f"{rate:.0f}" for rate in rates), f"{rates[-1] / plain:.2f}"]
+    print(f"| {' | '.join(map(str, cells))} |")
+
+
+def time_decoding(args: argparse.Namespace, target: Model, draft: Model) -> list[dict]:
+    settings = [0, *args.num_drafts]
+    known = any(peers.of_decoding(args.preset, batch, k) for batch in args.batches for k in settings)
+    print(f"{peers.DECODE_SOURCE if known else peers.NONE}\n")
+    print_header()
+    rows = []
+    for batch in args.batches:
+        for context in args.contexts:
+            plain = {}
+            for num_drafts in settings:
+                rows.append(measure(target, draft, batch, context, num_drafts, args.parts))
+                print_row("specjax", rows[-1], plain.setdefault("specjax", rows[-1]["tokens_per_s"][1.0]))
+                has_peers = context == args.contexts[0]  # theirs was not noted
+                for peer in peers.of_decoding(args.preset, batch, num_drafts) if has_peers else ():
+                    row = {"peer": peer.name, "batch": batch, "num_drafts": num_drafts}
+                    rows.append(row | {"step_s": peer.step_ms / 1e3, "tokens_per_s": peer.tokens_per_s})
+                    print_row(f"peer: {peer.name}", rows[-1], plain.setdefault(peer.name, peer.tokens_per_s[1.0]))
+    return rows
 
 
 def main() -> None:
@@ -207,21 +236,17 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
 
     target, draft = load(args.preset)
     device = jax.devices()[0]
-    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {target.params['embedding'].dtype}\n")
-    rows = []
-    for batch in args.batches:
-        for context in args.contexts:
-            for num_drafts in (0, *args.num_drafts):
-                rows.append(measure(target, draft, batch, context, num_drafts, args.parts))
-    table(rows)
+    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {target.params['embedding'].dtype}.")
+    rows = time_decoding(args, target, draft)
 
     print("\n| B | context | best K at acceptance 0.5 | 0.7 | 0.9 |\n|---|---|---|---|---|")
     for batch in args.batches:
         for context in args.contexts:
-            costs = {r["num_drafts"]: r["step_s"] for r in rows if (r["batch"], r["context"]) == (batch, context)}
+            costs = {r["num_drafts"]: r["step_s"] for r in rows if (r["batch"], r.get("context")) == (batch, context)}
             best = (theory.best_draft_length(rate, costs) for rate in (0.5, 0.7, 0.9))
             print(f"| {batch} | {context} | " + " | ".join(map(str, best)) + " |")
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)

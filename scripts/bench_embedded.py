@@ -1,12 +1,16 @@
 """Measure the embedded pair on held-out modules of the Python standard library: acceptance, and speed at batch 1.
 
     python scripts/bench_embedded.py
+    python scripts/bench_embedded.py --num-prompts 4 --max-tokens 32 --num-drafts 4 --repeats 1
 
-prints the tables of the README. The held-out modules are read from this Python's own library.
+prints the tables of the README, or a quick look at them. Each row is printed as soon as it is measured. The held-out
+modules are read from this Python's own library.
 """
 
 import argparse
+import json
 import statistics
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -14,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 from tokenizers import Tokenizer
 from train_embedded import HELD_OUT
 
@@ -21,25 +26,26 @@ from specjax import decode, metrics, models, proposers, sampling
 from specjax.sampling import SamplingParams
 from specjax.types import Model
 
-PROMPT, GENERATED = 64, 256  # tokens
-NUM_PROMPTS = 32
-REPEATS = 5
+PROMPT = 64  # tokens
+BATCH_K = 4  # drafts, where acceptance is measured over the batch of all prompts
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
 
 
-def held_out_prompts(stdlib: Path, tokenizer: Tokenizer) -> np.ndarray:
-    """NUM_PROMPTS pieces [N, PROMPT] of held-out modules, evenly spaced."""
+def held_out_prompts(stdlib: Path, tokenizer: Tokenizer, num_prompts: int) -> np.ndarray:
+    """Pieces [N, PROMPT] of held-out modules, evenly spaced."""
     ids = np.concatenate([tokenizer.encode((stdlib / f"{name}.py").read_text()).ids for name in HELD_OUT])
-    starts = np.linspace(0, len(ids) - PROMPT, NUM_PROMPTS).astype(int)
+    starts = np.linspace(0, len(ids) - PROMPT, num_prompts).astype(int)
     return np.stack([ids[s : s + PROMPT] for s in starts]).astype(np.int32)
 
 
-def run(target: Model, proposer, prompts: np.ndarray, temperature: float) -> tuple[decode.State, float]:
-    """Generate GENERATED tokens after every prompt; the state and the seconds of the loop."""
-    rows = sampling.batch([SamplingParams(temperature=temperature, max_tokens=GENERATED)] * len(prompts))
+def run(
+    target: Model, proposer, prompts: np.ndarray, temperature: float, max_tokens: int
+) -> tuple[decode.State, float]:
+    """Generate `max_tokens` after every prompt; the state and the seconds of the loop."""
+    rows = sampling.batch([SamplingParams(temperature=temperature, max_tokens=max_tokens)] * len(prompts))
     lengths = jnp.full(len(prompts), PROMPT)
-    state = prefill(target, proposer, prompts, lengths, rows, jax.random.key(0), max_length=PROMPT + GENERATED)
+    state = prefill(target, proposer, prompts, lengths, rows, jax.random.key(0), max_length=PROMPT + max_tokens)
     jax.block_until_ready(state)
     start = time.perf_counter()
     state = decode.generate(target, proposer, state)
@@ -47,40 +53,52 @@ def run(target: Model, proposer, prompts: np.ndarray, temperature: float) -> tup
     return state, time.perf_counter() - start
 
 
-def seconds(target: Model, proposer, prompts: np.ndarray) -> list[float]:
-    """Median time of a greedy generation from each prompt alone, compiled before."""
-    run(target, proposer, prompts[:1], 0.0)
-    return [statistics.median(run(target, proposer, p[None], 0.0)[1] for _ in range(REPEATS)) for p in prompts]
+def tokens_per_second(target: Model, proposer, prompts: np.ndarray, max_tokens: int, repeats: int) -> float:
+    """Of greedy generations from each prompt alone, by the median time of each; compiled before."""
+
+    def seconds(prompt: np.ndarray) -> float:
+        return run(target, proposer, prompt[None], 0.0, max_tokens)[1]
+
+    seconds(prompts[0])
+    medians = [statistics.median(seconds(prompt) for _ in range(repeats)) for prompt in prompts]
+    return len(prompts) * max_tokens / sum(medians)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=sysconfig.get_paths()["stdlib"])
     parser.add_argument("--pair", type=Path, default=models.EMBEDDED, help="directory of target/ and draft/")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=256, help="tokens to generate after each prompt")
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="K of the rows of batch 1")
+    parser.add_argument("--repeats", type=int, default=5, help="runs whose median time counts")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
 
     tokenizer = Tokenizer.from_file(str(args.pair / "tokenizer.json"))
     target, draft = models.load(args.pair / "target"), models.load(args.pair / "draft")
-    prompts = held_out_prompts(Path(args.stdlib), tokenizer)
+    prompts = held_out_prompts(Path(args.stdlib), tokenizer, args.num_prompts)
     device = jax.devices()[0].device_kind
-    print(f"device {device}, jax {jax.__version__}, float32, {GENERATED} tokens after prompts of {PROMPT}\n")
-
-    print("| temperature | K | acceptance rate | mean acceptance length |\n|---|---|---|---|")
+    print(f"device {device}, jax {jax.__version__}, float32, {args.max_tokens} tokens after prompts of {PROMPT}.")
+    print(f"{peers.NONE}\n\n| temperature | K | acceptance rate | mean acceptance length |\n|---|---|---|---|")
+    rows = []
     for temperature in (0.0, 0.8):
-        state, _ = run(target, proposers.draft_model(draft, 4), prompts, temperature)
+        state, _ = run(target, proposers.draft_model(draft, BATCH_K), prompts, temperature, args.max_tokens)
         rate, length = metrics.acceptance_rate(state.totals), metrics.mean_acceptance_length(state.totals)
-        print(f"| {temperature} | 4 | {rate:.3f} | {length:.2f} |", flush=True)
+        row = {"batch": len(prompts), "temperature": temperature, "num_drafts": BATCH_K}
+        rows.append(row | {"acceptance_rate": float(rate), "mean_acceptance_length": float(length)})
+        print(f"| {temperature} | {BATCH_K} | {rate:.3f} | {length:.2f} |")
 
     print("\n| batch 1, temperature 0 | tokens/s | against plain decoding |\n|---|---|---|")
-    few = prompts[:: NUM_PROMPTS // 4]
-    plain = seconds(target, None, few)
-    print(f"| plain | {len(few) * GENERATED / sum(plain):.0f} | 1.00 |", flush=True)
-    for num_draft_tokens in (2, 3, 4, 5, 6):
-        times = seconds(target, proposers.draft_model(draft, num_draft_tokens), few)
-        print(
-            f"| K = {num_draft_tokens} | {len(few) * GENERATED / sum(times):.0f} | {sum(plain) / sum(times):.2f} |",
-            flush=True,
-        )
+    few, speeds = prompts[:: max(1, args.num_prompts // 4)], {}
+    for num_drafts in (0, *args.num_drafts):
+        proposer = proposers.draft_model(draft, num_drafts) if num_drafts else None
+        speed = speeds[num_drafts] = tokens_per_second(target, proposer, few, args.max_tokens, args.repeats)
+        rows.append({"batch": 1, "temperature": 0.0, "num_drafts": num_drafts, "tokens_per_s": speed})
+        print(f"| {f'K = {num_drafts}' if num_drafts else 'plain'} | {speed:.0f} | {speed / speeds[0]:.2f} |")
+    if args.json:
+        args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

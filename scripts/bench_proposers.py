@@ -2,12 +2,18 @@
 
     python scripts/bench_proposers.py
 
-prints a table: microseconds of one `proposers.ngram` for the sequences of a batch, timed as `bench_verify.py` does.
-Floor: each token of the buffer read once.
+prints a table: microseconds of one `proposers.ngram` for the sequences of a batch, timed as `bench_verify.py` does,
+each row as soon as it is measured. Floor: each token of the buffer read once.
 """
+
+import argparse
+import json
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import peers
 from bench_verify import PEAK, device_seconds
 
 from specjax import Context, proposers
@@ -17,9 +23,14 @@ NUM_DRAFTS, MAX_N, VOCAB = 5, 4, 50
 
 
 def main() -> None:
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, K = {NUM_DRAFTS}, n in [1, {MAX_N}], {VOCAB} different tokens")
-    print("\n| B | L | microseconds | memory floor |\n|---|---|---|---|")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
+    device = jax.devices()[0].device_kind
+    print(f"device {device}, jax {jax.__version__}, K = {NUM_DRAFTS}, n in [1, {MAX_N}], {VOCAB} different tokens.")
+    print(f"{peers.NONE}\n\n| B | L | microseconds | floor on an H200 |\n|---|---|---|---|")
+    rows = []
     proposer = proposers.ngram(NUM_DRAFTS, max_n=MAX_N)
     for batch_size, size in SHAPES:
         key = jax.random.key(0)
@@ -29,8 +40,11 @@ def main() -> None:
         def propose(keys, context):
             return proposer.propose(keys, context, None, ())[0].tokens
 
-        seconds = device_seconds(propose, jax.random.split(key, batch_size), context)
-        print(f"| {batch_size} | {size} | {1e6 * seconds:.1f} | {1e6 * tokens.nbytes / PEAK:.1f} |")
+        us = 1e6 * device_seconds(propose, jax.random.split(key, batch_size), context)
+        rows.append({"batch": batch_size, "length": size, "num_drafts": NUM_DRAFTS, "us": us})
+        print(f"| {batch_size} | {size} | {us:.1f} | {1e6 * tokens.nbytes / PEAK:.1f} |")
+    if args.json:
+        args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,23 @@
 
     python scripts/bench_verify.py
     python scripts/bench_verify.py --vocabs 32000 128256 151936 --num-drafts 1 3 5 8
-    python scripts/bench_verify.py --batches 8 --num-drafts 7 --dtypes float32
+    python scripts/bench_verify.py --batches 8 --num-drafts 7 --dtypes float32 --cases rejection block
 
-print the tables of the README, with how many times faster than XLA the kernels are. Floor: each target row and, under
-sampled drafts, one draft row a sequence read once; the proposer reports the log-normaliser of what it drew from, and
-its cut. That of the target's rows is found in the time given where the table has a cut.
+print the tables of the README, with how many times faster than XLA the kernels are, each row as soon as it is measured.
+Floor: each target row and, under sampled drafts, one draft row a sequence read once; the proposer reports the
+log-normaliser of what it drew from, and its cut. That of the target's rows is found in the time given where the table
+has a cut. At V = 128256 and K = 5 the figures of other systems (`peers.py`) stand under the rows.
 """
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import peers
 from timing import device_seconds
 
 from pallas_kernels.cut import min_logit
@@ -76,15 +79,21 @@ def tokens_of(name: str, has_cut: bool, implementation: str, options: dict, keys
     return getattr(verifiers, name)(keys, draft, target, implementation=implementation, **options).tokens
 
 
-def time_verifiers(args: argparse.Namespace, num_drafts: int, vocab: int) -> list[dict]:
+def time_verifiers(args: argparse.Namespace, cases: list[str], num_drafts: int, vocab: int) -> list[dict]:
     last = f"B = {args.batches[-1]}"
-    print(f"\nV = {vocab}, K = {num_drafts}\n\n| verifier | dtype | implementation | ", end="")
-    print(" | ".join(f"B = {b}" for b in args.batches), f"| MB of the floor at {last} | % of it in the time |")
-    print("|---" * (len(args.batches) + 5) + "|")
+
+    def beside(label: str, dtype: str) -> list[peers.Peer]:
+        return peers.of_verification(label, dtype, vocab, num_drafts, args.batches)
+
+    has_peers = any(beside(label, dtype) for label in cases for dtype in args.dtypes)
+    print(f"\nV = {vocab}, K = {num_drafts}. {peers.VERIFY_SOURCE if has_peers else peers.NONE}\n")
+    columns = [*(f"B = {b}" for b in args.batches), f"MB of the floor at {last}", "% of it in the time"]
+    print(f"| verifier | dtype | implementation | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 3) + "|")
     make_inputs = jax.jit(inputs, static_argnums=(0, 1, 2, 3, 4))
     rows = []
-    for label, case in CASES.items():
-        name, drafts, _, has_cut = case
+    for label in cases:
+        name, drafts, _, has_cut = case = CASES[label]
         options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
         for dtype in args.dtypes:
             by_xla = {}
@@ -103,16 +112,23 @@ def time_verifiers(args: argparse.Namespace, num_drafts: int, vocab: int) -> lis
                     cells.append(f"{us:.3g}" + (f" ({by_xla[batch] / us:.1f} x)" if faster else ""))
                 share = f"{100 * read / PEAK / us * 1e6:.0f}" if jax.default_backend() == "gpu" else "-"
                 cells = " | ".join([label, dtype, implementation, *cells, f"{read / 1e6:.0f}", share])
-                print(f"| {cells} |", flush=True)
+                print(f"| {cells} |")
+            for peer in beside(label, dtype):
+                row = {"verifier": label, "dtype": dtype, "peer": peer.name, "num_drafts": num_drafts, "vocab": vocab}
+                rows += [row | {"batch": batch, "us": us} for batch, us in peer.us.items()]
+                cells = " | ".join(f"{peer.us[batch]:.3g}" if batch in peer.us else "-" for batch in args.batches)
+                print(f"| {label} | {dtype} | peer: {peer.name} | {cells} | - | - |")
     return rows
 
 
-def time_cut(args: argparse.Namespace, vocab: int) -> list[dict]:
+def time_cut(args: argparse.Namespace, cases: list[str], vocab: int) -> list[dict]:
     rows = []
-    print(f"\n| [{CUT_ROWS}, {vocab}], microseconds | dtype | " + " | ".join(args.implementations) + " |")
+    print(
+        f"\n{peers.NONE}\n\n| [{CUT_ROWS}, {vocab}], microseconds | dtype | " + " | ".join(args.implementations) + " |"
+    )
     print("|---" * (len(args.implementations) + 2) + "|")
-    for label, limits in LIMITS.items():
-        limits = {name: jnp.full(CUT_ROWS, value) for name, value in limits.items()}
+    for label in cases:
+        limits = {name: jnp.full(CUT_ROWS, value) for name, value in LIMITS[label].items()}
         for dtype in args.dtypes:
             logits = _normal(jax.random.key(0), CUT_ROWS, vocab, dtype=dtype, scale=2)
             for implementation in args.implementations:
@@ -120,7 +136,7 @@ def time_cut(args: argparse.Namespace, vocab: int) -> list[dict]:
                 entry = {"op": label, "dtype": dtype, "vocab": vocab, "implementation": implementation}
                 rows.append(entry | {"us": seconds * 1e6})
             cells = " | ".join(f"{row['us']:.0f}" for row in rows[-len(args.implementations) :])
-            print(f"| {label} | {dtype} | {cells} |", flush=True)
+            print(f"| {label} | {dtype} | {cells} |")
     return rows
 
 
@@ -131,17 +147,21 @@ def main() -> None:
     parser.add_argument("--vocabs", type=int, nargs="+", default=[128256])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--implementations", nargs="+", default=["xla", "pallas"])
+    parser.add_argument("--cases", nargs="+", choices=(*CASES, *LIMITS), default=[*CASES, *LIMITS], metavar="CASE")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
     if jax.default_backend() != "gpu":
         args.implementations = ["xla"]
     device = jax.devices()[0].device_kind
     print(f"device {device}, jax {jax.__version__}; microseconds")
-    rows = []
+    rows, to_verify = [], [case for case in args.cases if case in CASES]
+    to_cut = [case for case in args.cases if case in LIMITS]
     for vocab in args.vocabs:
-        for num_drafts in args.num_drafts:
-            rows += time_verifiers(args, num_drafts, vocab)
-        rows += time_cut(args, vocab)
+        for num_drafts in args.num_drafts if to_verify else ():
+            rows += time_verifiers(args, to_verify, num_drafts, vocab)
+        if to_cut:
+            rows += time_cut(args, to_cut, vocab)
     if args.json:
         args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 

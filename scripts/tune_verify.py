@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 
 import jax
-from bench_verify import inputs
+from bench_verify import CASES, inputs
 from timing import device_seconds
 
 from pallas_kernels.accept import accept, accept_ratio
@@ -24,7 +24,7 @@ TILES, WARPS = (2048, 4096, 8192, 16384), (4, 8, 16)
 
 def cases(batch: int, dtype: str):
     """Label, function of (arrays, tile_size, num_warps), arrays, tile sizes and warps to try."""
-    draft, target = inputs(batch, NUM_DRAFTS, VOCAB, dtype, "sampled", None)
+    draft, target = inputs(batch, NUM_DRAFTS, VOCAB, dtype, CASES["rejection"])
     key_data = jax.random.key_data(jax.random.split(jax.random.key(1), batch))
     target, distribution, tokens = Rows(*target), Rows(*draft.distribution), draft.tokens
 

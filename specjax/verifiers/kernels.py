@@ -17,6 +17,7 @@ from pallas_kernels.recover import recover
 from pallas_kernels.rows import Rows, in_parts, is_partitioned
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import Streams, row_statistics
+from pallas_kernels.triton import plgpu
 from specjax import distributions
 from specjax import keys as streams
 from specjax.types import Array, Categorical, Draft, Verified
@@ -29,6 +30,8 @@ _SUPPORTED = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 def unsupported(draft: Draft, target: Categorical) -> str | None:
     """What the kernels support and this case is not, by shapes and dtypes; None if they support it."""
+    if plgpu is None:
+        return f"a JAX with the Triton backend of Pallas, not {jax.__version__}"
     for name, distribution in (("target", target), ("draft.distribution", draft.distribution)):
         if distribution is not None and distribution.logits.dtype not in _SUPPORTED:
             return f"{name} of dtype float32, bfloat16 or float16, not {distribution.logits.dtype}"

@@ -1,0 +1,172 @@
+"""The benchmarks start, print a row when it is measured, and put figures of other systems where they belong."""
+
+import importlib
+import io
+import json
+import sys
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import Categorical, Draft
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+BENCHES = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script as it runs: beside the others."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def out():
+    """A standard output, buffered as it is where it goes to a file."""
+    return io.TextIOWrapper(io.BytesIO())
+
+
+@pytest.fixture
+def run(script, out, monkeypatch):
+    """Run a script with arguments; gives what it printed."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdout", out)
+        script(name).main()
+        return written(out)
+
+    return run
+
+
+def written(out):
+    """What has left the buffer."""
+    return out.buffer.getvalue().decode()
+
+
+def table_rows(text):
+    """The rows of the tables in a text, without their headers."""
+    lines = text.splitlines()
+    is_rule = [line.startswith("|---") for line in [*lines, ""]]
+    return [line for i, line in enumerate(lines) if line.startswith("|") and not is_rule[i] and not is_rule[i + 1]]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_help(name, run, out):
+    with pytest.raises(SystemExit) as ended:
+        run(name, "--help")
+    out.flush()
+    assert ended.value.code == 0
+    assert "--json" in written(out)
+
+
+def test_the_smallest_bench_of_verification(script, run, monkeypatch, tmp_path):
+    monkeypatch.setattr(script("timing"), "MAX_COPIES", 1)  # fewer calls to compile
+    path = tmp_path / "numbers.json"
+    arguments = "--vocabs 1000 --batches 1 --num-drafts 2 --dtypes float32 --implementations xla --cases rejection"
+    (row,) = table_rows(run("bench_verify", *arguments.split(), "--json", path))
+    assert row.startswith("| rejection | float32 | xla |")
+    (numbers,) = json.loads(path.read_text())["rows"]
+    assert (numbers["vocab"], numbers["num_drafts"], numbers["batch"]) == (1000, 2, 1)
+
+
+@pytest.fixture
+def run_measuring_nothing(script, run, monkeypatch):
+    """Run a script with numbers of our own; `measured()` is called wherever it would measure a row."""
+
+    def run_with(measured, name, *arguments):
+        def stand_in(result):
+            def measure(*args, **kwargs):
+                measured()
+                return result(*args) if callable(result) else result
+
+            return measure
+
+        def step(target, draft, batch, context, num_drafts, with_parts):
+            row = {"batch": batch, "context": context, "num_drafts": num_drafts, "step_s": 0.1 * (num_drafts + 1)}
+            return row | {"compile_s": 1.0, "floor_s": 0.1, "tokens_per_s": {1.0: 9.0}}
+
+        module = script(name)
+        model = SimpleNamespace(params={"embedding": np.zeros(1)})
+        stand_ins = {
+            "bench_decode": {"measure": stand_in(step), "load": lambda preset: (model, model)},
+            "bench_embedded": {
+                "run": stand_in((SimpleNamespace(totals=None), 1.0)),
+                "tokens_per_second": stand_in(2.0),
+                "metrics": SimpleNamespace(acceptance_rate=lambda _: 0.5, mean_acceptance_length=lambda _: 2.0),
+            },
+            "bench_proposers": {"device_seconds": stand_in(1e-6), "SHAPES": [(1, 64)] * 3},
+            "bench_verify": {"device_seconds": stand_in(1e-6), "inputs": lambda *_: (), "CUT_ROWS": 1},
+        }
+        for attribute, value in stand_ins[name].items():
+            monkeypatch.setattr(module, attribute, value)
+        return run(name, *arguments)
+
+    return run_with
+
+
+VERIFY = ("--dtypes", "float32", "--implementations", "xla", "--batches", "1", "--vocabs")
+BRIEF = {
+    "bench_decode": ("--batches", "1", "--num-drafts", "2", "3"),
+    "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),
+    "bench_proposers": (),
+    "bench_verify": (*VERIFY, "1000"),
+}
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_row_is_printed_before_the_next_is_measured(name, run_measuring_nothing, out, tmp_path):
+    rows = []
+    path = tmp_path / "numbers.json"
+    run_measuring_nothing(lambda: rows.append(table_rows(written(out))), name, *BRIEF[name], "--json", path)
+    assert len(rows) >= 3
+    assert [len(printed) for printed in rows] == list(range(len(rows)))
+    assert len(json.loads(path.read_text())["rows"]) == len(rows)
+
+
+def test_figures_of_peers_stand_under_rows_of_the_same_shape(run_measuring_nothing, tmp_path):
+    path = tmp_path / "numbers.json"
+    arguments = (*VERIFY, "128256", "1000", "--num-drafts", "5", "4", "--cases", "rejection", "typical", "--json", path)
+    text = run_measuring_nothing(lambda: None, "bench_verify", *arguments)
+    same, *others = text.split("\nV = ")[1:]
+    assert "one NVIDIA H200" in same and "not in this one" in same
+    ours, *peers, typical = table_rows(same)
+    assert ours.startswith("| rejection | float32 | xla | 1 |") and typical.startswith("| typical | float32 | xla |")
+    assert [row.split(" | ")[3] for row in peers] == ["155", "19.6", "95"]
+    assert all(row.startswith("| rejection | float32 | peer: ") for row in peers)
+    assert len(others) == 3 and not any("peer:" in other or "H200" in other for other in others)
+    numbers = json.loads(path.read_text())["rows"]
+    assert [row["us"] for row in numbers if "peer" in row] == [155, 19.6, 95]
+
+
+def test_peers_that_decode_stand_under_the_first_context(run_measuring_nothing):
+    arguments = ["--preset", "8b-1b", "--batches", "1", "8", "--contexts", "512", "4096", "--num-drafts", "3", "5"]
+    text = run_measuring_nothing(lambda: None, "bench_decode", *arguments)
+    assert "not in this run" in text
+    cells = [row.strip("| ").split(" | ") for row in table_rows(text.split("\n\n| B |")[0])]
+    keys = [(by.split(":")[0], *rest[:3]) for by, *rest in cells]
+    first = [("specjax", "1", "512", "0"), *[("peer", "1", "-", "0")] * 2, ("specjax", "1", "512", "3")]
+    first += [("specjax", "1", "512", "5"), *[("peer", "1", "-", "5")] * 2]
+    assert keys[:7] == first
+    assert all(key[0] == "specjax" for key in keys[7:])
+    assert cells[5][4] == "14.10" and cells[5][-3:] == ["426", "176", "0.90"]
+
+
+def test_the_sweep_of_tiles_asks_for_inputs_as_the_bench_makes_them(script, monkeypatch):
+    """All else in it needs a GPU."""
+    sweep, bench = script("tune_verify"), script("bench_verify")
+
+    def inputs(*args):
+        asked = signature(bench.inputs).bind(*args).arguments
+        assert asked["case"] in bench.CASES.values()
+        target = Categorical(jnp.zeros((1, 2, 8)))
+        return Draft(jnp.zeros((1, 1), jnp.int32), target), target
+
+    monkeypatch.setattr(sweep, "inputs", inputs)
+    monkeypatch.setattr(sweep, "row_statistics", lambda *_, **__: ())
+    assert next(sweep.cases(1, "float32"))[0] == "statistics"
