@@ -1,7 +1,53 @@
+import argparse
+import os
+
+# Several processes share a GPU: each takes of its memory what it needs, when it does. A user's cache is left alone.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+MEMORY_PER_WORKER = 8 * 2**30
+
+
+def shard(text: str) -> tuple[int, int]:
+    """The part I and the number of parts N of "I/N"."""
+    part, _, num_parts = text.partition("/")
+    if not (part.isdecimal() and num_parts.isdecimal() and 1 <= int(part) <= int(num_parts)):
+        raise argparse.ArgumentTypeError(f"must be I/N with 1 <= I <= N, as in 1/2, got {text!r}")
+    return int(part), int(num_parts)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", type=shard, metavar="I/N", help="run the I-th of N parts of the tests")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Every N-th test, after all that deselects: parts are disjoint, and together they are the whole."""
+    if config.option.shard is not None:
+        part, num_parts = config.option.shard
+        chosen = items[part - 1 :: num_parts]
+        config.hook.pytest_deselected(items=[x for k, x in enumerate(items) if k % num_parts != part - 1])
+        items[:] = chosen
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Two on a CPU, as compiling keeps several cores busy; on a GPU as many as its memory and the cores allow."""
+    if jax.default_backend() != "gpu":
+        return 2
+    memory = jax.devices()[0].memory_stats()["bytes_limit"]
+    return max(1, min(len(os.sched_getaffinity(0)), memory // MEMORY_PER_WORKER))
+
+
+def pytest_runtest_setup(item):
+    """A device is asked for when a test runs: processes that collect before one is there must find the same tests."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
 
 
 @pytest.fixture(scope="module", autouse=True)

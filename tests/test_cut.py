@@ -225,14 +225,17 @@ def test_in_shard_map():
     np.testing.assert_array_equal(sharded(logits), jitted(logits, **fields))
 
 
+ROW = np.zeros(7, np.float32)
+
+
 @pytest.mark.parametrize(
     ("logits", "fields", "message"),
     [
-        (jnp.zeros(7, jnp.int32), {"top_k": 2}, "logits must be of floating dtype, got int32"),
-        (jnp.zeros(7), {"top_k": 1.5}, "top_k must be of integer dtype, got float32"),
-        (jnp.zeros(7), {"top_p": True}, "top_p must be of number dtype, got bool"),
-        (jnp.zeros((2, 7)), {"min_p": jnp.zeros(3)}, r"min_p must be broadcastable to \(2,\), got shape \(3,\)"),
-        (jnp.zeros(7), {"top_k": 1, "temperature": jnp.ones(1)}, r"temperature must be broadcastable to \(\), got"),
+        (ROW.astype(np.int32), {"top_k": 2}, "logits must be of floating dtype, got int32"),
+        (ROW, {"top_k": 1.5}, "top_k must be of integer dtype, got float32"),
+        (ROW, {"top_p": True}, "top_p must be of number dtype, got bool"),
+        (np.stack([ROW, ROW]), {"min_p": ROW[:3]}, r"min_p must be broadcastable to \(2,\), got shape \(3,\)"),
+        (ROW, {"top_k": 1, "temperature": ROW[:1]}, r"temperature must be broadcastable to \(\), got"),
     ],
 )
 def test_bad_input(logits, fields, message):

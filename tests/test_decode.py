@@ -252,9 +252,9 @@ class TestSharedPrompts:
     @pytest.mark.parametrize(
         "rows, message",
         [
-            (jnp.array([0, 2]), r"rows must be in \[0, 2\), the number of prompts, got \[0, 2\]"),
-            (jnp.array([0.0, 1.0]), r"rows must be int32 \[B\], got float32 \(2,\)"),
-            (jnp.array([0, 1, 1]), "sampling must be of 3 rows"),
+            (np.array([0, 2]), r"rows must be in \[0, 2\), the number of prompts, got \[0, 2\]"),
+            (np.array([0.0, 1.0], np.float32), r"rows must be int32 \[B\], got float32 \(2,\)"),
+            (np.array([0, 1, 1]), "sampling must be of 3 rows"),
         ],
     )
     def test_bad_rows(self, target, rows, message):
@@ -433,25 +433,28 @@ def test_features_reach_the_proposer():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(prompts=jnp.zeros(4, jnp.int32)), r"prompts must be int32 \[B, P\]"),
-        (dict(prompts=jnp.zeros((2, 4))), r"prompts must be int32 \[B, P\]"),
-        (dict(prompts=jnp.zeros((2, 0), jnp.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
-        (dict(prompts=jnp.zeros((2, 17), jnp.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
-        (dict(lengths=jnp.ones(3, jnp.int32)), r"lengths must be int32 of shape \[B\] = \(2,\), got int32 \(3,\)"),
-        (dict(lengths=jnp.ones(2)), r"lengths must be int32 of shape \[B\] = \(2,\), got float32"),
-        (dict(lengths=jnp.array([0, 1])), r"lengths must be in \[1, P = 4\], got \[0, 1\]"),
+        (dict(prompts=np.zeros(4, np.int32)), r"prompts must be int32 \[B, P\]"),
+        (dict(prompts=np.zeros((2, 4), np.float32)), r"prompts must be int32 \[B, P\]"),
+        (dict(prompts=np.zeros((2, 0), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
+        (dict(prompts=np.zeros((2, 17), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
+        (dict(lengths=np.ones(3, np.int32)), r"lengths must be int32 of shape \[B\] = \(2,\), got int32 \(3,\)"),
+        (dict(lengths=np.ones(2, np.float32)), r"lengths must be int32 of shape \[B\] = \(2,\), got float32"),
+        (dict(lengths=np.array([0, 1])), r"lengths must be in \[1, P = 4\], got \[0, 1\]"),
         (dict(lengths=[5, 1]), r"lengths must be in \[1, P = 4\], got \[5, 1\]"),
-        (dict(prompts=jnp.full((2, 4), VOCAB)), r"prompts must have token ids in \[0, 61\), got 61 to 61"),
+        (dict(prompts=np.full((2, 4), VOCAB)), r"prompts must have token ids in \[0, 61\), got 61 to 61"),
         (dict(prompts=[[1, 2, 3, -1], [1, 1, 1, 1]]), r"prompts must have token ids in \[0, 61\), got -1 to 3"),
         (dict(max_length=129), r"max_length must be at most the model's 128, got 129"),
         (dict(max_length=8.5), "max_length must be an integer, got 8.5"),
         (dict(num_logprobs=-1), r"num_logprobs must be None or an integer in \[0, V = 61\], got -1"),
         (dict(num_logprobs=62), r"num_logprobs must be None or an integer in \[0, V = 61\], got 62"),
         (dict(sampling=SamplingParams()), r"sampling must be a Sampling, as of sampling.batch, got SamplingParams"),
-        (dict(sampling=sampling.batch([SamplingParams()])), r"sampling must be of 2 rows"),
-        (dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
-        (dict(keys=jax.random.key(0, impl="rbg")), r"keys must be threefry keys"),
-        (dict(keys=jax.random.split(jax.random.key(0), 3)), r"keys must have shape \[\] or \[B\] = \(2,\), got \(3,\)"),
+        (lambda: dict(sampling=sampling.batch([SamplingParams()])), r"sampling must be of 2 rows"),
+        (lambda: dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
+        (lambda: dict(keys=jax.random.key(0, impl="rbg")), r"keys must be threefry keys"),
+        (
+            lambda: dict(keys=jax.random.split(jax.random.key(0), 3)),
+            r"keys must have shape \[\] or \[B\] = \(2,\), got \(3,\)",
+        ),
     ],
 )
 def test_bad_input(target, change, message):
@@ -462,6 +465,7 @@ def test_bad_input(target, change, message):
         keys=jax.random.key(0),
         max_length=16,
     )
+    change = change() if callable(change) else change  # a function, where collecting would start the device
     with pytest.raises(ValueError, match=message):
         decode.prefill(target, None, **(arguments | change))
 

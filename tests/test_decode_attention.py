@@ -14,8 +14,6 @@ from specjax.models.attention import attend
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.rope import rotate, rotation
 
-on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-
 CASES = {  # B, T, H, kv heads, D, S, start of each row
     "empty and full": (2, 3, 4, 2, 16, 40, [0, 37]),
     "past the end": (3, 6, 8, 2, 64, 200, [197, 199, 200]),
@@ -63,7 +61,7 @@ def check(case, interpret, turned=False, **options):
 
 @pytest.mark.parametrize("options", [{}, {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_against_reference(case, options, interpret):
     check(case, interpret, **options)
 

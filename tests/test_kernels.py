@@ -14,12 +14,23 @@ from specjax import keys as streams
 from specjax.verifiers import kernels
 from specjax.verifiers.core import from_core
 
-ON_GPU = jax.default_backend() == "gpu"
-KERNEL = "pallas" if ON_GPU else "interpret"
 BY_ROW = PartitionSpec("data")
 VERIFIERS = ("rejection", "block", "typical", "synthetic", "match")
-# Interpreted kernels take seconds to compile: what all verifiers share is tested on one of each kind there.
-SHARED = VERIFIERS if ON_GPU else ("rejection", "match")
+
+
+def on_gpu(*values) -> list:
+    """Parameters of a test that has these on a GPU alone: interpreted kernels take seconds to compile."""
+    return [pytest.param(value, marks=pytest.mark.gpu) for value in values]
+
+
+# What all verifiers share is tested on one of each kind elsewhere.
+SHARED = ["rejection", "match", *on_gpu("block", "typical", "synthetic")]
+SHARED_AND_BLOCK = ["rejection", "match", "block", *on_gpu("typical", "synthetic")]
+
+
+def on_this_device() -> str:
+    """The implementation that runs the kernel here. It is asked for in a test, as collecting must start no device."""
+    return "pallas" if jax.default_backend() == "gpu" else "interpret"
 
 
 def options_of(verifier: str) -> dict:
@@ -98,14 +109,14 @@ def test_threefry_draws_what_jax_draws():
     [
         {"dtype": jnp.bfloat16, "normalised": False},
         {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9), "cut": True},
-        {"num_drafts": 9, "batch_size": 2, "vocab_size": 700, "dtype": jnp.float16},
-    ][: 3 if ON_GPU else 2],
+        *on_gpu({"num_drafts": 9, "batch_size": 2, "vocab_size": 700, "dtype": jnp.float16}),
+    ],
 )
 def test_kernels_emit_the_tokens_of_xla(verifier, options):
     for seed in range(4):
         arguments = jax.random.key(seed + 10), *random_case(seed, **options)
         xla = run(verifier, "xla", *arguments, log_probs=True)
-        assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+        assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
@@ -113,7 +124,7 @@ def test_one_draft(verifier):
     for seed in range(2):
         arguments = jax.random.key(seed), *random_case(seed, num_drafts=1, batch_size=32, vocab_size=600)
         xla = run(verifier, "xla", *arguments, log_probs=True)
-        assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+        assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "synthetic"])
@@ -122,13 +133,13 @@ def test_deterministic_drafts(verifier):
         draft, target = random_case(seed, target_temperature=(0.7, 0, 1.3, 0.9))
         arguments = jax.random.key(seed + 10), draft._replace(distribution=None), target
         xla = run(verifier, "xla", *arguments, log_probs=True)
-        assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+        assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
 @pytest.mark.parametrize("verifier", SHARED)
 def test_large_batches_read_later_drafts_where_they_need_them(verifier, monkeypatch):
     monkeypatch.setattr(rows, "LARGE_READ", 0)
-    kernel = jitted.__wrapped__(verifier, KERNEL, True)  # traced with this size
+    kernel = jitted.__wrapped__(verifier, on_this_device(), True)  # traced with this size
     for seed in range(4):
         draft, target = random_case(seed, num_drafts=5, batch_size=8)
         if seed == 3:  # nearly all drafts are accepted
@@ -138,7 +149,7 @@ def test_large_batches_read_later_drafts_where_they_need_them(verifier, monkeypa
         assert_same(kernel(*arguments), run(verifier, "xla", *arguments, log_probs=True))
 
 
-@pytest.mark.parametrize("vocab_size", [100, 511, 513, 8193, 10000, 50272, 151936] if ON_GPU else [100, 513, 151936])
+@pytest.mark.parametrize("vocab_size", [100, 513, 151936, *on_gpu(511, 8193, 10000, 50272)])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_edges_of_the_vocabulary(verifier, vocab_size):
     draft, target = random_case(1, batch_size=2, num_drafts=2, vocab_size=vocab_size, dtype=jnp.bfloat16)
@@ -147,7 +158,7 @@ def test_edges_of_the_vocabulary(verifier, vocab_size):
     for drafts, laws in ((draft, target), (last, peaked)):
         arguments = jax.random.split(jax.random.key(4), 2), drafts, laws
         xla = run(verifier, "xla", *arguments)
-        assert_same(run(verifier, KERNEL, *arguments), xla)
+        assert_same(run(verifier, on_this_device(), *arguments), xla)
     assert np.all(np.asarray(xla.tokens[:, 0]) == vocab_size - 1)
 
 
@@ -177,7 +188,7 @@ class TestThresholds:
     def verify(self, verifier, keys, drafted, drawn_from, target) -> tuple[np.ndarray, np.ndarray]:
         token = jnp.full((self.BATCH, 1), drafted, jnp.int32)
         target = jnp.concatenate([target, jnp.zeros_like(target)], axis=1)
-        verified = run(verifier, KERNEL, keys, Draft(token, drawn_from), Categorical(target))
+        verified = run(verifier, on_this_device(), keys, Draft(token, drawn_from), Categorical(target))
         return np.asarray(verified.num_accepted), np.asarray(verified.tokens[:, 0])
 
     @pytest.mark.parametrize("verifier", ["rejection", "block"])
@@ -197,7 +208,7 @@ class TestThresholds:
         prob = 0.4 * self.share(accept)
         target = [self.law(600, {7: prob, 90: 1 - prob}), self.law(600, {9: one}), self.law(600, {5: one})]
         draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
-        verified = run("block", KERNEL, keys, draft, Categorical(jnp.concatenate(target, axis=1)))
+        verified = run("block", on_this_device(), keys, draft, Categorical(jnp.concatenate(target, axis=1)))
         np.testing.assert_array_equal(verified.num_accepted, self.SIDE > 0)
         assert np.all(np.asarray(verified.tokens)[self.SIDE > 0, :2] == [7, 9])
 
@@ -219,7 +230,7 @@ class TestThresholds:
         logits = jnp.zeros((4, 2, 9000)).at[:, :, jnp.array([700, 900, 1500, 8999])].set(1)
         tokens, greedy = jnp.array([[700], [900], [99], [1500]]), jnp.zeros(4)
         draft = Draft(tokens, Categorical(logits[:, :1], greedy))
-        verified = run(verifier, KERNEL, jax.random.key(0), draft, Categorical(logits, greedy))
+        verified = run(verifier, on_this_device(), jax.random.key(0), draft, Categorical(logits, greedy))
         assert verified.tokens.tolist() == [[700, 700], [700, -1], [700, -1], [700, -1]]
 
     @pytest.mark.parametrize("tokens", [(3, 9000), (3, 599), (3, 400)])
@@ -237,7 +248,7 @@ class TestThresholds:
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
 
-@pytest.mark.parametrize("verifier", SHARED + ("block",)[ON_GPU:])
+@pytest.mark.parametrize("verifier", SHARED_AND_BLOCK)
 def test_what_is_cut_away_does_not_count(verifier):
     """A few tokens are kept, of one block, with logits far below 0: what stands for an empty block is smaller still."""
     draft, target = random_case(7, batch_size=8, vocab_size=9000)
@@ -247,7 +258,7 @@ def test_what_is_cut_away_does_not_count(verifier):
     arguments = jax.random.key(9), drafts, target
     xla = run(verifier, "xla", *arguments, log_probs=True)
     assert np.all(np.isin(xla.tokens[np.arange(8), xla.num_accepted], range(5000, 5006)))
-    assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+    assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
@@ -256,7 +267,7 @@ def test_a_logit_at_the_cut_is_kept(verifier):
     nothing = draft._replace(num_tokens=jnp.zeros(4, jnp.int32))
     best = target.logits[:, 0].astype(jnp.float32)
     target = target._replace(min_logit=jnp.tile(best.max(-1)[:, None], (1, 4)))
-    verified = run(verifier, KERNEL, jax.random.key(12), nothing, target)
+    verified = run(verifier, on_this_device(), jax.random.key(12), nothing, target)
     assert verified.tokens[:, 0].tolist() == jnp.argmax(best, axis=-1).tolist()
 
 
@@ -268,7 +279,7 @@ def test_a_nan_does_not_hide_what_is_likely(verifier, temperature, nan):
     draft, target = random_case(8, target_temperature=temperature)
     logits = target.logits.at[:, :, 2000].set(60).at[:, :, nan].set(jnp.nan)
     nothing = draft._replace(num_tokens=jnp.zeros(4, jnp.int32))
-    verified = run(verifier, KERNEL, jax.random.key(10), nothing, target._replace(logits=logits))
+    verified = run(verifier, on_this_device(), jax.random.key(10), nothing, target._replace(logits=logits))
     assert verified.tokens[:, 0].tolist() == [2000] * 4
 
 
@@ -277,7 +288,7 @@ def test_an_infinite_logit_takes_all(verifier, temperature):
     draft, target = random_case(8, target_temperature=temperature)
     nothing = draft._replace(num_tokens=jnp.zeros(4, jnp.int32))
     arguments = jax.random.key(11), nothing, target._replace(logits=target.logits.at[:, :, 2000].set(jnp.inf))
-    for implementation in (KERNEL, "xla"):
+    for implementation in (on_this_device(), "xla"):
         assert run(verifier, implementation, *arguments).tokens[:, 0].tolist() == [2000] * 4
 
 
@@ -286,10 +297,10 @@ def test_an_infinite_logit_takes_all(verifier, temperature):
 def test_keys_of_every_form(verifier, shape):
     arguments = jax.random.split(jax.random.key(6), shape), *random_case(2, dtype=jnp.bfloat16, normalised=False)
     xla = run(verifier, "xla", *arguments, log_probs=True)
-    assert_same(run(verifier, KERNEL, *arguments, log_probs=True), xla)
+    assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", SHARED + ("block",)[ON_GPU:])
+@pytest.mark.parametrize("verifier", SHARED_AND_BLOCK)
 def test_odd_drafts_and_rows(verifier):
     """-1 inside a draft, ids past the vocabulary, drafts without mass, no drafts at all, rows without tokens, NaN."""
     draft, target = random_case(3, batch_size=8, num_drafts=3, vocab_size=900)
@@ -299,10 +310,10 @@ def test_odd_drafts_and_rows(verifier):
     draft = Draft(tokens, draft.distribution._replace(logits=drawn_from))
     for drafts in (draft, draft._replace(distribution=None)):
         arguments = jax.random.key(8), drafts, target._replace(logits=logits)
-        kernel, xla = run(verifier, KERNEL, *arguments), run(verifier, "xla", *arguments)
+        kernel, xla = run(verifier, on_this_device(), *arguments), run(verifier, "xla", *arguments)
         assert_same(kernel, xla)
         broken = logits.at[6].set(jnp.nan).at[7, :, ::3].set(jnp.nan).at[0].set(-jnp.inf)
-        kernel = run(verifier, KERNEL, jax.random.key(8), drafts, Categorical(broken))
+        kernel = run(verifier, on_this_device(), jax.random.key(8), drafts, Categorical(broken))
         emitted = np.asarray(kernel.tokens)[np.arange(8), np.asarray(kernel.num_accepted)]
         assert np.all((emitted >= 0) & (emitted < 900))
 
@@ -315,7 +326,7 @@ def test_bonus_tokens(verifier):
         rows = target._replace(logits=target.logits[:, : drafts.tokens.shape[1] + 1])
         options = {"bonus_tokens": jnp.arange(6, dtype=jnp.int32) + 5, "log_probs": True}
         xla = run(verifier, "xla", jax.random.key(9), drafts, rows, **options)
-        assert_same(run(verifier, KERNEL, jax.random.key(9), drafts, rows, **options), xla)
+        assert_same(run(verifier, on_this_device(), jax.random.key(9), drafts, rows, **options), xla)
         assert xla.tokens[0, 0] == 5
 
 
@@ -324,7 +335,7 @@ def test_no_draft_tokens(verifier):
     _, target = random_case(5)
     draft, target = Draft(jnp.zeros((4, 0), jnp.int32)), target._replace(logits=target.logits[:, :1])
     xla = run(verifier, "xla", jax.random.key(1), draft, target, log_probs=True)
-    assert_same(run(verifier, KERNEL, jax.random.key(1), draft, target, log_probs=True), xla)
+    assert_same(run(verifier, on_this_device(), jax.random.key(1), draft, target, log_probs=True), xla)
 
 
 @pytest.mark.parametrize("verifier", SHARED)
@@ -346,7 +357,7 @@ def test_packed_rows(verifier):
         function = partial(getattr(verifiers, verifier), implementation=implementation, **options_of(verifier))
         return jax.jit(partial(ragged.verify, function, max_draft_tokens=3))(*arguments)
 
-    packed = verify(KERNEL)
+    packed = verify(on_this_device())
     assert_same(packed, verify("xla"))
     assert_same(packed, run(verifier, "xla", jax.random.key(2), draft, target))
 
@@ -357,7 +368,7 @@ def test_kernels_work_under_transformations(verifier, monkeypatch):
     draft, target = random_case(7, batch_size=6, vocab_size=600)
     keys = jax.random.split(jax.random.key(3), 6)
     expected = run(verifier, "xla", keys, draft, target)
-    verify = partial(getattr(verifiers, verifier), implementation=KERNEL, **options_of(verifier))
+    verify = partial(getattr(verifiers, verifier), implementation=on_this_device(), **options_of(verifier))
 
     split = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), (keys, draft, target))
     mapped = jax.jit(jax.vmap(verify))(*split)
@@ -378,7 +389,7 @@ def test_kernels_work_in_shard_map(verifier):
     draft, target = random_case(8, vocab_size=600)
     keys = jax.random.split(jax.random.key(3), 4)
     verify = partial(getattr(verifiers, verifier), implementation="pallas", **options_of(verifier))
-    if ON_GPU:
+    if jax.default_backend() == "gpu":
         mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
         sharded = jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=BY_ROW, out_specs=BY_ROW))
         assert_same(sharded(keys, draft, target), run(verifier, "xla", keys, draft, target))
@@ -426,20 +437,20 @@ def test_rows_without_mass(verifier, temperature):
     law = law._replace(logits=drawn)
     for normalizer in (None, jax.scipy.special.logsumexp(drawn, axis=-1)):
         arguments = jax.random.key(4), draft._replace(distribution=law._replace(log_normalizer=normalizer)), target
-        by_xla, by_kernel = (run(verifier, i, *arguments, log_probs=True) for i in ("xla", KERNEL))
+        by_xla, by_kernel = (run(verifier, i, *arguments, log_probs=True) for i in ("xla", on_this_device()))
         np.testing.assert_array_equal(by_kernel.tokens, by_xla.tokens)
         accepted = np.arange(4)[None] < by_xla.num_accepted[:, None]
         assert not jnp.isnan(by_xla.log_probs[accepted]).any()
         np.testing.assert_allclose(by_kernel.log_probs[accepted], by_xla.log_probs[accepted], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["xla", KERNEL])
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
-def test_a_greedy_row_without_mass_stands_for_token_0(verifier, implementation):
+def test_a_greedy_row_without_mass_stands_for_token_0(verifier):
     temperature = jnp.zeros(1)
     draft = Draft(jnp.zeros((1, 2), jnp.int32), Categorical(jnp.zeros((1, 2, 600)), temperature))
     target = Categorical(jnp.zeros((1, 3, 600)).at[:, 1].set(-jnp.inf), temperature)
-    assert run(verifier, implementation, jax.random.key(0), draft, target).tokens.tolist() == [[0, 0, 0]]
+    for implementation in ("xla", on_this_device()):
+        assert run(verifier, implementation, jax.random.key(0), draft, target).tokens.tolist() == [[0, 0, 0]]
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -447,14 +458,14 @@ def test_no_drafts(verifier):
     options = {"acceptance_length": 1.0} if verifier == "synthetic" else {}
     draft, target = Draft(jnp.zeros((2, 0), jnp.int32)), jax.random.normal(jax.random.key(1), (2, 1, 600))
     verify = partial(getattr(verifiers, verifier), jax.random.key(0), draft, target, **options)
-    results = [verify(implementation=implementation) for implementation in ("xla", KERNEL)]
+    results = [verify(implementation=implementation) for implementation in ("xla", on_this_device())]
     assert_same(*results)
 
 
 def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
     draft, target = random_case(9, vocab_size=kernels.SMALL_VOCAB)
     arguments = jax.random.key(0), draft, target
-    assert_same(run("rejection", None, *arguments), run("rejection", KERNEL, *arguments))
+    assert_same(run("rejection", None, *arguments), run("rejection", on_this_device(), *arguments))
     deep = Draft(jnp.zeros((1, 65), jnp.int32))
     with pytest.raises(NotImplementedError, match="at most 64 draft tokens, not 65"):
         verifiers.match(jax.random.key(0), deep, jnp.zeros((1, 66, 8)), implementation="pallas")
@@ -469,9 +480,9 @@ def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
 def test_kernels_refuse_float64(x64):
     draft, target = Draft(jnp.zeros((1, 1), jnp.int32)), jnp.zeros((1, 2, 8))
     with pytest.raises(NotImplementedError, match="target of dtype float32, bfloat16 or float16, not float64"):
-        verifiers.match(jax.random.key(0), draft, target, implementation=KERNEL)
+        verifiers.match(jax.random.key(0), draft, target, implementation=on_this_device())
     arguments = jax.random.key(0), draft, target.astype(jnp.float32)
-    assert_same(run("match", KERNEL, *arguments), run("match", "xla", *arguments))
+    assert_same(run("match", on_this_device(), *arguments), run("match", "xla", *arguments))
 
 
 def test_large_offsets_take_64_bits():
@@ -490,7 +501,7 @@ def test_large_offsets_take_64_bits():
     assert offset_types(1500) and not offset_types(8)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("verifier", SHARED)
 def test_rows_past_two_billion_logits(verifier):
     num_rows, vocab_size = 15000, 151936
@@ -499,11 +510,11 @@ def test_rows_past_two_billion_logits(verifier):
     draft = Draft(jnp.argmax(logits[rows[:, :2]], axis=-1).astype(jnp.int32), Categorical(logits, rows=rows[:, :2]))
     dense = Draft(draft.tokens, Categorical(logits[rows[:, :2]]))
     keys = jax.random.key(1)
-    packed = run(verifier, KERNEL, keys, draft, Categorical(logits, rows=rows))
+    packed = run(verifier, on_this_device(), keys, draft, Categorical(logits, rows=rows))
     assert_same(packed, run(verifier, "xla", keys, dense, Categorical(logits[rows])))
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_kernels_at_a_full_vocabulary(verifier, dtype):
@@ -512,7 +523,7 @@ def test_kernels_at_a_full_vocabulary(verifier, dtype):
     kernel, xla = [], []
     for seed in range(16):
         arguments = jax.random.key(seed), draft, target
-        kernel.append(run(verifier, KERNEL, *arguments))
+        kernel.append(run(verifier, on_this_device(), *arguments))
         xla.append(run(verifier, "xla", *arguments))
     stacked = [jax.tree.map(lambda *x: jnp.concatenate(x), *part) for part in (kernel, xla)]
     assert_same(*stacked, num_mismatches=2)

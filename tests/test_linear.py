@@ -14,7 +14,6 @@ from pallas_kernels.matmul import matmul
 from specjax.models import linear as models
 
 EPSILON = 1e-3
-on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 SHAPES = {  # D, N, gated: of layers with 1 and 8 billion parameters
     "1b qkv": (2048, 3072, False),
     "1b gate": (2048, 16384, True),
@@ -48,7 +47,7 @@ def expected_product(x, weight, residual, activation):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
 @pytest.mark.parametrize(("size", "num_outputs", "num_programs"), [(72, 9, 4), (1024, 7, 3), (3000, 5, 132)])
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_against_float64(size, num_outputs, num_programs, activation, dtype, interpret):
     """Sizes that no tile divides; fewer programs than outputs, of which not all are needed, and more."""
     arrays = operands(size, num_outputs * (1 if activation is None else 2), dtype, num_outputs)
@@ -89,7 +88,7 @@ def test_compiles_without_spilling(name, tmp_path):
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
 @pytest.mark.parametrize("tile", [(16, 256), (64, 128)])
 @pytest.mark.parametrize(("num_rows", "size", "num_outputs"), [(1, 512, 64), (6, 300, 70), (16, 100, 9)])
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=on_gpu)])
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_few_rows_against_float64(num_rows, size, num_outputs, tile, activation, dtype, interpret):
     """Sizes that tiles divide and that none does; one row, and as many as there may be."""
     _, weight, _, _ = operands(size, num_outputs * (1 if activation is None else 2), dtype, num_outputs)
@@ -112,7 +111,7 @@ def test_rows_do_not_mix(row):
     np.testing.assert_array_equal(product(x.at[row].set(jnp.nan), weight), y)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("size", "num_outputs", "gated", "shape"),
     [

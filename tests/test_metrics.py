@@ -174,7 +174,7 @@ def test_noncausal_acceptance_rate_names_a_wrong_shape():
 class TestOutcomes:
     """Verifiers that tell how each draft's own test ended."""
 
-    TARGET, DRAFT = jnp.array([0.5, 0.3, 0.2]), jnp.array([0.2, 0.3, 0.5])
+    TARGET, DRAFT = np.array([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], np.float32)
 
     def case(self, batch: int, num_drafts: int):
         logits = (

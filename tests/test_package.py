@@ -20,7 +20,8 @@ NEEDS_CHECKPOINTS = "specjax.models.checkpoint"
 
 def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
     """What a process of its own prints."""
-    environment = os.environ | {"PYTHONPATH": str(path)}
+    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part not in ("", str(ROOT))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *others])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -17,7 +17,7 @@ from specjax.types import Context, Draft
 
 VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
-ONES = jnp.ones((1, 1), jnp.int32)
+ONES = np.ones((1, 1), np.int32)
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
 

@@ -263,7 +263,11 @@ def test_parse_output():
     assert ragged.parse_output(tokens, 8) == [[5, 3], [2, 7, 0], []]
 
 
-TOKENS, LOGITS = jnp.array([1, 2, 3]), jnp.zeros((3, V))
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+TOKENS, LOGITS = np.array([1, 2, 3]), zeros(3, V)
 
 
 @pytest.mark.parametrize(
@@ -271,22 +275,22 @@ TOKENS, LOGITS = jnp.array([1, 2, 3]), jnp.zeros((3, V))
     [
         ({"draft_tokens": TOKENS[None]}, r"draft_tokens must have shape \[num_tokens\] = \(any,\), got \(1, 3\)"),
         ({"draft_tokens": TOKENS / 2}, "draft_tokens must be of integer dtype"),
-        ({"counts": jnp.array([[2, 3]])}, r"cu_num_draft_tokens must have shape \[B\]"),
-        ({"counts": jnp.array([1, 4])}, r"cu_num_draft_tokens must be .* at most num_tokens = 3, got \[1, 4\]"),
-        ({"counts": jnp.array([2, 1])}, r"cu_num_draft_tokens must be non-decreasing .*, got \[2, 1\]"),
-        ({"counts": jnp.array([0, 3])}, "drafts must be at most max_draft_tokens = 2 long, got 3 of sequence 1"),
-        ({"target": jnp.zeros((3, V))}, r"target.logits must have shape \[num_tokens \+ B, V\] = \(5, any\)"),
+        ({"counts": np.array([[2, 3]])}, r"cu_num_draft_tokens must have shape \[B\]"),
+        ({"counts": np.array([1, 4])}, r"cu_num_draft_tokens must be .* at most num_tokens = 3, got \[1, 4\]"),
+        ({"counts": np.array([2, 1])}, r"cu_num_draft_tokens must be non-decreasing .*, got \[2, 1\]"),
+        ({"counts": np.array([0, 3])}, "drafts must be at most max_draft_tokens = 2 long, got 3 of sequence 1"),
+        ({"target": zeros(3, V)}, r"target.logits must have shape \[num_tokens \+ B, V\] = \(5, any\)"),
         (
-            {"draft": jnp.zeros((4, V))},
+            {"draft": zeros(4, V)},
             r"draft_distribution.logits must have shape \[num_tokens, V\] = \(3, 11\)",
         ),
-        ({"draft": jnp.zeros((3, 5))}, r"draft_distribution.logits must have shape .* = \(3, 11\), got \(3, 5\)"),
+        ({"draft": zeros(3, 5)}, r"draft_distribution.logits must have shape .* = \(3, 11\), got \(3, 5\)"),
         (
-            {"draft": Categorical(LOGITS, jnp.zeros(3))},
+            {"draft": Categorical(LOGITS, zeros(3))},
             r"draft_distribution.temperature must have shape \[B\] = \(2,\)",
         ),
-        ({"draft": Categorical(LOGITS, rows=jnp.zeros((2, 2), int))}, "draft_distribution.rows must be None"),
-        ({"target": Categorical(jnp.zeros((5, V)), min_logit=jnp.zeros(3))}, r"target.min_logit must have shape \[R\]"),
+        ({"draft": Categorical(LOGITS, rows=np.zeros((2, 2), int))}, "draft_distribution.rows must be None"),
+        ({"target": Categorical(zeros(5, V), min_logit=zeros(3))}, r"target.min_logit must have shape \[R\]"),
     ],
 )
 def test_errors(changes, message):

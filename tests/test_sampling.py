@@ -1,6 +1,7 @@
 """Sampling parameters: their arrays, and the logits they shape against an oracle of one row at a time."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -482,9 +483,15 @@ class TestParams:
 CONFIG = DecoderConfig(
     vocab_size=V, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, mlp_size=32, max_length=64
 )
-PARAMS = init_params(CONFIG, 0)
-PARAMS["embedding"] = 40 * PARAMS["embedding"]  # logits of some size
-NOISY = jax.tree.map(lambda x: x + 0.3 * jnp.std(x) * jax.random.normal(jax.random.key(1), x.shape), PARAMS)
+
+
+@cache
+def decoder(noise: float = 0.0):
+    params = init_params(CONFIG, 0)
+    params["embedding"] = 40 * params["embedding"]  # logits of some size
+    noisy = jax.tree.map(lambda x: x + noise * jnp.std(x) * jax.random.normal(jax.random.key(1), x.shape), params)
+    return decoder_model(CONFIG, noisy)
+
 
 MIXED = [
     SamplingParams(max_tokens=24),
@@ -502,7 +509,7 @@ def generate(params, proposer, verifier=verifiers.rejection):
     width = max(map(len, PROMPTS))
     prompts = jnp.asarray([prompt + [0] * (width - len(prompt)) for prompt in PROMPTS[: len(params)]])
     lengths = jnp.asarray([len(prompt) for prompt in PROMPTS[: len(params)]])
-    model = decoder_model(CONFIG, PARAMS)
+    model = decoder()
     prefill = jax.jit(decode.prefill, static_argnames="max_length")
     state = prefill(model, proposer, prompts, lengths, rows, jax.random.key(0), max_length=48)
     state = decode.generate(model, proposer, state, verifier=verifier)
@@ -520,7 +527,7 @@ def plain():
 class TestDecoding:
     @pytest.mark.parametrize("name", ["rejection", "block"])
     def test_greedy_is_that_of_plain_decoding(self, plain, name):
-        proposer = proposers.draft_model(decoder_model(CONFIG, NOISY), 3)
+        proposer = proposers.draft_model(decoder(noise=0.3), 3)
         tokens, state = generate([greedy(p) for p in MIXED], proposer, one_of(name))
         assert tokens == plain
         assert 0 < state.totals.accepted.sum() < state.totals.drafted.sum()
@@ -533,7 +540,7 @@ class TestDecoding:
         assert 7 not in plain[2] and (3, 3) not in pairs and (1, 2) not in pairs
 
     def test_draft_reports_what_it_sampled_from(self):
-        model = decoder_model(CONFIG, NOISY)
+        model = decoder(noise=0.3)
         proposer = proposers.draft_model(model, 3)
         rows = sampling.batch(MIXED, [EOS], V)
         context = make_context(PROMPTS, OUTPUTS, guided_state(rows, OUTPUTS))

@@ -1,0 +1,85 @@
+"""The suite itself: what is collected, how it is split, and which interpreter `scripts/test` uses."""
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from conftest import pytest_xdist_auto_num_workers, shard
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+CHECK = ROOT / "scripts" / "missing_requirements.py"
+
+
+def run(*command, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
+
+
+def collect(*arguments, **environment) -> list[str]:
+    command = sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", *arguments
+    done = run(*command, **environment)
+    assert done.returncode == 0, done.stdout
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_collecting_starts_no_device():
+    """What is found could depend on it, and processes that share one could find different tests."""
+    assert collect(JAX_PLATFORMS="none")
+
+
+def test_shards_are_disjoint_and_together_the_whole():
+    selection = "tests/test_suite.py", "-k", "collecting or requirements or versions"
+    first, second = (collect(*selection, "--shard", f"{part}/2") for part in (1, 2))
+    assert sorted(first + second) == sorted(collect(*selection))
+    assert 0 <= len(first) - len(second) <= 1
+
+
+@pytest.mark.parametrize(
+    "backend, memory, expected", [("cpu", None, 2), ("gpu", 105, 12), ("gpu", 30, 3), ("gpu", 4, 1)]
+)
+def test_number_of_processes(backend, memory, expected, monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": memory * 10**9})
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
+    assert pytest_xdist_auto_num_workers() == expected
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/2/3", "-1/2", "a/b", "1/"])
+def test_bad_shards(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be I/N with 1 <= I <= N, as in 1/2, got"):
+        shard(text)
+
+
+def test_requirements_are_those_of_the_named_extras_too():
+    extras = {"test": ["own[chat,cli]", "ruff>=0.8", "pytest>=8"], "chat": ["jinja2"], "cli": ["own[chat]", "rich"]}
+    found = runpy.run_path(CHECK)["requirements"]({"name": "own", "optional-dependencies": extras}, "test")
+    assert {str(requirement) for requirement in found} == {"jinja2", "rich", "pytest>=8"}
+
+
+@pytest.mark.parametrize(
+    "requirement, expected", [("pytest", True), ("pytest>=8", True), ("pytest>=999", False), ("no-such-name", False)]
+)
+def test_versions_count(requirement, expected):
+    assert runpy.run_path(CHECK)["is_met"](Requirement(requirement)) is expected
+
+
+def test_an_interpreter_without_packages_lacks_some():
+    done = run(sys.executable, "-I", "-S", str(CHECK), "test")
+    assert done.returncode == 1 and done.stdout == "packaging\n"
+
+
+def test_the_active_interpreter_is_used_where_it_lacks_nothing():
+    lacking = run(sys.executable, str(CHECK), "test")
+    if lacking.returncode != 0:
+        pytest.skip(f"this one lacks {lacking.stdout.strip()}")
+    done = run("scripts/test", "--shard", "3/2", PYTHON=sys.executable)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"{sys.executable} has all that the tests need" in done.stderr
+    assert "argument --shard: must be I/N with 1 <= I <= N, as in 1/2, got '3/2'" in done.stderr
