@@ -1,3 +1,7 @@
+import os
+
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # of processes too: nothing goes to the user's folders
+
 import jax
 import pytest
 
