@@ -62,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="standard input if omitted or -")
     generate.add_argument(
-        "--model", metavar="DIR", help="Hugging Face checkpoint of the target; default: a built-in pair"
+        "--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: a built-in pair"
     )
-    generate.add_argument("--draft", metavar="DIR", help="checkpoint of the draft, of the same vocabulary, or ngram")
+    generate.add_argument("--draft", metavar="MODEL", help="that of the draft, of the same vocabulary, or ngram")
     generate.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights"
     )
@@ -82,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
     generate.add_argument("--compare", action="store_true", help="measure against plain decoding of the target")
     generate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    generate.add_argument(
+        "--compilation-cache", metavar="DIR", help="keeps compiled programs; default: in the user's cache directory"
+    )
+    generate.add_argument(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_const",
+        const=False,
+        help="compile anew at every start",
+    )
     return parser
 
 
@@ -106,7 +116,14 @@ def _generate(args: argparse.Namespace) -> int:
 
     from specjax.engine.llm import LLM
 
-    llm = LLM(args.model, args.draft, args.num_draft_tokens, dtype=args.dtype, max_length=args.max_length)
+    llm = LLM(
+        args.model,
+        args.draft,
+        args.num_draft_tokens,
+        dtype=args.dtype,
+        max_length=args.max_length,
+        compilation_cache=args.compilation_cache,
+    )
     if args.compare and not llm.proposer.num_draft_tokens:
         raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
     request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt

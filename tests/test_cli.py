@@ -149,7 +149,10 @@ class TestErrors:
             (["--temperature", "-1"], "temperature must be 0 or in [1.2e-38, 3.4e+38], got -1.0"),
             (["--max-tokens", "0"], "max_tokens must be in [1, 2147483647], got 0"),
             (["--stop", ""], "stop must be made of non-empty strings"),
-            (["--model", "no/such"], "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
+            (
+                ["--model", "./no/such"],
+                "model must be a directory with a Hugging Face checkpoint, or the name of",
+            ),
             (["--num-draft-tokens", "0", "--compare"], "--compare needs drafts"),
             (["--max-length", "500"], "max_length must be in [2, 192], the model's limit, got 500"),
             (["--num-draft-tokens", "-2"], "num_draft_tokens must be an integer >= 0 or 'auto', got -2"),
@@ -206,7 +209,7 @@ class TestProcess:
         assert done.returncode == 0
 
     def test_error(self):
-        done = process("generate", "a", "--model", "no/such")
+        done = process("generate", "a", "--model", "./no/such")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("specjax: error: model must be a directory")
 

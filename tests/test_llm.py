@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import decode, proposers, verifiers
-from specjax.engine.llm import LLM, Completion, Piece, _request_keys
+from specjax.engine.llm import LLM, Completion, Piece, _key_data
 from specjax.engine.requests import _prefill
 from specjax.models import load
 from specjax.sampling import SamplingParams
@@ -188,9 +188,9 @@ class TestGenerate:
 
     def test_keys_are_those_of_the_seeds(self, llm):
         seeds = [0, 5, 2**32, 2**40 + 5]
-        keys = _request_keys(llm, [SamplingParams(seed=seed) for seed in seeds])
-        assert keys[1] == jax.random.key(5)
-        assert len({tuple(words) for words in jax.random.key_data(keys).tolist()}) == len(seeds)
+        key_data = _key_data(llm, [SamplingParams(seed=seed) for seed in seeds])
+        np.testing.assert_array_equal(key_data[1], jax.random.key_data(jax.random.key(5)))
+        assert len({tuple(words) for words in key_data.tolist()}) == len(seeds)
 
     def test_token_ids_as_prompts(self, llm):
         ids = [llm.tokenizer.encode(prompt).ids for prompt in PROMPTS]
@@ -449,8 +449,14 @@ class TestBadInput:
             ({"num_draft_tokens": True}, "num_draft_tokens must be an integer >= 0 or 'auto', got True"),
             ({"max_length": 100.5}, r"max_length must be in \[2, 192\], the model's limit, got 100.5"),
             ({"max_length": 1}, r"max_length must be in \[2, 192\], the model's limit, got 1"),
-            ({"model": "no/such"}, "model must be a directory with a Hugging Face checkpoint, got 'no/such'"),
-            ({"draft": "no/such"}, "draft must be a directory with a Hugging Face checkpoint, got 'no/such'"),
+            (
+                {"model": "./no/such"},
+                "model must be a directory with a Hugging Face checkpoint, or the name of one .*, got './no/such'",
+            ),
+            (
+                {"draft": "./no/such"},
+                "draft must be a directory with a Hugging Face checkpoint, or the name of one .*, got './no/such'",
+            ),
             ({"draft": 3}, "draft must be a directory or a proposer, got int"),
             ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got int8"),
         ],

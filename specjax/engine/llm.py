@@ -5,16 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
 from specjax.engine import chat
+from specjax.engine import compilation_cache as compilation_caches
 from specjax.engine import tokenizer as tokenizers
 from specjax.engine.draft_length import CHOICES
 from specjax.engine.requests import CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
+from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
@@ -27,20 +28,24 @@ class LLM:
     """A target model (`model`) with its `tokenizer` and what drafts for it (`proposer`).
 
     Args:
-        model: directory of a Hugging Face checkpoint, tokenizer in it or tokenizer.json beside it; None is the
-            embedded pair.
-        draft: directory of a checkpoint with the same vocabulary, of any family, "ngram" (look-up in the text itself),
-            or a proposer; None is the embedded draft for the embedded target, and no drafts for any other. A draft
-            whose limit is lower drafts as long as a sequence is within it.
-        num_draft_tokens: K of a draft given by its directory; 0 is plain decoding, whatever the draft. "auto" chooses
+        model: directory of a Hugging Face checkpoint, tokenizer in it or tokenizer.json beside it; or its name on the
+            Hugging Face Hub, "org/name" or "org/name@revision", which takes huggingface_hub and uses its cache; None
+            is the embedded pair.
+        draft: directory or name of a checkpoint with the same vocabulary, of any family, "ngram" (look-up in the text
+            itself), or a proposer; None is the embedded draft for the embedded target, and no drafts for any other. A
+            draft whose limit is lower drafts as long as a sequence is within it.
+        num_draft_tokens: K of a draft given by its checkpoint; 0 is plain decoding, whatever the draft. "auto" chooses
             it every few steps, for the whole batch, by the recent acceptance rate: a request's tokens then depend on
             its batch, seed or not.
         verifier: one of `specjax.verifiers`. The output follows the target's law if the verifier is lossless.
         dtype: of the weights; None is float32.
         max_length: most tokens of a sequence, prompt and output; None is the model's limit.
+        compilation_cache: folder where JAX keeps what this process compiles, so that later ones start sooner; None is
+            specjax/xla in the user's cache directory, False leaves JAX as it is. Settings of JAX's own, as
+            jax_compilation_cache_dir and jax_enable_compilation_cache, hold as they are.
 
     Raises:
-        ValueError: for a directory, tokenizer, vocabulary or number that does not fit.
+        ValueError: for a directory, name, tokenizer, vocabulary or number that does not fit.
 
     Example:
         >>> import specjax
@@ -58,6 +63,7 @@ class LLM:
         verifier: Verifier = verifiers.rejection,
         dtype: DTypeLike | None = None,
         max_length: int | None = None,
+        compilation_cache: str | Path | Literal[False] | None = None,
     ):
         is_auto = num_draft_tokens == "auto"
         if is_auto:
@@ -68,12 +74,13 @@ class LLM:
             raise ValueError(f"verifier must be a function, as specjax.verifiers.block, got {verifier!r}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
+        compilation_caches.enable(compilation_cache)
         dtype = jnp.float32 if dtype is None else dtype
-        directory = _directory("model", model)
+        directory = find_checkpoint("model", model)
         if draft == "ngram":
             draft = proposers.ngram(num_draft_tokens) if num_draft_tokens else None
         elif isinstance(draft, str | Path):
-            draft = _directory("draft", draft)
+            draft = find_checkpoint("draft", draft)
         elif draft is not None and not hasattr(draft, "propose"):
             raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
 
@@ -148,7 +155,7 @@ class LLM:
         if not prompts:
             return []
         ids = [_encode(self, f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
-        batch = Batch(self, prompts, ids, params, _request_keys(self, params))
+        batch = Batch(self, prompts, ids, params, _key_data(self, params))
         needs_host = progress or self.chooses_draft_length or any(p.stop for p in params)
         chunks = batch.run(CHUNK if needs_host else None)
         for _ in show_progress(chunks, batch.outputs) if progress else chunks:
@@ -202,13 +209,7 @@ class LLM:
         if params.num_samples > 1:
             raise ValueError(f"n and best_of must be 1 in a stream, got {params.n} and {params.best_of}")
         ids = _encode(self, "prompt", prompt, params)
-        return Stream(Batch(self, [prompt], [ids], [params], _request_keys(self, [params])))
-
-
-def _directory(name: str, path: str | Path) -> Path:
-    if not Path(path).is_dir():
-        raise ValueError(f"{name} must be a directory with a Hugging Face checkpoint, got {str(path)!r}")
-    return Path(path)
+        return Stream(Batch(self, [prompt], [ids], [params], _key_data(self, [params])))
 
 
 def _load_draft(directory: Path, target: Path, llm: LLM, dtype: DTypeLike) -> Model:
@@ -251,8 +252,7 @@ def _encode(llm: LLM, name: str, prompt: str | Sequence[int], params: SamplingPa
     return ids.tolist()
 
 
-def _request_keys(llm: LLM, params: Sequence[SamplingParams]) -> jax.Array:
-    """The key of each request [B]: of its seed modulo 2**64 (`jax.random.key` takes half of that), or a fresh one."""
+def _key_data(llm: LLM, params: Sequence[SamplingParams]) -> np.ndarray:
+    """The words [B, 2] of each request's key: its seed modulo 2**64 (`jax.random.key` takes half), or fresh ones."""
     seeds = [p.seed if p.seed is not None else int(llm._entropy.integers(2**64, dtype=np.uint64)) for p in params]
-    words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+    return np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 
 CHUNK = 8  # steps between two looks of the host for stop strings, and between two choices of K
 
-_prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
+
+@partial(jax.jit, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
+def _prefill(model, proposer, prompts, lengths, sampling, key_data, sample, **options):
+    """`decode.prefill` of rows that are a sample each of a request, whose key has this data."""
+    keys = streams.samples(jax.random.wrap_key_data(key_data, impl="threefry2x32"), sample)
+    return decode.prefill(model, proposer, prompts, lengths, sampling, keys, **options)
+
 
 TokenLogProbs = dict[int, float]  # token id -> log-probability
 
@@ -90,7 +97,7 @@ class Batch:
         prompts: Sequence[str | Sequence[int]],
         prompt_ids: Sequence[list[int]],
         params: Sequence[SamplingParams],
-        keys: jax.Array,
+        key_data: np.ndarray,
     ):
         self._start = time.perf_counter()
         self._llm, self._prompts, self._params = llm, prompts, params
@@ -122,12 +129,13 @@ class Batch:
         self._state = _prefill(
             llm.model,
             llm.proposer,
-            jnp.asarray(tokens, jnp.int32),
-            jnp.asarray(lengths, jnp.int32),
+            np.asarray(tokens, np.int32),
+            np.asarray(lengths, np.int32),
             rows,
-            streams.samples(keys[request], sample),
+            key_data[request],
+            np.asarray(sample, np.uint32),
             max_length=max_length,
-            rows=jnp.asarray(shared, jnp.int32) if len(unique) < len(shared) else None,
+            rows=np.asarray(shared, np.int32) if len(unique) < len(shared) else None,
             num_logprobs=num_logprobs if has_logprobs else None,
             prompt_logprobs=any(p.prompt_logprobs is not None for p in params),
         )

@@ -89,6 +89,7 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(hidden), norm(hidden)
 
+    @partial(jax.jit, static_argnames="window")  # layers of one shape are traced once
     def __call__(
         self,
         x: Array,

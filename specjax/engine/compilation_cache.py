@@ -1,0 +1,61 @@
+"""JAX's persistent compilation cache: what one process has compiled, later ones read from a folder."""
+
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+logger = logging.getLogger(__name__)
+
+
+def enable(folder: str | Path | Literal[False] | None) -> None:
+    """Keep the programs that this process compiles in a folder, unless JAX has been told what to do about that.
+
+    The setting is JAX's own: it is of the whole process, and leaves out what compiles within a second. A folder that
+    cannot be written is logged as a warning and not used.
+
+    Args:
+        folder: is made if it does not exist; None is `default_folder()`. False changes nothing.
+
+    Raises:
+        ValueError: the folder is of a wrong type, or JAX already uses another one.
+    """
+    if folder is False:
+        return
+    if not (folder is None or isinstance(folder, str | Path)):
+        raise ValueError(f"compilation_cache must be a path, None or False, got {folder!r}")
+    used = jax.config.jax_compilation_cache_dir
+    if used is not None and folder is not None and Path(folder).expanduser().absolute() != Path(used).absolute():
+        raise ValueError(
+            f"compilation_cache must be None or {used!r}, which JAX uses already (jax_compilation_cache_dir), "
+            f"got {str(folder)!r}"
+        )
+    if used is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    try:
+        path = default_folder() if folder is None else Path(folder).expanduser().absolute()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # who can write to it can run code in this process
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        logger.warning("every start compiles anew, because the compilation cache cannot be written: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    compilation_cache.reset_cache()  # JAX may have decided to use none when it compiled something before
+
+
+def default_folder() -> Path:
+    """The folder for compiled programs in the user's cache directory."""
+    if sys.platform == "win32":
+        root, fallback = os.environ.get("LOCALAPPDATA", ""), "AppData/Local"
+    elif sys.platform == "darwin":
+        root, fallback = "", "Library/Caches"
+    else:
+        root, fallback = os.environ.get("XDG_CACHE_HOME", ""), ".cache"
+    directory = Path(root) if os.path.isabs(root) else Path.home() / fallback
+    return directory / "specjax" / "xla"
