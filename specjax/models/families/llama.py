@@ -16,9 +16,10 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("hidden_act", "silu")
-    config.only("mlp_bias", False)
     bias = config.get("attention_bias", bool, False)
-    return decoder(config, tensors, qkv_bias=bias, attention_out_bias=bias)
+    return decoder(
+        config, tensors, qkv_bias=bias, attention_out_bias=bias, mlp_bias=config.get("mlp_bias", bool, False)
+    )
 
 
 def decoder(
@@ -119,18 +120,21 @@ def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> P
     matrices = partial(tensors.matrices, transposed=config.transposed)
 
     def layer(name: str) -> dict[str, Array]:
-        attention = f"{name}.self_attn"
+        attention, gate_up = f"{name}.self_attn", [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
         qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
         params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
             "qkv": matrices(hidden, {f"{name}.weight": size for name, size in qkv.items()}),
             "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
-            "gate_up": matrices(hidden, {f"{name}.mlp.gate_proj.weight": mlp, f"{name}.mlp.up_proj.weight": mlp}),
+            "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
             "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
         }
         if config.qkv_bias:
             params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
         if config.attention_out_bias:
             params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
+        if config.mlp_bias:
+            params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
+            params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
         if config.head_norms:
             params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
             params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
