@@ -108,7 +108,10 @@ class Recurrent:
         elif self.wrong == "slot -1":
             state = cache[row, start - 1]
         else:
-            state = jnp.where(start[:, None] > 0, cache[row, jnp.maximum(start - 1, 0)], 0)
+            previous = jnp.maximum(start - 1, 0)
+            if self.wrong == "last four states":
+                previous %= 4
+            state = jnp.where(start[:, None] > 0, cache[row, previous], 0)
 
         def step(state, x):
             state = jnp.tanh(state @ params["state"] + x)
@@ -116,14 +119,17 @@ class Recurrent:
 
         last, states = jax.lax.scan(step, state, jnp.moveaxis(params["embedding"][inputs.tokens], 1, 0))
         states = jnp.moveaxis(states, 0, 1)
+        logits = states @ params["embedding"].T
         slots = start[:, None] + jnp.arange(states.shape[1])[None]
+        if self.wrong == "last four states":
+            slots, states = slots[:, -4:] % 4, states[:, -4:]
         if self.wrong == "last state":
             cache = last
         elif self.wrong == "last state of a call":
             cache = cache.at[row, slots[:, -1]].set(last, mode="drop")
         else:
             cache = cache.at[row[:, None], slots].set(states, mode="drop")
-        return ModelOutput(states @ params["embedding"].T), cache
+        return ModelOutput(logits), cache
 
 
 def states(batch_size, max_length):
@@ -134,12 +140,17 @@ def last_state(batch_size, max_length):
     return jnp.zeros((batch_size, SIZE))
 
 
+def four_states(batch_size, max_length):
+    return jnp.zeros((batch_size, 4, SIZE))
+
+
 def recurrent(wrong=""):
     params = {
         "embedding": jax.random.normal(jax.random.key(0), (VOCAB, SIZE)),
         "state": jax.random.normal(jax.random.key(1), (SIZE, SIZE)),
     }
-    return Model(params, Recurrent(wrong), last_state if wrong == "last state" else states, VOCAB)
+    init_cache = {"last state": last_state, "last four states": four_states}.get(wrong, states)
+    return Model(params, Recurrent(wrong), init_cache, VOCAB)
 
 
 @pytest.mark.parametrize("make", [attention, recurrent])
@@ -177,14 +188,11 @@ def test_own_models(case, tmp_path):
         (attention("siblings share a slot"), "a token of a tree must see", "siblings share a position and never a"),
         (recurrent("last state"), "must overwrite the slots", "No leaf .* grows with max_length: one state for the"),
         (recurrent("slot -1"), "must overwrite the slots .* position 0", "no token see a slot behind its own"),
-        (
-            recurrent("last state of a call"),
-            "tokens that are fed again",
-            "keep one state a slot, as docs/own-models.md",
-        ),
+        (recurrent("last four states"), "what rejected drafts left .* position 4", "No leaf .* grows with max_length"),
+        (recurrent("last state of a call"), "tokens that are fed again", "keep one state a slot, as docs/own-models"),
         (attention("ring buffer"), "every token must have a slot of its own: .*'key'.* of shape", "outside the window"),
     ],
-    ids=lambda value: getattr(value, "apply", value) if isinstance(value, Model) else "",
+    ids=lambda value: value.apply.wrong if isinstance(value, Model) else "",
 )
 def test_wrong_models(model, promise, advice):
     with pytest.raises(AssertionError, match=f"{promise}.*{advice}"):
