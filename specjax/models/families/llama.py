@@ -72,6 +72,7 @@ def decoder(
         decoder_config = DecoderConfig(**fields, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
+    config.check_computation()
     return decoder_model(decoder_config, _params(decoder_config, tensors, norms))
 
 
@@ -101,16 +102,24 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
     kind = rope.choice(
         "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3"), default="default"
     )
+    rope.only("type", kind)  # some checkpoints have both fields
+    scaling = _scaling(config, rope, kind)
+    rope.ignore("original_max_position_embeddings")  # where it is not read
+    rope.check_all_read()
+    return theta, scaling
+
+
+def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | None:
     if kind == "default":
-        return theta, None
+        return None
     factor = rope.number("factor")
     if kind == "linear":
-        return theta, LinearScaling(factor)
+        return LinearScaling(factor)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
     length = config.size("max_position_embeddings")
-    return theta, Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
+    return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
 
 
 def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
