@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from specjax.calls import run
 from specjax.log_probs import LogProbs, record
 from specjax.types import Context, Model, ModelInput, PyTree
 
@@ -36,7 +37,7 @@ def feed(
         start = index * chunk
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (batch_size, chunk))
         fed, following = (jax.lax.dynamic_slice_in_dim(tokens, start + i, chunk, axis=1) for i in range(2))
-        output, cache = model.apply(model.params, ModelInput(jnp.maximum(fed, 0), positions), cache)
+        output, cache = run(model, ModelInput(jnp.maximum(fed, 0), positions), cache)
         if log_probs is not None:
             log_probs = record(log_probs, positions + 1, following, output.logits)
         return cache, log_probs

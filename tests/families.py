@@ -45,6 +45,7 @@ CONFIGS = {
     | {"model_type": "llama", "rope_scaling": LLAMA3_SCALING, "head_dim": 16, "tie_word_embeddings": True},
     "llama_linear": LLAMA | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama_bias": LLAMA | {"model_type": "llama", "attention_bias": True},
+    "llama_mlp_bias": LLAMA | {"model_type": "llama", "mlp_bias": True},
     "mistral": LLAMA | {"model_type": "mistral", "sliding_window": None, "head_dim": 12},
     "mistral_window": LLAMA | {"model_type": "mistral", "sliding_window": 5},
     "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True},

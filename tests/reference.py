@@ -9,10 +9,14 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-def make_model(config: dict) -> transformers.PreTrainedModel:
+def config(fields: dict) -> transformers.PretrainedConfig:
+    """The config of these fields, among them `model_type`."""
+    return transformers.AutoConfig.for_model(**fields)
+
+
+def make_model(fields: dict) -> transformers.PreTrainedModel:
     """A model of the config, its weights those of `families.make_tensor`."""
-    hf_config = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config(fields), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, tensor in stored_tensors(model).items():
             tensor.copy_(torch.from_numpy(families.make_tensor(name, tuple(tensor.shape))))

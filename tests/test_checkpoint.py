@@ -211,8 +211,8 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
         ({"hidden_act": "gelu"}, "hidden_act .* must be 'silu', all that specjax supports, got 'gelu'"),
         ({"attention_bias": "no"}, "attention_bias .* must be bool, got 'no'"),
         ({"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
-        ({"mlp_bias": True}, "mlp_bias .* must be False, .*, got True"),
-        ({"mlp_bias": 0}, "mlp_bias .* must be False, .*, got 0"),
+        ({"mlp_bias": True}, "tensor model.layers.0.mlp.gate_proj.bias is missing"),
+        ({"mlp_bias": 0}, "mlp_bias .* must be bool, got 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config in .* must be absent"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "must have the field rope_scaling.factor"),
         (
@@ -222,6 +222,13 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor .* below high_freq_factor = 4.0, got 4.0"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.type .* 'linear' or 'llama3', .*, got 'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type .* 'llama3', .*, got 'yarn'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.full_attention in .* must be absent",
+        ),
+        ({"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "rope_scaling.attention_factor in .* must be absent"),
+        ({"rope_scaling": LLAMA3 | {"type": "linear"}}, "rope_scaling.type in .* must be 'llama3', .*, got 'linear'"),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1e6}}, "rope_scaling in .* must be absent"),
         ({"rope_parameters": "yarn"}, "rope_parameters .* must be dict, got 'yarn'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor .* must be 1.0, .*, got 0.5"),
         ({"vocab_size": None}, "must have the field vocab_size"),
@@ -245,6 +252,72 @@ def test_field_of_config(tmp_path, change, match):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(ValueError, match=match):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_local_experts": 8},
+        {"num_experts_per_tok": 2},
+        {"n_routed_experts": 64},
+        {"moe_intermediate_size": 8},
+        {"compression_config": {"format": "pack-quantized"}},
+        {"quantization": {"bits": 4}},
+        {"kv_lora_rank": 512},
+        {"attention_chunk_size": 8192},
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"sliding_window": 4096},
+        {"sliding_window_pattern": 6},
+        {"no_rope_layers": [1, 0]},
+        {"rotary_pct": 0.25},
+        {"rope_interleaved": True},
+        {"position_embedding_type": "alibi"},
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 30.0},
+        {"query_pre_attn_scalar": 256},
+        {"qk_norm": True},
+        {"use_qk_norm": True},
+        {"clip_qkv": 8.0},
+        {"use_parallel_residual": True},
+        {"embedding_multiplier": 12.0},
+        {"residual_multiplier": 0.22},
+        {"attention_multiplier": 0.0078125},
+        {"logits_scaling": 8.0},
+        {"mup_enabled": True},
+        {"dual_chunk_attention_config": {"chunk_size": 262144}},
+        {"attn_temperature_tuning": 4},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_fields_that_change_the_computation(tmp_path, change, family):
+    """Of features that the family does not have."""
+    opt = {"ffn_dim": 10} if family == "opt" else {}
+    write(tmp_path, CONFIG | opt | change | {"model_type": family}, make_tensors(CONFIG))
+    with pytest.raises(ValueError, match=rf"^{next(iter(change))} in .*config.json must be absent"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_dropout": 0.1, "hidden_dropout": 0.1, "initializer_range": 0.02, "layerdrop": 0.1},
+        {"torch_dtype": "bfloat16", "dtype": "float32", "transformers_version": "5.0.0", "use_cache": True},
+        {"architectures": ["X"], "_name_or_path": "x/y", "auto_map": {"AutoModel": "x.Y"}, "pretraining_tp": 2},
+        {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None, "id2label": {"0": "A"}, "return_dict": True},
+        {"unsloth_version": "2024.9", "is_llama_config": True, "neftune_noise_alpha": 5.0, "some_new_field": 1},
+        {"num_local_experts": 0, "clip_qkv": None, "qk_layer_norms": False, "rope_interleaved": False},
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1, "logits_scaling": 1.0, "rotary_pct": 1.0},
+        {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 1], "moe_layers": [], "mup_enabled": False},
+        {"rope_scaling": {"rope_type": "default", "original_max_position_embeddings": 32}},
+        {"rope_parameters": {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}},
+    ],
+)
+def test_fields_that_change_nothing(tmp_path, fields):
+    expected = load(write(tmp_path, CONFIG, make_tensors(CONFIG))).apply.config
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | fields))
+    assert load(tmp_path).apply.config == expected
 
 
 @pytest.mark.parametrize(

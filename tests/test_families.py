@@ -1,12 +1,14 @@
 """Every family's logits are those of transformers: recorded ones everywhere, live ones where it is installed."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import CONFIGS, GOLDENS, LENGTHS, NUM_TOKENS, tokens, write
+from released import RELEASED, fields_of
 
 from specjax.models import load
 from specjax.models.network import param_shapes
@@ -96,6 +98,24 @@ def test_logits_are_those_of_transformers(case, reference, goldens, tmp_path):
     hf_model.save_pretrained(tmp_path / "half")
     ours = whole_logits(load(tmp_path / "half", jnp.bfloat16))
     assert distance(ours, expected) <= 2 * distance(half, expected) + 1e-3
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_fields_of_released_checkpoints(name, tmp_path):
+    case, _, differences = RELEASED[name]
+    directory = write(tmp_path / case, case)
+    expected = replace(load(directory).apply.config, **differences)
+    (directory / "config.json").write_text(json.dumps(fields_of(name)))
+    assert load(directory).apply.config == expected
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_every_field_that_transformers_writes(case, reference, tmp_path):
+    """With the defaults, in the fields of its version, which may be another than that of the configs here."""
+    directory = write(tmp_path / case, case)
+    expected = load(directory).apply.config
+    (directory / "config.json").write_text(reference.config(CONFIGS[case]).to_json_string(use_diff=False))
+    assert load(directory).apply.config == expected
 
 
 def test_gelu_of_gemma_is_its_tanh_approximation(goldens, tmp_path):

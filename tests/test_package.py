@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,17 +78,33 @@ def test_version_is_that_of_the_project():
     assert f'version = "{specjax.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def readme_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def run(page: Path, index: int, namespace: dict[str, Any]) -> None:
+    exec(compile(blocks(page)[index], f"{page.name} block {index}", "exec"), namespace)
 
 
 def test_readme_has_python():
-    assert len(readme_blocks()) >= 3
+    assert len(blocks(PAGES[0])) >= 3
 
 
-@pytest.mark.parametrize("index", range(len(readme_blocks())))
+@pytest.mark.parametrize("index", range(len(blocks(PAGES[0]))))
 def test_readme_block_runs(index):
-    exec(compile(readme_blocks()[index], f"README.md block {index}", "exec"), {"__name__": "readme"})
+    """Each for itself: a reader copies one."""
+    run(PAGES[0], index, {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_page_runs(page):
+    """The blocks of a page in their order, as its reader runs them."""
+    namespace = {"__name__": page.stem}
+    for index in range(len(blocks(page))):
+        run(page, index, namespace)
 
 
 def modules() -> list[str]:

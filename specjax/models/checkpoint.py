@@ -52,8 +52,6 @@ def load(
 
     config = ConfigFile(directory / "config.json")
     family = config.choice("model_type", tuple(BUILD))
-    if "quantization_config" in config:
-        raise ValueError(f"{config.where('quantization_config')} must be absent: specjax loads no quantized weights")
     tensors = Tensors(directory, wanted, sharding)
     with tensors.progress():
         return BUILD[family](config, tensors)

@@ -1,6 +1,8 @@
 """config.json of a checkpoint: fields of checked kinds and ranges, errors that name them."""
 
+import fnmatch
 import json
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,61 @@ from typing import Any
 _REQUIRED = object()
 MAX_INT = 2**31 - 1
 MAX_NUMBER = 1e30  # beyond it, float32 overflows
+
+# Fields that change what some model computes, with their values that change nothing; null and False never do. A family
+# that computes what a field asks for reads it, and in a checkpoint of any other family the field is refused. Fields of
+# all other names are ignored: tools for training, conversion and serving leave many of them, transformers ignores them
+# too, and what they may say of the architecture shows in the tensors, whose names and shapes must be those expected.
+COMPUTATION: dict[str, tuple] = {
+    "*expert*": (0,),
+    "*lora_rank": (0,),  # of multi-head latent attention
+    "*mup*": (),
+    "*parallel_residual": (),
+    "*qk*norm*": (),
+    "*sliding_window_pattern": (),
+    "*soft*cap*": (),
+    "alibi": (),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_output_gate": (),
+    "attn_temperature_tuning": (0,),
+    "clip_qkv": (),
+    "compression_config": (),
+    "dual_chunk_attention_config": (),
+    "embedding_multiplier": (1,),
+    "embedding_scale": (1,),
+    "interleaved_sliding_window": (),
+    "key_multiplier": (1,),
+    "layer_types": ("full_attention",),
+    "lm_head_multiplier": (1,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_multipliers": (1,),
+    "moe_*": (0,),
+    "no_rope_layer*": (1,),  # a list with 1 for each layer that has rotary positions
+    "parallel_attn": (),
+    "partial_rotary_factor": (1,),
+    "position_embedding_type": ("rope", "rotary"),
+    "quant*": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rope_interleave*": (),
+    "rope_local_base_freq": (),
+    "rope_parameters": (),
+    "rope_ratio": (1,),
+    "rope_scaling": (),
+    "rotary_dim": (),
+    "rotary_pct": (1,),
+    "scale_depth": (),
+    "scale_emb": (1,),
+    "scale_embedding": (),
+    "sliding_window": (),
+    "sparse_attention_config": (),
+    "swiglu_limit": (),
+    "use_alibi": (),
+    "use_bidirectional_attention": (),
+    "use_logn_attn": (),
+}
 
 
 class ConfigFile:
@@ -17,6 +74,7 @@ class ConfigFile:
         self.path = path
         self.fields = read_json(path) if fields is None else fields
         self._prefix = prefix
+        self._known: set[str] = set()  # fields that have been read
 
     def where(self, name: str) -> str:
         """The name of a field and its file, for messages."""
@@ -25,9 +83,41 @@ class ConfigFile:
     def __contains__(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
+    def _read(self, name: str) -> Any:
+        self._known.add(name)
+        return self.fields.get(name)
+
+    def ignore(self, *names: str) -> None:
+        """Count fields as read whose values change nothing in this checkpoint."""
+        self._known.update(names)
+
+    def check_computation(self) -> None:
+        """Raise ValueError for a field of COMPUTATION that asks for something and that nothing has read."""
+        for name, value in self._unread().items():
+            for pattern, neutral in COMPUTATION.items():
+                values = value if isinstance(value, list) else [value]
+                if fnmatch.fnmatchcase(name, pattern) and not all(v in neutral for v in values):
+                    raise self._refused(name, neutral)
+
+    def check_all_read(self) -> None:
+        """Raise ValueError for a field of any name that asks for something and that nothing has read."""
+        for name in self._unread():
+            raise self._refused(name, ())
+
+    def _unread(self) -> dict[str, Any]:
+        asks = {name: value for name, value in self.fields.items() if value is not None and value is not False}
+        return {name: value for name, value in asks.items() if name not in self._known}
+
+    def _refused(self, name: str, neutral: tuple) -> ValueError:
+        expected = " or ".join(["absent", *map(repr, neutral)])
+        return ValueError(
+            f"{self.where(name)} must be {expected}: specjax does not compute what it asks for in this family, "
+            f"got {reprlib.repr(self.fields[name])}"
+        )
+
     def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
         """A field of this type."""
-        value = self.fields.get(name)
+        value = self._read(name)
         if value is None:
             if default is _REQUIRED:
                 raise ValueError(f"{self.path} must have the field {self._prefix}{name}")
@@ -45,7 +135,7 @@ class ConfigFile:
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """A field that is a positive, finite number."""
-        value = self.fields.get(name)
+        value = self._read(name)
         if type(value) is not int:
             value = self.get(name, float, default)
         if value is not None and not 0 < value < MAX_NUMBER:
@@ -58,7 +148,7 @@ class ConfigFile:
 
     def only(self, name: str, supported: bool | float | str) -> None:
         """Refuse a field that is neither absent nor the value that is supported."""
-        value = self.fields.get(name)
+        value = self._read(name)
         if value is not None and (value != supported or isinstance(value, bool) != isinstance(supported, bool)):
             raise ValueError(f"{self.where(name)} must be {supported!r}, all that specjax supports, got {value!r}")
 

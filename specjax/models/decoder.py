@@ -40,6 +40,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...] | None = None  # of each layer: positions that a token sees, itself included
     qkv_bias: bool = False
     attention_out_bias: bool = False
+    mlp_bias: bool = False  # of gate, up and down
     head_norms: bool = False  # RMSNorm of each query and key head
     post_norms: bool = False  # RMSNorm of what attention and MLP add to the stream
     norm_offset: float = 0.0  # added to the scale of every norm
@@ -84,6 +85,9 @@ class Layer(nnx.Module):
             self.qkv_bias = nnx.Param(jnp.zeros(((heads + 2 * kv_heads) * size,)))
         if config.attention_out_bias:
             self.attention_out_bias = nnx.Param(jnp.zeros((hidden,)))
+        if config.mlp_bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros((2 * config.mlp_size,)))
+            self.mlp_out_bias = nnx.Param(jnp.zeros((hidden,)))
         if config.head_norms:
             self.query_norm, self.key_norm = norm(size), norm(size)
         if config.post_norms:
@@ -101,9 +105,18 @@ class Layer(nnx.Module):
     ) -> tuple[Array, dict | None]:
         attended, cache = self._attend(x, inputs, rotation, mask, window, cache)
         x = self._add(x, attended, "attention")
-        activation = ACTIVATIONS[self.config.activation]
-        gated = self._product(x, self.gate_up, norm=self._norm("mlp_norm"), activation=activation)
-        return self._add(x, gated, "mlp"), cache
+        return self._add(x, self._gate(x), "mlp"), cache
+
+    def _gate(self, x: Array) -> Array:
+        """Activation of the gate projection of x, times its up projection."""
+        activation, norm = ACTIVATIONS[self.config.activation], self._norm("mlp_norm")
+        if not self.config.mlp_bias:
+            return self._product(x, self.gate_up, norm=norm, activation=activation)
+        # The product adds a residual behind the activation, and a bias belongs before it.
+        gate, up = jnp.split(
+            self._product(x, self.gate_up, norm=norm, residual=self.gate_up_bias[...][None, None]), 2, axis=-1
+        )
+        return activation(gate) * up
 
     def _product(self, x: Array, weight: nnx.Param, **options: Any) -> Array:
         return linear(x, weight[...], transposed=self.config.transposed, **options)

@@ -9,6 +9,7 @@ from specjax.testing.enumeration import (
     product_law,
     total_variation,
 )
+from specjax.testing.models import assert_model
 from specjax.testing.statistics import ChiSquare, chi_square, sampled_tokens
 from specjax.testing.toys import BigramProposer, bigram_model, sample_draft
 from specjax.testing.verdicts import (
@@ -23,6 +24,7 @@ __all__ = [
     "BigramProposer",
     "ChiSquare",
     "assert_lossless",
+    "assert_model",
     "assert_permutation_equivariant",
     "assert_proposer_lossless",
     "assert_rows_independent",

@@ -1,6 +1,7 @@
 """The families of checkpoints, one file each: a function from config.json and the tensors to a `Model`.
 
-A new one is a file with `build`, an import and an entry here, and a config in tests/families.py.
+A new one is a file with `build`, an import and an entry here, and a config in tests/families.py. Between the fields and
+the tensors `build` calls `config.check_computation()`, which refuses fields that the family should have read.
 """
 
 from collections.abc import Callable

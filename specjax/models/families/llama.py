@@ -16,9 +16,10 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("hidden_act", "silu")
-    config.only("mlp_bias", False)
     bias = config.get("attention_bias", bool, False)
-    return decoder(config, tensors, qkv_bias=bias, attention_out_bias=bias)
+    return decoder(
+        config, tensors, qkv_bias=bias, attention_out_bias=bias, mlp_bias=config.get("mlp_bias", bool, False)
+    )
 
 
 def decoder(
@@ -71,6 +72,7 @@ def decoder(
         decoder_config = DecoderConfig(**fields, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
+    config.check_computation()
     return decoder_model(decoder_config, _params(decoder_config, tensors, norms))
 
 
@@ -100,16 +102,24 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
     kind = rope.choice(
         "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3"), default="default"
     )
+    rope.only("type", kind)  # some checkpoints have both fields
+    scaling = _scaling(config, rope, kind)
+    rope.ignore("original_max_position_embeddings")  # where it is not read
+    rope.check_all_read()
+    return theta, scaling
+
+
+def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | None:
     if kind == "default":
-        return theta, None
+        return None
     factor = rope.number("factor")
     if kind == "linear":
-        return theta, LinearScaling(factor)
+        return LinearScaling(factor)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
     length = config.size("max_position_embeddings")
-    return theta, Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
+    return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
 
 
 def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
@@ -119,18 +129,21 @@ def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> P
     matrices = partial(tensors.matrices, transposed=config.transposed)
 
     def layer(name: str) -> dict[str, Array]:
-        attention = f"{name}.self_attn"
+        attention, gate_up = f"{name}.self_attn", [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
         qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
         params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
             "qkv": matrices(hidden, {f"{name}.weight": size for name, size in qkv.items()}),
             "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
-            "gate_up": matrices(hidden, {f"{name}.mlp.gate_proj.weight": mlp, f"{name}.mlp.up_proj.weight": mlp}),
+            "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
             "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
         }
         if config.qkv_bias:
             params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
         if config.attention_out_bias:
             params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
+        if config.mlp_bias:
+            params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
+            params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
         if config.head_norms:
             params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
             params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})

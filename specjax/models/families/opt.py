@@ -154,6 +154,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         norm_first=norm_first,
         final_norm=norm_first and not config.get("_remove_final_layer_norm", bool, False),
     )
+    config.check_computation()
     return network_model(OPT, opt_config, _params(opt_config, tensors))
 
 

@@ -14,6 +14,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
 def windows(config: ConfigFile) -> tuple[int | None, ...] | None:
     """The window of each layer, from the fields that Qwen2 and Qwen3 have."""
     if not config.get("use_sliding_window", bool, False):
+        config.ignore("sliding_window")  # released checkpoints name one all the same
         return None
     first = config.get("max_window_layers", int, 28)
     return llama.windows(config, lambda layer: layer >= first)

@@ -1,0 +1,58 @@
+"""One call of a model, with what it returns checked against the contract of `Model`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Model, ModelInput, ModelOutput, PyTree
+from specjax.verifiers import core as common
+
+
+def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
+    """Call a model on query tokens.
+
+    Args:
+        model: whose `apply` is called.
+        inputs: the query tokens.
+        cache: of the model, for this batch.
+
+    Returns:
+        The output and the new cache, as `apply` returns them.
+
+    Raises:
+        ValueError: `apply` returns something else than (ModelOutput, cache), logits that are not [B, T, V] floats, or a
+            cache of another form than it was given. The forms are known when the call is traced.
+    """
+    result = model.apply(model.params, inputs, cache)
+    check_result(model, inputs, cache, result)
+    return result
+
+
+def check_result(model: Model, inputs: ModelInput, cache: PyTree, result: Any) -> None:
+    """Raise ValueError unless `result` has the form of what `apply` must return, given these inputs and this cache."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], ModelOutput)):
+        raise ValueError(
+            f"apply must return (ModelOutput, cache), got {_describe(result)}: wrap the logits, "
+            "`return ModelOutput(logits), cache`"
+        )
+    output, new_cache = result
+    shape = (*inputs.tokens.shape, model.vocab_size)
+    common.check_array("the logits that apply returns", output.logits, "[B, T, V]", shape, jnp.floating)
+    if jax.tree.structure(new_cache) != jax.tree.structure(cache):
+        raise ValueError(
+            f"apply must return a cache of the structure that it was given, {jax.tree.structure(cache)}, got "
+            f"{jax.tree.structure(new_cache)}"
+        )
+    old_leaves, new_leaves = (jax.tree_util.tree_leaves_with_path(tree) for tree in (cache, new_cache))
+    for (path, old), (_, new) in zip(old_leaves, new_leaves, strict=True):
+        old, new = (f"{jnp.result_type(leaf)} {jnp.shape(leaf)}" for leaf in (old, new))
+        if new != old:
+            name = f"cache{jax.tree_util.keystr(path)}"
+            raise ValueError(f"apply must return {name} with the dtype and shape that it was given, {old}, got {new}")
+
+
+def _describe(result: Any) -> str:
+    if type(result) is tuple:
+        return f"({', '.join(type(part).__name__ for part in result)})"
+    return type(result).__name__
