@@ -1,9 +1,8 @@
 """The decoding loop: prefill, then steps of propose, score, verify and commit, all on the device."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.tree_util import Partial
 
 from specjax import keys as streams
 from specjax import log_probs, metrics, proposers, scorers, verifiers
+from specjax.binding import as_pytree
 from specjax.log_probs import LogProbs
 from specjax.prompts import feed
 from specjax.sampling import Sampling, guided, num_generated, process
@@ -33,24 +33,24 @@ RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # State.finished
 
 
 class State(NamedTuple):
-    """What the next step needs. Holds no weights."""
+    """Everything that the next step needs, without any weights."""
 
     context: Context
-    cache: PyTree  # of the target
-    proposer: PyTree
+    cache: PyTree  # the target's cache
+    proposer: PyTree  # the proposer's state
     sampling: Sampling
-    keys: Array  # [B] one key a request
-    finished: Array  # [B] int32: RUNNING, or why the row ended
+    keys: Array  # [B] typed keys, one a request
+    finished: Array  # [B] int32: RUNNING, or the reason why the row has ended
     totals: metrics.Totals
-    log_probs: LogProbs | None = None  # slot i [B, L] is of token i of the sequence; None where not asked for
+    log_probs: LogProbs | None = None  # fields [B, L], slot i for token i of the sequence; None if not asked for
 
 
 class Info(NamedTuple):
-    """What one step did."""
+    """The outcome of one step."""
 
-    tokens: Array  # [B, K+1] int32, those committed, then -1
-    num_drafts: Array  # [B] int32
-    num_accepted: Array  # [B] int32; the token at this index is recovered, or a bonus where it equals num_drafts
+    tokens: Array  # [B, K+1] int32, the committed tokens, then -1
+    num_drafts: Array  # [B] int32, draft tokens of the row
+    num_accepted: Array  # [B] int32; the token at this index is the bonus if this equals num_drafts, else recovered
 
 
 def prefill(
@@ -68,8 +68,9 @@ def prefill(
 ) -> State:
     """Feed the prompts to target and proposer.
 
-    Log-probabilities of generated tokens are of the law that they are drawn from, after penalties, masks, temperature
-    and cut; of greedy rows, of that law at temperature 1. Those of the prompt are of the model's own law.
+    Log-probabilities of generated tokens are those of the distribution that each token is drawn from, after penalties,
+    masks, temperature and cut; greedy rows report this distribution at temperature 1. Log-probabilities of the prompt
+    are the model's own, without any of these.
 
     Args:
         model: the target.
@@ -93,35 +94,10 @@ def prefill(
             jit, for lengths, token ids or rows out of range.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
-    if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
-    num_prompts, width = prompts.shape
-    if lengths.shape != (num_prompts,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths must be int32 of shape [B] = ({num_prompts},), got {lengths.dtype} {lengths.shape}")
-    if not is_integer(max_length):
-        raise ValueError(f"max_length must be an integer, got {max_length!r}")
-    if not (num_logprobs is None or (is_integer(num_logprobs) and 0 <= num_logprobs <= model.vocab_size)):
-        raise ValueError(
-            f"num_logprobs must be None or an integer in [0, V = {model.vocab_size}], got {num_logprobs!r}"
-        )
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a Sampling, as of sampling.batch, got {type(sampling).__name__}")
-    if not 1 <= width <= max_length:
-        raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
-    if model.max_length is not None and max_length > model.max_length:
-        raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
-    if prompt_logprobs and num_logprobs is None:
-        raise ValueError("prompt_logprobs must be False where num_logprobs is None, got True")
-    _check_prompts(prompts, lengths, model.vocab_size)
-    batch_size = num_prompts if rows is None else _checked_rows(rows, num_prompts)
-    if sampling.max_tokens.shape != (batch_size,):
-        raise ValueError(f"sampling must be of {batch_size} rows, got max_tokens {sampling.max_tokens.shape}")
-    streams.check(keys)
-    if keys.shape == ():
-        keys = streams.fold(keys, jnp.arange(batch_size))
-    if keys.shape != (batch_size,):
-        raise ValueError(f"keys must have shape [] or [B] = ({batch_size},), got {keys.shape}")
+    batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
+    keys = _request_keys(keys, batch_size)
     proposer = proposer or proposers.none()
+    num_prompts, width = prompts.shape
 
     lengths = jnp.array(lengths, jnp.int32)
     prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(num_prompts, bool), lengths)
@@ -147,7 +123,54 @@ def prefill(
     )
 
 
-def _checked_rows(rows: Array, num_prompts: int) -> int:
+def _check_request(
+    model: Model,
+    prompts: Array,
+    lengths: Array,
+    sampling: Sampling,
+    rows: Array | None,
+    max_length: int,
+    num_logprobs: int | None,
+    prompt_logprobs: bool,
+) -> int:
+    """The number of rows B that the arguments of `prefill` are for; ValueError where they do not fit."""
+    if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+        raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
+    num_prompts, width = prompts.shape
+    if lengths.shape != (num_prompts,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be int32 of shape [B] = ({num_prompts},), got {lengths.dtype} {lengths.shape}")
+    if not is_integer(max_length):
+        raise ValueError(f"max_length must be an integer, got {max_length!r}")
+    if not (num_logprobs is None or (is_integer(num_logprobs) and 0 <= num_logprobs <= model.vocab_size)):
+        raise ValueError(
+            f"num_logprobs must be None or an integer in [0, V = {model.vocab_size}], got {num_logprobs!r}"
+        )
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling, as of sampling.batch, got {type(sampling).__name__}")
+    if not 1 <= width <= max_length:
+        raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
+    if model.max_length is not None and max_length > model.max_length:
+        raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
+    if prompt_logprobs and num_logprobs is None:
+        raise ValueError("prompt_logprobs must be False where num_logprobs is None, got True")
+    _check_prompts(prompts, lengths, model.vocab_size)
+    batch_size = num_prompts if rows is None else _check_rows(rows, num_prompts)
+    if sampling.max_tokens.shape != (batch_size,):
+        raise ValueError(f"sampling must be of {batch_size} rows, got max_tokens {sampling.max_tokens.shape}")
+    return batch_size
+
+
+def _request_keys(keys: Array, batch_size: int) -> Array:
+    """One key a request [B], from these or from one for all []."""
+    streams.check(keys)
+    if keys.shape == ():
+        return streams.fold(keys, jnp.arange(batch_size))
+    if keys.shape != (batch_size,):
+        raise ValueError(f"keys must have shape [] or [B] = ({batch_size},), got {keys.shape}")
+    return keys
+
+
+def _check_rows(rows: Array, num_prompts: int) -> int:
     """The number of rows; ValueError where they do not name prompts."""
     if jnp.ndim(rows) != 1 or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
         raise ValueError(f"rows must be int32 [B], got {jnp.result_type(rows)} {jnp.shape(rows)}")
@@ -217,7 +240,7 @@ def step(
 
 
 def _reported(target: Categorical) -> Categorical:
-    """The law that log-probabilities are of: greedy rows at temperature 1."""
+    """The distribution whose log-probabilities are reported: that of the target, greedy rows at temperature 1."""
     if target.temperature is None:
         return target
     return target._replace(temperature=jnp.where(target.temperature > 0, target.temperature, 1))
@@ -288,7 +311,7 @@ def generate(
     """
     limit = jnp.asarray(jnp.iinfo(jnp.int32).max if max_steps is None else max_steps, jnp.int32)
     changing, constant = _split(state)
-    verifier, scorer = _checked_verifier(verifier, proposer), _callable(scorer)
+    verifier, scorer = _as_pytrees(verifier, scorer, proposer)
     return _generate(model, proposer, changing, constant, verifier, scorer, limit)
 
 
@@ -301,7 +324,7 @@ def stream(
     scorer: Scorer = scorers.mqa,
 ) -> Iterator[Info]:
     """Yield what each step did, until every row has ended. Donates `state`; the last one is the generator's value."""
-    verifier, scorer = _checked_verifier(verifier, proposer), _callable(scorer)
+    verifier, scorer = _as_pytrees(verifier, scorer, proposer)
     while bool(jnp.any(state.context.active)):
         changing, constant = _split(state)
         state, info = _step(model, proposer, changing, constant, verifier, scorer)
@@ -309,37 +332,15 @@ def stream(
     return state
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A function with static keywords, equal to another by value."""
-
-    function: Callable
-    keywords: tuple[tuple[str, Any], ...]
-
-    def __call__(self, *args, **keywords):
-        return self.function(*args, **dict(self.keywords), **keywords)
-
-
-def _callable(function: Callable) -> Partial:
-    """A function as a pytree, so that numbers bound with `jax.tree_util.Partial` are traced."""
-    if not callable(function):
-        raise ValueError(f"verifier and scorer must be functions, got {function!r}")
-    if not isinstance(function, Partial):
-        return Partial(function)
-    static = {k: v for k, v in function.keywords.items() if v is None or isinstance(v, bool | str)}
-    traced = {k: v for k, v in function.keywords.items() if k not in static}
-    return Partial(_Bound(function.func, tuple(sorted(static.items()))), *function.args, **traced)
-
-
-def _checked_verifier(verifier: Verifier, proposer: Proposer | None) -> Partial:
-    """The verifier as a pytree; its bound options are checked here, because under jit they have no values."""
+def _as_pytrees(verifier: Verifier, scorer: Scorer, proposer: Proposer | None) -> tuple[Partial, Partial]:
+    """Verifier and scorer as arguments of jit. Bound options are checked here: under jit they have no values."""
     if isinstance(verifier, Partial) and hasattr(verifier.func, "check_options"):
         verifier.func.check_options((proposer or proposers.none()).num_draft_tokens, **verifier.keywords)
-    return _callable(verifier)
+    return as_pytree(verifier), as_pytree(scorer)
 
 
 def _split(state: State) -> tuple[State, tuple[Sampling, Array]]:
-    """What steps change, to be donated, and what they only read, which may belong to the caller."""
+    """Split a state into what steps change, which is donated, and what they only read, which may be the caller's."""
     return state._replace(sampling=None, keys=None), (state.sampling, state.keys)
 
 
