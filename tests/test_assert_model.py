@@ -40,6 +40,8 @@ class Attention:
         x = params["embedding"][inputs.tokens] + jnp.sin(positions[..., None] * params["frequency"][None, None])
         if wrong == "mean over the batch":
             x = x - jnp.mean(x, axis=0, keepdims=True)
+        if wrong == "counts rows":
+            x = x * batch_size
         query, *new = jnp.split(x @ params["qkv"], 3, axis=-1)
         old = jax.tree.map(jnp.zeros_like, cache) if wrong == "fresh cache" else cache
         if wrong == "names rows":
@@ -174,6 +176,11 @@ def test_own_models(case, tmp_path):
     [
         (attention("sees its whole call"), "not see those behind it in its call: at row 0, position 0", "Attend to"),
         (attention("mean over the batch"), "must not depend on the other rows", "Compute nothing across the leading"),
+        (
+            attention("counts rows"),
+            "nor on how many they are: at row 1, position 0",
+            "Compute nothing across the leading",
+        ),
         (attention("names rows"), "rows of the cache must be those of the batch", "nothing in a leaf that names a row"),
         (attention("returns the old cache"), "several calls must give", "apply returns the cache as it was given it"),
         (attention("fresh cache"), "several calls must give", "do not depend on the cache that it is given"),

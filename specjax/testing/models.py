@@ -243,12 +243,14 @@ def _check_order(trial: _Trial) -> None:
 
 def _check_rows(trial: _Trial) -> None:
     promise = _Promise(
-        "a row must not depend on the other rows of its batch",
+        "a row must not depend on the other rows of its batch, nor on how many they are",
         "Compute nothing across the leading axis, and index arrays with the row, as in cache[row, slot]",
     )
     rows = np.array([1])
     changed = np.where(np.arange(BATCH_SIZE)[:, None] == rows, trial.tokens, trial.others)
     trial.compare(promise, trial.feed(changed, 0, trial.new_cache())[0][rows], 0, rows)
+    alone = trial.model.init_cache(1, NUM_TOKENS)
+    trial.compare(promise, trial.feed(trial.tokens[rows], 0, alone)[0], 0, rows)
 
 
 def _check_unseen_slots(trial: _Trial) -> None:
