@@ -69,7 +69,7 @@ def min_logit(
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be of floating dtype, got {logits.dtype}")
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    shape, dtype = logits.shape[:-1], jnp.promote_types(logits.dtype, jnp.float32)
+    shape, dtype = logits.shape[:-1], jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
     uncut = jnp.full_like(logits, -jnp.inf, dtype, shape)
     if logits.size == 0 or (top_k is None and top_p is None and min_p is None):
         return uncut
@@ -202,8 +202,9 @@ def _raise(low: Array, high: Array, x: Array, weights: Array, target: Array) -> 
 
     def narrow(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
-        first = jnp.maximum(low, lowest)
-        thresholds = first[:, None] * (1 - fractions) + high[:, None] * fractions
+        ends = jnp.maximum(low, lowest), high
+        first, last = (jnp.where(jnp.isfinite(end), end, 0) for end in ends)  # infinite in a row without a bracket
+        thresholds = first[:, None] * (1 - fractions) + last[:, None] * fractions
         thresholds = jnp.minimum(thresholds, high[:, None])
         reached = _sum_above(x, weights, thresholds) >= target[:, None]
         best_reached = jnp.where(reached, thresholds, low[:, None]).max(-1)
@@ -225,5 +226,7 @@ def _sum_above(x: Array, weights: Array, thresholds: Array) -> Array:
 
 def _scaled(x: Array, highest: Array, temperature: Array | None) -> Array:
     """Log-probability of x [N, ...] relative to the row's best token, whose logit is `highest` [N, 1...]."""
-    distance = x - highest
-    return distance if temperature is None else distance / temperature.reshape(highest.shape)
+    distance = x - jnp.where(highest > -jnp.inf, highest, 0)  # a row without tokens gives -inf
+    if temperature is None:
+        return distance
+    return distance / jnp.where(temperature > 0, temperature, 1).reshape(highest.shape)

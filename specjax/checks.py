@@ -1,4 +1,4 @@
-"""A strict mode for debugging: the values of drafts and targets, checked on the host.
+"""The values of drafts and targets, checked on the host: for debugging, and for servers that doubt their input.
 
 Verifiers check shapes and dtypes; values are traced, so what is wrong with them shows only in the output.
 """
@@ -15,12 +15,16 @@ __all__ = ["validate"]
 TOLERANCE = 1e-3  # of a log-normaliser; a float32 sum over a large vocabulary is off by less
 
 
-def validate(draft: Draft, target: Categorical | Array, bonus_tokens: Array | None = None) -> None:
+def validate(
+    draft: Draft, target: Categorical | Array, bonus_tokens: Array | None = None, *, strict: bool = False
+) -> None:
     """Check everything that a verifier takes on trust. Slow: it reads all logits on the host.
 
     Only what is read is checked: the rows of a sequence's own drafts and the one after, and no logits of drafts of
-    temperature 0. Packed batches go through `ragged.verify(lambda keys, *batch: checks.validate(*batch), ...)`; inside
-    jit use `jax.debug.callback(checks.validate, draft, target)`.
+    temperature 0. With `strict`, what is not read is checked too: a server that fills its padding with known values
+    then learns of a stale id or an overflow in the step where it appears, not in the step that reads it. Packed batches
+    go through `ragged.verify(lambda keys, *batch: checks.validate(*batch), ...)`; inside jit use
+    `jax.debug.callback(checks.validate, draft, target)`.
 
     Args:
         draft: tokens [B, K] in [0, V), then -1; ids past num_tokens [B] may be anything. Each token must be possible
@@ -29,6 +33,8 @@ def validate(draft: Draft, target: Categorical | Array, bonus_tokens: Array | No
             are finite and >= 0; log_normalizer agrees with the logits; with `rows`, all that read a row in memory have
             the same temperature.
         bonus_tokens: [B] in [0, V), or None.
+        strict: check ids past num_tokens as if they were drafts, and that no logits, cut or log-normaliser anywhere is
+            NaN or +inf.
 
     Raises:
         ValueError: naming the field, the index and the value.
@@ -53,14 +59,17 @@ def validate(draft: Draft, target: Categorical | Array, bonus_tokens: Array | No
     is_valid = (num_tokens >= 0) & (num_tokens <= num_draft_tokens)
     _require("draft.num_tokens", num_tokens, is_valid, f"in [0, K = {num_draft_tokens}]")
     is_unread = np.arange(num_draft_tokens) >= num_tokens[:, None]
-    is_valid = is_unread | ((tokens >= -1) & (tokens < vocab_size))
+    is_exempt = is_unread & (not strict)
+    is_valid = is_exempt | ((tokens >= -1) & (tokens < vocab_size))
     _require("draft.tokens", tokens, is_valid, f"-1 or in [0, V = {vocab_size})")
-    is_draft = np.logical_and.accumulate(~is_unread & (tokens >= 0), axis=1)
-    _require("draft.tokens", tokens, is_unread | is_draft | (tokens == -1), "-1 after a -1")
-    if bonus_tokens is not None:
-        bonus_tokens = np.asarray(bonus_tokens)
-        is_valid = (bonus_tokens >= 0) & (bonus_tokens < vocab_size)
-        _require("bonus_tokens", bonus_tokens, is_valid, f"in [0, V = {vocab_size})")
+    is_before_end = np.logical_and.accumulate(tokens >= 0, axis=1)
+    _require("draft.tokens", tokens, is_exempt | is_before_end | (tokens == -1), "-1 after a -1")
+    is_draft = is_before_end & ~is_unread
+    common.check_bonus_tokens(bonus_tokens, vocab_size)
+    if strict:
+        _validate_numbers("target", target)
+        if draft.distribution is not None:
+            _validate_numbers("draft.distribution", draft.distribution)
 
     is_read = np.arange(num_draft_tokens + 1) <= is_draft.sum(axis=1)[:, None]
     _validate_categorical("target", target, is_read)
@@ -68,6 +77,14 @@ def validate(draft: Draft, target: Categorical | Array, bonus_tokens: Array | No
         temperature = draft.distribution.temperature
         is_sampled = is_draft if temperature is None else is_draft & (temperature != 0)[:, None]
         _validate_categorical("draft.distribution", draft.distribution, is_sampled, tokens)
+
+
+def _validate_numbers(name: str, distribution: Categorical) -> None:
+    """Check all rows, whether they are read or not."""
+    for field in ("logits", "min_logit", "log_normalizer"):
+        values = getattr(distribution, field)
+        if values is not None:
+            _require(f"{name}.{field}", values, values < np.inf, "finite or -inf")
 
 
 def _validate_categorical(

@@ -74,10 +74,11 @@ def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
         logits = jnp.take_along_axis(logits, ids, axis=-1)
     elif rows is not None:
         logits = logits[rows]
-    logits = _widen(logits)
+    logits = widen(logits)
     if min_logit is None:
         return logits
-    return jnp.where(logits >= _by_row(distribution, min_logit)[..., None], logits, -jnp.inf)
+    cut = _by_row(distribution, min_logit).astype(logits.dtype)
+    return jnp.where(logits >= cut[..., None], logits, -jnp.inf)
 
 
 def normalize(distribution: Categorical, argmax: bool = False) -> Law:
@@ -89,11 +90,13 @@ def normalize(distribution: Categorical, argmax: bool = False) -> Law:
     # Of all logits: the cut never removes the maximum, and XLA then reduces straight from the logits.
     best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
     if distribution.log_normalizer is not None:
-        shift, log_mass = jnp.zeros_like(distribution.log_normalizer), distribution.log_normalizer
+        log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
+        shift = jnp.zeros_like(log_mass)
     else:
-        top = jnp.max(_widen(stored.logits), axis=-1)
+        top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
         shift = jnp.where(jnp.isfinite(top), top, 0)
-        log_mass = jnp.log(jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1))
+        mass = jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1)
+        log_mass = jnp.where(mass == 0, -jnp.inf, jnp.log(jnp.where(mass == 0, 1, mass)))
     return Law(distribution, *(f if f is None else _by_row(distribution, f) for f in (shift, log_mass, best)))
 
 
@@ -111,14 +114,17 @@ def _stored(distribution: Categorical) -> Categorical:
 
 
 def _kept_exponents(stored: Categorical, shift: Array) -> Array:
-    """(logits - shift) / temperature, -inf below the cut; by arithmetic: XLA on a CPU writes what it selects."""
-    logits = _widen(stored.logits)
+    """(logits - shift) / temperature, -inf below the cut; by arithmetic: XLA on a CPU writes what it selects.
+
+    The cut has no gradient: one token lies on it, where that of the arithmetic would be half the largest float.
+    """
+    logits = widen(stored.logits)
     exponents = _tempered(stored, logits - shift)
     if stored.min_logit is None:
         return exponents
     limits = jnp.finfo(logits.dtype)
     cut = jnp.maximum(stored.min_logit.astype(logits.dtype), limits.min)[..., None]
-    return exponents + jnp.minimum(logits - cut, 0) * limits.max
+    return exponents + jax.lax.stop_gradient(jnp.minimum(logits - cut, 0) * limits.max)
 
 
 def _argmax(logits: Array) -> Array:
@@ -126,24 +132,20 @@ def _argmax(logits: Array) -> Array:
     vocab_size = logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     unpadded = [(0, 0)] * (logits.ndim - 1)
-    padded = jnp.pad(_widen(logits), [*unpadded, (0, -vocab_size % block_size)], constant_values=-jnp.inf)
+    padded = jnp.pad(widen(logits), [*unpadded, (0, -vocab_size % block_size)], constant_values=-jnp.inf)
     block_tops = jnp.max(padded.reshape(*logits.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
     block = jnp.argmax(block_tops, axis=-1, keepdims=True)
-    inside = jnp.arange(block_size).reshape((1,) * (logits.ndim - 1) + (-1,))
+    inside = jnp.arange(block_size, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (-1,))
     ids = jnp.minimum(block * block_size + inside, vocab_size - 1)
     best = block[..., 0] * block_size + jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1)
     return jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
 
 
 def of_drafts(distribution: Categorical) -> Law:
-    """The law that drafts were drawn from. Rows of temperature 0 are deterministic: their logits are not read.
-
-    In a row without mass every token has probability 0.
-    """
+    """The law that drafts were drawn from. Rows of temperature 0 are deterministic: their logits are not read."""
     known = distribution.log_normalizer is not None
     law = normalize(distribution._replace(temperature=None) if known else distribution)
-    log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
-    return Law(distribution, law.shift, log_mass, argmax=None)
+    return Law(distribution, law.shift, law.log_mass, argmax=None)
 
 
 def take_law(law: Law, index: Array) -> Law:
@@ -171,9 +173,13 @@ def slice_law(law: Law, start: int, stop: int) -> Law:
 
 
 def log_probs(law: Law, ids: Array | None = None) -> Array:
-    """Log-probabilities [B, T, V], or [B, T, N] of the tokens ids [B, T, N]. Temperature 0 is one-hot at the argmax."""
+    """Log-probabilities [B, T, V], or [B, T, N] of the tokens ids [B, T, N]. Temperature 0 is one-hot at the argmax.
+
+    In a row without mass every token has probability 0.
+    """
     logits = kept_logits(law.distribution, ids)
-    log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - law.log_mass[..., None]
+    log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
+    log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
     if law.argmax is None or law.distribution.temperature is None:
         return log_prob
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
@@ -189,10 +195,27 @@ def token_log_prob(law: Law, tokens: Array) -> Array:
     return jnp.where(inside & (log_prob > -jnp.inf), log_prob, -jnp.inf)  # also in a row without mass
 
 
+@jax.custom_jvp
+def with_gradient(log_prob: Array, target: Categorical, tokens: Array) -> Array:
+    """Log-probabilities [B, T] of tokens, 0 for -1, as they are, with the gradient of a log-softmax of the target."""
+    return log_prob
+
+
+@with_gradient.defjvp
+def _with_gradient_jvp(primals: tuple[Array, Categorical, Array], tangents: tuple) -> tuple[Array, Array]:
+    log_prob, target, tokens = primals
+
+    def recompute(target: Categorical) -> Array:
+        law = normalize(target._replace(log_normalizer=None))
+        return jnp.where(tokens >= 0, token_log_prob(law, tokens), 0).astype(log_prob.dtype)
+
+    return log_prob, jax.jvp(recompute, (target,), (tangents[1],))[1]
+
+
 def entropy(law: Law) -> Array:
     """Exact entropy [B, T] in nats, 0 log 0 = 0."""
     log_prob = log_probs(law)
-    return -jnp.sum(jnp.where(log_prob > -jnp.inf, jnp.exp(log_prob) * log_prob, 0), axis=-1)
+    return -jnp.sum(jnp.exp(log_prob) * jnp.where(log_prob > -jnp.inf, log_prob, 0), axis=-1)
 
 
 def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
@@ -218,11 +241,13 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
 
 
 def residual_probs(residual: Residual) -> Array:
-    """The law [B, V] that `pick` draws from."""
+    """The law [B, V] that `pick` draws from; token 0 where the target row has no mass either."""
     weights = residual_weights(residual)
     plain = ~(jnp.sum(weights, axis=-1) > 0)
     weights = jnp.where(plain[:, None], residual_weights(residual, plain=plain), weights)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+    mass = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = jnp.where(mass > 0, weights, (jnp.arange(weights.shape[-1])[None] == 0).astype(weights.dtype))
+    return weights / jnp.where(mass > 0, mass, 1)
 
 
 def pick(residual: Residual, uniforms: Array) -> Array:
@@ -260,7 +285,7 @@ def sample(keys: Array, distribution: Categorical) -> Array:
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     stored = _stored(distribution)
-    top = jnp.max(_widen(stored.logits), axis=-1)
+    top = jnp.max(widen(stored.logits), axis=-1)
     shift = jnp.where(jnp.isfinite(top), top, 0)
     masses = _block_sums(jnp.exp(_kept_exponents(stored, shift[..., None])), block_size)
     if distribution.rows is not None:
@@ -286,8 +311,9 @@ def _block_sums(weights: Array, block_size: int) -> Array:
     return jnp.sum(padded.reshape(*weights.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
 
 
-def _widen(logits: Array) -> Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+def widen(array: Array, dtype: jnp.dtype | None = None) -> Array:
+    """The array in float64 where `dtype` is that, else in float32; None is its own dtype."""
+    return array.astype(jnp.float64 if (dtype or array.dtype) == jnp.float64 else jnp.float32)
 
 
 def _by_row(distribution: Categorical, field: Array) -> Array:
@@ -300,7 +326,21 @@ def _tempered(distribution: Categorical, logits: Array) -> Array:
     if distribution.temperature is None:
         return logits
     temperature = distribution.temperature[:, None, None]
-    return logits / jnp.where(temperature > 0, temperature, 1).astype(logits.dtype)
+    return _divide(logits, jnp.where(temperature > 0, temperature, 1).astype(logits.dtype))
+
+
+@jax.custom_jvp
+def _divide(logits: Array, temperature: Array) -> Array:
+    """logits / temperature, where a logit of -inf gives no gradient (NaN, else) to the temperature."""
+    return logits / temperature
+
+
+@_divide.defjvp
+def _divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (logits, temperature), (logits_tangent, temperature_tangent) = primals, tangents
+    finite = jnp.where(jnp.isfinite(logits), logits, 0)
+    quotient = logits / temperature
+    return quotient, (logits_tangent - finite / temperature * temperature_tangent) / temperature
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:

@@ -47,13 +47,13 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs
         Array([[[0, 2],
                 [2, 0]]], dtype=int32)
     """
-    if not isinstance(logits, Categorical):
-        common.check_array("logits", logits, "[B, T, V]", (None, None, None), jnp.floating)
-    target = distributions.as_categorical(logits)
+    target, tokens = jax.tree.map(jnp.asarray, (distributions.as_categorical(logits), tokens))
+    common.check_categorical("logits", target, "T", (None, None))
     *rows, vocab_size = distributions.shape_of(target)
     common.check_array("tokens", tokens, "[B, T]", tuple(rows), jnp.integer)
     if not 0 <= n <= vocab_size:
         raise ValueError(f"n must be in [0, V = {vocab_size}], got {n}")
+    tokens = tokens.astype(jnp.int32)
     law = distributions.normalize(target)
     kept = distributions.kept_logits(target)
     chosen = jnp.take_along_axis(kept, jnp.maximum(tokens, 0)[..., None], axis=-1)

@@ -116,7 +116,7 @@ def update(
         tested=tested,
         passed=passed,
     )
-    return jax.tree.map(jnp.add, totals, added)
+    return jax.tree.map(lambda total, count: total + jnp.asarray(count, total.dtype), totals, added)
 
 
 def acceptance_rate(totals: Totals) -> float:

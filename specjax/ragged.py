@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.distributions import as_categorical
-from specjax.types import Array, Categorical, Draft, Verified, Verifier
+from specjax.types import Array, Categorical, Draft, Verified, Verifier, is_integer
 from specjax.verifiers import core as common
 
 __all__ = ["Packed", "expand_to_tokens", "pack", "parse_output", "verify"]
@@ -87,7 +87,8 @@ def verify(
         Verified, with tokens [B, K+1].
 
     Raises:
-        ValueError: for wrong shapes, or counts that decrease, exceed K, or add up to more than num_tokens.
+        ValueError: for wrong shapes or dtypes, or counts that decrease, exceed K, or add up to more than num_tokens;
+            and what the verifier raises.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -106,10 +107,13 @@ def verify(
     common.check_array("draft_tokens", draft_tokens, "[num_tokens]", (None,), jnp.integer)
     common.check_array("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
     num_tokens, batch_size = draft_tokens.shape[0], counts.shape[0]
+    if not (is_integer(max_draft_tokens) and max_draft_tokens >= 0):
+        raise ValueError(f"max_draft_tokens must be an integer >= 0, got {max_draft_tokens!r}")
     _check_packed("target", target, "[num_tokens + B, V]", (num_tokens + batch_size, None))
     if not isinstance(counts, jax.core.Tracer):
         _check_counts(np.asarray(counts), num_tokens, max_draft_tokens)
 
+    draft_tokens, counts = draft_tokens.astype(jnp.int32), counts.astype(jnp.int32)
     num_drafts = jnp.diff(counts, prepend=0)[:, None]
     start = counts[:, None] - num_drafts
     index = jnp.arange(max_draft_tokens + 1, dtype=jnp.int32)[None]

@@ -15,6 +15,8 @@ import numpy as np
 Array = jax.Array
 PyTree = Any
 
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes of logits, and of what goes with them
+
 
 def is_integer(value: object) -> bool:
     """Whether a number given by the caller is a whole one, of Python or NumPy; True and False are none."""
@@ -37,7 +39,10 @@ class Categorical(NamedTuple):
     @classmethod
     def from_probs(cls, probs: Array) -> "Categorical":
         """The distribution of given probabilities [B, T, V]; rows are normalised, a zero excludes its token."""
-        return cls(jnp.log(probs))
+        logits = jnp.log(jnp.asarray(probs))
+        if logits.dtype.name not in FLOATS:
+            raise ValueError(f"probs must be of one of the dtypes {', '.join(FLOATS)}, got {jnp.result_type(probs)}")
+        return cls(logits)
 
 
 class Draft(NamedTuple):

@@ -312,7 +312,7 @@ class TestContract:
             ),
             (
                 lambda k, d, t: (k, d, t._replace(logits=t.logits.astype(jnp.int32))),
-                r"target must be of floating dtype, got int32",
+                r"target must be of one of the dtypes float32, bfloat16, float16, float64, got int32",
             ),
             (
                 lambda k, d, t: (k, d._replace(tokens=d.tokens[0]), t),

@@ -3,5 +3,6 @@
 from specjax.sampling.arrays import Sampling, batch
 from specjax.sampling.logits import num_generated, process
 from specjax.sampling.params import LogitsProcessor, SamplingParams
+from specjax.sampling.processors import ExactTopK
 
-__all__ = ["LogitsProcessor", "Sampling", "SamplingParams", "batch", "num_generated", "process"]
+__all__ = ["ExactTopK", "LogitsProcessor", "Sampling", "SamplingParams", "batch", "num_generated", "process"]

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from pallas_kernels.cut import min_logit
+from specjax.distributions import widen
 from specjax.sampling import guided
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.guided.tables import Guide
 from specjax.types import Array, Categorical, Context
+from specjax.verifiers import core as common
 
 
 def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int = 0) -> Categorical:
@@ -33,15 +35,19 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         Categorical [B, T, V].
 
     Raises:
-        ValueError: for a grammar of another vocabulary, a context without its state, or a logits processor that returns
-            another shape.
+        ValueError: for wrong shapes or dtypes, a grammar of another vocabulary, a context without its state, or a
+            logits processor that returns another shape.
     """
+    logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
+    common.check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
+    common.check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
     shape = logits.shape
     row = (first + jnp.arange(shape[1]))[None]  # [1, T] drafts before each row
     if sampling.logits_processors is not None:
         logits = _run_processors(sampling.logits_processors, logits, context, drafts, row)
     if sampling.bias_tokens is not None:
-        logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None]
+        logits = widen(logits)
+        logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None].astype(logits.dtype)
     if sampling.allowed_tokens is not None:
         is_allowed = _contains(sampling.allowed_tokens, shape[-1])
         is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
@@ -50,7 +56,10 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         logits = _guide(sampling.guide, logits, context, drafts, first)
     if sampling.bad_words is not None:
         banned = _completing(sampling.bad_words, context, drafts, row)
-        index = jnp.arange(shape[0])[:, None, None], jnp.arange(shape[1])[None, :, None]
+        index = (
+            jnp.arange(shape[0])[:, None, None],
+            jnp.arange(shape[1])[None, :, None],
+        )
         logits = logits.at[*index, jnp.where(banned < 0, shape[-1], banned)].set(-jnp.inf, mode="drop")
     if sampling.min_tokens is not None:
         is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
@@ -68,7 +77,7 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         return None if field is None else jnp.broadcast_to(field[:, None], shape[:2])
 
     cut = min_logit(
-        logits,
+        jax.lax.stop_gradient(logits),
         temperature=by_row(sampling.temperature),
         top_k=by_row(sampling.top_k),
         top_p=by_row(sampling.top_p),
@@ -118,6 +127,7 @@ def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: 
         )
     if context.guided_state is None:
         raise ValueError("context must have a guided_state [B] where a request is guided, got None")
+    guide = jax.tree.map(jnp.asarray, guide)
     states = guided.advance(guide, context.guided_state, drafts)
     states = jax.lax.dynamic_slice_in_dim(states, first, logits.shape[1], axis=1)
     return jnp.where(guided.allowed(guide, states), logits, -jnp.inf)
@@ -151,15 +161,16 @@ def _penalize(
     count = _scatter(jnp.where(is_output, context.tokens, -1), jnp.int32(1), vocab_size)[:, None]
     ids = jnp.arange(vocab_size)[None, None]
     for i in range(drafts.shape[1]):
-        count = count + ((drafts[:, i, None, None] == ids) & (i < row[..., None]))  # [B, T, V]
+        count = count + ((drafts[:, i, None, None] == ids) & (i < row[..., None])).astype(jnp.int32)  # [B, T, V]
+    logits = widen(logits)
     if repetition is not None:
         is_seen = _contains(jnp.where(is_prompt, context.tokens, -1), vocab_size)[:, None] | (count > 0)
-        factor = jnp.where(is_seen, repetition[:, None, None], 1)
+        factor = jnp.where(is_seen, repetition[:, None, None], 1).astype(logits.dtype)
         logits = jnp.where(logits > 0, logits / factor, logits * factor)
     if frequency is not None:
-        logits -= frequency[:, None, None] * count
+        logits -= (frequency[:, None, None] * count.astype(frequency.dtype)).astype(logits.dtype)
     if presence is not None:
-        logits -= presence[:, None, None] * (count > 0)
+        logits -= jnp.where(count > 0, presence[:, None, None], 0).astype(logits.dtype)
     return logits
 
 

@@ -33,8 +33,9 @@ class SamplingParams:
         best_of: number of completions to generate, of which the best n are returned; None is n. They share one pass
             over the prompt. At temperature 0, where all are the same, n and best_of must be 1.
         temperature: 0, which is greedy, or > 0.
-        top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept.
-        top_p: probability mass to keep, in (0, 1].
+        top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept (`sampling.ExactTopK` parts
+            them).
+        top_p: probability mass to keep, in (0, 1]; ties of the last token are kept.
         min_p: least probability to keep, relative to the most likely token's, in [0, 1].
         seed: integer that fixes the request's random numbers; None takes them from the call.
         stop: strings that end the text, which they are not part of.

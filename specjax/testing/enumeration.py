@@ -60,7 +60,9 @@ class _Enumerated:
         outcome = self._next("sample", index, batch_size, rows, np.int32)
         law = distributions.normalize(target)
         chance = jnp.exp(distributions.token_log_prob(law, outcome))
-        chance = jnp.where(jnp.isfinite(law.log_mass), chance, outcome == 0)  # a row without mass gives some token
+        chance = jnp.where(
+            jnp.isfinite(law.log_mass), chance, (outcome == 0).astype(chance.dtype)
+        )  # a row without mass gives some token
         self.weight = self.weight * jnp.prod(chance, axis=1)
         return outcome
 

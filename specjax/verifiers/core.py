@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specjax import distributions
 from specjax import keys as streams
 from specjax.distributions import Law, Residual
-from specjax.types import Array, Categorical, Draft, Verified
+from specjax.types import FLOATS, Array, Categorical, Draft, Verified
 from specjax.verifiers import kernels
 
 
@@ -121,6 +121,7 @@ def from_core(
             jnp.asarray, (draft, distributions.as_categorical(target), bonus_tokens)
         )
         check_shapes(draft, target, bonus_tokens)
+        check_bonus_tokens(bonus_tokens, target.logits.shape[-1])
         batch_size, num_draft_tokens = draft.tokens.shape
         streams.check_step(keys, batch_size, num_draft_tokens)
 
@@ -147,7 +148,12 @@ def from_core(
                 return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_core)
             return by_core(*operands)
 
-        return _with_auto_axes(by_either, keys, draft, target, bonus_tokens)
+        # Tokens are drawn, which has no gradient; their log-probabilities have one.
+        verified = _with_auto_axes(by_either, *jax.lax.stop_gradient((keys, draft, target, bonus_tokens)))
+        if verified.log_probs is None:
+            return verified
+        log_prob = distributions.with_gradient(verified.log_probs, target, verified.tokens)
+        return verified._replace(log_probs=log_prob)
 
     del verify.__wrapped__  # help() shows what callers pass, not what the core takes
     verify.__signature__ = _public_signature(core, verify)
@@ -187,10 +193,10 @@ def canonical(draft: Draft) -> Draft:
     num_draft_tokens = draft.tokens.shape[1]
     num_tokens = jnp.sum(jnp.cumprod((draft.tokens >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     if draft.num_tokens is not None:
-        num_tokens = jnp.clip(jnp.minimum(num_tokens, draft.num_tokens), 0, None).astype(jnp.int32)
+        num_tokens = jnp.clip(jnp.minimum(num_tokens, draft.num_tokens.astype(jnp.int32)), 0, None)
     is_draft = jnp.arange(num_draft_tokens)[None] < num_tokens[:, None]
     distribution = draft.distribution if num_draft_tokens else None
-    return Draft(jnp.where(is_draft, draft.tokens, -1).astype(jnp.int32), distribution, num_tokens)
+    return Draft(jnp.where(is_draft, draft.tokens.astype(jnp.int32), -1), distribution, num_tokens)
 
 
 def is_deterministic(draft: Draft) -> Array:
@@ -277,26 +283,38 @@ def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) 
         check_array("draft.num_tokens", draft.num_tokens, "[B]", (batch_size,), jnp.integer)
     if bonus_tokens is not None:
         check_array("bonus_tokens", bonus_tokens, "[B]", (batch_size,), jnp.integer)
-    vocab_size = _check_categorical("target", target, "K+1", (batch_size, num_draft_tokens + 1), None)
+    vocab_size = check_categorical("target", target, "K+1", (batch_size, num_draft_tokens + 1))
     if draft.distribution is not None:
         if not isinstance(draft.distribution, Categorical):
             got = type(draft.distribution).__name__
             raise ValueError(f"draft.distribution must be a Categorical or None (deterministic drafts), got {got}")
         shape = (batch_size, num_draft_tokens)
-        _check_categorical("draft.distribution", draft.distribution, "K", shape, vocab_size)
+        check_categorical("draft.distribution", draft.distribution, "K", shape, vocab_size)
 
 
-def _check_categorical(
-    name: str, distribution: Categorical, rows: str, shape: tuple[int, int], vocab_size: int | None
+def check_bonus_tokens(bonus_tokens: Array | None, vocab_size: int) -> None:
+    """Raise ValueError for an id outside [0, V), where there are values: not under jit, nor on other hosts."""
+    if bonus_tokens is None or isinstance(bonus_tokens, jax.core.Tracer) or not bonus_tokens.is_fully_addressable:
+        return
+    values = np.asarray(bonus_tokens)
+    is_valid = (values >= 0) & (values < vocab_size)
+    if not is_valid.all():
+        index = is_valid.argmin()
+        raise ValueError(f"bonus_tokens[{index}] must be in [0, V = {vocab_size}), got {values[index]}")
+
+
+def check_categorical(
+    name: str, distribution: Categorical, rows: str, shape: tuple[int | None, int | None], vocab_size: int | None = None
 ) -> int:
+    """Raise ValueError unless the fields fit a distribution [*shape, V] (None: any size); give V."""
     logits, temperature, min_logit, log_normalizer, row_index = distribution
     if row_index is None:
         check_array(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
-        field_axes, field_shape = f"[B, {rows}]", shape
+        field_axes, field_shape, shape = f"[B, {rows}]", logits.shape[:2], logits.shape[:2]
     else:
         check_array(f"{name}.logits", logits, "[R, V]", (None, vocab_size), jnp.floating)
         check_array(f"{name}.rows", row_index, f"[B, {rows}]", shape, jnp.integer)
-        field_axes, field_shape = "[R]", logits.shape[:1]
+        field_axes, field_shape, shape = "[R]", logits.shape[:1], row_index.shape
     if temperature is not None:
         check_array(f"{name}.temperature", temperature, "[B]", shape[:1], jnp.floating)
     if min_logit is not None:
@@ -320,10 +338,15 @@ def check_number(name: str, value: Any, expected: str, least: float, most: float
 
 
 def check_array(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
-    """Raise ValueError unless `array` has this shape (None: any size) and a dtype of this kind."""
+    """Raise ValueError unless `array` has this shape (None: any size) and a dtype of this kind that is supported."""
+    if not hasattr(array, "dtype"):
+        raise ValueError(f"{name} must be an array, got {type(array).__name__}")
     got = jnp.shape(array)
     expected = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
     if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
         raise ValueError(f"{name} must have shape {axes} = {expected}, got {got}")
-    if not jnp.issubdtype(jnp.result_type(array), kind):
-        raise ValueError(f"{name} must be of {kind.__name__} dtype, got {jnp.result_type(array)}")
+    dtype = jnp.result_type(array)
+    if kind is jnp.floating and dtype.name not in FLOATS:
+        raise ValueError(f"{name} must be of one of the dtypes {', '.join(FLOATS)}, got {dtype}")
+    if not jnp.issubdtype(dtype, kind):
+        raise ValueError(f"{name} must be of {kind.__name__} dtype, got {dtype}")
