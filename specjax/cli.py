@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_arguments(generate: argparse.ArgumentParser) -> None:
     add = generate.add_argument
-    add("prompt", nargs="?", default="-", metavar="PROMPT", help="standard input if omitted or -")
+    add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
     add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: built-in pair")
     add("--draft", metavar="MODEL", help="checkpoint of the draft, with the same vocabulary; or ngram")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
@@ -81,7 +81,7 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draft tokens per step, or auto; 0: plain decoding; default: 4",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy, the default")
     add("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
     add("--top-k", type=int, default=-1, metavar="K", help="number of most likely tokens to keep")
     add("--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the most likely token")
