@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import peers
 from jax.tree_util import Partial
 
-from specjax import Context, decode, models, proposers, sampling, scorers, theory, verifiers
+from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.sampling import SamplingParams
@@ -106,6 +106,16 @@ def slope(call) -> float:
     return (medians[1] - medians[0]) / (LONG - SHORT)
 
 
+def loop_slope(loop, cache, model) -> float:
+    """Return the seconds of one more iteration of `loop(iterations, cache, model)`, which donates its cache."""
+
+    def call(iterations: int) -> None:
+        nonlocal cache
+        cache = jax.block_until_ready(loop(iterations, cache, model))[1]
+
+    return slope(call)
+
+
 class Run:
     """Decoding of one batch from a context length with K drafts; the state continues from call to call."""
 
@@ -128,27 +138,37 @@ class Run:
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of drafting, scoring and verifying alone. The run ends, because its state is donated."""
-        target, proposer, state = self.target, self.proposer, self.state
-        num_drafts, context, rows = proposer.num_draft_tokens, state.context, state.sampling
-        keys = streams.positions(state.keys, context.length, num_drafts)
+        num_drafts, context = self.proposer.num_draft_tokens, self.state.context
+        keys = streams.positions(self.state.keys, context.length, num_drafts)
         tokens = jnp.ones((self.batch, num_drafts), jnp.int32)
-        logits = jax.random.normal(jax.random.key(2), (self.batch, num_drafts + 1, target.vocab_size))
+        return {
+            "draft": self._draft_seconds(keys, tokens),
+            "score": self._score_seconds(tokens),
+            "verify": self._verify_seconds(keys, tokens),
+        }
 
-        def continued(drafts: jax.Array) -> Context:  # each call depends on the result of the previous one
-            last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
-            return context._replace(tokens=last)
+    def _draft_seconds(self, keys: jax.Array, tokens: jax.Array) -> float:
+        context, rows = self.state.context, self.state.sampling
 
         @partial(jax.jit, donate_argnums=1)
-        def draft(n, cache, proposer):
+        def loop(n, cache, proposer):
             def body(i, carry):
                 drafts, cache = carry
-                draft, cache = proposer.propose(streams.fold(keys, i), continued(drafts), rows, cache)
+                # Each call depends on the result of the previous one.
+                last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
+                changed = context._replace(tokens=last)
+                draft, cache = proposer.propose(streams.fold(keys, i), changed, rows, cache)
                 return draft.tokens, cache
 
             return jax.lax.fori_loop(0, n, body, (tokens, cache))
 
+        return loop_slope(loop, self.state.proposer, self.proposer)
+
+    def _score_seconds(self, tokens: jax.Array) -> float:
+        context = self.state.context
+
         @partial(jax.jit, donate_argnums=1)
-        def score(n, cache, target):
+        def loop(n, cache, target):
             def body(i, carry):
                 drafts, cache = carry
                 output, cache = scorers.mqa(target, context, Draft(drafts), cache)
@@ -156,26 +176,24 @@ class Run:
 
             return jax.lax.fori_loop(0, n, body, (tokens, cache))
 
+        return loop_slope(loop, self.state.cache, self.target)
+
+    def _verify_seconds(self, keys: jax.Array, tokens: jax.Array) -> float:
+        context, rows = self.state.context, self.state.sampling
+        shape = self.batch, self.proposer.num_draft_tokens + 1, self.target.vocab_size
+        logits = jax.random.normal(jax.random.key(2), shape)
+
         @jax.jit
-        def verify(n, logits, drafts):
+        def loop(n, logits, drafts):
             def body(i, drafts):
                 logits_, drafts = jax.lax.optimization_barrier((logits, drafts))
-                distribution = sampling.process(rows, logits_[:, :-1], context, drafts)
-                target_distribution = sampling.process(rows, logits_, context, drafts)
-                draft = Draft(drafts, distribution)
-                return verifiers.rejection(streams.fold(keys, i), draft, target_distribution).tokens[:, :-1]
+                draft = Draft(drafts, sampling.process(rows, logits_[:, :-1], context, drafts))
+                target = sampling.process(rows, logits_, context, drafts)
+                return verifiers.rejection(streams.fold(keys, i), draft, target).tokens[:, :-1]
 
             return jax.lax.fori_loop(0, n, body, drafts)
 
-        def timed(loop, cache, model) -> float:
-            def call(n):
-                nonlocal cache
-                cache = jax.block_until_ready(loop(n, cache, model))[1]
-
-            return slope(call)
-
-        seconds = {"draft": timed(draft, state.proposer, proposer), "score": timed(score, state.cache, target)}
-        return seconds | {"verify": slope(lambda n: jax.block_until_ready(verify(n, logits, tokens)))}
+        return slope(lambda n: jax.block_until_ready(loop(n, logits, tokens)))
 
 
 def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:

@@ -86,42 +86,56 @@ def verify(name: str, has_cut: bool, implementation: str, options: dict, keys, d
     return getattr(verifiers, name)(keys, draft, target, implementation=implementation, **options).tokens
 
 
-def time_verifiers(args: argparse.Namespace, cases: list[str], num_drafts: int, vocab: int) -> list[dict]:
-    """Print a table of verifiers and return its rows."""
-    last = f"B = {args.batches[-1]}"
-
-    def beside(label: str, dtype: str) -> list[peers.Peer]:
-        return peers.of_verification(label, dtype, vocab, num_drafts, args.batches)
-
-    has_peers = any(beside(label, dtype) for label in cases for dtype in args.dtypes)
-    print(f"\nV = {vocab}, K = {num_drafts}. {peers.VERIFY_SOURCE if has_peers else peers.NONE}\n")
-    columns = [*(f"B = {b}" for b in args.batches), f"MB of the floor at {last}", "% of it in the time"]
-    print(f"| verifier | dtype | implementation | {' | '.join(columns)} |")
-    print("|---" * (len(columns) + 3) + "|")
+def measure(label: str, dtype: str, implementation: str, batches: list[int], num_drafts: int, vocab: int) -> list[dict]:
+    """Time one case with one dtype and implementation at each batch size."""
+    name, drafts, _, has_cut = case = CASES[label]
+    options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
+    call = partial(verify, name, has_cut, implementation, options)
     make_inputs = jax.jit(inputs, static_argnums=(0, 1, 2, 3, 4))
     rows = []
+    for batch in batches:
+        keys = jax.random.split(jax.random.key(1), batch)
+        us = 1e6 * device_seconds(call, keys, *make_inputs(batch, num_drafts, vocab, dtype, case))
+        read = batch * (num_drafts + 1 + (drafts == "sampled")) * vocab * jnp.dtype(dtype).itemsize
+        row = {"verifier": label, "dtype": dtype, "implementation": implementation, "batch": batch}
+        rows.append(row | {"num_drafts": num_drafts, "vocab": vocab, "us": us, "floor_bytes": read})
+    return rows
+
+
+def print_row(rows: list[dict], us_by_xla: dict[int, float]) -> None:
+    """Print one line of the table: the times at all batch sizes, compared to XLA's times by batch size."""
+    cells = []
+    for row in rows:
+        faster = f" ({us_by_xla[row['batch']] / row['us']:.1f} x)" if row["batch"] in us_by_xla else ""
+        cells.append(f"{row['us']:.3g}{faster}")
+    last = rows[-1]
+    share = f"{100 * last['floor_bytes'] / PEAK / last['us'] * 1e6:.0f}" if jax.default_backend() == "gpu" else "-"
+    cells += [f"{last['floor_bytes'] / 1e6:.0f}", share]
+    print(f"| {last['verifier']} | {last['dtype']} | {last['implementation']} | {' | '.join(cells)} |")
+
+
+def time_verifiers(args: argparse.Namespace, cases: list[str], num_drafts: int, vocab: int) -> list[dict]:
+    """Print a table of verifiers and return its rows."""
+
+    def peers_of(label: str, dtype: str) -> list[peers.Peer]:
+        return peers.of_verification(label, dtype, vocab, num_drafts, args.batches)
+
+    has_peers = any(peers_of(label, dtype) for label in cases for dtype in args.dtypes)
+    print(f"\nV = {vocab}, K = {num_drafts}. {peers.VERIFY_SOURCE if has_peers else peers.NONE}\n")
+    columns = [*(f"B = {b}" for b in args.batches), f"MB of the floor at B = {args.batches[-1]}", "% of it in the time"]
+    print(f"| verifier | dtype | implementation | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 3) + "|")
+    rows = []
     for label in cases:
-        name, drafts, _, has_cut = case = CASES[label]
-        options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
         for dtype in args.dtypes:
-            by_xla = {}
+            us_by_xla = {}
             for implementation in args.implementations:
-                call = partial(verify, name, has_cut, implementation, options)
-                cells = []
-                for batch in args.batches:
-                    keys = jax.random.split(jax.random.key(1), batch)
-                    us = 1e6 * device_seconds(call, keys, *make_inputs(batch, num_drafts, vocab, dtype, case))
-                    read = batch * (num_drafts + 1 + (drafts == "sampled")) * vocab * jnp.dtype(dtype).itemsize
-                    row = {"verifier": label, "dtype": dtype, "implementation": implementation, "batch": batch}
-                    rows.append(row | {"num_drafts": num_drafts, "vocab": vocab, "us": us, "floor_bytes": read})
-                    if implementation == "xla":
-                        by_xla[batch] = us
-                    faster = implementation != "xla" and batch in by_xla
-                    cells.append(f"{us:.3g}" + (f" ({by_xla[batch] / us:.1f} x)" if faster else ""))
-                share = f"{100 * read / PEAK / us * 1e6:.0f}" if jax.default_backend() == "gpu" else "-"
-                cells = " | ".join([label, dtype, implementation, *cells, f"{read / 1e6:.0f}", share])
-                print(f"| {cells} |")
-            for peer in beside(label, dtype):
+                measured = measure(label, dtype, implementation, args.batches, num_drafts, vocab)
+                print_row(measured, us_by_xla)
+                rows += measured
+                if implementation == "xla":
+                    us_by_xla = {row["batch"]: row["us"] for row in measured}
+            for peer in peers_of(label, dtype):
                 row = {"verifier": label, "dtype": dtype, "peer": peer.name, "num_drafts": num_drafts, "vocab": vocab}
                 rows += [row | {"batch": batch, "us": us} for batch, us in peer.us.items()]
                 cells = " | ".join(f"{peer.us[batch]:.3g}" if batch in peer.us else "-" for batch in args.batches)
