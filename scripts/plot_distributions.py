@@ -93,6 +93,7 @@ def expected_lengths(name: str, is_shared: bool) -> np.ndarray:
 
 
 def draw_distributions(before: Axes, after: Axes) -> None:
+    """Draw the distributions that go into verification, and the distribution of emitted tokens."""
     edges = np.arange(len(TOKENS) + 1) - 0.5
     residual = np.maximum(TARGET - DRAFT, 0)
     rejected = residual.sum()
@@ -121,6 +122,7 @@ def draw_distributions(before: Axes, after: Axes) -> None:
 
 
 def draw_lengths(axes: Axes) -> None:
+    """Draw the mean tokens per step against the number of drafts, for each method."""
     num_drafts = np.arange(MAX_DRAFT_TOKENS + 1)
     for label, (verifier, is_shared, color, marker) in METHODS.items():
         axes.plot(num_drafts, expected_lengths(verifier.__name__, is_shared), color=color, linewidth=1.8)

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_arguments(generate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `specjax generate`."""
     add = generate.add_argument
     add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
     add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: built-in pair")
@@ -218,6 +219,7 @@ def _print_summary(
 
 
 def _summary(metrics: "Metrics") -> str:
+    """Return one line about speed and acceptance."""
     speed = (
         f"{metrics.num_tokens} tokens in {metrics.seconds:.2f} s: {metrics.tokens_per_second:.1f} tokens/s "
         "(decoding alone, without prompt and compilation)"
@@ -231,6 +233,7 @@ def _summary(metrics: "Metrics") -> str:
 
 
 def _comparison(compared: dict[str, Any], temperature: float) -> str:
+    """Return one line about the speed-up over plain decoding."""
     if compared["texts_agree"]:
         texts = "the texts agree"
     elif temperature == 0:

@@ -72,7 +72,9 @@ class Result(NamedTuple):
     prompt: str | Sequence[int]  # the prompt as it was given
     completions: list[Completion]  # completions, the best first
     metrics: Metrics  # metrics of the request
-    prompt_logprobs: list[TokenLogProbs | None] | None = None  # one entry for each prompt token; None for the first
+    prompt_logprobs: list[TokenLogProbs | None] | None = (
+        None  # entry of each prompt token after truncation; first is None
+    )
 
     @property
     def text(self) -> str:
@@ -131,6 +133,7 @@ class Batch:
         self.detokenizers = [Detokenizer(llm.tokenizer, *row) for row in zip(row_ids, row_params, strict=True)]
         self._prompt_ids, self._num_read = row_ids, np.array([len(row) for row in row_ids])
 
+        # Equal prompts are prefilled once; `shared` maps each row to its prompt in `unique`.
         unique = list(dict.fromkeys(map(tuple, prompt_ids)))
         shared = np.array([unique.index(tuple(row)) for row in row_ids])
         lengths = np.array([len(row) for row in unique])
