@@ -53,7 +53,7 @@ class DecoderConfig:
     attention_scale: float | None = None  # factor on the attention scores; None is 1 / sqrt(head_size)
     attention_softcap: float | None = None  # cap c that turns an attention score s into c tanh(s / c)
     logit_softcap: float | None = None  # cap on the logits, likewise
-    transposed: bool = False  # whether matrices are stored [out, in], which GPUs read faster for a single token
+    transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
