@@ -1,17 +1,20 @@
-"""Time whole decoding on this machine's accelerator, with random weights of given shapes.
+"""Time whole decoding steps on this machine's accelerator, with models of random weights or the embedded pair.
 
     python scripts/bench_decode.py --preset 8b-1b
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
-
-prints the tables of the README, each row as soon as it is measured. A step is timed as the slope of `specjax.generate`:
-the time of LONG steps less that of SHORT ones, on one state that goes on. With --parts its parts are timed alone, in
-loops of their own; "other" is what is left. A step costs the same whatever it accepts, so tokens/s at an acceptance
-rate are the expected tokens of a step over its time; with --parts the JSON also has what a short run at that rate gave
-(`verifiers.synthetic`). Floor: the weights, and the cache as far as it is filled, read once a call at PEAK. Where other
-systems decoded with models of the same shapes, batch and number of drafts, their figures (`peers.py`) stand under the
-row. The quickest run is
-
     python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
+
+The script prints the tables of the README, each row as soon as it is measured; the last command is the quickest run.
+
+* The time of a step is a slope of `specjax.generate`: the difference between LONG and SHORT steps, divided by the
+  difference of their numbers. All steps continue one state.
+* With --parts, drafting, scoring and verifying are timed alone, each in a loop of its own. "Other" is the rest of the
+  step.
+* A step costs the same whatever it accepts, so tokens/s at an acceptance rate are the expected tokens of a step divided
+  by its time. With --parts, the JSON also holds the tokens/s that a short run with `verifiers.synthetic` reached.
+* The floor is the time to read, once per call, the weights and the filled part of the cache at PEAK bytes/s.
+* Figures of other systems (`peers.py`) stand under a row with models of the same shapes, batch size and number of
+  drafts.
 """
 
 import argparse
@@ -27,28 +30,40 @@ import jax.numpy as jnp
 import peers
 from jax.tree_util import Partial
 
-from specjax import Context, decode, models, proposers, sampling, scorers, theory, verifiers
+from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.sampling import SamplingParams
 from specjax.types import Draft, Model
 
-PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
-SHORT, LONG, REPEATS = 2, 12, 5
-RATES = (1.0, 0.7)
+PEAK = 4.3e12  # bytes/s that a copy reaches on an H200
+SHORT, LONG, REPEATS = 2, 12, 5  # steps of a short and a long run, and timed runs of each
+RATES = (1.0, 0.7)  # acceptance rates of the columns with tokens/s
 
+COMMON = {"vocab_size": 128256, "max_length": 131072, "rope_theta": 5e5, "transposed": True}
 SHAPES = {
     "8b": DecoderConfig(
-        128256, 4096, 32, 32, 8, 128, 14336, 131072, rope_theta=5e5, tie_embeddings=False, transposed=True
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        mlp_size=14336,
+        tie_embeddings=False,
+        **COMMON,
     ),
-    "1b": DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, 131072, rope_theta=5e5, transposed=True),
-    "100m": DecoderConfig(128256, 512, 8, 8, 4, 64, 2048, 131072, rope_theta=5e5, transposed=True),
+    "1b": DecoderConfig(
+        hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_size=64, mlp_size=8192, **COMMON
+    ),
+    "100m": DecoderConfig(
+        hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, head_size=64, mlp_size=2048, **COMMON
+    ),
 }
 PRESETS = ("8b-1b", "1b-100m", "embedded")
 
 
 def random_model(config: DecoderConfig) -> Model:
-    """A model of random bfloat16 weights, made on the device."""
+    """Return a model with random bfloat16 weights, made on the device."""
 
     @partial(jax.jit, static_argnums=1)
     def weights(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -60,14 +75,17 @@ def random_model(config: DecoderConfig) -> Model:
 
 
 def load(preset: str) -> tuple[Model, Model]:
-    """Target and draft."""
+    """Return the target and the draft of a preset."""
     if preset == "embedded":
         return tuple(models.load(models.EMBEDDED / name) for name in ("target", "draft"))
     return tuple(random_model(SHAPES[name]) for name in preset.split("-"))
 
 
 def bytes_read(model: Model, batch: int, context: int) -> int:
-    """Of one call with few tokens: the weights but the rows of an untied embedding, and the filled cache."""
+    """Return the bytes that one call with few tokens reads: the weights and the filled cache.
+
+    An embedding that is not tied to the head does not count, because only a few of its rows are read.
+    """
     sizes = {name: sum(x.nbytes for x in jax.tree.leaves(part)) for name, part in model.params.items()}
     cache = jax.eval_shape(lambda: model.init_cache(1, 1))
     cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -75,7 +93,7 @@ def bytes_read(model: Model, batch: int, context: int) -> int:
 
 
 def slope(call) -> float:
-    """Seconds of one more iteration of `call(iterations)`."""
+    """Return the seconds that one more iteration adds to `call(iterations)`."""
     medians = []
     for iterations in (SHORT, LONG):
         call(iterations)
@@ -88,8 +106,18 @@ def slope(call) -> float:
     return (medians[1] - medians[0]) / (LONG - SHORT)
 
 
+def loop_slope(loop, cache, model) -> float:
+    """Return the seconds of one more iteration of `loop(iterations, cache, model)`, which donates its cache."""
+
+    def call(iterations: int) -> None:
+        nonlocal cache
+        cache = jax.block_until_ready(loop(iterations, cache, model))[1]
+
+    return slope(call)
+
+
 class Run:
-    """A batch at a context length, with K drafts, that goes on from call to call."""
+    """Decoding of one batch from a context length with K drafts; the state continues from call to call."""
 
     def __init__(self, target: Model, draft: Model, batch: int, context: int, num_drafts: int):
         self.target, self.batch = target, batch
@@ -103,34 +131,44 @@ class Run:
         )
 
     def steps(self, count: int, verifier) -> int:
-        """Take steps; how many tokens came of them."""
+        """Take `count` steps and return the number of tokens that they emitted."""
         before = int(self.state.context.length.sum())
         self.state = decode.generate(self.target, self.proposer, self.state, verifier=verifier, max_steps=count)
         return int(self.state.context.length.sum()) - before
 
     def parts(self) -> dict[str, float]:
-        """Seconds of drafting, scoring and verifying alone. Ends the run: its state is used up."""
-        target, proposer, state = self.target, self.proposer, self.state
-        num_drafts, context, rows = proposer.num_draft_tokens, state.context, state.sampling
-        keys = streams.positions(state.keys, context.length, num_drafts)
+        """Return the seconds of drafting, scoring and verifying alone. The run ends, because its state is donated."""
+        num_drafts, context = self.proposer.num_draft_tokens, self.state.context
+        keys = streams.positions(self.state.keys, context.length, num_drafts)
         tokens = jnp.ones((self.batch, num_drafts), jnp.int32)
-        logits = jax.random.normal(jax.random.key(2), (self.batch, num_drafts + 1, target.vocab_size))
+        return {
+            "draft": self._draft_seconds(keys, tokens),
+            "score": self._score_seconds(tokens),
+            "verify": self._verify_seconds(keys, tokens),
+        }
 
-        def continued(drafts: jax.Array) -> Context:  # what a call gives is what the next one reads
-            last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
-            return context._replace(tokens=last)
+    def _draft_seconds(self, keys: jax.Array, tokens: jax.Array) -> float:
+        context, rows = self.state.context, self.state.sampling
 
         @partial(jax.jit, donate_argnums=1)
-        def draft(n, cache, proposer):
+        def loop(n, cache, proposer):
             def body(i, carry):
                 drafts, cache = carry
-                draft, cache = proposer.propose(streams.fold(keys, i), continued(drafts), rows, cache)
+                # Each call depends on the result of the previous one.
+                last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
+                changed = context._replace(tokens=last)
+                draft, cache = proposer.propose(streams.fold(keys, i), changed, rows, cache)
                 return draft.tokens, cache
 
             return jax.lax.fori_loop(0, n, body, (tokens, cache))
 
+        return loop_slope(loop, self.state.proposer, self.proposer)
+
+    def _score_seconds(self, tokens: jax.Array) -> float:
+        context = self.state.context
+
         @partial(jax.jit, donate_argnums=1)
-        def score(n, cache, target):
+        def loop(n, cache, target):
             def body(i, carry):
                 drafts, cache = carry
                 output, cache = scorers.mqa(target, context, Draft(drafts), cache)
@@ -138,29 +176,28 @@ class Run:
 
             return jax.lax.fori_loop(0, n, body, (tokens, cache))
 
+        return loop_slope(loop, self.state.cache, self.target)
+
+    def _verify_seconds(self, keys: jax.Array, tokens: jax.Array) -> float:
+        context, rows = self.state.context, self.state.sampling
+        shape = self.batch, self.proposer.num_draft_tokens + 1, self.target.vocab_size
+        logits = jax.random.normal(jax.random.key(2), shape)
+
         @jax.jit
-        def verify(n, logits, drafts):
+        def loop(n, logits, drafts):
             def body(i, drafts):
                 logits_, drafts = jax.lax.optimization_barrier((logits, drafts))
-                law = sampling.process(rows, logits_[:, :-1], context, drafts)
-                target_law = sampling.process(rows, logits_, context, drafts)
-                return verifiers.rejection(streams.fold(keys, i), Draft(drafts, law), target_law).tokens[:, :-1]
+                draft = Draft(drafts, sampling.process(rows, logits_[:, :-1], context, drafts))
+                target = sampling.process(rows, logits_, context, drafts)
+                return verifiers.rejection(streams.fold(keys, i), draft, target).tokens[:, :-1]
 
             return jax.lax.fori_loop(0, n, body, drafts)
 
-        def timed(loop, cache, model) -> float:
-            def call(n):
-                nonlocal cache
-                cache = jax.block_until_ready(loop(n, cache, model))[1]
-
-            return slope(call)
-
-        seconds = {"draft": timed(draft, state.proposer, proposer), "score": timed(score, state.cache, target)}
-        return seconds | {"verify": slope(lambda n: jax.block_until_ready(verify(n, logits, tokens)))}
+        return slope(lambda n: jax.block_until_ready(loop(n, logits, tokens)))
 
 
 def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:
-    """Of one setting: seconds of a step, and of its parts, bytes, compile time, tokens/s."""
+    """Measure one setting: seconds of a step and of its parts, bytes read, seconds of compilation, tokens/s."""
     run = Run(target, draft, batch, context, num_drafts)
     verifiers_at = {
         rate: Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(num_drafts)])
@@ -187,13 +224,14 @@ def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: i
 
 
 def print_header() -> None:
+    """Print the header of the table of steps."""
     print("| by | B | context | K | ms a step | draft / score / verify / other, ms | % of floor | compile, s |", end="")
     print(" tokens/s at acceptance " + " | at ".join(map(str, RATES)) + f" | against plain at {RATES[-1]} |")
     print("|---" * 11 + "|")
 
 
 def print_row(by: str, row: dict, plain: float) -> None:
-    """Of this library or of a peer, of which less was measured; `plain` is its tokens/s without drafts."""
+    """Print a row of this library or of a peer, whose rows have fewer figures; `plain` is its speed without drafts."""
     split = floor = compile_s = "-"
     if "compile_s" in row:
         compile_s = f"{row['compile_s']:.0f}"
@@ -208,6 +246,7 @@ def print_row(by: str, row: dict, plain: float) -> None:
 
 
 def time_decoding(args: argparse.Namespace, target: Model, draft: Model) -> list[dict]:
+    """Print the table of steps and return its rows."""
     settings = [0, *args.num_drafts]
     known = any(peers.of_decoding(args.preset, batch, k) for batch in args.batches for k in settings)
     print(f"{peers.DECODE_SOURCE if known else peers.NONE}\n")
@@ -219,7 +258,7 @@ def time_decoding(args: argparse.Namespace, target: Model, draft: Model) -> list
             for num_drafts in settings:
                 rows.append(measure(target, draft, batch, context, num_drafts, args.parts))
                 print_row("specjax", rows[-1], plain.setdefault("specjax", rows[-1]["tokens_per_s"][1.0]))
-                has_peers = context == args.contexts[0]  # theirs was not noted
+                has_peers = context == args.contexts[0]  # the context of the peers was not noted
                 for peer in peers.of_decoding(args.preset, batch, num_drafts) if has_peers else ():
                     row = {"peer": peer.name, "batch": batch, "num_drafts": num_drafts}
                     rows.append(row | {"step_s": peer.step_ms / 1e3, "tokens_per_s": peer.tokens_per_s})

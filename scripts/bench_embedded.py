@@ -1,10 +1,10 @@
-"""Measure the embedded pair on held-out modules of the Python standard library: acceptance, and speed at batch 1.
+"""Measure the acceptance rate of the embedded pair, and its speed at batch size 1, on held-out Python modules.
 
     python scripts/bench_embedded.py
     python scripts/bench_embedded.py --num-prompts 4 --max-tokens 32 --num-drafts 4 --repeats 1
 
-prints the tables of the README, or a quick look at them. Each row is printed as soon as it is measured. The held-out
-modules are read from this Python's own library.
+The first command prints the tables of the README, and the second a quick version of them, each row as soon as it is
+measured. The prompts come from those modules of this Python's standard library that the pair was not trained on.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from specjax import decode, metrics, models, proposers, sampling
 from specjax.sampling import SamplingParams
 from specjax.types import Model
 
-PROMPT = 64  # tokens
-BATCH_K = 4  # drafts, where acceptance is measured over the batch of all prompts
+PROMPT = 64  # tokens per prompt
+BATCH_K = 4  # number of drafts for the acceptance rate, which is measured on one batch of all prompts
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
 
 
 def held_out_prompts(stdlib: Path, tokenizer: Tokenizer, num_prompts: int) -> np.ndarray:
-    """Pieces [N, PROMPT] of held-out modules, evenly spaced."""
+    """Return evenly spaced pieces [num_prompts, PROMPT] int32 of the held-out modules."""
     ids = np.concatenate([tokenizer.encode((stdlib / f"{name}.py").read_text()).ids for name in HELD_OUT])
     starts = np.linspace(0, len(ids) - PROMPT, num_prompts).astype(int)
     return np.stack([ids[s : s + PROMPT] for s in starts]).astype(np.int32)
@@ -42,7 +42,7 @@ def held_out_prompts(stdlib: Path, tokenizer: Tokenizer, num_prompts: int) -> np
 def run(
     target: Model, proposer, prompts: np.ndarray, temperature: float, max_tokens: int
 ) -> tuple[decode.State, float]:
-    """Generate `max_tokens` after every prompt; the state and the seconds of the loop."""
+    """Generate `max_tokens` after every prompt; return the final state and the seconds of the loop."""
     rows = sampling.batch([SamplingParams(temperature=temperature, max_tokens=max_tokens)] * len(prompts))
     lengths = jnp.full(len(prompts), PROMPT)
     state = prefill(target, proposer, prompts, lengths, rows, jax.random.key(0), max_length=PROMPT + max_tokens)
@@ -54,12 +54,12 @@ def run(
 
 
 def tokens_per_second(target: Model, proposer, prompts: np.ndarray, max_tokens: int, repeats: int) -> float:
-    """Of greedy generations from each prompt alone, by the median time of each; compiled before."""
+    """Return the speed of greedy generation from each prompt alone, by the median time for each prompt."""
 
     def seconds(prompt: np.ndarray) -> float:
         return run(target, proposer, prompt[None], 0.0, max_tokens)[1]
 
-    seconds(prompts[0])
+    seconds(prompts[0])  # compiles
     medians = [statistics.median(seconds(prompt) for _ in range(repeats)) for prompt in prompts]
     return len(prompts) * max_tokens / sum(medians)
 
@@ -67,11 +67,15 @@ def tokens_per_second(target: Model, proposer, prompts: np.ndarray, max_tokens: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=sysconfig.get_paths()["stdlib"])
-    parser.add_argument("--pair", type=Path, default=models.EMBEDDED, help="directory of target/ and draft/")
+    parser.add_argument(
+        "--pair", type=Path, default=models.EMBEDDED, help="directory with tokenizer.json, target/ and draft/"
+    )
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens to generate after each prompt")
-    parser.add_argument("--num-drafts", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="K of the rows of batch 1")
-    parser.add_argument("--repeats", type=int, default=5, help="runs whose median time counts")
+    parser.add_argument(
+        "--num-drafts", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="numbers of drafts to time at batch size 1"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="runs per prompt; their median counts")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)

@@ -1,9 +1,9 @@
-"""Device time of looking up n-grams on this machine's accelerator.
+"""Measure the device time of n-gram look-up on this machine's accelerator.
 
     python scripts/bench_proposers.py
 
-prints a table: microseconds of one `proposers.ngram` for the sequences of a batch, timed as `bench_verify.py` does,
-each row as soon as it is measured. Floor: each token of the buffer read once.
+The script prints a table of the microseconds that one `proposers.ngram` takes for all sequences of a batch, each row as
+soon as it is measured. The floor is the time to read each token of the buffer once.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from bench_verify import PEAK, device_seconds
 
 from specjax import Context, proposers
 
-SHAPES = [(1, 4096), (8, 4096), (64, 4096), (64, 32768)]
+SHAPES = [(1, 4096), (8, 4096), (64, 4096), (64, 32768)]  # batch size, buffer length
 NUM_DRAFTS, MAX_N, VOCAB = 5, 4, 50
 
 

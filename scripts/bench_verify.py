@@ -1,13 +1,14 @@
-"""Device time of verification on this machine's accelerator, by XLA and by the Pallas kernels.
+"""Measure the device time of verification on this machine's accelerator, by XLA and by the Pallas kernels.
 
     python scripts/bench_verify.py
     python scripts/bench_verify.py --vocabs 32000 128256 151936 --num-drafts 1 3 5 8
     python scripts/bench_verify.py --batches 8 --num-drafts 7 --dtypes float32 --cases rejection block
 
-print the tables of the README, with how many times faster than XLA the kernels are, each row as soon as it is measured.
-Floor: each target row and, under sampled drafts, one draft row a sequence read once; the proposer reports the
-log-normaliser of what it drew from, and its cut. That of the target's rows is found in the time given where the table
-has a cut. At V = 128256 and K = 5 the figures of other systems (`peers.py`) stand under the rows.
+The script prints the tables of the README, each row as soon as it is measured. Cells of the kernels also say how many
+times faster than XLA they are. The floor is the time to read each target row once and, if drafts are sampled, one draft
+row per sequence. As in decoding, the draft's log-normaliser and cut are given; the target's cut, in the cases that have
+one, is computed within the measured time. At V = 128256 and K = 5, figures of other systems (`peers.py`) stand under
+the rows.
 """
 
 import argparse
@@ -24,14 +25,14 @@ from timing import device_seconds
 from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
 
-CUT_ROWS = 384
+CUT_ROWS = 384  # rows of logits in the table of cuts
 TOP_K, TOP_P = 50, 0.9
 LIMITS = {
     "cut, top-k 50 and top-p 0.9": {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P},
-    "cut, top-p 0.9 of a flat law": {"top_p": 0.9},  # a quarter of the vocabulary
+    "cut, top-p 0.9 of a flat distribution": {"top_p": 0.9},  # keeps a quarter of the vocabulary
 }
-PEAK = 4.3e12  # bytes/s, measured on an H200 by a copy
-CASES = {  # label: verifier, drafts, temperature, whether with a cut
+PEAK = 4.3e12  # bytes/s that a copy reaches on an H200
+CASES = {  # label: verifier, kind of drafts, temperature, whether there is a cut
     "rejection": ("rejection", "sampled", None, False),
     "rejection, temperature 0.8": ("rejection", "sampled", 0.8, False),
     "rejection, temperature 0.8, top-k 50, top-p 0.9": ("rejection", "sampled", 0.8, True),
@@ -44,76 +45,97 @@ CASES = {  # label: verifier, drafts, temperature, whether with a cut
 
 
 def _normal(key: jax.Array, *shape: int, dtype, scale: float) -> jax.Array:
-    """Normal numbers drawn in float32: those drawn in bfloat16 have hundreds of equal maxima."""
+    """Return normal numbers drawn in float32, because numbers drawn in bfloat16 have many equal maxima."""
     return (scale * jax.random.normal(key, shape)).astype(dtype)
 
 
-def with_cut(law: Categorical, implementation: str | None = None) -> Categorical:
-    temperature = law.temperature[:, None]
+def with_cut(distribution: Categorical, implementation: str | None = None) -> Categorical:
+    """Return the distribution with the cut of TOP_K and TOP_P."""
+    temperature = distribution.temperature[:, None]
     limits = {"temperature": temperature, "top_k": jnp.full_like(temperature, TOP_K, jnp.int32), "top_p": TOP_P}
-    return law._replace(min_logit=min_logit(law.logits, **limits, implementation=implementation))
+    return distribution._replace(min_logit=min_logit(distribution.logits, **limits, implementation=implementation))
 
 
 def inputs(batch: int, num_drafts: int, vocab: int, dtype, case: tuple) -> tuple[Draft, Categorical]:
-    """Logits whose sampled drafts are accepted with probability 0.7 or so; deterministic ones hardly ever, or all."""
+    """Return drafts and target for a case.
+
+    Sampled drafts are accepted with a probability of about 0.7. Deterministic drafts are hardly ever accepted, or
+    always in the case "accepted".
+    """
     _, drafts, temperature, has_cut = case
     keys = jax.random.split(jax.random.key(0), 3)
     temperature = None if temperature is None else jnp.full(batch, temperature)
     scale = 1 if temperature is None else 1 / temperature[:, None, None]
     target = _normal(keys[0], batch, num_drafts + 1, vocab, dtype=dtype, scale=2)
     logits = target[:, :num_drafts] + _normal(keys[1], batch, num_drafts, vocab, dtype=dtype, scale=0.5)
-    law, scaled = Categorical(logits, temperature), logits.astype(jnp.float32) * scale
+    distribution, scaled = Categorical(logits, temperature), logits.astype(jnp.float32) * scale
     if has_cut:
-        law = with_cut(law)
-        scaled = jnp.where(logits >= law.min_logit[..., None], scaled, -jnp.inf)
+        distribution = with_cut(distribution)
+        scaled = jnp.where(logits >= distribution.min_logit[..., None], scaled, -jnp.inf)
     tokens = jnp.argmax(scaled + jax.random.gumbel(keys[2], logits.shape), axis=-1).astype(jnp.int32)
-    law = law._replace(log_normalizer=jax.scipy.special.logsumexp(scaled, axis=-1))
+    distribution = distribution._replace(log_normalizer=jax.scipy.special.logsumexp(scaled, axis=-1))
     if drafts == "accepted":
         sequence, position = jnp.arange(batch)[:, None], jnp.arange(num_drafts)[None]
         target = target.at[sequence, position, tokens].set(100)
-    return Draft(tokens, law if drafts == "sampled" else None), Categorical(target, temperature)
+    return Draft(tokens, distribution if drafts == "sampled" else None), Categorical(target, temperature)
 
 
-def tokens_of(name: str, has_cut: bool, implementation: str, options: dict, keys, draft, target) -> jax.Array:
+def verify(name: str, has_cut: bool, implementation: str, options: dict, keys, draft, target) -> jax.Array:
+    """Return the tokens that a verifier emits, after cutting the target if the case has a cut."""
     target = with_cut(target, implementation) if has_cut else target
     return getattr(verifiers, name)(keys, draft, target, implementation=implementation, **options).tokens
 
 
-def time_verifiers(args: argparse.Namespace, cases: list[str], num_drafts: int, vocab: int) -> list[dict]:
-    last = f"B = {args.batches[-1]}"
-
-    def beside(label: str, dtype: str) -> list[peers.Peer]:
-        return peers.of_verification(label, dtype, vocab, num_drafts, args.batches)
-
-    has_peers = any(beside(label, dtype) for label in cases for dtype in args.dtypes)
-    print(f"\nV = {vocab}, K = {num_drafts}. {peers.VERIFY_SOURCE if has_peers else peers.NONE}\n")
-    columns = [*(f"B = {b}" for b in args.batches), f"MB of the floor at {last}", "% of it in the time"]
-    print(f"| verifier | dtype | implementation | {' | '.join(columns)} |")
-    print("|---" * (len(columns) + 3) + "|")
+def measure(label: str, dtype: str, implementation: str, batches: list[int], num_drafts: int, vocab: int) -> list[dict]:
+    """Time one case with one dtype and implementation at each batch size."""
+    name, drafts, _, has_cut = case = CASES[label]
+    options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
+    call = partial(verify, name, has_cut, implementation, options)
     make_inputs = jax.jit(inputs, static_argnums=(0, 1, 2, 3, 4))
     rows = []
+    for batch in batches:
+        keys = jax.random.split(jax.random.key(1), batch)
+        us = 1e6 * device_seconds(call, keys, *make_inputs(batch, num_drafts, vocab, dtype, case))
+        read = batch * (num_drafts + 1 + (drafts == "sampled")) * vocab * jnp.dtype(dtype).itemsize
+        row = {"verifier": label, "dtype": dtype, "implementation": implementation, "batch": batch}
+        rows.append(row | {"num_drafts": num_drafts, "vocab": vocab, "us": us, "floor_bytes": read})
+    return rows
+
+
+def print_row(rows: list[dict], us_by_xla: dict[int, float]) -> None:
+    """Print one line of the table: the times at all batch sizes, compared to XLA's times by batch size."""
+    cells = []
+    for row in rows:
+        faster = f" ({us_by_xla[row['batch']] / row['us']:.1f} x)" if row["batch"] in us_by_xla else ""
+        cells.append(f"{row['us']:.3g}{faster}")
+    last = rows[-1]
+    share = f"{100 * last['floor_bytes'] / PEAK / last['us'] * 1e6:.0f}" if jax.default_backend() == "gpu" else "-"
+    cells += [f"{last['floor_bytes'] / 1e6:.0f}", share]
+    print(f"| {last['verifier']} | {last['dtype']} | {last['implementation']} | {' | '.join(cells)} |")
+
+
+def time_verifiers(args: argparse.Namespace, cases: list[str], num_drafts: int, vocab: int) -> list[dict]:
+    """Print a table of verifiers and return its rows."""
+
+    def peers_of(label: str, dtype: str) -> list[peers.Peer]:
+        return peers.of_verification(label, dtype, vocab, num_drafts, args.batches)
+
+    has_peers = any(peers_of(label, dtype) for label in cases for dtype in args.dtypes)
+    print(f"\nV = {vocab}, K = {num_drafts}. {peers.VERIFY_SOURCE if has_peers else peers.NONE}\n")
+    columns = [*(f"B = {b}" for b in args.batches), f"MB of the floor at B = {args.batches[-1]}", "% of it in the time"]
+    print(f"| verifier | dtype | implementation | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 3) + "|")
+    rows = []
     for label in cases:
-        name, drafts, _, has_cut = case = CASES[label]
-        options = {"acceptance_length": 0.7 * num_drafts} if name == "synthetic" else {}
         for dtype in args.dtypes:
-            by_xla = {}
+            us_by_xla = {}
             for implementation in args.implementations:
-                verify = partial(tokens_of, name, has_cut, implementation, options)
-                cells = []
-                for batch in args.batches:
-                    keys = jax.random.split(jax.random.key(1), batch)
-                    us = 1e6 * device_seconds(verify, keys, *make_inputs(batch, num_drafts, vocab, dtype, case))
-                    read = batch * (num_drafts + 1 + (drafts == "sampled")) * vocab * jnp.dtype(dtype).itemsize
-                    row = {"verifier": label, "dtype": dtype, "implementation": implementation, "batch": batch}
-                    rows.append(row | {"num_drafts": num_drafts, "vocab": vocab, "us": us, "floor_bytes": read})
-                    if implementation == "xla":
-                        by_xla[batch] = us
-                    faster = implementation != "xla" and batch in by_xla
-                    cells.append(f"{us:.3g}" + (f" ({by_xla[batch] / us:.1f} x)" if faster else ""))
-                share = f"{100 * read / PEAK / us * 1e6:.0f}" if jax.default_backend() == "gpu" else "-"
-                cells = " | ".join([label, dtype, implementation, *cells, f"{read / 1e6:.0f}", share])
-                print(f"| {cells} |")
-            for peer in beside(label, dtype):
+                measured = measure(label, dtype, implementation, args.batches, num_drafts, vocab)
+                print_row(measured, us_by_xla)
+                rows += measured
+                if implementation == "xla":
+                    us_by_xla = {row["batch"]: row["us"] for row in measured}
+            for peer in peers_of(label, dtype):
                 row = {"verifier": label, "dtype": dtype, "peer": peer.name, "num_drafts": num_drafts, "vocab": vocab}
                 rows += [row | {"batch": batch, "us": us} for batch, us in peer.us.items()]
                 cells = " | ".join(f"{peer.us[batch]:.3g}" if batch in peer.us else "-" for batch in args.batches)
@@ -122,6 +144,7 @@ def time_verifiers(args: argparse.Namespace, cases: list[str], num_drafts: int, 
 
 
 def time_cut(args: argparse.Namespace, cases: list[str], vocab: int) -> list[dict]:
+    """Print a table of the time to find the cut of logits, and return its rows."""
     rows = []
     print(
         f"\n{peers.NONE}\n\n| [{CUT_ROWS}, {vocab}], microseconds | dtype | " + " | ".join(args.implementations) + " |"

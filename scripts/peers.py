@@ -1,27 +1,27 @@
-"""What other systems took for the work of the benchmarks, which print these figures under their own rows.
+"""Figures of other systems on the work of the benchmarks, which print them under their own rows.
 
-Nothing here is measured by running a script of this repository. Each figure comes from one NVIDIA H200, as those of the
-README do, but from another run: it shows an order of magnitude, not a difference of a few percent. A figure is printed
-only beside a row of the same vocabulary, number of drafts, dtype and batch. Where a name has no version, none was
-noted.
+No script of this repository measures these figures. Each was measured on one NVIDIA H200, like the figures of the
+README, but in another run, so it shows an order of magnitude and not a difference of a few percent. A figure is printed
+only beside a row with the same vocabulary, number of drafts, dtype and batch. If a name has no version, the version was
+not noted.
 """
 
 from typing import NamedTuple
 
 
 class Peer(NamedTuple):
-    """One system at one shape of work."""
+    """Times of one system for one verifier, dtype, vocabulary and number of drafts."""
 
     name: str
-    us: dict[int, float]  # batch: microseconds
+    us: dict[int, float]  # microseconds by batch size
 
 
 class Decoder(NamedTuple):
-    """One system decoding with one pair of models, at one batch and number of drafts."""
+    """Speed of one system that decodes with one pair of models, batch size and number of drafts."""
 
     name: str
-    step_ms: float
-    tokens_per_s: dict[float, float]  # acceptance rate: tokens/s
+    step_ms: float  # milliseconds per step
+    tokens_per_s: dict[float, float]  # tokens/s by acceptance rate
 
 
 VERIFY_SOURCE = (
@@ -32,7 +32,7 @@ V1 = "engine, its V1 sampler of April 2025"
 V2 = "the same engine, its newest sampler when measured"
 LIBRARY = "CUDA sampling library, two softmaxes and its chain kernel"
 RENORMALIZE = "the same library, top-k and top-p renormalisation of the target rows alone"
-_VERIFY = {  # case of bench_verify, dtype; V = 128256, K = 5
+_VERIFY = {  # (case of bench_verify, dtype): peers, at V = 128256 and K = 5
     ("rejection", "float32"): (
         Peer(V1, {1: 155, 8: 222, 64: 640, 256: 2112}),
         Peer(V2, {1: 19.6, 8: 28.9, 64: 129, 256: 444}),
@@ -52,16 +52,16 @@ DECODE_SOURCE = (
 )
 REFERENCE = "compiled PyTorch reference, CUDA graphs"
 COMMON = "common PyTorch library; plain: compiled with a static cache"
-_DECODE = {  # preset of bench_decode, batch, number of drafts
+_DECODE = {  # (preset of bench_decode, batch size, number of drafts): peers
     ("8b-1b", 1, 0): (Decoder(REFERENCE, 5.1, {1.0: 196}), Decoder(COMMON, 1000 / 150, {1.0: 150})),
     ("8b-1b", 1, 5): (Decoder(REFERENCE, 14.1, {1.0: 426, 0.7: 176}), Decoder(COMMON, 63, {1.0: 94, 0.7: 30})),
 }
 
-NONE = "No other system was measured at this."
+NONE = "No other system was measured on this work."
 
 
 def of_verification(case: str, dtype: str, vocab: int, num_drafts: int, batches: list[int]) -> list[Peer]:
-    """The peers of a row of `bench_verify`, at its batches."""
+    """Return the peers of a row of `bench_verify`, with the times at its batch sizes."""
     if (vocab, num_drafts) != (128256, 5):
         return []
     measured = (
@@ -72,5 +72,5 @@ def of_verification(case: str, dtype: str, vocab: int, num_drafts: int, batches:
 
 
 def of_decoding(preset: str, batch: int, num_drafts: int) -> tuple[Decoder, ...]:
-    """The peers of a row of `bench_decode`."""
+    """Return the peers of a row of `bench_decode`."""
     return _DECODE.get((preset, batch, num_drafts), ())

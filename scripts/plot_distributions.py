@@ -1,8 +1,9 @@
-"""Draw what verification does: the law it emits against the target's, and how many tokens a step gives.
+"""Plot the distribution that verification emits against the target's, and the mean tokens of a step.
 
     python scripts/plot_distributions.py
 
-writes the picture of the README. Everything drawn as measured is sampled through the real verifiers.
+The script writes the picture of the README, docs/distributions.png. Everything that the picture calls measured is
+sampled with the verifiers of the package.
 """
 
 import argparse
@@ -16,19 +17,24 @@ from matplotlib.figure import Figure
 
 from specjax import Categorical, Draft, distributions, keys, theory, verifiers
 
-GREY, BLUE, ORANGE, GREEN = "#BDBDBD", "#0072B2", "#D55E00", "#009E73"  # told apart by the colour-blind
+GREY, BLUE, ORANGE, GREEN = (
+    "#BDBDBD",
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+)  # colours that colour-blind readers can tell apart
 BATCH = 16_384
 NUM_BATCHES = 64
 
-# Left: two laws of 30 tokens.
+# Left part of the picture: two distributions over 30 tokens.
 TOKENS = np.arange(30)
 BUMPS = np.exp(-(((TOKENS[None] - [[9], [21], [12]]) / [[3.2], [2.4], [4.8]]) ** 2) / 2)
-TARGET, DRAFT = (law / law.sum() for law in (0.6 * BUMPS[0] + 0.45 * BUMPS[1], BUMPS[2] + 0.02))
+TARGET, DRAFT = (weights / weights.sum() for weights in (0.6 * BUMPS[0] + 0.45 * BUMPS[1], BUMPS[2] + 0.02))
 
-# Right: two laws of 4 tokens, the same at every position; every number of drafts is a row of one batch.
+# Right part: two distributions over 4 tokens, the same at every position. Each number of drafts has rows in one batch.
 SMALL_TARGET, SMALL_DRAFT = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
 MAX_DRAFT_TOKENS = 8
-METHODS = {  # label: verifier, whether the drafter shares the target's noise, colour, marker
+METHODS = {  # label: verifier, whether drafts are sampled with the target's noise, colour, marker
     "block": (verifiers.block, False, BLUE, "o"),
     "rejection": (verifiers.rejection, False, ORANGE, "s"),
     "match, noise shared": (verifiers.match, True, GREEN, "^"),
@@ -37,13 +43,12 @@ METHODS = {  # label: verifier, whether the drafter shares the target's noise, c
 
 
 def rows(probs: np.ndarray, num_rows: int) -> Categorical:
-    """The same law in every row of a batch."""
-    law = jnp.asarray(probs, jnp.float32)
-    return Categorical.from_probs(jnp.broadcast_to(law, (BATCH, num_rows, len(probs))))
+    """Return the same distribution in every row of a batch."""
+    return Categorical.from_probs(jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (BATCH, num_rows, len(probs))))
 
 
 def verify(verifier, key, probs, draft_probs, num_draft_tokens, is_shared=False, num_tokens=None):
-    """One step of a batch: sample drafts, and verify them."""
+    """Sample drafts for a batch and verify them, as one step of decoding does."""
     step_keys = keys.of_step(key, BATCH, num_draft_tokens)
     distribution = rows(draft_probs, num_draft_tokens)
     if is_shared:
@@ -56,13 +61,13 @@ def verify(verifier, key, probs, draft_probs, num_draft_tokens, is_shared=False,
 
 @jax.jit
 def count_emitted(key):
-    """How often each token was emitted after a rejection, and as an accepted draft: [2, V]."""
+    """Count how often each token was emitted after a rejection, and as an accepted draft: [2, V] int32."""
     verified = verify(verifiers.rejection, key, TARGET, DRAFT, 1)
     return jnp.zeros((2, len(TOKENS)), jnp.int32).at[verified.num_accepted, verified.tokens[:, 0]].add(1)
 
 
 def measured_lengths(verifier, is_shared: bool) -> np.ndarray:
-    """Mean tokens a step of rows with 1 to MAX_DRAFT_TOKENS drafts."""
+    """Return the measured mean tokens per step with 1 to MAX_DRAFT_TOKENS drafts."""
     num_tokens = jnp.arange(BATCH, dtype=jnp.int32) % MAX_DRAFT_TOKENS + 1
 
     @jax.jit
@@ -75,26 +80,27 @@ def measured_lengths(verifier, is_shared: bool) -> np.ndarray:
 
 
 def expected_lengths(name: str, is_shared: bool) -> np.ndarray:
-    """Mean tokens a step in theory, for 0 to MAX_DRAFT_TOKENS drafts."""
+    """Return the theoretical mean tokens per step with 0 to MAX_DRAFT_TOKENS drafts."""
     num_drafts = np.arange(MAX_DRAFT_TOKENS + 1)
     if is_shared:
         return theory.expected_tokens(theory.coupled_acceptance_rate(SMALL_TARGET, SMALL_DRAFT), num_drafts)
 
-    def levels(law: np.ndarray, count: int) -> list[np.ndarray]:
-        return [np.broadcast_to(law, (len(law),) * (i + 1)) for i in range(count)]
+    def at_positions(probs: np.ndarray, count: int) -> list[np.ndarray]:
+        return [np.broadcast_to(probs, (len(probs),) * (i + 1)) for i in range(count)]
 
-    laws = [(levels(SMALL_TARGET, k), levels(SMALL_DRAFT, k)) for k in num_drafts]
-    return np.array([1 + theory.expected_accepted(*pair, name) for pair in laws])
+    pairs = [(at_positions(SMALL_TARGET, k), at_positions(SMALL_DRAFT, k)) for k in num_drafts]
+    return np.array([1 + theory.expected_accepted(*pair, name) for pair in pairs])
 
 
-def draw_laws(before: Axes, after: Axes) -> None:
+def draw_distributions(before: Axes, after: Axes) -> None:
+    """Draw the distributions that go into verification, and the distribution of emitted tokens."""
     edges = np.arange(len(TOKENS) + 1) - 0.5
     residual = np.maximum(TARGET - DRAFT, 0)
     rejected = residual.sum()
     before.stairs(TARGET, edges, fill=True, color=GREY, label="target")
     before.stairs(DRAFT, edges, color=BLUE, linewidth=2, label="draft")
     before.stairs(residual / rejected, edges, color=ORANGE, linewidth=2, linestyle=(0, (3, 1.2)), label="recovered")
-    before.set_title("In: the laws of target and draft, and their residual", loc="left", fontweight="bold")
+    before.set_title("In: the distributions of target and draft, and their residual", loc="left", fontweight="bold")
     before.set_ylim(0, 0.2)
 
     counts = sum(np.asarray(count_emitted(key)) for key in jax.random.split(jax.random.key(0), NUM_BATCHES))
@@ -116,6 +122,7 @@ def draw_laws(before: Axes, after: Axes) -> None:
 
 
 def draw_lengths(axes: Axes) -> None:
+    """Draw the mean tokens per step against the number of drafts, for each method."""
     num_drafts = np.arange(MAX_DRAFT_TOKENS + 1)
     for label, (verifier, is_shared, color, marker) in METHODS.items():
         axes.plot(num_drafts, expected_lengths(verifier.__name__, is_shared), color=color, linewidth=1.8)
@@ -136,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     figure = Figure(figsize=(11.5, 5.2), layout="constrained")
     axes = figure.subplot_mosaic([["before", "lengths"], ["after", "lengths"]], width_ratios=[1.25, 1])
-    draw_laws(axes["before"], axes["after"])
+    draw_distributions(axes["before"], axes["after"])
     draw_lengths(axes["lengths"])
     for each in axes.values():
         each.spines[["top", "right"]].set_visible(False)

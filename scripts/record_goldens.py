@@ -1,6 +1,9 @@
-"""Record the logits of transformers on the small checkpoints of tests/families.py, to tests/goldens/.
+"""Record the logits of transformers on the small checkpoints of tests/families.py.
 
-Needs torch and transformers beside the package: pip install ".[models,hf]" torch
+    pip install ".[models,hf]" torch
+    python scripts/record_goldens.py
+
+The script writes shapes.json and logits.npz to tests/goldens, and prints the largest logit of each checkpoint.
 """
 
 import json

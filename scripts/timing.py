@@ -1,4 +1,4 @@
-"""Device time of a jitted function, without dispatch."""
+"""Measure the device time of a function without the time of its dispatch."""
 
 import statistics
 import time
@@ -6,17 +6,18 @@ import time
 import jax
 import jax.numpy as jnp
 
-MIN_SECONDS, REPEATS, MAX_COPIES = 0.01, 7, 8
-SHORTEST, BANDWIDTH = 1e-5, {"gpu": 3e12, "cpu": 5e9}  # seconds, bytes/s: guesses that set the length of the loop
-CACHE_BYTES = 150e6  # inputs are repeated until they are larger than the cache of the device
+MIN_SECONDS, REPEATS, MAX_COPIES = 0.01, 7, 8  # time of one loop, timed runs of it, copies of the arguments
+SHORTEST, BANDWIDTH = 1e-5, {"gpu": 3e12, "cpu": 5e9}  # rough seconds and bytes/s that set the length of the loop
+CACHE_BYTES = 150e6  # arguments are copied until together they exceed the cache of the device
 
 
 def device_seconds(function, *arguments) -> float:
-    """Time of one `function(*arguments)`: that of a loop on the device, less that of the loop without it.
+    """Return the seconds of one `function(*arguments)` on the device.
 
-    An iteration makes a call on each of some copies of the arguments, more where they would stay in the cache. The
-    smallest argument of a call depends on the result of the one before it, so that calls do not overlap, and a barrier
-    keeps work from being hoisted out of the loop. The loop without the calls has these dependences too.
+    The time is the difference between a loop with the calls and the same loop without them. Each iteration calls the
+    function on several copies of the arguments, on more copies if they would otherwise stay in the cache. The smallest
+    argument of a call depends on the result of the previous call, so that calls do not overlap, and a barrier keeps XLA
+    from hoisting work out of the loop. The loop without the calls has the same dependences.
     """
     size = sum(x.nbytes for x in jax.tree.leaves(arguments))
     num_copies = int(min(MAX_COPIES, max(1, CACHE_BYTES // size)))
@@ -27,6 +28,8 @@ def device_seconds(function, *arguments) -> float:
 
 
 def _loop_seconds(function, copies, num_iterations: int) -> float:
+    """Return the median seconds of the loop; with `function` None, of the loop without the calls."""
+
     @jax.jit
     def loop(copies):
         def body(_, carry):
@@ -55,13 +58,14 @@ def _first(result):
 
 
 def _smallest(arguments) -> int:
+    """Return the index of the smallest leaf that is not an array of keys."""
     leaves = jax.tree.leaves(arguments)
     numbers = [i for i, x in enumerate(leaves) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
     return min(numbers, key=lambda i: leaves[i].size)
 
 
 def _after(arguments, result):
-    """The arguments, but the smallest waits for `result`; and that one. The change, where one is made, is timed too."""
+    """Return the arguments with their smallest leaf made dependent on `result`, and that leaf."""
     leaves, structure = jax.tree.flatten(arguments)
     index = _smallest(arguments)
     link = leaves[index]

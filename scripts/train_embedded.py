@@ -1,11 +1,12 @@
 """Train the embedded pair on the Python standard library: a tokenizer, a target, and a draft distilled from the target.
 
-The draft first learns the target's distribution on the text, then on the target's own continuations as well, because
-those are what it has to guess when decoding.
-
     python scripts/train_embedded.py
 
-writes `tokenizer.json` and the Hugging Face directories `target/` and `draft/`. It is meant for one GPU.
+The script writes `tokenizer.json` and the Hugging Face checkpoints `target/` and `draft/`, and prints losses and
+acceptance on held-out text. It is meant for one GPU.
+
+The draft first learns the target's distribution on the text of the library, and then also on the target's own
+continuations, because in decoding it has to predict those.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from specjax.models import EMBEDDED
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.types import Array, Model, ModelInput, PyTree
 
-# Modules that neither the tokenizer nor the models see, with their tests.
+# The tokenizer and the models never see these modules and their tests.
 HELD_OUT = (
     "bisect",
     "calendar",
@@ -42,7 +43,7 @@ HELD_OUT = (
     "textwrap",
     "wave",
 )
-SEPARATOR = "<|endoftext|>"  # token 0: every document starts after it
+SEPARATOR = "<|endoftext|>"  # token 0, which precedes every document
 
 TARGET = DecoderConfig(
     vocab_size=4096,
@@ -65,21 +66,25 @@ DRAFT = DecoderConfig(
     max_length=2048,
 )
 TARGET_RATE, DRAFT_RATE = 1.5e-3, 3e-3  # peak learning rates
-TEXT_WEIGHT = 0.1  # of the cross entropy of the text in the draft's loss; the rest is the divergence from the target
-CROP, SAMPLE = 512, 256  # tokens a row: of most training batches, of the target's continuations
-ROWS_PER_CALL = 2048  # continuations sampled at a time: their cache takes 4.3 GB
-MAX_SHARD_BYTES = 14_000_000
+TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
+CROP, SAMPLE = 512, 256  # tokens per row in most training batches, and tokens per continuation of the target
+ROWS_PER_CALL = 2048  # continuations sampled in one call, limited by the memory of their cache
+MAX_SHARD_BYTES = 14_000_000  # maximum size of a safetensors file
 
 
 def read_documents(stdlib: Path) -> tuple[list[str], list[str]]:
-    """The Python files below a directory that are UTF-8, as (training, held-out) texts."""
+    """Return the texts of the UTF-8 Python files below a directory: those to train on, and those held out.
+
+    Raises:
+        ValueError: the directory has no files to train on, or none that are held out.
+    """
     training, held_out = [], []
     for path in sorted(stdlib.rglob("*.py")):
         if "site-packages" in path.parts:
             continue
         try:
             text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:  # the library tests its decoders with such files
+        except UnicodeDecodeError:  # the library has such files to test its decoders
             continue
         (held_out if path.stem.removeprefix("test_") in HELD_OUT else training).append(text)
     if not training or not held_out:
@@ -88,7 +93,7 @@ def read_documents(stdlib: Path) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text comes back exactly; encoding puts the separator in front."""
+    """Train a byte-level BPE tokenizer, which decodes every text exactly and puts the separator before it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -108,7 +113,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: list[str]) -> Array:
-    """All documents as one stream of tokens [N] int32, each after a separator."""
+    """Return all documents as one stream of tokens [N] int32, with a separator before each."""
     return jnp.asarray(np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(documents)]), jnp.int32)
 
 
@@ -117,27 +122,29 @@ def bfloat16(params: PyTree) -> PyTree:
 
 
 def logits_of(model: Model, tokens: Array) -> Array:
-    """Logits [B, T, V] float32 of whole rows of tokens [B, T]."""
+    """Return the logits [B, T, V] float32 of sequences of tokens [B, T] from position 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return model.apply(model.params, ModelInput(tokens, positions), None)[0].logits
 
 
 def crops(key: Array, stream: Array, num_rows: int, length: int) -> Array:
-    """Random pieces [num_rows, length] of a stream [N]."""
+    """Return random pieces [num_rows, length] of a stream [N]."""
     start = jax.random.randint(key, (num_rows, 1), 0, len(stream) - length + 1)
     return stream[start + jnp.arange(length)]
 
 
 def target_loss(params: PyTree, key: Array, corpus: Array, *, num_tokens: int, length: int) -> Array:
-    """Cross entropy of the target on crops of the corpus."""
+    """Return the cross entropy of the target on random crops of the corpus."""
     rows = crops(key, corpus, num_tokens // length, length + 1)
     logits = logits_of(decoder_model(TARGET, bfloat16(params)), rows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
 
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
-    """KL(target || draft) plus their total variation, which is the rejection rate, over rows [B, T+1]; and a little
-    cross entropy of the rows themselves.
+    """Return the draft's loss on rows of tokens [B, T+1].
+
+    It is KL(target || draft) plus their total variation, which is the rejection rate, with a small share of cross
+    entropy on the tokens themselves.
     """
     log_draft = jax.nn.log_softmax(logits_of(decoder_model(DRAFT, bfloat16(params)), rows[:, :-1]))
     log_target = jax.lax.stop_gradient(jax.nn.log_softmax(logits_of(target, rows[:, :-1])))
@@ -148,14 +155,14 @@ def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
 
 
 def text_loss(params: PyTree, key: Array, target: Model, corpus: Array, *, num_tokens: int, length: int) -> Array:
-    """Distillation on crops of the corpus."""
+    """Return the draft's loss on random crops of the corpus."""
     return distillation_loss(params, target, crops(key, corpus, num_tokens // length, length + 1))
 
 
 def mixed_loss(
     params: PyTree, key: Array, target: Model, corpus: Array, samples: Array, *, num_tokens: int, length: int
 ) -> Array:
-    """Distillation, half on crops of the corpus and half on continuations [N, SAMPLE+1] by the target."""
+    """Return the draft's loss, half on crops of the corpus and half on continuations [N, SAMPLE+1] by the target."""
     text_key, sample_key = jax.random.split(key)
     on_text = text_loss(params, text_key, target, corpus, num_tokens=num_tokens // 2, length=length)
     row = jax.random.randint(sample_key, (num_tokens // 2 // SAMPLE,), 0, len(samples))
@@ -163,7 +170,14 @@ def mixed_loss(
 
 
 def fit(name: str, params: PyTree, peak_rate: float, stages: list[tuple[int, Callable, tuple]]) -> PyTree:
-    """Train with AdamW through stages (steps, loss, data), where loss(params, key, *data) draws its own batch."""
+    """Train with AdamW and return the parameters.
+
+    Args:
+        name: name of the model, for the log.
+        params: initial parameters, float32.
+        peak_rate: largest learning rate of the schedule.
+        stages: (steps, loss, data) for each stage; loss(params, key, *data) draws its own batch from the data.
+    """
     total = sum(steps for steps, _, _ in stages)
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak_rate, total // 20, total, peak_rate / 20)
     optimizer = optax.chain(
@@ -197,9 +211,30 @@ def fit(name: str, params: PyTree, peak_rate: float, stages: list[tuple[int, Cal
     return params
 
 
+def train_target(params: PyTree, corpus: Array, num_steps: int, num_tokens: int) -> Model:
+    """Train the target: most steps on short rows, and the last ones on rows of the full length for far positions."""
+    num_full = num_steps // 6
+    stages = [
+        (num_steps - num_full, partial(target_loss, num_tokens=num_tokens, length=CROP), (corpus,)),
+        (num_full, partial(target_loss, num_tokens=num_tokens, length=TARGET.max_length), (corpus,)),
+    ]
+    return decoder_model(TARGET, bfloat16(fit("target", params, TARGET_RATE, stages)))
+
+
+def train_draft(params: PyTree, target: Model, corpus: Array, samples: Array, num_steps: int, num_tokens: int) -> Model:
+    """Train the draft: first on short rows of text, then on rows of the full length and the target's continuations."""
+    num_mixed = num_steps * 3 // 4
+    mixed = partial(mixed_loss, num_tokens=num_tokens, length=TARGET.max_length)
+    stages = [
+        (num_steps - num_mixed, partial(text_loss, num_tokens=num_tokens, length=CROP), (target, corpus)),
+        (num_mixed, mixed, (target, corpus, samples)),
+    ]
+    return decoder_model(DRAFT, bfloat16(fit("draft", params, DRAFT_RATE, stages)))
+
+
 @jax.jit
 def continue_rows(target: Model, key: Array, rows: Array, prompt_lengths: Array, temperature: Array) -> Array:
-    """Keep the prompts of rows [N, T+1] and let the target write the rest, each row at its temperature [N]."""
+    """Keep the prompts of rows [N, T+1] and let the target generate the rest of each row at its temperature [N]."""
 
     def step(carry, i):
         token, cache = carry
@@ -216,7 +251,10 @@ def continue_rows(target: Model, key: Array, rows: Array, prompt_lengths: Array,
 
 
 def sample_continuations(target: Model, corpus: Array, num_samples: int) -> Array:
-    """Continuations [num_samples, SAMPLE+1] of prompts of 32 to 64 tokens, half greedy and half at temperature 0.8."""
+    """Sample continuations [num_samples, SAMPLE+1] of prompts of 32 to 64 tokens.
+
+    Half of them are greedy, and half are sampled at temperature 0.8.
+    """
     num_rows = min(num_samples, ROWS_PER_CALL)
     temperature = jnp.where(jnp.arange(num_rows) % 2 == 0, 0.0, 0.8)
     samples = []
@@ -230,7 +268,7 @@ def sample_continuations(target: Model, corpus: Array, num_samples: int) -> Arra
 
 @jax.jit
 def compare(target: Model, draft: Model, rows: Array) -> Array:
-    """Target loss, draft loss, greedy agreement and mean sum of min(target, draft), over rows [N, T+1]."""
+    """Return target loss, draft loss, greedy agreement and mean sum of min(target, draft), over rows [N, T+1]."""
 
     def one(row):
         target_logits, draft_logits = logits_of(target, row[None, :-1])[0], logits_of(draft, row[None, :-1])[0]
@@ -246,6 +284,7 @@ def compare(target: Model, draft: Model, rows: Array) -> Array:
 
 
 def report(name: str, target: Model, draft: Model, held_out: Array) -> None:
+    """Print the losses of both models on held-out text, and how well the draft predicts the target."""
     rows = held_out[: len(held_out) // (CROP + 1) * (CROP + 1)].reshape(-1, CROP + 1)
     target_loss, draft_loss, agreement, overlap = compare(target, draft, rows).tolist()
     print(
@@ -256,7 +295,7 @@ def report(name: str, target: Model, draft: Model, held_out: Array) -> None:
 
 
 def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.ndarray]:
-    """The parameters of a tied decoder under the names and in the orientation of a Llama checkpoint."""
+    """Return the parameters of a tied decoder with the names and the orientation of a Llama checkpoint."""
     heads, kv_heads = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]}
     for i, layer in params["layers"].items():
@@ -277,6 +316,7 @@ def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.
 
 
 def hugging_face_config(config: DecoderConfig) -> dict:
+    """Return the config.json of a decoder."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -301,7 +341,7 @@ def hugging_face_config(config: DecoderConfig) -> dict:
 
 
 def save(directory: Path, config: DecoderConfig, params: PyTree) -> None:
-    """Write a Hugging Face directory, in as many safetensors files as MAX_SHARD_BYTES asks for."""
+    """Write a Hugging Face checkpoint, with safetensors files of at most MAX_SHARD_BYTES."""
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("model*.safetensors*"):
         old.unlink()
@@ -328,11 +368,11 @@ def save(directory: Path, config: DecoderConfig, params: PyTree) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=sysconfig.get_paths()["stdlib"], help="Python files to train on")
-    parser.add_argument("--out", type=Path, default=EMBEDDED, help="where tokenizer.json, target/ and draft/ go")
-    parser.add_argument("--steps", type=int, default=1200, help="of the target: more overfit")
-    parser.add_argument("--draft-steps", type=int, default=6000)
-    parser.add_argument("--num-tokens", type=int, default=32768, help="per step, at least 4096")
-    parser.add_argument("--num-samples", type=int, default=32 * ROWS_PER_CALL, help="continuations by the target")
+    parser.add_argument("--out", type=Path, default=EMBEDDED, help="directory for tokenizer.json, target/ and draft/")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps of the target; more steps overfit")
+    parser.add_argument("--draft-steps", type=int, default=6000, help="training steps of the draft")
+    parser.add_argument("--num-tokens", type=int, default=32768, help="tokens per step, at least 4096")
+    parser.add_argument("--num-samples", type=int, default=32 * ROWS_PER_CALL, help="continuations that the draft sees")
     args = parser.parse_args()
     begin = time.perf_counter()
 
@@ -351,15 +391,7 @@ def main() -> None:
     target, draft = decoder_model(TARGET, bfloat16(target_params)), decoder_model(DRAFT, bfloat16(draft_params))
     report("before", target, draft, held_out)
 
-    # Most steps see short rows; the last ones see rows of the full length, so that far positions are trained too.
-    short = {"num_tokens": args.num_tokens, "length": CROP}
-    full = {"num_tokens": args.num_tokens, "length": TARGET.max_length}
-    num_full = args.steps // 6
-    stages = [
-        (args.steps - num_full, partial(target_loss, **short), (corpus,)),
-        (num_full, partial(target_loss, **full), (corpus,)),
-    ]
-    target = decoder_model(TARGET, bfloat16(fit("target", target_params, TARGET_RATE, stages)))
+    target = train_target(target_params, corpus, args.steps, args.num_tokens)
     save(args.out / "target", TARGET, target.params)
     log("target trained")
     report("with a trained target", target, draft, held_out)
@@ -367,12 +399,7 @@ def main() -> None:
     samples = sample_continuations(target, corpus, args.num_samples).block_until_ready()
     log(f"{len(samples)} continuations sampled; one: {tokenizer.decode(samples[0].tolist())!r}")
 
-    num_mixed = args.draft_steps * 3 // 4
-    stages = [
-        (args.draft_steps - num_mixed, partial(text_loss, **short), (target, corpus)),
-        (num_mixed, partial(mixed_loss, **full), (target, corpus, samples)),
-    ]
-    draft = decoder_model(DRAFT, bfloat16(fit("draft", draft_params, DRAFT_RATE, stages)))
+    draft = train_draft(draft_params, target, corpus, samples, args.draft_steps, args.num_tokens)
     save(args.out / "draft", DRAFT, draft.params)
     report("after", target, draft, held_out)
     log("done")

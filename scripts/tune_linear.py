@@ -1,10 +1,11 @@
-"""Time the products of one token, and of a few, with the matrices of a decoder, by XLA and by the kernels.
+"""Time the matrix products of a decoder with one row, and with a few rows, by XLA and by the kernels.
 
     python scripts/tune_linear.py
 
-The kernel for one row is timed by its number of warps, that for a few by its tile, warps and stages. XLA multiplies one
-row as one of two, which it does faster. All times include the norm, the gate and the sum. Each call reads another copy
-of the matrix, as many as make the cache useless.
+The script prints two tables of microseconds: the kernel for one row at each number of warps, and the kernel for a few
+rows at each choice of tile, warps and stages. For one row, XLA gets a second row of padding, with which it is faster.
+All times include the norm, the gate and the residual of the product. Calls take turns on enough copies of the matrix
+that the cache does not help.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,20 @@ from specjax.models.linear import rms_norm
 
 EPSILON = 1e-5
 WARPS = (4, 8, 16, 32)
-TILES = (((16, 256), 2, 5), ((32, 256), 4, 5), ((64, 64), 4, 8), ((64, 128), 4, 4))  # outputs, numbers; warps; stages
+TILES = (
+    ((16, 256), 2, 5),
+    ((32, 256), 4, 5),
+    ((64, 64), 4, 8),
+    ((64, 128), 4, 4),
+)  # (outputs, inputs) of a tile, warps, stages
 timing.MAX_COPIES, timing.CACHE_BYTES = 24, 4e8
 
 
 def products(config) -> dict[str, tuple[int, int, bool, bool]]:
-    """Of a layer, and the head: numbers in and out; whether with a norm and a gate. Without a norm there is a sum."""
+    """Return inputs, outputs, whether there is a norm and whether there is a gate, for each product of a decoder.
+
+    A product without a norm has a residual.
+    """
     hidden, heads = config.hidden_size, config.num_heads * config.head_size
     return {
         "qkv": (hidden, heads + 2 * config.num_kv_heads * config.head_size, True, False),
@@ -38,6 +47,7 @@ def products(config) -> dict[str, tuple[int, int, bool, bool]]:
 
 
 def by_xla(x: jax.Array, weight: jax.Array, scale=None, residual=None, activation=None) -> jax.Array:
+    """Return the product of XLA."""
     num_rows = x.shape[0]
     if num_rows == 1:
         x = jnp.pad(x, ((0, 1), (0, 0)))
@@ -49,11 +59,13 @@ def by_xla(x: jax.Array, weight: jax.Array, scale=None, residual=None, activatio
 
 
 def by_one_row(x: jax.Array, weight: jax.Array, scale=None, residual=None, **options) -> jax.Array:
+    """Return the product of the kernel for one row."""
     norm = None if scale is None else (scale, EPSILON)
     return linear(x[0], weight, norm=norm, residual=None if residual is None else residual[0], **options)
 
 
 def by_few_rows(x: jax.Array, weight: jax.Array, scale=None, residual=None, **options) -> jax.Array:
+    """Return the product of the kernel for a few rows."""
     return matmul(_normed(x, scale), weight, residual=residual, **options)
 
 
@@ -62,6 +74,7 @@ def _normed(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def table(title: str, num_rows: int, functions: dict[str, Callable]) -> None:
+    """Print the time of each product by each function."""
     print(f"\n{title}\n\n| product | floor | {' | '.join(functions)} |\n|{'---|' * (2 + len(functions))}")
     for model in ("1b", "8b"):
         for name, (size, num_outputs, has_norm, has_gate) in products(SHAPES[model]).items():

@@ -1,6 +1,9 @@
-"""Sweep the tile sizes and warps of the verification kernels on this machine's GPU; print the best of each.
+"""Time the verification kernels at many tile sizes and numbers of warps on this machine's GPU.
 
-python scripts/tune_verify.py --batches 1 64 256 --dtypes bfloat16
+    python scripts/tune_verify.py --batches 1 64 256 --dtypes bfloat16
+
+For each kernel, batch size and dtype, the script prints the microseconds and options of the four fastest choices, and
+the microseconds of the slowest.
 """
 
 import argparse
@@ -23,7 +26,7 @@ TILES, WARPS = (2048, 4096, 8192, 16384), (4, 8, 16)
 
 
 def cases(batch: int, dtype: str):
-    """Label, function of (arrays, tile_size, num_warps), arrays, tile sizes and warps to try."""
+    """Yield for each kernel: a label, the function, its arrays, and the options to try."""
     draft, target = inputs(batch, NUM_DRAFTS, VOCAB, dtype, CASES["rejection"])
     key_data = jax.random.key_data(jax.random.split(jax.random.key(1), batch))
     target, distribution, tokens = Rows(*target), Rows(*draft.distribution), draft.tokens

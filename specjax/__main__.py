@@ -1,4 +1,4 @@
-"""Run the command as `python -m specjax`."""
+"""Run the command `specjax` as `python -m specjax`."""
 
 import sys
 

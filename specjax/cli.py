@@ -1,4 +1,4 @@
-"""The command `specjax`. What is slow to import is imported once the arguments are known to be right."""
+"""The command `specjax`. Modules that import slowly are imported after the arguments have been checked."""
 
 import argparse
 import contextlib
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specjax.engine.llm import LLM
-    from specjax.engine.requests import Metrics, Piece
+    from specjax.engine.requests import Metrics, Piece, Result
     from specjax.sampling import SamplingParams
 
-STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # of the kinds of pieces
+STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: its arguments; None takes those of the process.
+        argv: arguments of the command; None takes the arguments of the process.
 
     Returns:
-        The exit code: 0, 2 for bad arguments, 130 after an interruption.
+        The exit code: 0 for success, 2 for bad arguments, 130 after an interruption.
     """
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly, like other commands, when the reader goes away
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly, as other commands do, when a pipe closes
     args = _parser().parse_args(argv)
     try:
         return _generate(args)
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Argument parser whose errors are one line, without the usage."""
+
     def error(self, message: str):
         self.exit(2, f"specjax: error: {message}\n")
 
@@ -60,39 +62,43 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a text. On a terminal, colours tell accepted drafts from recovered and bonus tokens; "
         "a summary goes to standard error.",
     )
-    generate.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="standard input if omitted or -")
-    generate.add_argument(
-        "--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: a built-in pair"
+    _add_arguments(generate)
+    return parser
+
+
+def _add_arguments(generate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `specjax generate`."""
+    add = generate.add_argument
+    add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
+    add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: built-in pair")
+    add("--draft", metavar="MODEL", help="checkpoint of the draft, with the same vocabulary; or ngram")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
+    add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
+    add("--chat", action="store_true", help="answer the prompt with the model's chat template")
+    add(
+        "--num-draft-tokens",
+        type=_int_or_auto,
+        default=4,
+        metavar="K",
+        help="draft tokens per step, or auto; 0: plain decoding; default: 4",
     )
-    generate.add_argument("--draft", metavar="MODEL", help="that of the draft, of the same vocabulary, or ngram")
-    generate.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights"
-    )
-    generate.add_argument("--max-length", type=int, metavar="N", help="most tokens of prompt and output")
-    generate.add_argument("--chat", action="store_true", help="answer the prompt, by the chat template of the model")
-    generate.add_argument(
-        "--num-draft-tokens", type=_int_or_auto, default=4, metavar="K", help="0: plain decoding; auto; default: 4"
-    )
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
-    generate.add_argument("--top-k", type=int, default=-1, metavar="K", help="number of most likely tokens to keep")
-    generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least relative probability to keep")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens to make; default: 128")
-    generate.add_argument("--seed", type=int, metavar="N", help="of the random numbers")
-    generate.add_argument("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
-    generate.add_argument("--compare", action="store_true", help="measure against plain decoding of the target")
-    generate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    generate.add_argument(
-        "--compilation-cache", metavar="DIR", help="keeps compiled programs; default: in the user's cache directory"
-    )
-    generate.add_argument(
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy, the default")
+    add("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
+    add("--top-k", type=int, default=-1, metavar="K", help="number of most likely tokens to keep")
+    add("--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the most likely token")
+    add("--max-tokens", type=int, default=128, metavar="N", help="maximum number of generated tokens; default: 128")
+    add("--seed", type=int, metavar="N", help="seed of the random numbers")
+    add("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
+    add("--compare", action="store_true", help="also measure plain decoding of the target")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add("--compilation-cache", metavar="DIR", help="folder for compiled programs; default: in the user's cache")
+    add(
         "--no-compilation-cache",
         dest="compilation_cache",
         action="store_const",
         const=False,
         help="compile anew at every start",
     )
-    return parser
 
 
 def _int_or_auto(text: str) -> int | str:
@@ -100,9 +106,36 @@ def _int_or_auto(text: str) -> int | str:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    """Run `specjax generate` and return its exit code."""
+    params = _sampling_params(args)
+    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
+    console = _console() if sys.stdout.isatty() and not args.json else None
+    llm = _load(args)
+    request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
+    with console.status("compiling") if console else contextlib.nullcontext():
+        stream = llm.stream(request, params)
+    write = _writer(console, args.json)
+    compared, exit_code = None, 0
+    try:
+        for piece in stream:
+            write(piece)
+        if args.compare:
+            compared = _compare(llm, request, params)
+    except KeyboardInterrupt:  # what has been generated is still reported
+        exit_code = 130
+
+    if args.json:
+        print(_json_report(prompt, stream.result, compared))
+    else:
+        print()
+        _print_summary(console, stream.result.metrics, compared, params.temperature)
+    return exit_code
+
+
+def _sampling_params(args: argparse.Namespace) -> "SamplingParams":
     from specjax.sampling import SamplingParams
 
-    params = SamplingParams(
+    return SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -111,9 +144,9 @@ def _generate(args: argparse.Namespace) -> int:
         stop=args.stop,
         max_tokens=args.max_tokens,
     )
-    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
-    console = _console() if sys.stdout.isatty() and not args.json else None
 
+
+def _load(args: argparse.Namespace) -> "LLM":
     from specjax.engine.llm import LLM
 
     llm = LLM(
@@ -126,33 +159,7 @@ def _generate(args: argparse.Namespace) -> int:
     )
     if args.compare and not llm.proposer.num_draft_tokens:
         raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
-    request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
-    with console.status("compiling") if console else contextlib.nullcontext():
-        stream = llm.stream(request, params)
-    write = _writer(console, args.json)
-    compared, exit_code = None, 0
-    try:
-        for piece in stream:
-            write(piece)
-        if args.compare:
-            compared = _compare(llm, request, params)
-    except KeyboardInterrupt:
-        exit_code = 130
-
-    result = stream.result
-    if args.json:
-        completion = result.completions[0]._asdict()
-        del completion["logprobs"]
-        report = {"prompt": prompt, **completion, "metrics": result.metrics._asdict()}
-        print(json.dumps(_finite(report | ({"compare": compared} if compared else {}))))
-        return exit_code
-    print()
-    if console and result.metrics.num_drafted:
-        console.print(*(f"[{STYLES[kind]}]{kind}[/]" for kind in ("accepted", "recovered", "bonus")))
-    print(_summary(result.metrics), file=sys.stderr)
-    if compared:
-        print(_comparison(compared, params.temperature), file=sys.stderr)
-    return exit_code
+    return llm
 
 
 def _read_standard_input() -> str:
@@ -173,7 +180,7 @@ def _console() -> "Console":
 
 
 def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], Any]:
-    """What shows a piece as soon as it is made."""
+    """Return a function that shows a piece as soon as it is generated."""
     if is_quiet:
         return lambda piece: None
     if console:
@@ -182,7 +189,7 @@ def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], An
 
 
 def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> dict[str, Any]:
-    """Time the same request with and without drafts, each after a run of its own to warm up."""
+    """Time the same request with and without drafts, each after a warm-up run."""
     speculative, plain = ([other.generate(prompt, params) for _ in range(2)][1][0] for other in (llm, llm.plain()))
     speed, plain_speed = speculative.metrics.tokens_per_second, plain.metrics.tokens_per_second
     return {
@@ -193,7 +200,26 @@ def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> d
     }
 
 
+def _json_report(prompt: str, result: "Result", compared: dict[str, Any] | None) -> str:
+    completion = result.completions[0]._asdict()
+    del completion["logprobs"]
+    report = {"prompt": prompt, **completion, "metrics": result.metrics._asdict()}
+    return json.dumps(_finite(report | ({"compare": compared} if compared else {})))
+
+
+def _print_summary(
+    console: "Console | None", metrics: "Metrics", compared: dict[str, Any] | None, temperature: float
+) -> None:
+    """Print the legend of colours to the console and the figures to standard error."""
+    if console and metrics.num_drafted:
+        console.print(*(f"[{STYLES[kind]}]{kind}[/]" for kind in ("accepted", "recovered", "bonus")))
+    print(_summary(metrics), file=sys.stderr)
+    if compared:
+        print(_comparison(compared, temperature), file=sys.stderr)
+
+
 def _summary(metrics: "Metrics") -> str:
+    """Return one line about speed and acceptance."""
     speed = (
         f"{metrics.num_tokens} tokens in {metrics.seconds:.2f} s: {metrics.tokens_per_second:.1f} tokens/s "
         "(decoding alone, without prompt and compilation)"
@@ -207,12 +233,13 @@ def _summary(metrics: "Metrics") -> str:
 
 
 def _comparison(compared: dict[str, Any], temperature: float) -> str:
+    """Return one line about the speed-up over plain decoding."""
     if compared["texts_agree"]:
         texts = "the texts agree"
     elif temperature == 0:
         texts = "the texts differ"
     else:
-        texts = "the texts differ, as sampled ones do: only their law is the same"
+        texts = "the texts differ, as samples of the same distribution do"
     return (
         f"{compared['tokens_per_second']:.1f} tokens/s against {compared['plain_tokens_per_second']:.1f} tokens/s of "
         f"plain decoding: a speed-up of {compared['speed_up']:.2f}; {texts}"
@@ -220,7 +247,7 @@ def _comparison(compared: dict[str, Any], temperature: float) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for NaN, which JSON does not have."""
+    """Replace NaN by None in a value, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

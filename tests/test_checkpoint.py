@@ -208,7 +208,7 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
         ({"model_type": "mamba"}, "model_type in .*config.json must be 'gemma' or .* 'qwen3', .*, got 'mamba'"),
         ({"model_type": None}, "config.json must have the field model_type"),
         ({"model_type": ["llama"]}, "model_type .* must be str, got"),
-        ({"hidden_act": "gelu"}, "hidden_act .* must be 'silu', all that specjax supports, got 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act .* must be 'silu', the only value that specjax supports, got 'gelu'"),
         ({"attention_bias": "no"}, "attention_bias .* must be bool, got 'no'"),
         ({"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
         ({"mlp_bias": True}, "tensor model.layers.0.mlp.gate_proj.bias is missing"),
@@ -235,7 +235,7 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
         ({"vocab_size": "11"}, "vocab_size .* must be int, got '11'"),
         ({"num_hidden_layers": True}, "num_hidden_layers .* must be int, got True"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers .* must be in \[1, 1024\], got 1000000000"),
-        ({"num_hidden_layers": 1}, "tensor model.layers.1.input_layernorm.weight .* none that a model of this config"),
+        ({"num_hidden_layers": 1}, "tensor model.layers.1.input_layernorm.weight .* does not belong to a model"),
         ({"intermediate_size": 0}, "intermediate_size .* must be in .*, got 0"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps .* must be float, got 'tiny'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps .* must be positive and finite, got nan"),
@@ -420,7 +420,7 @@ def test_constants_of_old_checkpoints_are_ignored(tmp_path):
 
 def test_unexpected_tensor(tmp_path):
     tensors = make_tensors(CONFIG) | {"model.layers.0.self_attn.q_proj.bias": np.ones(24, np.float32)}
-    with pytest.raises(ValueError, match=r"tensor model.layers.0.self_attn.q_proj.bias in .* is none that a model"):
+    with pytest.raises(ValueError, match=r"tensor model.layers.0.self_attn.q_proj.bias in .* does not belong to"):
         load(write(tmp_path, CONFIG, tensors))
 
 

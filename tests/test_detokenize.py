@@ -5,7 +5,7 @@ import pytest
 from test_llm import BOS, EOS, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from specjax.engine.detokenize import INCOMPLETE, Output
+from specjax.engine.detokenizer import INCOMPLETE, Detokenizer
 from specjax.sampling import SamplingParams
 
 
@@ -16,7 +16,7 @@ def tokenizer():
 
 def run(tokenizer, ids, rng, prompt=(0,), **options):
     """Feed ids in random chunks, take what is certain after each: the output and its pieces."""
-    output = Output(tokenizer, list(prompt), SamplingParams(max_tokens=1000, **options))
+    output = Detokenizer(tokenizer, list(prompt), SamplingParams(max_tokens=1000, **options))
     pieces = []
     while ids and output.finish_reason is None:
         size = rng.integers(1, 9)
@@ -49,7 +49,7 @@ class TestCharacters:
             odd = rng.integers(0, 256, rng.integers(1, 16), np.uint8).tobytes()
             text = odd.decode("latin-1") if i % 2 else odd.decode("utf-8", errors="replace")
             ids = encode(tokenizer, text)
-            output = Output(tokenizer, tokenizer.encode(text).ids, SamplingParams(max_tokens=100))
+            output = Detokenizer(tokenizer, tokenizer.encode(text).ids, SamplingParams(max_tokens=100))
             for j, token in enumerate(ids):
                 output.extend([token])
                 piece = output.text(0, output.num_certain)
@@ -107,12 +107,12 @@ class TestStopStrings:
     def test_what_is_included_is_not_held_back(self, tokenizer):
         for is_included, expected in ((False, ""), (True, "th")):
             params = SamplingParams(stop="thx", include_stop_str_in_output=is_included)
-            output = Output(tokenizer, [0], params)
+            output = Detokenizer(tokenizer, [0], params)
             output.extend(encode(tokenizer, "t") + encode(tokenizer, "h"))
             assert output.text(0, output.num_certain) == expected
 
     def test_min_tokens(self, tokenizer):
-        output = Output(tokenizer, [0], SamplingParams(stop="ab", min_tokens=3, max_tokens=9))
+        output = Detokenizer(tokenizer, [0], SamplingParams(stop="ab", min_tokens=3, max_tokens=9))
         output.extend(encode(tokenizer, "ababab"))
         assert output.text(0, len(output.token_ids)) == "abab"
 

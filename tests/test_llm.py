@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import decode, proposers, verifiers
-from specjax.engine.llm import LLM, Completion, Piece, _key_data
+from specjax.engine.llm import LLM, Completion, Piece
 from specjax.engine.requests import _prefill
 from specjax.models import load
 from specjax.sampling import SamplingParams
@@ -188,7 +188,7 @@ class TestGenerate:
 
     def test_keys_are_those_of_the_seeds(self, llm):
         seeds = [0, 5, 2**32, 2**40 + 5]
-        key_data = _key_data(llm, [SamplingParams(seed=seed) for seed in seeds])
+        key_data = llm._key_data([SamplingParams(seed=seed) for seed in seeds])
         np.testing.assert_array_equal(key_data[1], jax.random.key_data(jax.random.key(5)))
         assert len({tuple(words) for words in key_data.tolist()}) == len(seeds)
 

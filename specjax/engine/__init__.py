@@ -1,1 +1,1 @@
-"""Text in, text out: requests, tokenizers, chat templates, and the text of the tokens that come back."""
+"""The engine from text to text: requests, tokenizers, chat templates, and the text of generated tokens."""

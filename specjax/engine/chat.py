@@ -1,4 +1,4 @@
-"""Conversations as text, by the chat template that a checkpoint brings."""
+"""Render conversations as prompts with the chat template of a checkpoint."""
 
 import datetime
 import json
@@ -16,15 +16,17 @@ def render(directory: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     """Write messages as a prompt that ends where the assistant's answer begins.
 
     Args:
-        directory: of a checkpoint with chat_template.jinja, or a chat_template in tokenizer_config.json.
-        messages: each a mapping with "role" ("system", "user" or "assistant") and "content".
+        directory: directory of a checkpoint. It holds chat_template.jinja, or a tokenizer_config.json with the field
+            chat_template.
+        messages: at least one mapping with "role" ("system", "user" or "assistant") and "content".
 
     Returns:
-        The text, special tokens included.
+        The prompt. The template has already written the special tokens into it.
 
     Raises:
         ModuleNotFoundError: jinja2 is not installed.
-        ValueError: there is no template, or it refuses the messages.
+        ValueError: messages is empty or holds something else than mappings with "role", the checkpoint has no chat
+            template, or the template refuses the messages.
     """
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise ValueError(f'messages must be mappings with "role" and "content", at least one, got {messages!r}')
@@ -38,29 +40,30 @@ def render(directory: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    # The settings and names that templates are written for; a sandbox, for they come with the weights.
+    # A template is code that comes with the weights, so it runs in a sandbox. Published templates are written for these
+    # settings, filters and globals.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    template, tokens = _read(directory)
+    template, tokens = _read_template(directory)
     try:
         return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
-    except Exception as error:  # whatever the code of the template does
+    except Exception as error:  # the template's code may raise anything
         raise ValueError(f"the chat template of {directory} refuses the messages: {error}") from error
 
 
-def _read(directory: Path) -> tuple[str, dict[str, str]]:
-    """The template and the special tokens that it may use."""
+def _read_template(directory: Path) -> tuple[str, dict[str, str]]:
+    """Return the template, and the text of each special token that the template may use."""
     path = directory / "tokenizer_config.json"
     config = ConfigFile(path, None if path.is_file() else {})
     tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config, name)) is not None}
     if (directory / "chat_template.jinja").is_file():
         return (directory / "chat_template.jinja").read_text(encoding="utf-8"), tokens
     template = config.fields.get("chat_template")
-    if isinstance(template, list):  # one for each purpose
+    if isinstance(template, list):  # the checkpoint has one template for each purpose
         named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
         template = named[0].get("template") if named else None
     if not isinstance(template, str):

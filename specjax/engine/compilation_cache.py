@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache: what one process has compiled, later ones read from a folder."""
+"""JAX's persistent compilation cache, in which later processes find the programs that earlier ones compiled."""
 
 import logging
 import os
@@ -14,16 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 def enable(folder: str | Path | Literal[False] | None) -> None:
-    """Keep the programs that this process compiles in a folder, unless JAX has been told what to do about that.
+    """Keep the programs that this process compiles in a folder, unless JAX is already configured otherwise.
 
-    The setting is JAX's own: it is of the whole process, and leaves out what compiles within a second. A folder that
-    cannot be written is logged as a warning and not used.
+    The setting is JAX's own: it applies to the whole process, and JAX leaves out programs that compile within a second.
+    If the folder cannot be written, a warning is logged and the folder is not used.
 
     Args:
-        folder: is made if it does not exist; None is `default_folder()`. False changes nothing.
+        folder: where to keep the programs; the folder is created if it does not exist. None is `default_folder()`, and
+            False changes nothing.
 
     Raises:
-        ValueError: the folder is of a wrong type, or JAX already uses another one.
+        ValueError: the folder has a wrong type, or JAX already uses another one.
     """
     if folder is False:
         return
@@ -39,18 +40,18 @@ def enable(folder: str | Path | Literal[False] | None) -> None:
         return
     try:
         path = default_folder() if folder is None else Path(folder).expanduser().absolute()
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # who can write to it can run code in this process
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever can write here can run code in this process
         with tempfile.TemporaryFile(dir=path):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+    except (OSError, RuntimeError) as error:  # `Path.home` raises RuntimeError without a home directory
         logger.warning("every start compiles anew, because the compilation cache cannot be written: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
-    compilation_cache.reset_cache()  # JAX may have decided to use none when it compiled something before
+    compilation_cache.reset_cache()  # JAX may have settled on no cache at its first compilation
 
 
 def default_folder() -> Path:
-    """The folder for compiled programs in the user's cache directory."""
+    """Return the folder for compiled programs in the user's cache directory."""
     if sys.platform == "win32":
         root, fallback = os.environ.get("LOCALAPPDATA", ""), "AppData/Local"
     elif sys.platform == "darwin":

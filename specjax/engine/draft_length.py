@@ -1,4 +1,4 @@
-"""The number of drafts of the next steps, from what the steps before them accepted."""
+"""Choose the number of draft tokens for the next steps from the acceptance rate of recent steps."""
 
 from dataclasses import replace
 
@@ -10,21 +10,21 @@ from specjax.metrics import Totals
 from specjax.proposers import DraftModel
 from specjax.types import Model, Proposer, PyTree
 
-CHOICES = (0, 2, 4, 6, 8)  # each that is used compiles once
-FADE = 0.9  # weight of what was seen, a step later: drafts that failed are tried again after some plain steps
-PRIOR_RATE, PRIOR_TRIALS = 0.7, 4.0  # what the acceptance rate is taken for at first, and how many trials that is worth
+CHOICES = (0, 2, 4, 6, 8)  # values of K; the step is compiled once for each value that gets used
+FADE = 0.9  # factor on past counts at each step; old failures fade, so drafts are tried again after some plain steps
+PRIOR_RATE, PRIOR_TRIALS = 0.7, 4.0  # acceptance rate assumed at first, and the number of trials this prior weighs
 
 
 class DraftLength:
-    """Chooses K for a batch between chunks of steps: `theory.best_draft_length` at the recent acceptance rate.
+    """Choose K for a batch between chunks of steps: `theory.best_draft_length` at the recent acceptance rate.
 
-    A choice is made from committed tokens alone, before any of the drafts that it concerns, so the output's law is the
-    target's. A step is taken to cost one read of the target's weights and K of the draft's.
+    Each choice depends on committed tokens alone and precedes the drafts that it governs, so the output keeps the
+    target's distribution. The cost model of a step is one read of the target's weights and K reads of the draft's.
 
     Args:
         target: the target model.
-        draft: its proposer, whose number of drafts is not used.
-        batch_size: B.
+        draft: the proposer with the draft model; its `num_draft_tokens` is ignored.
+        batch_size: number of rows B.
     """
 
     def __init__(self, target: Model, draft: DraftModel, batch_size: int):
@@ -37,23 +37,24 @@ class DraftLength:
 
     @property
     def proposer(self) -> Proposer:
-        """The proposer of the next steps; all share the state of the widest."""
+        """The proposer for the next steps. The proposers of all K share the state that was made for the largest K."""
         if self.num_draft_tokens == 0:
             return proposers.none()
         return replace(self._draft, num_draft_tokens=self.num_draft_tokens, may_pause=True)
 
     def update(self, totals: Totals) -> None:
-        """Choose anew, given the totals of the batch after steps with the present choice."""
+        """Choose K again, given the batch's totals after a chunk of steps with the present K."""
         added = jax.tree.map(np.subtract, totals, self._totals)
         num_drafts, fade = self.num_draft_tokens, FADE ** int(added.steps.max())
         accepted = int(added.accepted.sum())
-        num_full = int(added.accepted_at[:, num_drafts - 1].sum()) if num_drafts else 0  # without a rejection
+        num_full = int(added.accepted_at[:, num_drafts - 1].sum()) if num_drafts else 0  # row steps with no rejection
         self._accepted = fade * self._accepted + accepted
         self._trials = fade * self._trials + accepted + int(added.row_steps.sum()) - num_full
         self._totals = totals
         self.num_draft_tokens = self._best()
 
     def _best(self) -> int:
+        """Return the best K at the estimated acceptance rate."""
         rate = (self._accepted + PRIOR_RATE * PRIOR_TRIALS) / (self._trials + PRIOR_TRIALS)
         return theory.best_draft_length(rate, self._step_costs)
 

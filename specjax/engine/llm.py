@@ -1,4 +1,4 @@
-"""Text in, text out: a target model with its tokenizer and what drafts for it."""
+"""Generate text from text: a target model with its tokenizer and a proposer of drafts."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
 from specjax.engine import chat
-from specjax.engine import compilation_cache as compilation_caches
-from specjax.engine import tokenizer as tokenizers
+from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES
-from specjax.engine.requests import CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
+from specjax.engine.requests import STEPS_PER_CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
+from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
 from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
@@ -25,27 +25,28 @@ __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
 
 class LLM:
-    """A target model (`model`) with its `tokenizer` and what drafts for it (`proposer`).
+    """Generate text with a target model (`model`), its `tokenizer`, and a `proposer` that drafts for it.
 
     Args:
-        model: directory of a Hugging Face checkpoint, tokenizer in it or tokenizer.json beside it; or its name on the
-            Hugging Face Hub, "org/name" or "org/name@revision", which takes huggingface_hub and uses its cache; None
-            is the embedded pair.
-        draft: directory or name of a checkpoint with the same vocabulary, of any family, "ngram" (look-up in the text
-            itself), or a proposer; None is the embedded draft for the embedded target, and no drafts for any other. A
-            draft whose limit is lower drafts as long as a sequence is within it.
-        num_draft_tokens: K of a draft given by its checkpoint; 0 is plain decoding, whatever the draft. "auto" chooses
-            it every few steps, for the whole batch, by the recent acceptance rate: a request's tokens then depend on
-            its batch, seed or not.
-        verifier: one of `specjax.verifiers`. The output follows the target's law if the verifier is lossless.
-        dtype: of the weights; None is float32.
-        max_length: most tokens of a sequence, prompt and output; None is the model's limit.
-        compilation_cache: folder where JAX keeps what this process compiles, so that later ones start sooner; None is
-            specjax/xla in the user's cache directory, False leaves JAX as it is. Settings of JAX's own, as
-            jax_compilation_cache_dir and jax_enable_compilation_cache, hold as they are.
+        model: directory of a Hugging Face checkpoint, with the tokenizer in it or a tokenizer.json beside it; or its
+            name on the Hugging Face Hub, "org/name" or "org/name@revision", which needs huggingface_hub and uses its
+            cache. None is the target of the embedded pair.
+        draft: directory or name of a checkpoint of any family with the same vocabulary, "ngram" (look-up in the text
+            itself), or a proposer. None is the embedded draft for the embedded target, and no drafts for any other
+            target. A draft model whose maximum length is lower drafts as long as a sequence is within it.
+        num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
+            proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K every few steps for the
+            whole batch by the recent acceptance rate; the tokens of a request, seeded or not, then depend on its batch.
+        verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
+        dtype: dtype of the weights; None is float32.
+        max_length: maximum number of tokens in a sequence, prompt and output together; None is the model's limit.
+        compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
+            sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
+            such as jax_compilation_cache_dir and jax_enable_compilation_cache, take precedence.
 
     Raises:
-        ValueError: for a directory, name, tokenizer, vocabulary or number that does not fit.
+        ValueError: an argument has a wrong type or value, a checkpoint cannot be loaded, or target and draft have
+            different vocabularies.
 
     Example:
         >>> import specjax
@@ -71,33 +72,25 @@ class LLM:
         if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
-            raise ValueError(f"verifier must be a function, as specjax.verifiers.block, got {verifier!r}")
+            raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
-        compilation_caches.enable(compilation_cache)
+        enable_compilation_cache(compilation_cache)
         dtype = jnp.float32 if dtype is None else dtype
-        directory = find_checkpoint("model", model)
-        if draft == "ngram":
-            draft = proposers.ngram(num_draft_tokens) if num_draft_tokens else None
-        elif isinstance(draft, str | Path):
-            draft = find_checkpoint("draft", draft)
-        elif draft is not None and not hasattr(draft, "propose"):
-            raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
+        self._directory = find_checkpoint("model", model)
+        draft = _find_draft(draft, num_draft_tokens)
 
         self.verifier = verifier
-        self.model = models.load(directory, dtype=dtype)
-        self.tokenizer = tokenizers.load_tokenizer(directory)
-        self.eos_token_ids = tokenizers.eos_token_ids(directory, self.tokenizer)
-        self._directory = directory
+        self.model = models.load(self._directory, dtype=dtype)
+        self.tokenizer = load_tokenizer(self._directory)
+        self.eos_token_ids = eos_token_ids(self._directory, self.tokenizer)
         limit = self.model.max_length
         self.max_length = limit if max_length is None else max_length
         if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
-        if draft is None or num_draft_tokens == 0:
-            draft = proposers.none()
-        elif isinstance(draft, Path):
-            draft = proposers.draft_model(_load_draft(draft, directory, self, dtype), num_draft_tokens)
+        if isinstance(draft, Path):
+            draft = proposers.draft_model(self._load_draft(draft, dtype), num_draft_tokens)
         if isinstance(draft, DraftModel) and draft.model.vocab_size != self.model.vocab_size:
             raise ValueError(
                 f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, "
@@ -110,7 +103,7 @@ class LLM:
         self._entropy = np.random.default_rng()
 
     def plain(self) -> "LLM":
-        """The same target, weights shared, without drafts."""
+        """Return an LLM with the same target, sharing its weights, that decodes without drafts."""
         other = copy.copy(self)
         other.proposer, other.chooses_draft_length = proposers.none(), False
         return other
@@ -122,24 +115,24 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Result]:
-        """Generate for all prompts in one batch.
+        """Generate completions for all prompts in one batch.
 
-        After the first step it is one loop on the device, unless a stop string, the progress bar or the choice of
-        num_draft_tokens needs the host between steps.
+        After the first step, decoding is one loop on the device, unless a stop string, the progress bar or
+        `num_draft_tokens="auto"` needs the host between steps.
 
         Args:
-            prompts: text, or token ids, of any lengths.
-            params: for all prompts, or one a prompt; None is `SamplingParams()`. A request with a seed gives the same
-                output in any batch; one without never gives the same output twice.
-            progress: show a progress bar on standard error.
+            prompts: one text, or a list of texts or of lists of token ids; their lengths may differ.
+            params: one for all prompts, or one for each prompt; None is `SamplingParams()`. A request with a seed gives
+                the same output in any batch; a request without a seed draws fresh random numbers in every call.
+            progress: whether to show a progress bar on standard error.
 
         Returns:
-            A result for every prompt, with n completions. The first of a request's samples is the one that n = 1
-            gives for the same seed.
+            One result for each prompt, with n completions. The first sample of a request is the sample that n = 1 gives
+            for the same seed.
 
         Raises:
-            ValueError: an argument is of a wrong type; a prompt is empty, too long for one more token, or has ids
-                outside the vocabulary; or the number of params is not that of the prompts.
+            ValueError: an argument has a wrong type; a prompt is empty, leaves no room for one more token, or has ids
+                outside the vocabulary; or the number of params differs from the number of prompts.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -154,11 +147,11 @@ class LLM:
             raise ValueError(f"params must be one for all or one for each of {len(prompts)} prompts, got {len(params)}")
         if not prompts:
             return []
-        ids = [_encode(self, f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
-        batch = Batch(self, prompts, ids, params, _key_data(self, params))
+        ids = [self._encode(f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
+        batch = Batch(self, prompts, ids, params, self._key_data(params))
         needs_host = progress or self.chooses_draft_length or any(p.stop for p in params)
-        chunks = batch.run(CHUNK if needs_host else None)
-        for _ in show_progress(chunks, batch.outputs) if progress else chunks:
+        chunks = batch.run(STEPS_PER_CHUNK if needs_host else None)
+        for _ in show_progress(chunks, batch.detokenizers) if progress else chunks:
             pass
         return batch.results()
 
@@ -170,89 +163,109 @@ class LLM:
         """Generate the assistant's answer to a conversation.
 
         Args:
-            messages: each a mapping with "role" ("system", "user" or "assistant") and "content".
-            params: of the request; None is `SamplingParams()`.
+            messages: at least one mapping with "role" ("system", "user" or "assistant") and "content".
+            params: parameters of the request; None is `SamplingParams()`.
 
         Returns:
-            The result; its prompt is token ids.
+            The result. Its prompt is the token ids of the rendered conversation.
 
         Raises:
             ModuleNotFoundError: jinja2 is not installed.
-            ValueError: the checkpoint has no chat template, or that refuses the messages; or as `generate`.
+            ValueError: the checkpoint has no chat template, the template refuses the messages, or `generate` refuses
+                the arguments.
         """
         return self.generate([self.encode_chat(messages)], params)[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation, up to where the assistant's answer begins, by the chat template."""
+        """Return the token ids of a conversation up to where the assistant's answer begins, by the chat template.
+
+        Args:
+            messages: as `chat` takes them.
+
+        Raises:
+            ModuleNotFoundError: jinja2 is not installed.
+            ValueError: the checkpoint has no chat template, or the template refuses the messages.
+        """
         text = chat.render(self._directory, messages)
-        return self.tokenizer.encode(text, add_special_tokens=False).ids  # the template writes them
+        return self.tokenizer.encode(text, add_special_tokens=False).ids  # the template has written them
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> "Stream":
-        """Generate for one prompt, a token at a time.
+        """Generate for one prompt, and give each token as soon as its text is certain.
 
-        The text is that of `generate` for the same seed. A token is held back while its character is incomplete, or
-        while its text may be the beginning of a stop string.
+        The text equals the text of `generate` for the same seed. A token is held back while its character is
+        incomplete, or while its text may be the beginning of a stop string.
 
         Args:
             prompt: text or token ids.
-            params: of the request.
+            params: parameters of the request; None is `SamplingParams()`.
 
         Returns:
-            An iterator over `Piece`, whose `result` is what it has given so far.
+            An iterator over `Piece`. Its `result` covers the pieces that it has given so far.
 
         Raises:
-            ValueError: as `generate`, and for more than one completion.
+            ValueError: an argument is wrong, as in `generate`, or params ask for more than one sample.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {params!r}")
         if params.num_samples > 1:
             raise ValueError(f"n and best_of must be 1 in a stream, got {params.n} and {params.best_of}")
-        ids = _encode(self, "prompt", prompt, params)
-        return Stream(Batch(self, [prompt], [ids], [params], _key_data(self, [params])))
+        ids = self._encode("prompt", prompt, params)
+        return Stream(Batch(self, [prompt], [ids], [params], self._key_data([params])))
+
+    def _load_draft(self, directory: Path, dtype: DTypeLike) -> Model:
+        """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
+        path = find_tokenizer(directory)
+        if path is None:
+            return models.load(directory, dtype=dtype)
+        if path != find_tokenizer(self._directory):
+            check_same_vocabulary(self.tokenizer, load_tokenizer(directory))
+        draft = models.load(directory, dtype=dtype)
+        return draft if draft.vocab_size == self.model.vocab_size else resize_vocabulary(draft, self.model.vocab_size)
+
+    def _encode(self, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt after checks and truncation; errors call the prompt `name`."""
+        if isinstance(prompt, str):
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:
+                got = f"{prompt[error.start]!r} at {error.start}"
+                raise ValueError(f"{name} must be text that UTF-8 can encode, got {got}") from error
+            ids = np.array(self.tokenizer.encode(prompt).ids, np.int64)
+        else:
+            try:
+                ids = np.asarray(prompt)
+            except ValueError:  # the prompt is a list of lists of different lengths
+                ids = np.empty(())
+            if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+                raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
+        if not len(prompt) or not ids.size:
+            raise ValueError(f"{name} must have at least one token, got {prompt!r}")
+        ids = ids[-(params.truncate_prompt_tokens or len(ids)) :]
+        if len(ids) >= self.max_length:
+            raise ValueError(
+                f"{name} must leave room for one token in max_length = {self.max_length}, got {len(ids)} tokens"
+            )
+        outside = ids[(ids < 0) | (ids >= self.model.vocab_size)]
+        if outside.size:
+            raise ValueError(f"{name} must have token ids in [0, {self.model.vocab_size}), got {outside[0]}")
+        return ids.tolist()
+
+    def _key_data(self, params: Sequence[SamplingParams]) -> np.ndarray:
+        """Return the data [B, 2] uint32 of each request's key: its seed modulo 2**64, or a fresh one without a seed.
+
+        `jax.random.key` would keep only the lower half of a seed.
+        """
+        seeds = [p.seed if p.seed is not None else int(self._entropy.integers(2**64, dtype=np.uint64)) for p in params]
+        return np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
 
 
-def _load_draft(directory: Path, target: Path, llm: LLM, dtype: DTypeLike) -> Model:
-    """The draft model; where its tokenizer is the target's, its logits have the target's size."""
-    path = tokenizers.find_tokenizer(directory)
-    if path is None:
-        return models.load(directory, dtype=dtype)
-    if path != tokenizers.find_tokenizer(target):
-        check_same_vocabulary(llm.tokenizer, tokenizers.load_tokenizer(directory))
-    draft = models.load(directory, dtype=dtype)
-    return draft if draft.vocab_size == llm.model.vocab_size else resize_vocabulary(draft, llm.model.vocab_size)
-
-
-def _encode(llm: LLM, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
-    """The token ids of a prompt, checked and truncated."""
-    if isinstance(prompt, str):
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            got = f"{prompt[error.start]!r} at {error.start}"
-            raise ValueError(f"{name} must be text that UTF-8 can encode, got {got}") from error
-        ids = np.array(llm.tokenizer.encode(prompt).ids, np.int64)
-    else:
-        try:
-            ids = np.asarray(prompt)
-        except ValueError:  # lists of different lengths
-            ids = np.empty(())
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
-    if not len(prompt) or not ids.size:
-        raise ValueError(f"{name} must have at least one token, got {prompt!r}")
-    ids = ids[-(params.truncate_prompt_tokens or len(ids)) :]
-    if len(ids) >= llm.max_length:
-        raise ValueError(
-            f"{name} must leave room for one token in max_length = {llm.max_length}, got {len(ids)} tokens"
-        )
-    outside = ids[(ids < 0) | (ids >= llm.model.vocab_size)]
-    if outside.size:
-        raise ValueError(f"{name} must have token ids in [0, {llm.model.vocab_size}), got {outside[0]}")
-    return ids.tolist()
-
-
-def _key_data(llm: LLM, params: Sequence[SamplingParams]) -> np.ndarray:
-    """The words [B, 2] of each request's key: its seed modulo 2**64 (`jax.random.key` takes half), or fresh ones."""
-    seeds = [p.seed if p.seed is not None else int(llm._entropy.integers(2**64, dtype=np.uint64)) for p in params]
-    return np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
+def _find_draft(draft: str | Path | Proposer | None, num_draft_tokens: int) -> Path | Proposer:
+    """Return the directory of a draft checkpoint, or a proposer where no checkpoint has to be loaded."""
+    if isinstance(draft, str | Path) and draft != "ngram":
+        draft = find_checkpoint("draft", draft)
+    elif draft is not None and draft != "ngram" and not hasattr(draft, "propose"):
+        raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
+    if draft is None or num_draft_tokens == 0:
+        return proposers.none()
+    return proposers.ngram(num_draft_tokens) if draft == "ngram" else draft

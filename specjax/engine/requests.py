@@ -1,4 +1,4 @@
-"""The life of a batch of requests: prompts in, steps on the device, texts and figures out."""
+"""Run a batch of requests: feed the prompts, decode on the device, and collect texts, tokens and metrics."""
 
 import math
 import time
@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax import decode, metrics, sampling
 from specjax import keys as streams
-from specjax.engine.detokenize import Output
+from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import DraftLength
 from specjax.sampling import SamplingParams
 from specjax.sampling.guided.tables import round_up
@@ -20,12 +20,18 @@ from specjax.sampling.guided.tables import round_up
 if TYPE_CHECKING:
     from specjax.engine.llm import LLM
 
-CHUNK = 8  # steps between two looks of the host for stop strings, and between two choices of K
+STEPS_PER_CHUNK = 8  # steps on the device before the host looks for stop strings, and before it chooses K again
 
 
 @partial(jax.jit, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
 def _prefill(model, proposer, prompts, lengths, sampling, key_data, sample, **options):
-    """`decode.prefill` of rows that are a sample each of a request, whose key has this data."""
+    """Call `decode.prefill` on rows that are samples of requests.
+
+    Args:
+        model, proposer, prompts, lengths, sampling, options: as `decode.prefill` takes them.
+        key_data: [B, 2] uint32, data of the key of each row's request.
+        sample: [B] uint32, index of each row among the samples of its request.
+    """
     keys = streams.samples(jax.random.wrap_key_data(key_data, impl="threefry2x32"), sample)
     return decode.prefill(model, proposer, prompts, lengths, sampling, keys, **options)
 
@@ -34,61 +40,79 @@ TokenLogProbs = dict[int, float]  # token id -> log-probability
 
 
 class Metrics(NamedTuple):
-    """Figures of one request, over all its completions. Rates are NaN where nothing was drafted."""
+    """Metrics of one request, over all its completions. Rates are NaN where nothing was drafted."""
 
-    num_tokens: int  # generated
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
+    num_tokens: int  # number of generated tokens
+    num_steps: int  # number of steps, summed over the samples
+    num_drafted: int  # number of draft tokens
+    num_accepted: int  # number of accepted draft tokens
     acceptance_rate: float  # num_accepted / num_drafted
-    acceptance_rate_per_position: tuple[float, ...]  # K
-    mean_acceptance_length: float  # tokens a step with drafts, before the output is cut
-    seconds: float  # in the decoding loop, of the whole batch; without compilation and prefill
+    acceptance_rate_per_position: tuple[float, ...]  # acceptance rate at each of the K positions of a draft
+    mean_acceptance_length: float  # mean tokens of a step with drafts, before stop conditions cut the output
+    seconds: float  # seconds of the batch in the decoding loop, without compilation and prefill
     tokens_per_second: float  # num_tokens / seconds
-    system_efficiency: float  # tokens that verification gave / those it gives where every draft is accepted
-    time_to_first_token: float  # seconds from the call, with prompts and compilation; NaN before there is one
-    noncausal_acceptance_rate: float  # drafts that pass their own test; NaN unless the verifier tells (outcomes=True)
+    system_efficiency: float  # emitted tokens / tokens that would be emitted if every draft were accepted
+    time_to_first_token: float  # seconds from the call, with prefill and compilation; NaN before the first token
+    noncausal_acceptance_rate: float  # share of drafts that pass their own test; NaN without verifier option outcomes
 
 
 class Completion(NamedTuple):
-    """What was generated for a prompt."""
+    """One sampled continuation of a prompt."""
 
-    text: str  # without the stop string, unless it is asked for; empty without `detokenize`
-    token_ids: list[int]  # the stop token included; cut where a stop string cut the text
-    logprobs: list[TokenLogProbs] | None  # of each token: itself first, then the most likely; None: not asked for
-    finish_reason: str | None  # "stop", "length" (max_tokens, or max_length reached), or None if it was interrupted
-    stop_reason: int | str | None  # the stop token id or stop string that ended it; None for the end-of-sequence token
+    text: str  # text without the stop string, unless params include it; empty if `detokenize` is False
+    token_ids: list[int]  # token ids with the stop token, cut where a stop string cut the text
+    logprobs: list[TokenLogProbs] | None  # for each token: its own entry, then the most likely; None if not requested
+    finish_reason: str | None  # "stop", "length" (max_tokens or max_length reached), or None if interrupted
+    stop_reason: int | str | None  # stop token id or stop string that ended it; None for an end-of-sequence token
 
 
 class Result(NamedTuple):
-    """A prompt, what was generated for it, and how that went."""
+    """The completions of one prompt, with metrics."""
 
-    prompt: str | Sequence[int]
-    completions: list[Completion]  # the best one first
-    metrics: Metrics
-    prompt_logprobs: list[TokenLogProbs | None] | None = None  # of each prompt token used; None for the first
+    prompt: str | Sequence[int]  # the prompt as it was given
+    completions: list[Completion]  # completions, the best first
+    metrics: Metrics  # metrics of the request
+    prompt_logprobs: list[TokenLogProbs | None] | None = (
+        None  # entry of each prompt token after truncation; first is None
+    )
 
     @property
     def text(self) -> str:
+        """The text of the best completion."""
         return self.completions[0].text
 
     @property
     def token_ids(self) -> list[int]:
+        """The token ids of the best completion."""
         return self.completions[0].token_ids
 
 
 class Piece(NamedTuple):
     """One token of a stream."""
 
-    text: str  # empty where the token is special, or ends inside a character, which comes with its last token
-    token_id: int
+    text: str  # text of the token; empty if it is special, or if its character ends in a later token
+    token_id: int  # id of the token
     kind: str  # "accepted" draft, "recovered" after a rejection, "bonus" after full acceptance, "target" without drafts
 
 
 class Batch:
-    """One call: its outputs on the host, its state on the device, with the prompts fed and the loop compiled.
+    """Hold one batch of requests: its outputs on the host and its decoding state on the device.
 
-    Every completion of a request is a row. Rows of the same prompt share its prefill.
+    Every sample of a request is a row. Rows with the same prompt share its prefill. The constructor feeds the prompts
+    and compiles the decoding loop.
+
+    Args:
+        llm: the models, tokenizer and limits.
+        prompts: prompts as they were given.
+        prompt_ids: token ids of each prompt.
+        params: parameters of each request.
+        key_data: [number of requests, 2] uint32, data of the key of each request.
+
+    Attributes:
+        detokenizers: the output of each row.
+        totals: counts of each row, for metrics.
+        seconds: seconds in the decoding loop.
+        time_to_first_token: seconds from the call to the first token; NaN before it.
     """
 
     def __init__(
@@ -102,13 +126,14 @@ class Batch:
         self._start = time.perf_counter()
         self._llm, self._prompts, self._params = llm, prompts, params
         counts = [p.num_samples for p in params]
-        request = np.repeat(np.arange(len(params)), counts)  # of each row
-        sample = np.concatenate([np.arange(count) for count in counts])
-        self._rows_of = np.split(np.arange(len(request)), np.cumsum(counts)[:-1])
+        request = np.repeat(np.arange(len(params)), counts)  # index of each row's request
+        sample = np.concatenate([np.arange(count) for count in counts])  # index of each row within its request
+        self._request_rows = np.split(np.arange(len(request)), np.cumsum(counts)[:-1])
         row_ids, row_params = [prompt_ids[i] for i in request], [params[i] for i in request]
-        self.outputs = [Output(llm.tokenizer, *row) for row in zip(row_ids, row_params, strict=True)]
+        self.detokenizers = [Detokenizer(llm.tokenizer, *row) for row in zip(row_ids, row_params, strict=True)]
         self._prompt_ids, self._num_read = row_ids, np.array([len(row) for row in row_ids])
 
+        # Equal prompts are prefilled once; `shared` maps each row to its prompt in `unique`.
         unique = list(dict.fromkeys(map(tuple, prompt_ids)))
         shared = np.array([unique.index(tuple(row)) for row in row_ids])
         lengths = np.array([len(row) for row in unique])
@@ -139,11 +164,14 @@ class Batch:
             num_logprobs=num_logprobs if has_logprobs else None,
             prompt_logprobs=any(p.prompt_logprobs is not None for p in params),
         )
-        self._step(0)  # compiles the loop, so that the time of later calls is that of decoding
+        self._step(0)  # compile the loop now, so that later calls are timed without compilation
         self.seconds, self.time_to_first_token = 0.0, math.nan
 
     def run(self, max_steps: int | None) -> Iterator[None]:
-        """Decode a step, then chunks of steps (None: all); after each, `outputs`, `totals` and times are up to date."""
+        """Decode one step and then chunks of `max_steps` steps (None: until the end); yield after each chunk.
+
+        At each yield, `detokenizers`, `totals` and the times are up to date.
+        """
         num_steps, num_taken, is_running = 1, 0, True
         while is_running:
             start = time.perf_counter()
@@ -152,50 +180,51 @@ class Batch:
             self.seconds += end - start
             if math.isnan(self.time_to_first_token):
                 self.time_to_first_token = end - self._start
-            for i, output in enumerate(self.outputs):
+            for i, output in enumerate(self.detokenizers):
                 if output.finish_reason is None:
                     output.extend(tokens[i, self._num_read[i] : length[i]].tolist())
                 if output.finish_reason is None and finished[i] != decode.RUNNING:
                     output.finish(finished[i] == decode.STOP, self._llm.eos_token_ids)
             self._num_read = length
-            is_done = np.array([output.finish_reason is not None for output in self.outputs])
+            is_done = np.array([output.finish_reason is not None for output in self.detokenizers])
             if np.any(is_done & (finished == decode.RUNNING)):
                 self._state = decode.deactivate(self._state, jnp.asarray(is_done))
             if self._draft_length is not None:
                 num_taken += num_steps
-                if num_taken % CHUNK == 1:  # after the first step, then every so many, in chunks or one at a time
+                if num_taken % STEPS_PER_CHUNK == 1:  # after steps 1, 9, 17, ..., in chunks or one at a time
                     self._draft_length.update(self.totals)
             num_steps, is_running = max_steps, not is_done.all()
             if is_running and self._draft_length is not None:
-                self._step(0)  # the next chunk may have another number of drafts
+                self._step(0)  # the next chunk may have another K: compile it outside the time that is measured
             yield
 
     def results(self) -> list[Result]:
-        """The results of all requests, the best completions of each, best first."""
+        """Return the result of each request, with its n best completions, the best first."""
         return [self._result(i, self._ranked(i)) for i in range(len(self._params))]
 
     def partial_result(self, num_tokens: int) -> Result:
-        """The result of the only row, as of its first tokens."""
+        """Return the result of the first `num_tokens` tokens of a batch of one row."""
         return self._result(0, [0], num_tokens)
 
     def _ranked(self, request: int) -> list[int]:
-        """The rows of the n best completions of a request: those of the largest sums of log-probabilities."""
-        rows = self._rows_of[request].tolist()
+        """Return the rows of a request's n best completions, sorted by their total log-probability."""
+        rows = self._request_rows[request].tolist()
         if len(rows) == 1:
             return rows
 
         def score(row: int) -> float:
             start = len(self._prompt_ids[row])
-            return float(self._log_probs.chosen[row, start : start + len(self.outputs[row].token_ids)].sum())
+            return float(self._log_probs.chosen[row, start : start + len(self.detokenizers[row].token_ids)].sum())
 
         return sorted(rows, key=score, reverse=True)[: self._params[request].n]
 
     def _result(self, request: int, ranked: list[int], num_tokens: int | None = None) -> Result:
-        rows, params = self._rows_of[request], self._params[request]
+        """Return the result of a request from its ranked rows, cut to `num_tokens` if that is given."""
+        rows, params = self._request_rows[request], self._params[request]
         totals = jax.tree.map(lambda count: count[rows], self.totals)
         generated = num_tokens
         if generated is None:
-            generated = sum(len(self.outputs[row].token_ids) for row in rows)
+            generated = sum(len(self.detokenizers[row].token_ids) for row in rows)
         figures = Metrics(
             num_tokens=generated,
             num_steps=int(totals.steps.sum()),
@@ -213,17 +242,18 @@ class Batch:
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             ids = self._prompt_ids[rows[0]]
-            prompt_logprobs = [None, *self._listed(rows[0], 1, ids[1:], params.prompt_logprobs)]
+            prompt_logprobs = [None, *self._list_log_probs(rows[0], 1, ids[1:], params.prompt_logprobs)]
         completions = [self._completion(row, params, num_tokens) for row in ranked]
         return Result(self._prompts[request], completions, figures, prompt_logprobs)
 
     def _completion(self, row: int, params: SamplingParams, num_tokens: int | None) -> Completion:
-        output = self.outputs[row]
+        """Return the completion of a row, cut to `num_tokens` if that is given."""
+        output = self.detokenizers[row]
         token_ids = output.token_ids[:num_tokens]
         is_whole = len(token_ids) == len(output.token_ids)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = self._listed(row, len(self._prompt_ids[row]), token_ids, params.logprobs)
+            logprobs = self._list_log_probs(row, len(self._prompt_ids[row]), token_ids, params.logprobs)
         return Completion(
             text=output.text(0, len(token_ids)),
             token_ids=token_ids,
@@ -232,8 +262,11 @@ class Batch:
             stop_reason=output.stop_reason if is_whole else None,
         )
 
-    def _listed(self, row: int, start: int, token_ids: list[int], n: int) -> list[TokenLogProbs]:
-        """The log-probabilities of tokens that stand from `start` on: of each itself, then of the n most likely."""
+    def _list_log_probs(self, row: int, start: int, token_ids: list[int], n: int) -> list[TokenLogProbs]:
+        """Return the log-probabilities at each of the tokens from position `start` on.
+
+        Each entry holds the token itself and then the n most likely tokens of that position.
+        """
         stop = start + len(token_ids)
         chosen, ids, values = (
             array[row, start:stop].tolist()
@@ -246,20 +279,20 @@ class Batch:
         return listed
 
     def _step(self, max_steps: int | None) -> list[np.ndarray]:
-        """Decode a chunk and read what came of it: the tokens, the lengths and `finished` of all rows."""
+        """Decode a chunk of steps, and return the tokens [B, L], lengths [B] and `finished` [B] of all rows."""
         llm = self._llm
         proposer = llm.proposer if self._draft_length is None else self._draft_length.proposer
         self._state = state = decode.generate(
             llm.model, proposer, self._state, verifier=llm.verifier, max_steps=max_steps
         )
         read: Any = state.context.tokens, state.context.length, state.finished, state.totals, state.log_probs
-        # Copies: the next chunk reuses the buffers.
+        # The next chunk reuses these buffers, so the host keeps copies.
         *rows, self.totals, self._log_probs = jax.tree.map(np.array, jax.device_get(read))
         return rows
 
 
 class Stream:
-    """An iterator over the `Piece`s of one request. It can be left at any time: `result` holds what it has given."""
+    """Iterate over the `Piece`s of one request. Iteration may end early; `result` covers the pieces given so far."""
 
     def __init__(self, batch: Batch):
         self._batch = batch
@@ -274,11 +307,11 @@ class Stream:
 
     @property
     def result(self) -> Result:
-        """The result of the pieces given so far."""
+        """The result that the pieces given so far make up."""
         return self._batch.partial_result(self._num_tokens)
 
     def _iterate(self) -> Iterator[Piece]:
-        output, kinds, before = self._batch.outputs[0], [], self._batch.totals
+        output, kinds, before = self._batch.detokenizers[0], [], self._batch.totals
         for _ in self._batch.run(max_steps=1):
             after = self._batch.totals
             drafted, accepted, emitted = (
@@ -293,22 +326,22 @@ class Stream:
                 yield Piece(output.text(i, i + 1), output.token_ids[i], kinds[i])
 
 
-def show_progress(chunks: Iterator[None], outputs: Sequence[Output]) -> Iterator[None]:
-    """The chunks, with a progress bar on standard error."""
+def show_progress(chunks: Iterator[None], detokenizers: Sequence[Detokenizer]) -> Iterator[None]:
+    """Yield the chunks while a progress bar on standard error counts the tokens."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("tokens")
         for _ in chunks:
-            counts = [len(output.token_ids) for output in outputs]
-            limits = [n if o.finish_reason else o.params.max_tokens for n, o in zip(counts, outputs, strict=True)]
+            counts = [len(each.token_ids) for each in detokenizers]
+            limits = [n if d.finish_reason else d.params.max_tokens for n, d in zip(counts, detokenizers, strict=True)]
             progress.update(task, completed=sum(counts), total=sum(limits))
             yield
 
 
 def _round_up(size: int) -> int:
-    """A size of few different values, so that few are compiled for: at most 64, or a quarter, larger."""
+    """Round a size up by at most 64, or a quarter if that is more, so that few different sizes are compiled."""
     size = int(size)
     step = max(64, 1 << size.bit_length() >> 3)
     return -(-size // step) * step

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and its end-of-sequence tokens."""
+"""Load the tokenizer of a checkpoint and find its end-of-sequence tokens."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,32 +8,33 @@ from specjax.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")  # what transformers can convert
+OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")  # transformers converts these
 
 
 def find_tokenizer(directory: Path) -> Path | None:
-    """The file that tells the tokenizer of a checkpoint: in its directory, or a tokenizer.json beside it."""
+    """Return the path of a checkpoint's tokenizer file, which is in its directory or a tokenizer.json beside it."""
     paths = [directory / name for name in ("tokenizer.json", *OTHER_FORMATS)] + [directory.parent / "tokenizer.json"]
     return next((path for path in paths if path.is_file()), None)
 
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
-    """Load the tokenizer of a checkpoint, through transformers where there is no tokenizer.json.
+    """Load the tokenizer of a checkpoint; without a tokenizer.json, let transformers convert an older format.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
 
     Returns:
-        A `tokenizers.Tokenizer` without truncation and padding.
+        A `tokenizers.Tokenizer` that neither truncates nor pads.
 
     Raises:
-        ValueError: there is none, it is damaged, or it takes transformers, which is not installed.
+        ValueError: the checkpoint has no tokenizer, its file is damaged, or reading it needs transformers, which is not
+            installed.
     """
     path = find_tokenizer(directory)
     if path is None:
         raise ValueError(f"model must have a tokenizer.json in its directory or beside it, got {str(directory)!r}")
     tokenizer = _from_json(path) if path.name == "tokenizer.json" else _from_transformers(path)
-    tokenizer.no_truncation()  # a checkpoint may carry the settings of its training
+    tokenizer.no_truncation()  # the file may carry the settings that the model was trained with
     tokenizer.no_padding()
     return tokenizer
 
@@ -43,7 +44,7 @@ def _from_json(path: Path) -> "Tokenizer":
 
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the tokenizers library raises bare Exception
         raise ValueError(f"{path} must be a tokenizer of the tokenizers library: {error}") from error
 
 
@@ -57,25 +58,27 @@ def _from_transformers(path: Path) -> "Tokenizer":
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
         return tokenizer.backend_tokenizer
-    except Exception as error:  # of any kind, as the formats are
+    except Exception as error:  # each format fails with another type of exception
         raise ValueError(f"{path} must be a tokenizer that transformers can convert: {error}") from error
 
 
 def eos_token_ids(directory: Path, tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """The tokens that end a sequence.
+    """Return the ids of the tokens that end a sequence.
+
+    They are the eos_token_id of generation_config.json or, if that file names none, of config.json, and the eos_token
+    of tokenizer_config.json.
 
     Args:
-        directory: of a checkpoint; those of generation_config.json or, if it has none, config.json count, and the
-            eos_token of tokenizer_config.json.
-        tokenizer: of the checkpoint.
+        directory: directory of the checkpoint.
+        tokenizer: tokenizer of the checkpoint.
 
     Returns:
-        Their ids, each once.
+        The token ids without duplicates.
 
     Raises:
-        ValueError: a file is damaged or what it names is no token.
+        ValueError: a file is damaged, or it names something that is not a token.
     """
-    ids = _eos_of(directory / "generation_config.json") or _eos_of(directory / "config.json")
+    ids = _read_eos_ids(directory / "generation_config.json") or _read_eos_ids(directory / "config.json")
     path = directory / "tokenizer_config.json"
     if path.is_file():
         config = ConfigFile(path)
@@ -89,14 +92,18 @@ def eos_token_ids(directory: Path, tokenizer: "Tokenizer") -> tuple[int, ...]:
 
 
 def token_text(config: ConfigFile, name: str) -> str | None:
-    """A special token of tokenizer_config.json, which is a string or an object with it as content."""
+    """Return the text of a special token in tokenizer_config.json, or None.
+
+    The field is the text itself, or an object that holds the text in its field `content`.
+    """
     value: Any = config.fields.get(name)
     if isinstance(value, dict):
         return config.table(name).get("content", str)
     return config.get(name, str, None)
 
 
-def _eos_of(path: Path) -> list[int]:
+def _read_eos_ids(path: Path) -> list[int]:
+    """Return the eos_token_id of a JSON file as a list, empty if the file or the field is missing."""
     if not path.is_file():
         return []
     config = ConfigFile(path)

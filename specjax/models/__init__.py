@@ -1,4 +1,7 @@
-"""The built-in models. `load` needs the `models` extra: flax and safetensors, imported when it is first used."""
+"""The built-in models.
+
+`load` needs the packages flax and safetensors (extra `models`), which are imported when `load` is first used.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EMBEDDED", "load"]
 
-EMBEDDED = Path(__file__).parent / "embedded"  # tokenizer.json, and the checkpoints target/ and draft/
+EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json and the checkpoints target/ and draft/
 
 
 def __getattr__(name: str):

@@ -1,4 +1,4 @@
-"""Load Hugging Face checkpoints: config.json and safetensors files become a `Model`."""
+"""Load a Hugging Face checkpoint, config.json and safetensors files, as a `Model`."""
 
 from pathlib import Path
 
@@ -17,22 +17,24 @@ def load(
 ) -> Model:
     """Load a checkpoint from a directory in the Hugging Face layout.
 
-    Tensors are read one at a time, straight to their dtype and devices, with a progress bar if standard error is a
-    terminal: beyond the weights, the host needs little memory.
+    Tensors are read one at a time, straight to their dtype and devices, so the host needs little memory beyond the
+    weights. A progress bar shows if standard error is a terminal.
 
     Args:
-        directory: holds config.json, and model.safetensors or the shards that model.safetensors.index.json names, of
-            one of the families in `specjax.models.families`; with numbers in float32, bfloat16 or float16.
-        dtype: of the parameters, hence of the computation: float32, bfloat16 or float16.
-        sharding: of every parameter; None puts them on the default device. Over a mesh, its axes are of type Auto.
+        directory: directory with config.json, and with model.safetensors or the shards that
+            model.safetensors.index.json names. The model must belong to one of the families in
+            `specjax.models.families`, and its tensors must be float32, bfloat16 or float16.
+        dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
+        sharding: sharding of every parameter; None puts the parameters on the default device. The axes of a mesh must
+            have the axis type Auto.
 
     Returns:
-        A `Model`; its logits are float32.
+        A `Model` whose logits are float32.
 
     Raises:
         FileNotFoundError: the directory, its config.json or a file of weights does not exist.
-        ValueError: a file is damaged; a field or tensor is missing, not as it should be, or not supported; or there is
-            a tensor that the model does not have. The message names it.
+        ValueError: a file is damaged; a field or tensor is missing, has a wrong value or shape, or is not supported; or
+            the files hold a tensor that the model does not have. The message names the file and the field or tensor.
 
     Example:
         >>> from specjax import models

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint: fields of checked kinds and ranges, errors that name them."""
+"""Read the fields of a checkpoint's config.json with checks of type and range; errors name the field and the file."""
 
 import fnmatch
 import json
@@ -11,13 +11,14 @@ _REQUIRED = object()
 MAX_INT = 2**31 - 1
 MAX_NUMBER = 1e30  # beyond it, float32 overflows
 
-# Fields that change what some model computes, with their values that change nothing; null and False never do. A family
-# that computes what a field asks for reads it, and in a checkpoint of any other family the field is refused. Fields of
-# all other names are ignored: tools for training, conversion and serving leave many of them, transformers ignores them
-# too, and what they may say of the architecture shows in the tensors, whose names and shapes must be those expected.
+# Patterns of field names that change the computation of some model, each with its neutral values. Null and False are
+# always neutral. A family that implements a field reads it; a checkpoint of any other family is refused if it has that
+# field with a value that is not neutral. All other unread fields are ignored, as transformers ignores them: tools for
+# training, conversion and serving leave many, and a different architecture also shows in the names and shapes of the
+# tensors, which are checked.
 COMPUTATION: dict[str, tuple] = {
     "*expert*": (0,),
-    "*lora_rank": (0,),  # of multi-head latent attention
+    "*lora_rank": (0,),  # rank in multi-head latent attention
     "*mup*": (),
     "*parallel_residual": (),
     "*qk*norm*": (),
@@ -41,7 +42,7 @@ COMPUTATION: dict[str, tuple] = {
     "logits_scaling": (1,),
     "mlp_multipliers": (1,),
     "moe_*": (0,),
-    "no_rope_layer*": (1,),  # a list with 1 for each layer that has rotary positions
+    "no_rope_layer*": (1,),  # list with 1 for each layer with rotary positions
     "parallel_attn": (),
     "partial_rotary_factor": (1,),
     "position_embedding_type": ("rope", "rotary"),
@@ -68,31 +69,37 @@ COMPUTATION: dict[str, tuple] = {
 
 
 class ConfigFile:
-    """The fields of a JSON file. A field that is null takes its default, as an absent one does."""
+    """Give access to the fields of a JSON file. Unless a method says otherwise, a null field counts as absent.
+
+    Args:
+        path: path of the file, for reading and for messages.
+        fields: the fields; None reads them from the file.
+        prefix: text before the names of fields in messages, for an object inside the file.
+    """
 
     def __init__(self, path: Path, fields: dict[str, Any] | None = None, prefix: str = ""):
         self.path = path
         self.fields = read_json(path) if fields is None else fields
         self._prefix = prefix
-        self._known: set[str] = set()  # fields that have been read
+        self._read_names: set[str] = set()
 
     def where(self, name: str) -> str:
-        """The name of a field and its file, for messages."""
+        """Return the name of a field together with its file, for messages."""
         return f"{self._prefix}{name} in {self.path}"
 
     def __contains__(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
     def _read(self, name: str) -> Any:
-        self._known.add(name)
+        self._read_names.add(name)
         return self.fields.get(name)
 
     def ignore(self, *names: str) -> None:
-        """Count fields as read whose values change nothing in this checkpoint."""
-        self._known.update(names)
+        """Count fields as read because their values change nothing in this checkpoint."""
+        self._read_names.update(names)
 
     def check_computation(self) -> None:
-        """Raise ValueError for a field of COMPUTATION that asks for something and that nothing has read."""
+        """Raise ValueError if an unread field matches COMPUTATION and its value is not neutral."""
         for name, value in self._unread().items():
             for pattern, neutral in COMPUTATION.items():
                 values = value if isinstance(value, list) else [value]
@@ -100,23 +107,24 @@ class ConfigFile:
                     raise self._refused(name, neutral)
 
     def check_all_read(self) -> None:
-        """Raise ValueError for a field of any name that asks for something and that nothing has read."""
+        """Raise ValueError if any unread field is neither null nor False."""
         for name in self._unread():
             raise self._refused(name, ())
 
     def _unread(self) -> dict[str, Any]:
-        asks = {name: value for name, value in self.fields.items() if value is not None and value is not False}
-        return {name: value for name, value in asks.items() if name not in self._known}
+        """Return the fields that no method has read and that are neither null nor False."""
+        unread = {name: value for name, value in self.fields.items() if name not in self._read_names}
+        return {name: value for name, value in unread.items() if value is not None and value is not False}
 
     def _refused(self, name: str, neutral: tuple) -> ValueError:
         expected = " or ".join(["absent", *map(repr, neutral)])
         return ValueError(
-            f"{self.where(name)} must be {expected}: specjax does not compute what it asks for in this family, "
+            f"{self.where(name)} must be {expected}, because specjax does not implement it for this family, "
             f"got {reprlib.repr(self.fields[name])}"
         )
 
     def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """A field of this type."""
+        """Return a field of type `kind`, or its default; without a default the field is required."""
         value = self._read(name)
         if value is None:
             if default is _REQUIRED:
@@ -127,14 +135,14 @@ class ConfigFile:
         return value
 
     def size(self, name: str, default: Any = _REQUIRED, *, most: int = MAX_INT) -> int:
-        """A field that is an integer in [1, most]."""
+        """Return a field that must be an integer in [1, most]."""
         value = self.get(name, int, default)
         if value is not None and not 1 <= value <= most:
             raise ValueError(f"{self.where(name)} must be in [1, {most}], got {value}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """A field that is a positive, finite number."""
+        """Return a field that must be a positive, finite number, as a float."""
         value = self._read(name)
         if type(value) is not int:
             value = self.get(name, float, default)
@@ -143,34 +151,36 @@ class ConfigFile:
         return None if value is None else float(value)
 
     def unless_null(self, name: str, default: Any) -> Any:
-        """The default of a field in which null means none: None where it is null."""
+        """Return None if the field is null, else `default`: for a field whose null differs from its absence."""
         return None if name in self.fields and self.fields[name] is None else default
 
     def only(self, name: str, supported: bool | float | str) -> None:
-        """Refuse a field that is neither absent nor the value that is supported."""
+        """Raise ValueError unless the field is absent or has the supported value."""
         value = self._read(name)
         if value is not None and (value != supported or isinstance(value, bool) != isinstance(supported, bool)):
-            raise ValueError(f"{self.where(name)} must be {supported!r}, all that specjax supports, got {value!r}")
+            raise ValueError(
+                f"{self.where(name)} must be {supported!r}, the only value that specjax supports, got {value!r}"
+            )
 
     def choice(self, name: str, choices: Sequence[str], default: Any = _REQUIRED) -> str:
-        """A field that is one of some words."""
+        """Return a field that must be one of some strings."""
         value = self.get(name, str, default)
         if value not in choices:
             supported = " or ".join(repr(choice) for choice in choices)
-            raise ValueError(f"{self.where(name)} must be {supported}, all that specjax supports, got {value!r}")
+            raise ValueError(f"{self.where(name)} must be {supported}, the only values supported, got {value!r}")
         return value
 
     def table(self, name: str) -> "ConfigFile":
-        """A field that is an object itself; an absent one is empty."""
+        """Return a field that is an object itself, as its own `ConfigFile`; it is empty if the field is absent."""
         return ConfigFile(self.path, self.get(name, dict, {}), f"{self._prefix}{name}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Return the object in a JSON file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, or not an object.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not JSON, or its content is not an object.
     """
     if not path.is_file():
         raise FileNotFoundError(f"directory must hold {path.name}, got {path.parent}, which does not")

@@ -1,6 +1,6 @@
-"""The decoder of the Llama class in Flax NNX: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
+"""The Llama decoder in Flax NNX: RMSNorm, rotary positions, grouped-query attention and a gated MLP.
 
-What a family changes in it is an option of `DecoderConfig`; a network of another kind is a file of its own.
+Families that vary it set options of `DecoderConfig`; a network with another structure has a file of its own.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,11 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximat
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and options of a decoder. `num_heads` must be a multiple of `num_kv_heads`; `head_size` must be even."""
+    """Sizes and options of a decoder.
+
+    Raises:
+        ValueError: `num_heads` is not a multiple of `num_kv_heads`, or `head_size` is odd.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -37,19 +41,19 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     rope_scaling: RopeScaling | None = None
-    windows: tuple[int | None, ...] | None = None  # of each layer: positions that a token sees, itself included
-    qkv_bias: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False  # of gate, up and down
-    head_norms: bool = False  # RMSNorm of each query and key head
-    post_norms: bool = False  # RMSNorm of what attention and MLP add to the stream
-    norm_offset: float = 0.0  # added to the scale of every norm
-    activation: str = "silu"  # of the gate, one of ACTIVATIONS
-    scale_embedding: bool = False  # by sqrt(hidden_size)
-    attention_scale: float | None = None  # of the scores; None is 1 / sqrt(head_size)
-    attention_softcap: float | None = None  # c turns a score s into c tanh(s / c)
-    logit_softcap: float | None = None
-    transposed: bool = False  # matrices are [out, in]: GPUs read these faster for one token, CPUs slower for a few
+    windows: tuple[int | None, ...] | None = None  # window of each layer: positions that a token sees, with its own
+    qkv_bias: bool = False  # whether the query, key and value projections have biases
+    attention_out_bias: bool = False  # whether the output projection of attention has a bias
+    mlp_bias: bool = False  # whether the gate, up and down projections have biases
+    head_norms: bool = False  # whether each query and key head passes through an RMSNorm
+    post_norms: bool = False  # whether the outputs of attention and MLP pass through an RMSNorm
+    norm_offset: float = 0.0  # number added to the scale of every norm
+    activation: str = "silu"  # activation of the gate, one of ACTIVATIONS
+    scale_embedding: bool = False  # whether embeddings are multiplied by sqrt(hidden_size)
+    attention_scale: float | None = None  # factor on the attention scores; None is 1 / sqrt(head_size)
+    attention_softcap: float | None = None  # cap c that turns an attention score s into c tanh(s / c)
+    logit_softcap: float | None = None  # cap on the logits, likewise
+    transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -61,7 +65,10 @@ class DecoderConfig:
 
 
 class Layer(nnx.Module):
-    """Attention and gated MLP, each behind a norm and added to the stream. Projections of one input are one matrix."""
+    """Attention and gated MLP, each with a norm before it and a residual connection.
+
+    Query, key and value projections are one matrix, and so are the gate and up projections.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
@@ -93,7 +100,7 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(hidden), norm(hidden)
 
-    @partial(jax.jit, static_argnames="window")  # layers of one shape are traced once
+    @partial(jax.jit, static_argnames="window")  # under jit, layers with equal configs and shapes are traced once
     def __call__(
         self,
         x: Array,
@@ -103,16 +110,17 @@ class Layer(nnx.Module):
         window: int | None,
         cache: dict | None,
     ) -> tuple[Array, dict | None]:
+        """Run the layer on hidden states x [B, T, D]; return them with the layer's cache."""
         attended, cache = self._attend(x, inputs, rotation, mask, window, cache)
         x = self._add(x, attended, "attention")
         return self._add(x, self._gate(x), "mlp"), cache
 
     def _gate(self, x: Array) -> Array:
-        """Activation of the gate projection of x, times its up projection."""
+        """Return activation(gate projection of x) * (up projection of x)."""
         activation, norm = ACTIVATIONS[self.config.activation], self._norm("mlp_norm")
         if not self.config.mlp_bias:
             return self._product(x, self.gate_up, norm=norm, activation=activation)
-        # The product adds a residual behind the activation, and a bias belongs before it.
+        # `linear` adds its residual after the activation, but a bias comes before it.
         gate, up = jnp.split(
             self._product(x, self.gate_up, norm=norm, residual=self.gate_up_bias[...][None, None]), 2, axis=-1
         )
@@ -125,7 +133,7 @@ class Layer(nnx.Module):
         return norm_of(getattr(self, name)[...], self.config)
 
     def _add(self, x: Array, y: Array, name: str) -> Array:
-        """x and what attention or MLP add to it: a product with y."""
+        """Return the residual connection x + output projection of y, for `name` "attention" or "mlp"."""
         weight = getattr(self, f"{name}_out")
         bias = getattr(self, f"{name}_out_bias", None)
         bias = None if bias is None else bias[...][None, None]
@@ -143,7 +151,7 @@ class Layer(nnx.Module):
         window: int | None,
         cache: dict | None,
     ) -> tuple[Array, dict | None]:
-        """What the heads attend to, side by side."""
+        """Return the concatenated outputs [B, T, heads * head size] of all heads, and the layer's cache."""
         config = self.config
         batch_size, num_tokens, _ = x.shape
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
@@ -163,14 +171,14 @@ class Layer(nnx.Module):
 
 
 def norm_of(scale: Array, config: DecoderConfig) -> Norm:
-    """What `rms_norm` takes of a norm's parameter [D]."""
+    """Return the scale [D] of a norm with its offset added, and epsilon, as `rms_norm` takes them."""
     if config.norm_offset:
         scale = scale.astype(jnp.float32) + config.norm_offset
     return scale, config.norm_eps
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head. Computes in the dtype of its parameters; logits are float32."""
+    """Embedding, layers, final norm and head. It computes in the dtype of its parameters; logits are float32."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
@@ -183,9 +191,18 @@ class Decoder(nnx.Module):
             self.head = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.hidden_size)))
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
-        """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
+        """Run the tokens of `inputs`.
+
+        Args:
+            inputs: tokens and positions [B, T]. Without a cache they are whole sequences from position 0, attended
+                causally.
+            cache: keys and values of each layer; None computes without a cache.
+
+        Returns:
+            Logits [B, T, V] float32 with the final hidden states [B, T, D] as features, and the new cache.
+        """
         config = self.config
-        # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
+        # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
             x = self.embedding[...][inputs.tokens]
@@ -196,7 +213,7 @@ class Decoder(nnx.Module):
                 window if window is not None and window < num_slots else None
                 for window in config.windows or (None,) * config.num_layers
             ]
-            masks = {  # None is causal
+            masks = {  # a mask of None is causal
                 window: None if cache is None and window is None else attention_mask(inputs, num_slots, window)
                 for window in dict.fromkeys(windows)
             }
@@ -217,15 +234,15 @@ class Decoder(nnx.Module):
 
 
 def init_params(config: DecoderConfig, seed: int) -> PyTree:
-    """Random float32 parameters: a nested dict with the names of `param_shapes`."""
+    """Return random float32 parameters, a nested dict with the names and shapes of `param_shapes`."""
     return network.init_params(Decoder, config, seed)
 
 
 def param_shapes(config: DecoderConfig) -> PyTree:
-    """A nested dict of `jax.ShapeDtypeStruct`: the parameters that a decoder of this config takes."""
+    """Return the names, shapes and dtypes of the parameters: a nested dict of `jax.ShapeDtypeStruct`."""
     return network.param_shapes(Decoder, config)
 
 
 def decoder_model(config: DecoderConfig, params: PyTree) -> Model:
-    """The `Model` of a decoder with these parameters; its cache has their dtype."""
+    """Return the `Model` of a decoder with these parameters; its cache has their dtype."""
     return network.network_model(Decoder, config, params)

@@ -1,10 +1,10 @@
-"""Checkpoints by their name on the Hugging Face Hub."""
+"""Find checkpoints by directory, or by name on the Hugging Face Hub."""
 
 import re
 from pathlib import Path
 
-NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")  # org/name, with a revision behind @
-FILES = (  # that specjax reads: no weights of other formats, and no second copy in another folder
+NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")  # org/name or org/name@revision
+FILES = (  # the files that specjax reads; weights in other formats or in subfolders are not fetched
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -25,14 +25,18 @@ FILES = (  # that specjax reads: no weights of other formats, and no second copy
 
 
 def find_checkpoint(argument: str, name: str | Path) -> Path:
-    """The directory of a checkpoint, fetched through huggingface_hub, with its cache, where it is named on the Hub.
+    """Return the directory of a checkpoint, after fetching it through huggingface_hub if `name` is no directory.
 
     Args:
-        argument: what the name was given as, for messages.
-        name: a directory, or "org/name" or "org/name@revision" where there is no such directory.
+        argument: name of the argument that `name` comes from, for messages.
+        name: a directory; if it does not exist, "org/name" or "org/name@revision" on the Hub.
+
+    Returns:
+        The directory given, or the one in the cache of huggingface_hub.
 
     Raises:
-        ValueError: it is neither, huggingface_hub is not installed, or it cannot fetch the checkpoint.
+        ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, or it cannot
+            fetch the checkpoint.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -52,6 +56,6 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
     repository, revision = match.groups()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # of the network, the Hub or the disk, of many types
+    except Exception as error:  # network, Hub and disk raise many types of errors
         reason = " ".join(str(error).split())
         raise ValueError(f"{message}, which is no directory and cannot be fetched: {reason}") from error

@@ -1,4 +1,7 @@
-"""A Flax NNX network as a `Model`: pure functions of its parameters, a nested dict, that compare by value."""
+"""Turn a Flax NNX network into a `Model`: pure functions of its parameters, a nested dict.
+
+The functions are frozen dataclasses that compare by value, so a model that is built again does not retrace.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +15,7 @@ from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
 
 class NetworkConfig(Protocol):
-    """What a config, a frozen dataclass, has whatever the network."""
+    """Fields that every network's config has; a config is a frozen dataclass."""
 
     vocab_size: int
     num_layers: int
@@ -26,36 +29,37 @@ Network = type[nnx.Module]  # a class: Network(config, rngs)(inputs, cache) -> (
 
 @cache
 def _abstract(network: Network, config: NetworkConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Return the graph of a network and its state of shapes, without allocating parameters."""
     return nnx.split(nnx.eval_shape(lambda: network(config, nnx.Rngs(0))))
 
 
 def init_params(network: Network, config: NetworkConfig, seed: int) -> PyTree:
-    """Random float32 parameters: a nested dict with the names of `param_shapes`."""
+    """Return random float32 parameters, a nested dict with the names and shapes of `param_shapes`."""
     return nnx.to_pure_dict(nnx.split(network(config, nnx.Rngs(seed)))[1])
 
 
 def param_shapes(network: Network, config: NetworkConfig) -> PyTree:
-    """A nested dict of `jax.ShapeDtypeStruct`: the parameters that a network of this config takes."""
+    """Return the names, shapes and dtypes of the parameters: a nested dict of `jax.ShapeDtypeStruct`."""
     return nnx.to_pure_dict(_abstract(network, config)[1])
 
 
 @dataclass(frozen=True)
 class Apply:
-    """`Model.apply` of a network; two of equal configs are equal, so a model built again does not retrace."""
+    """`Model.apply` for a network."""
 
     network: Network
     config: NetworkConfig
 
     def __call__(self, params: PyTree, inputs: ModelInput, cache: list | None) -> tuple[ModelOutput, list | None]:
         graph, state = _abstract(self.network, self.config)
-        state = jax.tree.map(lambda x: x, state)
+        state = jax.tree.map(lambda x: x, state)  # a copy: the cached state is shared by all calls
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)(inputs, cache)
 
 
 @dataclass(frozen=True)
 class InitCache:
-    """`Model.init_cache` of a network: per layer, keys and values [B, S, kv heads, head size] of zeros."""
+    """`Model.init_cache` for a network: for each layer, keys and values [B, S, kv heads, head size] of zeros."""
 
     config: NetworkConfig
     dtype: str
@@ -69,7 +73,13 @@ class InitCache:
 
 
 def network_model(network: Network, config: NetworkConfig, params: PyTree) -> Model:
-    """The `Model` of a network with these parameters, among them `embedding`; its cache has the dtype of that."""
+    """Return the `Model` of a network with these parameters.
+
+    Args:
+        network: class of the network.
+        config: its config.
+        params: its parameters. They include `embedding`, whose dtype the cache takes.
+    """
     return Model(
         params=params,
         apply=Apply(network, config),

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of the pairs of a head, how checkpoints scale them, and the rotation."""
+"""Rotary position embeddings (RoPE): the frequencies of a head, their scaling by checkpoints, and the rotation."""
 
 import math
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from specjax.types import Array
 
 
 class RopeScaling(Protocol):
-    """Changes the frequencies [D / 2] of the pairs; a frozen dataclass."""
+    """Function that changes the frequencies [D / 2] float32 of a head of D numbers; a frozen dataclass."""
 
     def __call__(self, frequency: Array) -> Array: ...
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions count as if divided by a factor."""
+    """Divide all frequencies by a factor, which has the effect of dividing the positions by it."""
 
     factor: float
 
@@ -27,10 +27,13 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Divides the low frequencies by a factor and keeps the high ones.
+    """Divide the low frequencies by a factor, keep the high ones, and interpolate linearly between them.
 
-    Low and high are those that turn less than `low` and more than `high` times in `original_length` positions; between
-    them, the result goes linearly from one to the other.
+    A frequency is low if it makes fewer than `low` turns in `original_length` positions, and high if it makes more than
+    `high`.
+
+    Raises:
+        ValueError: `low` is not below `high`.
     """
 
     factor: float
@@ -48,11 +51,18 @@ class Llama3Scaling:
         return frequency * (kept + (1 - kept) / self.factor)
 
 
-Rotation = tuple[Array, Array]  # cosine and sine [B, T, D / 2] of the angles of positions, float32
+Rotation = tuple[Array, Array]  # cosines and sines [B, T, D / 2] float32 of each position's angles
 
 
 def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | None = None) -> Rotation:
-    """That of heads of so many numbers at positions [B, T]."""
+    """Return the cosines and sines for heads of `size` numbers at positions [B, T] int32.
+
+    Args:
+        positions: [B, T] int32.
+        size: D, even.
+        theta: base of the frequencies: pair i of D / 2 turns by theta ** (-2 i / D) per position.
+        scaling: changes the frequencies; None keeps them.
+    """
     half = size // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
@@ -62,7 +72,7 @@ def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | N
 
 
 def rotate(x: Array, rotation: Rotation) -> Array:
-    """Turn the halves of each head of x [B, T, H, D] (RoPE)."""
+    """Rotate the pairs of numbers (i, i + D / 2) of each head of x [B, T, H, D] by their angles."""
     cos, sin = (part[:, :, None] for part in rotation)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

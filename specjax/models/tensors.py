@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, each read once, straight to its dtype and its devices."""
+"""Read the tensors of a checkpoint, each once, straight to its dtype and its devices."""
 
 import contextlib
 import fnmatch
@@ -15,76 +15,84 @@ from safetensors import SafetensorError, safe_open
 from specjax.models.config_file import read_json
 from specjax.types import Array
 
-CHUNK_BYTES = 8 << 20  # most that is copied from a file at once
-DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # of stored tensors: bytes of a number
+CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, counted as float32
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, with bytes per number
 
 
 class Tensors:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
+    """Give access to the tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
 
-    Nothing but the headers is read before a tensor is asked for; then its values go in chunks into the array that the
-    device takes (or, on a CPU, is), in the wanted dtype, and with a sharding only what a device holds is read for it.
-    A name may lack the prefix "model." in the files, as where a model was saved without its head.
+    Only the headers of the files are read at first. When a tensor is requested, its values are copied in chunks, in the
+    requested dtype, into the array that goes to the device; on a CPU that array is used as it is. With a sharding, only
+    the part that a device holds is read for it. Names in the files may lack the prefix "model.", as they do if a model
+    was saved without its head.
 
     Args:
-        directory: of the checkpoint.
-        dtype: of the arrays.
-        sharding: of the arrays; None is the default device.
+        directory: directory of the checkpoint.
+        dtype: dtype of the arrays.
+        sharding: sharding of the arrays; None is the default device.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is damaged.
+        ValueError: a file is damaged. The reading methods raise it for a tensor that is missing or has another shape
+            than the one requested, or a dtype that is not supported.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None):
         self._directory, self._dtype, self._sharding = directory, dtype, sharding
-        self._paths = {}  # name of a tensor: its file
-        self._unread = {}  # name of a tensor: its bytes
+        self._paths = {}  # maps the name of a tensor to its file
+        self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
         for path in _files(directory):
             with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118, it is no dict
+                for name in file.keys():  # noqa: SIM118, the file is not a dict
                     entry = file.get_slice(name)
                     self._paths[name] = path
                     self._unread[name] = math.prod(entry.get_shape()) * DTYPES.get(entry.get_dtype(), 1)
 
     @property
     def on_one_gpu(self) -> bool:
-        """Whether that is where the tensors go."""
+        """Whether the arrays are placed on exactly one GPU."""
         devices = jax.local_devices()[:1] if self._sharding is None else list(self._sharding.device_set)
         return len(devices) == 1 and devices[0].platform == "gpu"
 
     def table(self, name: str, rows: int, columns: int) -> Array:
-        """A matrix as it is stored: [rows, columns]."""
+        """Read a matrix [rows, columns] as it is stored."""
         return self._read({name: (rows, columns)})
 
     def vectors(self, sizes: dict[str, int]) -> Array:
-        """Vectors one behind the other, given their sizes by name."""
+        """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})
 
     def matrices(self, inputs: int, outputs: dict[str, int], *, transposed: bool = False) -> Array:
-        """Matrices side by side: [inputs, sum of outputs], or transposed, which is how they are stored."""
+        """Read matrices of one input and concatenate their outputs: [inputs, sum of outputs], or its transpose.
+
+        Args:
+            inputs: number of inputs of every matrix.
+            outputs: number of outputs of each matrix, by name.
+            transposed: whether to return [sum of outputs, inputs], which is the orientation in the files.
+        """
         return self._read({name: (size, inputs) for name, size in outputs.items()}, transpose=not transposed)
 
     def check_same(self, name: str, other: str, *shape: int) -> None:
-        """Raise ValueError where the files hold the tensor `name` and it differs from `other`."""
+        """Raise ValueError if the files hold the tensor `name` and it differs from the tensor `other`."""
         if name not in self._paths:
             return
         self._check(name, shape)
         for rows in _chunks(0, shape[0], shape):
-            if not np.array_equal(self._cut(name, rows), self._cut(other, rows)):
+            if not np.array_equal(self._read_slice(name, rows), self._read_slice(other, rows)):
                 raise ValueError(f"tensor {name} in {self._paths[name]} must equal {other}, which it is tied to")
-        self._take(name)
+        self._mark_read(name)
 
     def check_all_read(self, *ignored: str) -> None:
-        """Raise ValueError for a tensor that nothing has read, unless its name matches a pattern of `ignored`."""
+        """Raise ValueError for a tensor that has not been read, unless its name matches a pattern in `ignored`."""
         for name in self._unread:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
-                raise ValueError(f"tensor {name} in {self._paths[name]} is none that a model of this config has")
+                raise ValueError(f"tensor {name} in {self._paths[name]} does not belong to a model of this config")
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
-        """Show a progress bar on standard error while reading, if that is a terminal and rich is installed."""
+        """Show a progress bar on standard error while reading, if it is a terminal and rich is installed."""
         if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
             yield
             return
@@ -98,16 +106,17 @@ class Tensors:
             yield
 
     def _find(self, name: str) -> str:
-        """The name that the files have for a tensor."""
+        """Return the name of a tensor in the files."""
         for candidate in (name, name.removeprefix("model.")):
             if candidate in self._paths:
                 return candidate
         raise ValueError(f"tensor {name} is missing from {self._directory}")
 
-    def _take(self, name: str) -> None:
+    def _mark_read(self, name: str) -> None:
         self._advance(self._unread.pop(self._find(name), 0))
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the stored tensor has this shape and a supported dtype."""
         path = self._paths[self._find(name)]
         with _open(path) as file:
             entry = file.get_slice(self._find(name))
@@ -117,21 +126,24 @@ class Tensors:
         if dtype not in DTYPES:
             raise ValueError(f"tensor {name} in {path} must be of type F32, BF16 or F16, got {dtype}")
 
-    def _cut(self, name: str, index: slice | tuple[slice, ...]) -> np.ndarray:
-        """A part of a stored tensor. The file is mapped no longer than this, so that its pages add to nothing."""
+    def _read_slice(self, name: str, index: slice | tuple[slice, ...]) -> np.ndarray:
+        """Return a slice of a stored tensor.
+
+        The file is opened for this call alone, so that its mapped pages do not add up in memory.
+        """
         name = self._find(name)
         with _open(self._paths[name]) as file:
             return file.get_slice(name)[index]
 
     def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Array:
-        """Tensors one below the other along their first axis, and then transposed if asked for."""
+        """Concatenate tensors along their first axis, and transpose the result if `transpose` is true."""
         for name, shape in shapes.items():
             self._check(name, shape)
         whole = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
         if transpose:
             whole = whole[::-1]
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def read_part(index: tuple[slice, ...]) -> np.ndarray:
             bounds = [axis.indices(size)[:2] for axis, size in zip(index, whole, strict=True)]
             result = _aligned_empty([stop - start for start, stop in bounds], self._dtype)
             if transpose:
@@ -141,33 +153,33 @@ class Tensors:
             return result
 
         if self._sharding is None:
-            array = jax.device_put(part((slice(None),) * len(whole)))
+            array = jax.device_put(read_part((slice(None),) * len(whole)))
         else:
-            array = jax.make_array_from_callback(whole, self._sharding, part)
-        array.block_until_ready()  # so that the host holds one array at a time
+            array = jax.make_array_from_callback(whole, self._sharding, read_part)
+        array.block_until_ready()  # the host then holds one array at a time
         for name in shapes:
-            self._take(name)
+            self._mark_read(name)
         return array
 
     def _fill(self, out: np.ndarray, bounds: list[tuple[int, int]], shapes: dict[str, tuple[int, ...]]) -> None:
-        """Write the tensors, one below the other, to `out`, which is what the bounds cut out of them."""
+        """Write to `out` the part within `bounds` of the tensors concatenated along their first axis."""
         (first, last), *rest = bounds
         columns = tuple(slice(*bound) for bound in rest)
-        offset = 0  # of the tensor
+        offset = 0  # row of the concatenation where the tensor begins
         for name, shape in shapes.items():
             for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), shape):
-                out[rows.start + offset - first : rows.stop + offset - first] = self._cut(name, (rows, *columns))
+                out[rows.start + offset - first : rows.stop + offset - first] = self._read_slice(name, (rows, *columns))
             offset += shape[0]
 
 
 def _chunks(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[slice]:
-    """The rows from begin to end of a tensor, a few at a time."""
+    """Return the rows [begin, end) of a tensor as slices of at most CHUNK_BYTES each, but at least one row."""
     step = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
     return (slice(row, min(row + step, end)) for row in range(begin, end, step))
 
 
 def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Memory that starts where the CPU backend of JAX wants it, which then takes it as it is, without a copy."""
+    """Return an uninitialised array whose memory is aligned to 64 bytes, which JAX on a CPU uses without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -176,6 +188,7 @@ def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file; turn errors of the format into ValueError."""
     try:
         with safe_open(path, framework="numpy") as file:
             yield file
@@ -184,6 +197,7 @@ def _open(path: Path) -> Iterator[safe_open]:
 
 
 def _files(directory: Path) -> list[Path]:
+    """Return model.safetensors, or the shards that the index names."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():
         return [directory / "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Whether target and draft have one vocabulary, and models whose logits have its size."""
+"""Check that target and draft share a vocabulary, and resize the logits of a model to a vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_same_vocabulary(target: "Tokenizer", draft: "Tokenizer") -> None:
-    """Raise ValueError where two tokenizers do not give every id the same token."""
+    """Raise ValueError unless two tokenizers give every token the same id."""
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     if target_ids == draft_ids:
         return
@@ -26,7 +26,7 @@ def check_same_vocabulary(target: "Tokenizer", draft: "Tokenizer") -> None:
 
 @dataclass(frozen=True)
 class ResizedApply:
-    """`Model.apply` with the logits cut, or filled up with -inf, to a number of tokens."""
+    """`Model.apply` whose logits are cut, or padded with -inf, to `vocab_size` tokens."""
 
     apply: Callable
     vocab_size: int
@@ -40,5 +40,10 @@ class ResizedApply:
 
 
 def resize_vocabulary(model: Model, vocab_size: int) -> Model:
-    """The model with logits of so many tokens: for a pair whose embeddings are padded to different sizes."""
+    """Return the model with logits for `vocab_size` tokens, for a pair whose embeddings are padded differently.
+
+    Args:
+        model: model with any vocabulary size.
+        vocab_size: the new size; logits beyond it are dropped, and missing logits are -inf.
+    """
     return replace(model, apply=ResizedApply(model.apply, vocab_size), vocab_size=vocab_size)

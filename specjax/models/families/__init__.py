@@ -1,7 +1,8 @@
-"""The families of checkpoints, one file each: a function from config.json and the tensors to a `Model`.
+"""The families of checkpoints, one file each, with a function `build(config, tensors)` that returns a `Model`.
 
-A new one is a file with `build`, an import and an entry here, and a config in tests/families.py. Between the fields and
-the tensors `build` calls `config.check_computation()`, which refuses fields that the family should have read.
+A new family is a file with `build`, an import and an entry here, and a config in tests/families.py. After reading the
+fields and before reading the tensors, `build` calls `config.check_computation()`, which refuses fields of config.json
+that change the computation and that the family has not read. Errors are ValueErrors that name the field or tensor.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from specjax.models.families import gemma, gemma2, llama, mistral, opt, qwen2, q
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
-BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # by model_type in config.json
+BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
     "gemma": gemma.build,
     "gemma2": gemma2.build,
     "llama": llama.build,

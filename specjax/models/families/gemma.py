@@ -1,4 +1,4 @@
-"""Gemma: Llama with a scaled embedding, norms around 1 + scale, and GELU."""
+"""Gemma: changes Llama by scaled embeddings, norms with scale 1 + weight, a GELU gate, and tied embeddings."""
 
 from typing import Any
 
@@ -9,12 +9,13 @@ from specjax.types import Model
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Gemma checkpoint."""
     return decoder(config, tensors)
 
 
 def decoder(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
-    """A model with what Gemma and Gemma 2 share."""
-    for name in ("hidden_act", "hidden_activation"):  # the first releases say gelu and mean its tanh approximation
+    """Build a model with everything that Gemma and Gemma 2 share; `options` are further options of `llama.decoder`."""
+    for name in ("hidden_act", "hidden_activation"):  # early checkpoints say gelu for its tanh approximation
         config.choice(name, ("gelu", "gelu_pytorch_tanh"), default="gelu_pytorch_tanh")
     config.only("attention_bias", False)
     config.only("use_bidirectional_attention", False)

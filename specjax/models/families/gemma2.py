@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms behind attention and MLP too, soft caps, and a window in every other layer."""
+"""Gemma 2: changes Gemma by norms after attention and MLP too, soft caps, and a window in every other layer."""
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import gemma, llama
@@ -14,6 +14,7 @@ NORMS = {
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Gemma 2 checkpoint."""
     return gemma.decoder(
         config,
         tensors,

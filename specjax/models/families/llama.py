@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x; and what the families that vary it share with it."""
+"""Llama 2, 3 and 3.x, and the parts that the families which vary Llama share with it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +15,7 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Llama checkpoint."""
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
     return decoder(
@@ -31,18 +32,21 @@ def decoder(
     norms: dict[str, str] = NORMS,
     **options: Any,
 ) -> Model:
-    """A model of the Llama class.
+    """Build the model of a checkpoint whose network is a `Decoder`.
 
     Args:
-        config: with the names of Llama's fields.
-        tensors: with the names of Llama's tensors.
-        head_size: where config.json has no head_dim; None is hidden_size / num_attention_heads.
-        tie_embeddings: where config.json does not tell.
-        norms: of a layer, each parameter with its tensor.
-        options: other fields of DecoderConfig.
+        config: config.json, with the field names of Llama.
+        tensors: tensors, with the names of Llama.
+        head_size: default of the field head_dim; None is hidden_size / num_attention_heads.
+        tie_embeddings: default of the field tie_word_embeddings.
+        norms: maps each norm's parameter in `decoder.Layer` to the name of its tensor in a layer.
+        options: further fields of `DecoderConfig`.
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: a field or tensor is missing, has a wrong value or shape, or is not supported.
     """
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     if "head_dim" not in config and head_size is None:
@@ -77,7 +81,15 @@ def decoder(
 
 
 def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
-    """The window of each layer: sliding_window where `layer_types`, or in its absence `slides(layer)`, says so."""
+    """Return the window of each layer: sliding_window or None.
+
+    Args:
+        config: config.json. Its field layer_types, if present, says which layers have the window.
+        slides: says it in the absence of that field, given the index of a layer.
+
+    Returns:
+        One window for each layer; None if sliding_window is null.
+    """
     window = config.size("sliding_window", config.unless_null("sliding_window", 4096))
     if window is None:
         return None
@@ -94,7 +106,7 @@ def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | No
 
 
 def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
-    """The base of the rotary frequencies and their scaling, in the fields of transformers 4 or 5."""
+    """Return the base of the rotary frequencies and their scaling, from the fields of transformers 4 or 5."""
     rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     for place in (config, rope):
         place.only("partial_rotary_factor", 1.0)
@@ -104,12 +116,13 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
     )
     rope.only("type", kind)  # some checkpoints have both fields
     scaling = _scaling(config, rope, kind)
-    rope.ignore("original_max_position_embeddings")  # where it is not read
+    rope.ignore("original_max_position_embeddings")  # only the kind "llama3" uses it
     rope.check_all_read()
     return theta, scaling
 
 
 def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | None:
+    """Return the scaling of this kind with its fields in `rope`."""
     if kind == "default":
         return None
     factor = rope.number("factor")
@@ -123,7 +136,7 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | N
 
 
 def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
-    """The parameters as the decoder holds them: the matrices of one input side by side."""
+    """Read the parameters as `Decoder` holds them, with projections of one input concatenated."""
     hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
     query, key_value = config.num_heads * size, config.num_kv_heads * size
     matrices = partial(tensors.matrices, transposed=config.transposed)
@@ -159,5 +172,5 @@ def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> P
         tensors.check_same("lm_head.weight", *embedding)
     else:
         params["head"] = tensors.table("lm_head.weight", config.vocab_size, hidden)
-    tensors.check_all_read("*.rotary_emb.inv_freq")  # constants, which old checkpoints store
+    tensors.check_all_read("*.rotary_emb.inv_freq")  # old checkpoints store these constants
     return params

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window of attention."""
+"""Mistral: changes Llama by a sliding window of attention in all layers."""
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama
@@ -7,5 +7,6 @@ from specjax.types import Model
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Mistral checkpoint."""
     config.only("hidden_act", "silu")
     return llama.decoder(config, tensors, windows=llama.windows(config, lambda layer: True))

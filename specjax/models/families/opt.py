@@ -1,4 +1,7 @@
-"""OPT: LayerNorm before or behind attention and MLP, learned positions, biases everywhere, ReLU."""
+"""OPT: a network of its own with LayerNorm, learned positions, biases everywhere, and a ReLU MLP.
+
+Its norms stand before attention and MLP, or after them in some sizes.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +17,7 @@ from specjax.models.network import network_model
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
-POSITION_OFFSET = 2  # the row of position 0
+POSITION_OFFSET = 2  # row of position 0 in the position embedding
 NORM_EPS = 1e-5
 
 
@@ -23,14 +26,14 @@ class OPTConfig:
     """Sizes and options of an OPT decoder. `hidden_size` must be a multiple of `num_heads`."""
 
     vocab_size: int
-    embedding_size: int  # where it is not hidden_size, projections stand between
+    embedding_size: int  # size of the embeddings; if it differs from hidden_size, projections convert between them
     hidden_size: int
     num_layers: int
     num_heads: int
     mlp_size: int
     max_length: int
-    norm_first: bool = True  # before attention and MLP, not behind
-    final_norm: bool = True
+    norm_first: bool = True  # whether norms stand before attention and MLP, rather than after
+    final_norm: bool = True  # whether a norm follows the last layer
 
     @property
     def num_kv_heads(self) -> int:
@@ -42,7 +45,7 @@ class OPTConfig:
 
 
 class Affine(nnx.Module):
-    """x [B, T, in] @ weight + bias."""
+    """Affine map: x [B, T, in] @ weight [in, out] + bias [out]."""
 
     def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs):
         self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (inputs, outputs)))
@@ -53,7 +56,7 @@ class Affine(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """x [B, T, D] to zero mean and unit variance over its last axis, in float32, then scaled and shifted."""
+    """Normalise x [B, T, D] to zero mean and unit variance over its last axis in float32, then scale and shift it."""
 
     def __init__(self, size: int):
         self.scale = nnx.Param(jnp.ones((size,)))
@@ -67,7 +70,7 @@ class LayerNorm(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each with a norm and added to the stream."""
+    """Attention and MLP, each with a norm and a residual connection."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -77,6 +80,7 @@ class Layer(nnx.Module):
         self.mlp_in, self.mlp_out = Affine(hidden, config.mlp_size, rngs), Affine(config.mlp_size, hidden, rngs)
 
     def __call__(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
+        """Run the layer on hidden states x [B, T, D]; return them with the layer's cache."""
         config = self.config
         batch_size, num_tokens, _ = x.shape
         qkv = self.qkv(self.attention_norm(x) if config.norm_first else x)
@@ -97,7 +101,7 @@ class Layer(nnx.Module):
 
 
 class OPT(nnx.Module):
-    """Embeddings, layers and the tied head. Computes in the dtype of its parameters; logits are float32."""
+    """Embeddings, layers and the tied head. It computes in the dtype of its parameters; logits are float32."""
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -112,9 +116,9 @@ class OPT(nnx.Module):
             self.project_out = nnx.Param(init((config.hidden_size, config.embedding_size)))
 
     def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
-        """Run the tokens of `inputs`. Without a cache they are whole sequences from position 0, attended causally."""
+        """Run the tokens of `inputs`, as `decoder.Decoder` does."""
         config = self.config
-        # float32 means float32: without this a GPU multiplies in TF32, and one token and K+1 tokens differ by 1e-3.
+        # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
             x = self.embedding[...][inputs.tokens]
@@ -134,6 +138,7 @@ class OPT(nnx.Module):
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of an OPT checkpoint."""
     config.only("activation_function", "relu")
     for name in ("enable_bias", "layer_norm_elementwise_affine", "tie_word_embeddings"):
         config.only(name, True)
@@ -159,6 +164,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
 
 
 def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
+    """Read the parameters as `OPT` holds them."""
     hidden, mlp = config.hidden_size, config.mlp_size
 
     def affine(inputs: int, outputs: dict[str, int]) -> dict[str, Array]:

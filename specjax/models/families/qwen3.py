@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of the query and key heads."""
+"""Qwen3: changes Llama by an RMSNorm of each query and key head, and optional windows as in Qwen2."""
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama, qwen2
@@ -7,6 +7,7 @@ from specjax.types import Model
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Qwen3 checkpoint."""
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
     return llama.decoder(

@@ -1,4 +1,4 @@
-"""Token ids to text: a token at a time, in whole characters, up to a stop string."""
+"""Turn the token ids of a sequence into text as they come, in whole characters and up to a stop string."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,40 +10,51 @@ from specjax.sampling import SamplingParams
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LEFT_CONTEXT = 5  # prompt tokens that the first tokens are decoded with: some tokenizers drop a leading space
-INCOMPLETE = "\ufffd"  # what a tokenizer makes of half a character
+LEFT_CONTEXT = 5  # number of last prompt tokens decoded before the first output: some tokenizers drop a leading space
+INCOMPLETE = "\ufffd"  # a tokenizer decodes part of a character to this
 
 
-class Output:
-    """The output of one sequence, grown a token at a time.
+class Detokenizer:
+    """Hold the output of one sequence, its token ids and their text, and extend it token by token.
 
-    Text is made of whole characters: the last tokens may not have any yet. It is certain up to where a stop string may
-    begin.
+    Text grows by whole characters, so the last tokens may have no text yet. Text is certain once no stop string that is
+    completed later can cut it.
+
+    Args:
+        tokenizer: tokenizer of the target.
+        prompt: token ids of the prompt; the last few are context for the first tokens.
+        params: parameters of the request.
+
+    Attributes:
+        token_ids: token ids so far, cut at the token that completes a stop string.
+        num_certain: number of tokens whose text is certain.
+        finish_reason: "stop" or "length"; None while the output grows.
+        stop_reason: the stop string or stop token id that ended the output, or None.
     """
 
     def __init__(self, tokenizer: "Tokenizer", prompt: list[int], params: SamplingParams):
         self.params = params
         self.token_ids = []
-        self.num_certain = 0  # tokens
+        self.num_certain = 0
         self.finish_reason = None
         self.stop_reason = None
         self._text = ""
-        self._ends = [0]  # length of the text after so many tokens, as far as they have their text
-        self._certain = 0  # length of the text that no stop string to come can cut
+        self._ends = [0]  # _ends[i] is the length of the text after i tokens; absent while a character is incomplete
+        self._certain = 0  # length of the certain text
         self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-        self._window = prompt[-LEFT_CONTEXT:]  # the tokens that got their text last, and those without
-        self._known = self._decode(self._window)  # text of the former
-        self._apart = {}  # text of the special tokens that spaces are set around
+        self._window = prompt[-LEFT_CONTEXT:]  # the tokens that received text last, then the tokens without text
+        self._known = self._decode(self._window)  # text of the first part of the window
+        self._set_apart = {}  # id and text of the special tokens that get a space on each side
         if params.spaces_between_special_tokens and not params.skip_special_tokens:
             added = tokenizer.get_added_tokens_decoder()
-            self._apart = {id: token.content for id, token in added.items() if token.special and token.content}
+            self._set_apart = {id: token.content for id, token in added.items() if token.special and token.content}
 
     def text(self, start: int, stop: int) -> str:
-        """The text of the tokens start to stop."""
+        """Return the text of the tokens [start, stop)."""
         return self._text[self._ends[start] : self._ends[stop]]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens, up to the one that completes a stop string, which ends the output."""
+        """Add tokens until one of them completes a stop string, which ends the output."""
         for token in tokens:
             self.token_ids.append(token)
             if not self.params.detokenize:
@@ -53,15 +64,20 @@ class Output:
             self._window.append(token)
             text = self._decode(self._window)
             if len(text) > len(self._known) and not text.endswith(INCOMPLETE):
-                self._settle(text)
+                self._assign_text(text)
             if self.finish_reason is not None:
                 return
 
     def finish(self, is_stop: bool, eos_token_ids: Sequence[int]) -> None:
-        """End the output: by a stop token, its last one, or by length."""
+        """End the output.
+
+        Args:
+            is_stop: whether the last token is a stop token; otherwise the output ends by its length.
+            eos_token_ids: ids of the end-of-sequence tokens, which give no `stop_reason`.
+        """
         last = self.token_ids[-1]
         if len(self._ends) <= len(self.token_ids):
-            self._settle(self._decode(self._window))
+            self._assign_text(self._decode(self._window))
         if self.finish_reason is not None:
             return
         if is_stop:
@@ -73,11 +89,11 @@ class Output:
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason, self.num_certain = finish_reason, stop_reason, len(self.token_ids)
 
-    def _settle(self, text: str) -> None:
-        """Give the tokens without text theirs, that of the window being `text`, and look for stop strings in it."""
+    def _assign_text(self, text: str) -> None:
+        """Assign text to the tokens that have none, where the window decodes to `text`, and look for stop strings."""
         num_new = len(self.token_ids) - len(self._ends) + 1
         self._ends += [len(self._text)] * num_new
-        self._text += self._spaced(text[len(self._known) :])
+        self._text += self._add_spaces(text[len(self._known) :])
         self._ends[-1] = len(self._text)
         self._window = self._window[-num_new:]
         self._known = self._decode(self._window)
@@ -93,17 +109,17 @@ class Output:
         if self.params.include_stop_str_in_output:
             self.num_certain = len(self.token_ids)
             return
-        covering = bisect_left(self._ends, self._certain)  # the tokens that a cut there would keep
-        self.num_certain = covering - (self._ends[covering] > self._certain)  # without one that it would cut in two
+        covering = bisect_left(self._ends, self._certain)  # number of tokens that cover the certain text
+        self.num_certain = covering - (self._ends[covering] > self._certain)  # the last may be certain only in part
 
-    def _spaced(self, piece: str) -> str:
-        """The next piece of text, with a space on each side of a special token that it ends with or follows."""
-        if not self._apart or not piece:
+    def _add_spaces(self, piece: str) -> str:
+        """Return the next piece of text with spaces around the special token that it ends with or follows."""
+        if not self._set_apart or not piece:
             return piece
-        content = self._apart.get(self.token_ids[-1], "")
+        content = self._set_apart.get(self.token_ids[-1], "")
         ends_special = bool(content) and piece.endswith(content)
         head = piece.removesuffix(content) if ends_special else piece
-        follows_special = self._text.endswith(tuple(self._apart.values()))
+        follows_special = self._text.endswith(tuple(self._set_apart.values()))
         if head and follows_special and not head[0].isspace():
             head = " " + head
         before = self._text + head
@@ -111,7 +127,7 @@ class Output:
         return head + gap + (content if ends_special else "")
 
     def _cut(self, start: int, stop: str) -> None:
-        """Keep the text before the stop string at `start`, or up to its end, and the tokens that it takes."""
+        """Cut the output at the stop string that begins at `start`; params say whether the stop string stays."""
         length = start + len(stop) if self.params.include_stop_str_in_output else start
         num_tokens = bisect_left(self._ends, length)
         self.token_ids = self.token_ids[:num_tokens]
