@@ -192,22 +192,22 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
-    is_greedy = False
-    if temperature is not None:
-        values = np.asarray(temperature)
-        is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
-        if not is_number or not np.all((values >= 0) & np.isfinite(values)):
-            raise ValueError(
-                f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}"
-            )
-        is_greedy = not values.any()
-        temperature = None if is_greedy else jnp.asarray(values, jnp.float32)
+    values = None if temperature is None else _checked_temperature(temperature)
+    is_greedy = values is not None and not values.any()
     return DraftModel(
         model,
         num_draft_tokens,
         max_length,
-        temperature,
-        is_greedy,
-        speculate_below,
+        temperature=None if values is None or is_greedy else jnp.asarray(values, jnp.float32),
+        is_greedy=is_greedy,
+        speculate_below=speculate_below,
         may_pause=speculate_below is not None,
     )
+
+
+def _checked_temperature(temperature: float | Array) -> np.ndarray:
+    values = np.asarray(temperature)
+    is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
+    if not is_number or not np.all((values >= 0) & np.isfinite(values)):
+        raise ValueError(f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}")
+    return values
