@@ -1,4 +1,4 @@
-"""Functions with bound options as arguments of jit."""
+"""Verifiers and scorers, with options bound to them, as arguments of `jax.jit`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jax.tree_util import Partial
 
 @dataclass(frozen=True)
 class _WithKeywords:
-    """A function with keywords bound; jit takes two with equal functions and keywords for one."""
+    """A function with keywords bound to it. It compares by value, so jit does not trace an equal one again."""
 
     function: Callable
     keywords: tuple[tuple[str, Any], ...]
@@ -19,16 +19,16 @@ class _WithKeywords:
 
 
 def as_pytree(function: Callable) -> Partial:
-    """Return a function as a pytree, which jit takes as an argument.
+    """Return a function as a pytree, which a jitted function takes as an argument.
 
-    Numbers and arrays that are bound by `jax.tree_util.Partial` are its leaves, so a new value does not compile anew.
-    True, False, None and strings become a part of the function.
+    Numbers and arrays that `jax.tree_util.Partial` has bound to the function are leaves of the pytree, so another value
+    does not compile again. Bound values of True, False, None and strings are static.
 
     Args:
-        function: a function, or a `jax.tree_util.Partial` of one.
+        function: a function, or a `jax.tree_util.Partial` of a function.
 
     Raises:
-        ValueError: it is no function.
+        ValueError: `function` cannot be called.
     """
     if not callable(function):
         raise ValueError(f"verifier and scorer must be functions, got {function!r}")

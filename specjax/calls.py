@@ -1,4 +1,4 @@
-"""One call of a model, with what it returns checked against the contract of `Model`."""
+"""Calls of a model, whose results are checked against the contract of `Model`."""
 
 from typing import Any
 
@@ -6,23 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
-from specjax.verifiers import core as common
+from specjax.verifiers.core import check_array
 
 
 def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
     """Call a model on query tokens.
 
     Args:
-        model: whose `apply` is called.
-        inputs: the query tokens.
-        cache: of the model, for this batch.
+        model: the model whose `apply` is called.
+        inputs: the query tokens, [B, T].
+        cache: the model's cache for this batch.
 
     Returns:
         The output and the new cache, as `apply` returns them.
 
     Raises:
-        ValueError: `apply` returns something else than (ModelOutput, cache), logits that are not [B, T, V] floats, or a
-            cache of another form than it was given. The forms are known when the call is traced.
+        ValueError: `apply` does not return (ModelOutput, cache), its logits are not floating numbers [B, T, V], or its
+            cache has not the structure, dtypes and shapes of the one it was given. The error comes when the call is
+            traced.
     """
     result = model.apply(model.params, inputs, cache)
     check_result(model, inputs, cache, result)
@@ -30,7 +31,7 @@ def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, P
 
 
 def check_result(model: Model, inputs: ModelInput, cache: PyTree, result: Any) -> None:
-    """Raise ValueError unless `result` has the form of what `apply` must return, given these inputs and this cache."""
+    """Raise ValueError unless `result` has the structure, dtypes and shapes that `apply` must return."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], ModelOutput)):
         raise ValueError(
             f"apply must return (ModelOutput, cache), got {_describe(result)}: wrap the logits, "
@@ -38,7 +39,7 @@ def check_result(model: Model, inputs: ModelInput, cache: PyTree, result: Any) -
         )
     output, new_cache = result
     shape = (*inputs.tokens.shape, model.vocab_size)
-    common.check_array("the logits that apply returns", output.logits, "[B, T, V]", shape, jnp.floating)
+    check_array("the logits that apply returns", output.logits, "[B, T, V]", shape, jnp.floating)
     if jax.tree.structure(new_cache) != jax.tree.structure(cache):
         raise ValueError(
             f"apply must return a cache of the structure that it was given, {jax.tree.structure(cache)}, got "

@@ -1,4 +1,4 @@
-"""The decoding loop: prefill, then steps of propose, score, verify and commit, all on the device."""
+"""The decoding loop: prefill, then steps that propose, score, verify and commit tokens, all on the device."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from specjax import keys as streams
 from specjax import log_probs, metrics, proposers, scorers, verifiers
 from specjax.binding import as_pytree
+from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
 from specjax.prompts import feed
 from specjax.sampling import Sampling, guided, num_generated, process
@@ -29,28 +29,28 @@ from specjax.types import (
     is_integer,
 )
 
-RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # State.finished
+RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # values of State.finished
 
 
 class State(NamedTuple):
-    """Everything that the next step needs, without any weights."""
+    """Everything that the next step needs, except the weights."""
 
     context: Context
     cache: PyTree  # the target's cache
     proposer: PyTree  # the proposer's state
     sampling: Sampling
-    keys: Array  # [B] typed keys, one a request
-    finished: Array  # [B] int32: RUNNING, or the reason why the row has ended
+    keys: Array  # [B] typed keys, one for each request
+    finished: Array  # [B] int32, RUNNING or the reason why the row has ended
     totals: metrics.Totals
-    log_probs: LogProbs | None = None  # fields [B, L], slot i for token i of the sequence; None if not asked for
+    log_probs: LogProbs | None = None  # fields [B, L, ...], slot i for token i of the sequence; None if not asked for
 
 
 class Info(NamedTuple):
     """The outcome of one step."""
 
     tokens: Array  # [B, K+1] int32, the committed tokens, then -1
-    num_drafts: Array  # [B] int32, draft tokens of the row
-    num_accepted: Array  # [B] int32; the token at this index is the bonus if this equals num_drafts, else recovered
+    num_drafts: Array  # [B] int32, number of draft tokens of the row
+    num_accepted: Array  # [B] int32; at this index stands the recovered token, or the bonus token after all drafts
 
 
 def prefill(
@@ -66,52 +66,47 @@ def prefill(
     num_logprobs: int | None = None,
     prompt_logprobs: bool = False,
 ) -> State:
-    """Feed the prompts to target and proposer.
+    """Feed the prompts to the target and the proposer, and return the state before the first step.
 
-    Log-probabilities of generated tokens are those of the distribution that each token is drawn from, after penalties,
-    masks, temperature and cut; greedy rows report this distribution at temperature 1. Log-probabilities of the prompt
-    are the model's own, without any of these.
+    The log-probabilities of a generated token come from the distribution that the token is drawn from, after penalties,
+    masks, temperature and cut; for greedy rows, from this distribution at temperature 1. Those of a prompt token come
+    from the model's logits as they are.
 
     Args:
         model: the target.
-        proposer: None is plain decoding.
+        proposer: the proposer; None is plain decoding.
         prompts: [B, P] int32, right-padded.
         lengths: [B] int32, each >= 1.
-        sampling: of the batch (`sampling.batch`).
-        keys: one key a request [B], or one for all [].
-        max_length: size of the token buffer, prompt and output.
-        rows: [B] int32, the prompt of each row, where rows share prompts: these are fed once, prompts and lengths have
-            a size of their own, and B is that of sampling. None: one prompt a row.
+        sampling: the sampling parameters of the batch, as `sampling.batch` returns them.
+        keys: typed threefry keys, one for each request [B] or one for the batch [].
+        max_length: L, the size of the token buffer, which holds prompt and output.
+        rows: [B] int32, the index of each row's prompt. Rows may share a prompt, which is then fed once; `prompts` and
+            `lengths` then have the number of prompts in place of B. None: row b has prompt b.
         num_logprobs: how many of the most likely tokens `State.log_probs` lists beside the chosen one, static; None
             collects no log-probabilities.
-        prompt_logprobs: collect them for the prompt too, static.
+        prompt_logprobs: whether to collect log-probabilities for the prompt too, static.
 
     Returns:
-        State. The last prompt token is fed by the first step.
+        State. The first step feeds the last prompt token.
 
     Raises:
-        ValueError: for wrong shapes, a buffer smaller than the prompts or larger than the model's limit; and, outside
-            jit, for lengths, token ids or rows out of range.
+        ValueError: an argument has a wrong shape or dtype, or the buffer is smaller than the prompts or larger than the
+            model's limit. Outside jit also: a length, token id or row is out of range.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
-    keys = _request_keys(keys, batch_size)
+    keys = of_requests(keys, batch_size)
     proposer = proposer or proposers.none()
-    num_prompts, width = prompts.shape
 
     lengths = jnp.array(lengths, jnp.int32)
-    prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(num_prompts, bool), lengths)
-    buffer = None if num_logprobs is None else log_probs.zeros(num_prompts, max_length, num_logprobs)
-    cache, filled = feed(model, prompt, model.init_cache(num_prompts, max_length), buffer if prompt_logprobs else None)
-    proposer_state = proposer.prefill(prompt, None, proposer.init(num_prompts, max_length))
-    tokens = jnp.zeros((num_prompts, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
-    fed = tokens, lengths, cache, proposer_state, filled if prompt_logprobs else buffer
+    prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(len(prompts), bool), lengths)
+    fed = _feed_prompts(model, proposer, prompt, max_length, num_logprobs, prompt_logprobs)
     if rows is not None:
         fed = jax.tree.map(lambda x: x[jnp.asarray(rows)], fed)
     tokens, lengths, cache, proposer_state, buffer = fed
     full = lengths >= max_length
     guided_state = None if sampling.guide is None else jnp.copy(sampling.guide.initial)
-    return State(  # no array twice: the state is donated
+    return State(  # the state is donated, so no array may stand in it twice
         context=Context(tokens, lengths, ~full, jnp.copy(lengths), guided_state),
         cache=cache,
         proposer=proposer_state,
@@ -121,6 +116,23 @@ def prefill(
         totals=metrics.zeros(batch_size, proposer.num_draft_tokens),
         log_probs=buffer,
     )
+
+
+def _feed_prompts(
+    model: Model,
+    proposer: Proposer,
+    prompt: Context,
+    max_length: int,
+    num_logprobs: int | None,
+    prompt_logprobs: bool,
+) -> tuple[Array, Array, PyTree, PyTree, LogProbs | None]:
+    """Return the token buffer [N, L], lengths, cache, proposer's state and log-probabilities of N prompts."""
+    num_prompts, width = prompt.tokens.shape
+    buffer = None if num_logprobs is None else log_probs.zeros(num_prompts, max_length, num_logprobs)
+    cache, filled = feed(model, prompt, model.init_cache(num_prompts, max_length), buffer if prompt_logprobs else None)
+    proposer_state = proposer.prefill(prompt, None, proposer.init(num_prompts, max_length))
+    tokens = jnp.zeros((num_prompts, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
+    return tokens, prompt.length, cache, proposer_state, filled if prompt_logprobs else buffer
 
 
 def _check_request(
@@ -133,7 +145,7 @@ def _check_request(
     num_logprobs: int | None,
     prompt_logprobs: bool,
 ) -> int:
-    """The number of rows B that the arguments of `prefill` are for; ValueError where they do not fit."""
+    """Return the number of rows B that the arguments of `prefill` describe; raise ValueError where they disagree."""
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
         raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
     num_prompts, width = prompts.shape
@@ -146,7 +158,7 @@ def _check_request(
             f"num_logprobs must be None or an integer in [0, V = {model.vocab_size}], got {num_logprobs!r}"
         )
     if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a Sampling, as of sampling.batch, got {type(sampling).__name__}")
+        raise ValueError(f"sampling must be a Sampling, as sampling.batch returns, got {type(sampling).__name__}")
     if not 1 <= width <= max_length:
         raise ValueError(f"prompts must have a width in [1, max_length = {max_length}], got {width}")
     if model.max_length is not None and max_length > model.max_length:
@@ -156,22 +168,12 @@ def _check_request(
     _check_prompts(prompts, lengths, model.vocab_size)
     batch_size = num_prompts if rows is None else _check_rows(rows, num_prompts)
     if sampling.max_tokens.shape != (batch_size,):
-        raise ValueError(f"sampling must be of {batch_size} rows, got max_tokens {sampling.max_tokens.shape}")
+        raise ValueError(f"sampling must have {batch_size} rows, got max_tokens of shape {sampling.max_tokens.shape}")
     return batch_size
 
 
-def _request_keys(keys: Array, batch_size: int) -> Array:
-    """One key a request [B], from these or from one for all []."""
-    streams.check(keys)
-    if keys.shape == ():
-        return streams.fold(keys, jnp.arange(batch_size))
-    if keys.shape != (batch_size,):
-        raise ValueError(f"keys must have shape [] or [B] = ({batch_size},), got {keys.shape}")
-    return keys
-
-
 def _check_rows(rows: Array, num_prompts: int) -> int:
-    """The number of rows; ValueError where they do not name prompts."""
+    """Return the number of rows; raise ValueError where one is not the index of a prompt."""
     if jnp.ndim(rows) != 1 or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
         raise ValueError(f"rows must be int32 [B], got {jnp.result_type(rows)} {jnp.shape(rows)}")
     if not isinstance(rows, jax.core.Tracer) and not np.all((np.asarray(rows) >= 0) & (np.asarray(rows) < num_prompts)):
@@ -180,7 +182,7 @@ def _check_rows(rows: Array, num_prompts: int) -> int:
 
 
 def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
-    """Raise ValueError for values out of range, where there are values: not under jit."""
+    """Raise ValueError for lengths or token ids out of range. Under jit they have no values, so nothing is checked."""
     if isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         return
     prompts, lengths = np.asarray(prompts), np.asarray(lengths)
@@ -200,14 +202,24 @@ def step(
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
 ) -> tuple[State, Info]:
-    """Propose, score, verify and commit once: every active row gains between 1 and K+1 tokens.
+    """Propose, score, verify and commit once, which gives every active row between 1 and K+1 tokens.
 
-    A row ends at the first stop token inside the accepted block, at its max_tokens, or at the end of the buffer;
-    nothing after that is committed.
+    A row ends at the first stop token among the verified tokens, at its `max_tokens`, or at the end of the buffer. No
+    token after the end is committed.
+
+    Args:
+        model: the target.
+        proposer: the proposer that the state was made with; None is plain decoding.
+        state: the state, from `prefill` or an earlier step.
+        verifier: a verifier of `specjax.verifiers` or your own, with its options bound by `jax.tree_util.Partial`.
+        scorer: a scorer of `specjax.scorers` or your own.
+
+    Returns:
+        The new state, and what the step did.
     """
     proposer = proposer or proposers.none()
     context = state.context
-    keys = streams.positions(state.keys, context.length, proposer.num_draft_tokens)
+    keys = positions(state.keys, context.length, proposer.num_draft_tokens)
     draft, proposer_state = proposer.propose(keys, context, state.sampling, state.proposer)
     output, cache = scorer(model, context, draft, state.cache)
     target = process(state.sampling, output.logits, context, draft.tokens)
@@ -240,7 +252,7 @@ def step(
 
 
 def _reported(target: Categorical) -> Categorical:
-    """The distribution whose log-probabilities are reported: that of the target, greedy rows at temperature 1."""
+    """Return the distribution whose log-probabilities are reported: the target's, with greedy rows at temperature 1."""
     if target.temperature is None:
         return target
     return target._replace(temperature=jnp.where(target.temperature > 0, target.temperature, 1))
@@ -252,7 +264,11 @@ def _num_drafts(draft: Draft, active: Array) -> Array:
 
 
 def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
-    """Append what was verified, cut where the row ends: the context, the tokens committed [B, K+1], `finished`."""
+    """Append the verified tokens up to the end of each row.
+
+    Returns:
+        The new context, the committed tokens [B, K+1], then -1, and the new `State.finished`.
+    """
     context, sampling = state.context, state.sampling
     batch_size, width = verified.tokens.shape
     buffer_size = context.tokens.shape[1]
@@ -262,7 +278,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
         is_stop = jnp.any(verified.tokens[:, :, None] == sampling.stop_tokens[:, None], axis=-1) & (
             verified.tokens >= 0
         )
-    stop_count = jnp.min(jnp.where(is_stop, index + 1, width + 1), axis=1)  # tokens up to the first stop
+    stop_count = jnp.min(jnp.where(is_stop, index + 1, width + 1), axis=1)  # tokens up to and with the first stop token
     left = sampling.max_tokens - num_generated(context)
     room = buffer_size - context.length
     count = jnp.minimum(jnp.minimum(verified.num_accepted + 1, stop_count), jnp.minimum(left, room))
@@ -290,7 +306,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
 
 
 def deactivate(state: State, rows: Array) -> State:
-    """End the rows [B] bool that are true, as by a stop."""
+    """End the rows that are true in `rows` [B] bool, with the reason STOP."""
     rows = rows & state.context.active
     context = state.context._replace(active=state.context.active & ~rows)
     return state._replace(context=context, finished=jnp.where(rows, STOP, state.finished))
@@ -305,9 +321,21 @@ def generate(
     scorer: Scorer = scorers.mqa,
     max_steps: int | None = None,
 ) -> State:
-    """Step until every row has ended, or `max_steps` times, in one loop on the device. Donates `state`.
+    """Step until every row has ended, in one loop on the device. `state` is donated: do not use it again.
 
-    The tokens of row b are state.context.tokens[b, : state.context.length[b]], its prompt first.
+    Args:
+        model: the target.
+        proposer: the proposer that the state was made with; None is plain decoding.
+        state: the state, from `prefill` or earlier steps.
+        verifier: a verifier of `specjax.verifiers` or your own, with its options bound by `jax.tree_util.Partial`.
+        scorer: a scorer of `specjax.scorers` or your own.
+        max_steps: the most steps to take; None is no limit.
+
+    Returns:
+        The last state. The tokens of row b are `state.context.tokens[b, : state.context.length[b]]`, prompt first.
+
+    Raises:
+        ValueError: the verifier or scorer cannot be called, or an option of the verifier is out of its range.
     """
     limit = jnp.asarray(jnp.iinfo(jnp.int32).max if max_steps is None else max_steps, jnp.int32)
     changing, constant = _split(state)
@@ -323,7 +351,10 @@ def stream(
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
 ) -> Iterator[Info]:
-    """Yield what each step did, until every row has ended. Donates `state`; the last one is the generator's value."""
+    """Yield what each step did, until every row has ended. `state` is donated: do not use it again.
+
+    The arguments are those of `generate`. The generator's return value is the last state.
+    """
     verifier, scorer = _as_pytrees(verifier, scorer, proposer)
     while bool(jnp.any(state.context.active)):
         changing, constant = _split(state)
@@ -333,14 +364,14 @@ def stream(
 
 
 def _as_pytrees(verifier: Verifier, scorer: Scorer, proposer: Proposer | None) -> tuple[Partial, Partial]:
-    """Verifier and scorer as arguments of jit. Bound options are checked here: under jit they have no values."""
+    """Return verifier and scorer as arguments of jit. Bound options, which have no values under jit, are checked."""
     if isinstance(verifier, Partial) and hasattr(verifier.func, "check_options"):
         verifier.func.check_options((proposer or proposers.none()).num_draft_tokens, **verifier.keywords)
     return as_pytree(verifier), as_pytree(scorer)
 
 
 def _split(state: State) -> tuple[State, tuple[Sampling, Array]]:
-    """Split a state into what steps change, which is donated, and what they only read, which may be the caller's."""
+    """Split a state into the part that steps change, which is donated, and the part that the caller may still use."""
     return state._replace(sampling=None, keys=None), (state.sampling, state.keys)
 
 
@@ -361,8 +392,8 @@ def _generate(model, proposer, changing, constant, verifier, scorer, max_steps):
         state, _ = step(model, proposer, _join(changing, constant), verifier=verifier, scorer=scorer)
         return count + 1, _split(state)[0]
 
-    def goes_on(carry):
+    def is_running(carry):
         count, changing = carry
         return (count < max_steps) & jnp.any(changing.context.active)
 
-    return _join(jax.lax.while_loop(goes_on, body, (0, changing))[1], constant)
+    return _join(jax.lax.while_loop(is_running, body, (0, changing))[1], constant)

@@ -1,13 +1,15 @@
-"""Every random stream of specjax, in one place.
+"""All keys that specjax draws random numbers with.
 
 A step that starts at absolute position s verifies K drafts with K+1 keys, one for each position s, s+1, ...:
 
-* TARGET(t), the Gumbel row of position t, comes from the key of that position;
-* DRAFT(s, i), ACCEPT(s, i) and RESIDUAL(s) come from the key of the step's FIRST position.
+* TARGET(t), the Gumbel noise that draws the target's token of position t, comes from the key of position t.
+* DRAFT(s, i) and ACCEPT(s, i), the noise that draws and tests draft i, and RESIDUAL(s), the noise that draws the
+  recovered token, come from the key of the step's FIRST position s.
 
-The split matters. A step may look at noise past the last token it accepts (block verification does); named by its own
-position, that noise would be met again by the next step, now conditioned on what was seen. A step commits at least one
-token, so s never repeats.
+Exactness depends on this choice. A step may look at noise past the last token that it accepts, as block verification
+does. If that noise came from the key of its own position, the next step would use it again, although its distribution
+is no longer the same, given the outcome of the first step. A step commits at least one token, so no two steps of a
+sequence start at the same s.
 """
 
 import jax
@@ -35,14 +37,21 @@ def fold(keys: Array, data: Array | int) -> Array:
 
 
 def positions(request_keys: Array, lengths: Array, num_draft_tokens: int) -> Array:
-    """The keys [B, K+1] of the K+1 positions that follow `lengths` [B] committed tokens, from one key a request [B]."""
+    """Return the keys [B, K+1] of the K+1 positions after the committed tokens.
+
+    Args:
+        request_keys: [B], one key for each request.
+        lengths: [B] int32, the number of committed tokens.
+        num_draft_tokens: K.
+    """
     return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1)[None])
 
 
 def numbered(keys: Array, number: Array | int) -> Array:
-    """The keys of repetition `number` (broadcast against keys) of what they are for: number 0 has `keys` themselves.
+    """Return the keys of repetition `number` of a purpose; repetition 0 has `keys` themselves.
 
-    The others are folded with numbers that no position and no stream has, so that they share no noise with it.
+    The other repetitions are folded with numbers that no position and no purpose is folded with, so they share no noise
+    with `keys`. `number` is broadcast against `keys`.
     """
     if isinstance(number, int) and number == 0:
         return keys
@@ -51,15 +60,21 @@ def numbered(keys: Array, number: Array | int) -> Array:
 
 
 def samples(request_keys: Array, index: Array) -> Array:
-    """The keys [B] of sample `index` [B] of each request: sample 0 has the request's own."""
+    """Return the keys [B] of sample `index` [B] of each request; sample 0 has the request's own key."""
     return numbered(request_keys, index)
 
 
 def of_step(keys: Array, batch_size: int, num_draft_tokens: int) -> Array:
-    """The keys [B, K+1] of a step: from one key [], one fresh key a row [B], or already by position [B, K+1].
+    """Return the keys [B, K+1] of the positions of a step.
+
+    Args:
+        keys: one key for the step [], one for each row [B], or one for each position [B, K+1], which is returned as it
+            is. Keys [] and [B] must be fresh in every step.
+        batch_size: B.
+        num_draft_tokens: K.
 
     Raises:
-        ValueError: for raw keys, another generator than threefry, or another shape.
+        ValueError: `keys` are raw keys, keys of another generator than threefry, or have another shape.
     """
     check_step(keys, batch_size, num_draft_tokens)
     if keys.shape == (batch_size, num_draft_tokens + 1):
@@ -67,6 +82,20 @@ def of_step(keys: Array, batch_size: int, num_draft_tokens: int) -> Array:
     if keys.shape == ():
         keys = fold(keys, jnp.arange(batch_size))
     return fold(keys[:, None], jnp.arange(num_draft_tokens + 1)[None])
+
+
+def of_requests(keys: Array, batch_size: int) -> Array:
+    """Return one key for each request [B], given these or one key for the batch [].
+
+    Raises:
+        ValueError: `keys` are raw keys, keys of another generator than threefry, or have another shape.
+    """
+    check(keys)
+    if keys.shape == ():
+        return fold(keys, jnp.arange(batch_size))
+    if keys.shape != (batch_size,):
+        raise ValueError(f"keys must have shape [] or [B] = ({batch_size},), got {keys.shape}")
+    return keys
 
 
 def check_step(keys: Array, batch_size: int, num_draft_tokens: int) -> None:
@@ -78,7 +107,7 @@ def check_step(keys: Array, batch_size: int, num_draft_tokens: int) -> None:
 
 
 def stream(keys: Array, purpose: int, index: Array | int = 0) -> Array:
-    """The keys of one purpose; `index` tells apart the draws that a step makes for it."""
+    """Return the keys of one purpose (TARGET, DRAFT, ACCEPT or RESIDUAL) and, for it, of the draw number `index`."""
     return fold(keys, jnp.asarray(index, jnp.uint32) * NUM_PURPOSES + purpose)
 
 
@@ -88,15 +117,16 @@ def _bits(keys: Array, shape: tuple[int, ...]) -> Array:
 
 
 def uniform(keys: Array, shape: tuple[int, ...] = ()) -> Array:
-    """Uniforms in [0, 1) of 24 bits, float32, shape keys.shape + shape."""
+    """Return uniform float32 numbers in [0, 1) with 24 random bits, of shape keys.shape + shape."""
     return (_bits(keys, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def gumbel(keys: Array, shape: tuple[int, ...]) -> Array:
-    """Standard Gumbel noise, float32, shape keys.shape + shape; always finite.
+    """Return standard Gumbel noise, float32 and finite, of shape keys.shape + shape.
 
-    The distance of the uniform from 1 is drawn on a grid of 2**-32, so that the upper tail, which decides an argmax, is
-    resolved by 32 bits; a float32 uniform near 1 has 24, which shows on flat rows of 100,000 tokens.
+    The noise is -log(-log(u)) for a uniform u. The function draws 1 - u with 32 bits instead of u with the 24 bits of
+    float32, because large noise, which decides an argmax, comes from u near 1. With 24 bits, rows of 100,000 equally
+    likely tokens are not drawn uniformly.
     """
     distance = (_bits(keys, shape).astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     return -jnp.log(-jnp.log1p(-jnp.minimum(distance, jnp.float32(1 - 2**-24))))

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and of the most likely tokens, and the buffers that decoding collects them in."""
+"""Log-probabilities of chosen tokens and of the most likely tokens, and buffers in which decoding collects them."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax import distributions
 from specjax.types import Array, Categorical
-from specjax.verifiers import core as common
+from specjax.verifiers.core import check_array, check_categorical
 
 __all__ = ["LogProbs", "logprobs", "record", "zeros"]
 
@@ -15,27 +15,28 @@ __all__ = ["LogProbs", "logprobs", "record", "zeros"]
 class LogProbs(NamedTuple):
     """Log-probabilities of chosen tokens, and the n most likely tokens of each row."""
 
-    chosen: Array  # [B, T] float32; 0 where the token is -1
+    chosen: Array  # [B, T] float32, log-probability of each chosen token; 0 where the token is -1
     rank: Array | None  # [B, T] int32, 1 for the most likely token; 0 where the token is -1; None in a buffer
-    top_ids: Array  # [B, T, n] int32, the most likely first, the lower id first where two tie
-    top: Array  # [B, T, n] float32
+    top_ids: Array  # [B, T, n] int32, the most likely token first; of equally likely ones, the lower id first
+    top: Array  # [B, T, n] float32, log-probabilities of top_ids
 
 
 def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs:
     """Compute log-probabilities of chosen tokens, and the n most likely tokens of each row.
 
-    They are of what is given: logits of a model's output, or the distributions that `sampling.process` makes of them.
+    The distribution is the one that is given: the softmax of a model's logits, or the one that `sampling.process`
+    makes of them.
 
     Args:
-        logits: [B, T, V] float32 or bfloat16, -inf excludes a token; or a Categorical.
-        tokens: [B, T] int32, such as `Verified.tokens`; -1 for none.
+        logits: [B, T, V] float32 or bfloat16, where -inf excludes a token; or a Categorical.
+        tokens: [B, T] int32, such as `Verified.tokens`; -1 stands for no token.
         n: how many of the most likely tokens to list, static.
 
     Returns:
         LogProbs.
 
     Raises:
-        ValueError: for wrong shapes or dtypes, or n outside [0, V].
+        ValueError: an array has a wrong shape or dtype, or n is outside [0, V].
 
     Example:
         >>> import jax.numpy as jnp
@@ -48,28 +49,28 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs
                 [2, 0]]], dtype=int32)
     """
     target, tokens = jax.tree.map(jnp.asarray, (distributions.as_categorical(logits), tokens))
-    common.check_categorical("logits", target, "T", (None, None))
+    check_categorical("logits", target, "T", (None, None))
     *rows, vocab_size = distributions.shape_of(target)
-    common.check_array("tokens", tokens, "[B, T]", tuple(rows), jnp.integer)
+    check_array("tokens", tokens, "[B, T]", tuple(rows), jnp.integer)
     if not 0 <= n <= vocab_size:
         raise ValueError(f"n must be in [0, V = {vocab_size}], got {n}")
     tokens = tokens.astype(jnp.int32)
-    law = distributions.normalize(target)
+    normalized = distributions.normalize(target)
     kept = distributions.kept_logits(target)
     chosen = jnp.take_along_axis(kept, jnp.maximum(tokens, 0)[..., None], axis=-1)
     rank = 1 + jnp.sum(kept > chosen, axis=-1, dtype=jnp.int32)
     top_ids = jax.lax.top_k(kept, n)[1]
     has_token = tokens >= 0
     return LogProbs(
-        chosen=jnp.where(has_token, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32),
+        chosen=jnp.where(has_token, distributions.token_log_prob(normalized, tokens), 0).astype(jnp.float32),
         rank=jnp.where(has_token, rank, 0),
         top_ids=top_ids,
-        top=distributions.log_probs(law, top_ids).astype(jnp.float32),
+        top=distributions.log_probs(normalized, top_ids).astype(jnp.float32),
     )
 
 
 def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
-    """Make a buffer for the tokens of B sequences of at most L tokens: fields [B, L] and [B, L, n], no ranks."""
+    """Return an empty buffer for B sequences of at most L tokens: fields [B, L] and [B, L, n], without ranks."""
     shape = batch_size, max_length
     return LogProbs(jnp.zeros(shape), None, jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
 
@@ -79,9 +80,9 @@ def record(buffer: LogProbs, slots: Array, tokens: Array, target: Categorical | 
 
     Args:
         buffer: made by `zeros`.
-        slots: [B, T] int32, where in the sequence each token stands; not read where the token is -1.
-        tokens: [B, T] int32, -1 for none.
-        target: the law of each token, Categorical or logits [B, T, V].
+        slots: [B, T] int32, the index of each token in its sequence; not read where the token is -1.
+        tokens: [B, T] int32; -1 stands for no token.
+        target: the distribution of each token, a Categorical or logits [B, T, V].
 
     Returns:
         The new buffer.

@@ -1,7 +1,8 @@
-"""Counts of a decoding run, summed on the device, and the figures read from them at its end.
+"""Counts of a decoding run, which are summed on the device, and the metrics that are computed from them at its end.
 
-Shapes: B sequences, K draft tokens. Acceptance is causal: a draft counts as accepted where it and all before it are.
-The non-causal figure counts each draft by its own test; it takes a verifier that tells (`outcomes=True`).
+Shapes: B sequences, K draft tokens. A draft counts as accepted if it and all drafts before it are accepted. Only the
+noncausal acceptance rate counts each draft by its own test; it needs a verifier that reports these tests
+(`outcomes=True`).
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ __all__ = [
 class Totals(NamedTuple):
     """Counts of each sequence of a batch since its first step.
 
-    One sequence's counts are `jax.tree.map(lambda x: x[row], totals)`.
+    The counts of one sequence are `jax.tree.map(lambda x: x[row], totals)`.
     """
 
     drafted: Array  # [B] int32, draft tokens proposed
@@ -37,19 +38,16 @@ class Totals(NamedTuple):
     steps: Array  # [B] int32, steps in which the row was active
     drafted_at: Array  # [B, K] int32, steps with a draft at this index
     accepted_at: Array  # [B, K] int32, steps in which the draft at this index was accepted
-    tested: Array  # [B] int32, draft tokens of which the verifier told how their own test ended
-    passed: Array  # [B] int32, those of them that passed it
+    tested: Array  # [B] int32, draft tokens whose own test the verifier reported
+    passed: Array  # [B] int32, draft tokens that passed their own test
 
 
 def zeros(batch_size: int, num_draft_tokens: int) -> Totals:
-    """Make the totals of a run that has not started.
+    """Return the totals of a run that has not started, all zero.
 
     Args:
         batch_size: B.
-        num_draft_tokens: K, 0 for plain decoding.
-
-    Returns:
-        Totals of zeros.
+        num_draft_tokens: K; 0 is plain decoding.
 
     Example:
         >>> zeros(2, 4).accepted_at.shape
@@ -67,21 +65,22 @@ def update(
     active: Array,
     is_accepted: Array | None = None,
 ) -> Totals:
-    """Add one step to the totals; pure, for use inside jit.
+    """Add the counts of one step to the totals. The function is pure and works inside jit.
 
     Args:
         totals: the counts so far.
-        num_drafts: [B] int32 in [0, K], drafts that were verified.
-        num_accepted: [B] int32, how many of them were accepted.
-        num_emitted: [B] int32, tokens committed; fewer than num_accepted + 1 where the output ended inside the step.
-        active: [B] bool; the other rows add nothing.
+        num_drafts: [B] int32 in [0, K], number of drafts that were verified.
+        num_accepted: [B] int32, number of drafts that were accepted.
+        num_emitted: [B] int32, number of committed tokens, which is less than num_accepted + 1 where the output ended
+            inside the step.
+        active: [B] bool; rows that are not active add nothing.
         is_accepted: [B, K] bool, the outcome of each draft's own test (`Verified.is_accepted`), or None.
 
     Returns:
         The new totals.
 
     Raises:
-        ValueError: an argument of another shape.
+        ValueError: an argument has another shape.
 
     Example:
         >>> totals = update(zeros(1, 3), jnp.array([3]), jnp.array([2]), jnp.array([3]), jnp.array([True]))
@@ -120,13 +119,13 @@ def update(
 
 
 def acceptance_rate(totals: Totals) -> float:
-    """Read the share of the drafts that was accepted.
+    """Compute the share of the drafts that was accepted.
 
     Args:
-        totals: the counts of a batch, or of one sequence of it.
+        totals: the counts of a batch or of one of its sequences.
 
     Returns:
-        accepted / drafted; NaN when nothing was drafted.
+        accepted / drafted, or NaN if nothing was drafted.
 
     Example:
         >>> totals = update(zeros(1, 4), jnp.array([4]), jnp.array([3]), jnp.array([4]), jnp.array([True]))
@@ -137,13 +136,13 @@ def acceptance_rate(totals: Totals) -> float:
 
 
 def mean_acceptance_length(totals: Totals) -> float:
-    """Read the mean number of tokens that verification gave per sequence and step, over the steps with drafts.
+    """Compute the mean number of tokens that a verification emitted per sequence, over the steps with drafts.
 
     Args:
-        totals: the counts of a batch, or of one sequence of it.
+        totals: the counts of a batch or of one of its sequences.
 
     Returns:
-        1 + accepted / row_steps, in [1, K+1]; NaN when nothing was drafted.
+        1 + accepted / row_steps, in [1, K+1], or NaN if nothing was drafted.
 
     Example:
         >>> totals = update(zeros(1, 4), jnp.array([4]), jnp.array([3]), jnp.array([4]), jnp.array([True]))
@@ -154,15 +153,15 @@ def mean_acceptance_length(totals: Totals) -> float:
 
 
 def system_efficiency(totals: Totals) -> float:
-    """Read the tokens that verification gave as a share of those it would give if every draft were accepted.
+    """Compute the number of emitted tokens as a share of the number with every draft accepted.
 
-    Only steps with drafts count, each with its accepted drafts and one more token, even where the output ended sooner.
+    Only steps with drafts count. Each counts its accepted drafts and one more token, even if the output ended sooner.
 
     Args:
-        totals: the counts of a batch, or of one sequence of it.
+        totals: the counts of a batch or of one of its sequences.
 
     Returns:
-        (accepted + row_steps) / (drafted + row_steps), in (0, 1]; NaN when nothing was drafted.
+        (accepted + row_steps) / (drafted + row_steps), in (0, 1], or NaN if nothing was drafted.
 
     Example:
         >>> totals = update(zeros(1, 4), jnp.array([4]), jnp.array([3]), jnp.array([4]), jnp.array([True]))
@@ -174,13 +173,13 @@ def system_efficiency(totals: Totals) -> float:
 
 
 def acceptance_rate_per_position(totals: Totals) -> np.ndarray:
-    """Read how often the draft at each index was accepted, of the steps that had one there.
+    """Compute, for each draft index, the share of the steps with a draft at this index in which it was accepted.
 
     Args:
-        totals: the counts of a batch, or of one sequence of it.
+        totals: the counts of a batch or of one of its sequences.
 
     Returns:
-        [K] float64; NaN at an index where nothing was drafted.
+        [K] float64, NaN at an index where nothing was drafted.
 
     Example:
         >>> totals = update(zeros(1, 3), jnp.array([2]), jnp.array([1]), jnp.array([2]), jnp.array([True]))
@@ -191,18 +190,18 @@ def acceptance_rate_per_position(totals: Totals) -> np.ndarray:
 
 
 def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None = None) -> float:
-    """Read the share of the drafts that pass their own test, whether or not those before them do.
+    """Compute the share of the drafts that pass their own test, whether or not the drafts before them pass.
 
     Args:
-        outcomes: the counts of a batch, or of one sequence of it; or [..., K] bool, the outcome of each draft's own
-            test, not read past the drafts of a row.
-        num_drafts: [...] int32 in [0, K], the drafts of each row; with an array of outcomes.
+        outcomes: the counts of a batch or of one of its sequences; or the outcome of each draft's own test, [..., K]
+            bool, which is not read past the drafts of a row.
+        num_drafts: [...] int32 in [0, K], the number of drafts of each row, given with an array of outcomes.
 
     Returns:
-        The share; NaN when nothing was drafted, or the verifier did not tell.
+        passed / tested, or NaN if nothing was drafted or the verifier did not report the tests.
 
     Raises:
-        ValueError: num_drafts without the shape of the outcomes less its last axis.
+        ValueError: `num_drafts` has not the shape [...] of the outcomes without their last axis.
 
     Example:
         >>> noncausal_acceptance_rate([[True, True, True, False, True]], [5])
@@ -218,7 +217,7 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
 
 
 def _sum(count):
-    return np.asarray(count).sum()  # NumPy's, in int64
+    return np.asarray(count).sum()  # on the host in int64, which does not overflow
 
 
 def _ratio(part, whole):

@@ -1,4 +1,4 @@
-"""Feeding prompts to a model."""
+"""Feed prompts to a model."""
 
 import jax
 import jax.numpy as jnp
@@ -7,25 +7,25 @@ from specjax.calls import run
 from specjax.log_probs import LogProbs, record
 from specjax.types import Context, Model, ModelInput, PyTree
 
-CHUNK = 256  # tokens a call
+CHUNK = 256  # tokens in each call
 
 
 def feed(
     model: Model, context: Context, cache: PyTree, log_probs: LogProbs | None = None
 ) -> tuple[PyTree, LogProbs | None]:
-    """Write the prompts of `context` to the cache, in calls of one static size.
+    """Feed the prompts of `context` to a model, in calls of one static size.
 
-    Their logits are used for log-probabilities alone, where these are asked for.
+    The logits are used only for the log-probabilities of the prompt; without `log_probs` nothing reads them.
 
     Args:
-        model: whose cache is filled.
-        context: tokens [B, P] are the right-padded prompts, length [B] theirs.
-        cache: of the model, for this batch.
-        log_probs: buffer for those of the prompt under the model, its slot i for token i; slot 0 stays as it is.
+        model: the model whose cache is filled.
+        context: `tokens` [B, P] are the right-padded prompts and `length` [B] their lengths.
+        cache: the model's cache for this batch.
+        log_probs: a buffer that gets the log-probability of prompt token i under the model in slot i, for i >= 1.
 
     Returns:
-        The cache, whose slots from each row's length on hold padding that no query sees before it is overwritten, and
-        the buffer.
+        The filled cache and the buffer. From each row's length on, the cache holds padding, which is overwritten before
+        any token sees it.
     """
     batch_size, width = context.tokens.shape
     chunk = min(CHUNK, width)

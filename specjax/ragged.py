@@ -1,6 +1,7 @@
-"""Verification of packed batches, as servers hold them: the rows of all sequences in one array, one after the other.
+"""Verification of packed batches, as servers hold them: one array with the rows of one sequence after another.
 
-The rows stay where they are; each sequence is told which are its own. Shapes: B sequences, K drafts, V vocabulary.
+The rows are not copied; `Categorical.rows` says which rows belong to each sequence. Shapes: B sequences, K drafts, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,29 +14,29 @@ import numpy as np
 
 from specjax.distributions import as_categorical
 from specjax.types import Array, Categorical, Draft, Verified, Verifier, is_integer
-from specjax.verifiers import core as common
+from specjax.verifiers.core import check_array
 
 __all__ = ["Packed", "expand_to_tokens", "pack", "parse_output", "verify"]
 
 
 class Packed(NamedTuple):
-    """The drafts of a batch, one sequence after the other, on the host."""
+    """The drafts of a batch on the host, one sequence after another."""
 
     draft_tokens: np.ndarray  # [num_tokens] int32
-    cu_num_draft_tokens: np.ndarray  # [B] int32, drafts up to and including those of each sequence
-    target_rows: np.ndarray  # [num_tokens] int32, the row of the target that judges each draft
-    bonus_rows: np.ndarray  # [B] int32, the row of the target after all drafts of each sequence
-    max_draft_tokens: int  # the most drafts of a sequence
+    cu_num_draft_tokens: np.ndarray  # [B] int32, cumulative number of drafts, each sequence included
+    target_rows: np.ndarray  # [num_tokens] int32, the target row that verifies each draft
+    bonus_rows: np.ndarray  # [B] int32, the target row of each sequence's bonus token
+    max_draft_tokens: int  # the largest number of drafts of a sequence
 
 
 def pack(drafts: Sequence[Sequence[int]]) -> Packed:
     """Pack the draft tokens of a batch.
 
     Args:
-        drafts: the draft token ids of each sequence; may be empty.
+        drafts: the draft token ids of each sequence, which may have none.
 
     Returns:
-        Packed.
+        Packed, NumPy arrays.
 
     Example:
         >>> packed = pack([[5, 6], [], [7]])
@@ -67,28 +68,32 @@ def verify(
     max_draft_tokens: int,
     **options: Any,
 ) -> Verified:
-    """Verify a packed batch with any verifier. Emits what the verifier emits for the padded batch with the same keys.
+    """Verify a packed batch with any verifier, which emits the same tokens as for the padded batch with the same keys.
 
-    No logits are copied. For static shapes the packed arrays may be longer than the drafts, with anything at the end.
+    No logits are copied. The packed arrays may be longer than the drafts, so that their shapes can be static; what lies
+    behind the drafts is not read.
 
     Args:
-        verifier: one of `specjax.verifiers`, or your own.
+        verifier: a verifier of `specjax.verifiers`, or your own.
         keys: typed threefry keys [], [B] or [B, K+1], as the verifier takes them.
-        draft_tokens: [num_tokens] int32, the drafts of all sequences, one sequence after the other.
-        cu_num_draft_tokens: [B] int32, how many drafts there are up to and including those of each sequence.
-        draft_distribution: the packed law of each draft, logits [num_tokens, V], without `rows`; temperature is [B],
-            min_logit and log_normalizer are [num_tokens]. None: deterministic drafts.
-        target: the packed law of each token, logits [num_tokens + B, V]: for every sequence one row a draft, then the
-            row of its bonus token. Temperature is [B], min_logit and log_normalizer are [num_tokens + B].
-        max_draft_tokens: K, static. Under jit, where counts cannot be checked, longer drafts are cut to it.
-        **options: of the verifier.
+        draft_tokens: [num_tokens] int32, the drafts of one sequence after another.
+        cu_num_draft_tokens: [B] int32, the cumulative number of drafts, each sequence included.
+        draft_distribution: the distribution of each draft, a Categorical without `rows` or its logits [num_tokens, V];
+            its temperature is [B], its min_logit and log_normalizer are [num_tokens]. None: the drafts are
+            deterministic.
+        target: the distribution of each next token, a Categorical without `rows` or its logits [num_tokens + B, V]:
+            for each sequence one row per draft, then the row of its bonus token. Its temperature is [B], its min_logit
+            and log_normalizer are [num_tokens + B].
+        max_draft_tokens: K, static. Under jit, where the counts cannot be checked, sequences with more drafts are cut
+            to K.
+        **options: the verifier's options.
 
     Returns:
         Verified, with tokens [B, K+1].
 
     Raises:
-        ValueError: for wrong shapes or dtypes, or counts that decrease, exceed K, or add up to more than num_tokens;
-            and what the verifier raises.
+        ValueError: an array has a wrong shape or dtype, or the counts decrease, exceed K or add up to more than
+            num_tokens; and the errors of the verifier.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -104,8 +109,8 @@ def verify(
                [ 0,  1, -1]], dtype=int32)
     """
     draft_tokens, counts, target = jnp.asarray(draft_tokens), jnp.asarray(cu_num_draft_tokens), as_categorical(target)
-    common.check_array("draft_tokens", draft_tokens, "[num_tokens]", (None,), jnp.integer)
-    common.check_array("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
+    check_array("draft_tokens", draft_tokens, "[num_tokens]", (None,), jnp.integer)
+    check_array("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
     num_tokens, batch_size = draft_tokens.shape[0], counts.shape[0]
     if not (is_integer(max_draft_tokens) and max_draft_tokens >= 0):
         raise ValueError(f"max_draft_tokens must be an integer >= 0, got {max_draft_tokens!r}")
@@ -118,24 +123,22 @@ def verify(
     start = counts[:, None] - num_drafts
     index = jnp.arange(max_draft_tokens + 1, dtype=jnp.int32)[None]
     target_rows = start + jnp.arange(batch_size, dtype=jnp.int32)[:, None] + jnp.minimum(index, num_drafts)
-    # A sequence without drafts has no draft row of its own: it points at a neighbour's, which it does not read.
+    # A sequence without drafts has no draft row, so its index points at another sequence's, which it does not read.
     index = index[:, :max_draft_tokens]
     first = jnp.minimum(start, max(num_tokens, 1) - 1)
     draft_rows = first + jnp.clip(num_drafts - 1, 0, index)
     tokens = jnp.where(index < num_drafts, jnp.pad(draft_tokens, (0, 1))[draft_rows], -1)
-
     if draft_distribution is not None:
-        draft_distribution = as_categorical(draft_distribution)
-        shape = (num_tokens, target.logits.shape[1])
-        _check_packed("draft_distribution", draft_distribution, "[num_tokens, V]", shape)
-        temperature = draft_distribution.temperature
-        if num_tokens == 0:
-            draft_distribution = Categorical(target.logits)
+        packed = as_categorical(draft_distribution)
+        _check_packed("draft_distribution", packed, "[num_tokens, V]", (num_tokens, target.logits.shape[1]))
+        temperature = packed.temperature
         if temperature is not None and batch_size:
-            # All that point at a row agree on its temperature: that of the sequence whose row it is.
-            common.check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
+            # Sequences that point at the same row must have the same temperature: that of the row's own sequence.
+            check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
             temperature = expand_to_tokens(temperature, counts, max(num_tokens, 1))[first[:, 0]]
-        draft_distribution = draft_distribution._replace(temperature=temperature, rows=draft_rows)
+        if num_tokens == 0:
+            packed = Categorical(target.logits)  # the rows must point at something
+        draft_distribution = packed._replace(temperature=temperature, rows=draft_rows)
     draft = Draft(tokens, draft_distribution, jnp.minimum(num_drafts[:, 0], max_draft_tokens))
     return verifier(keys, draft, target._replace(rows=target_rows), **options)
 
@@ -145,15 +148,15 @@ def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int | None
 
     Args:
         values: [B], any dtype.
-        cu_num_tokens: [B] int32, how many tokens there are up to and including those of each sequence.
-        num_tokens: length of the result, static; None reads it from the last count, which must then be concrete. Past
-            the last token it holds the last value.
+        cu_num_tokens: [B] int32, the cumulative number of tokens, each sequence included.
+        num_tokens: the length of the result, static. None takes the last count, which must not be traced then. The
+            entries past the last token repeat the last value.
 
     Returns:
         [num_tokens], of the dtype of `values`.
 
     Raises:
-        ValueError: for wrong shapes.
+        ValueError: an array has a wrong shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -161,19 +164,19 @@ def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int | None
         Array([7, 7, 8, 8, 8, 9], dtype=int32)
     """
     values, counts = jnp.asarray(values), jnp.asarray(cu_num_tokens)
-    common.check_array("cu_num_tokens", counts, "[B]", (None,), jnp.integer)
-    common.check_array("values", values, "[B]", counts.shape, np.generic)
+    check_array("cu_num_tokens", counts, "[B]", (None,), jnp.integer)
+    check_array("values", values, "[B]", counts.shape, np.generic)
     if num_tokens is None:
         num_tokens = int(counts[-1]) if counts.size else 0
     return values[jnp.searchsorted(counts, jnp.arange(num_tokens, dtype=counts.dtype), side="right")]
 
 
 def parse_output(tokens: Array, vocab_size: int) -> list[list[int]]:
-    """Read what a verifier emitted: the tokens of each sequence, without padding and ids outside the vocabulary.
+    """Return the emitted tokens of each sequence, without padding and without ids outside the vocabulary.
 
     Args:
         tokens: [B, K+1] int32, `Verified.tokens`.
-        vocab_size: V; ids from here on are dropped, as a padded head of the model may give.
+        vocab_size: V. Larger ids, which a model whose head is padded can emit, are dropped.
 
     Returns:
         A list of token ids for each sequence.
@@ -189,7 +192,7 @@ def parse_output(tokens: Array, vocab_size: int) -> list[list[int]]:
 def _check_packed(name: str, distribution: Categorical, axes: str, shape: tuple[int | None, ...]) -> None:
     if distribution.rows is not None:
         raise ValueError(f"{name}.rows must be None: it is built here, got shape {jnp.shape(distribution.rows)}")
-    common.check_array(f"{name}.logits", distribution.logits, axes, shape, jnp.floating)
+    check_array(f"{name}.logits", distribution.logits, axes, shape, jnp.floating)
 
 
 def _check_counts(counts: np.ndarray, num_tokens: int, max_draft_tokens: int) -> None:

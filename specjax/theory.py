@@ -1,6 +1,6 @@
-"""What speculative decoding should give: expected tokens, speed-up, the best number of drafts, acceptance from laws.
+"""Predictions of speculative decoding: acceptance rates of distributions, expected tokens, speed-up, the best K.
 
-Host-side NumPy in float64. Shapes: V vocabulary, K draft tokens.
+The functions compute on the host, in NumPy and float64. Shapes: V vocabulary, K draft tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ __all__ = [
     "typical_acceptance_rate",
 ]
 
-Floats = np.ndarray | np.float64  # float64; a scalar where every argument is one
+Floats = np.ndarray | np.float64  # float64, a scalar where every argument is a scalar
 
-# A verification rule as a recursion over the mass of the draft paths that it accepts, from that of the paths one token
-# shorter. `accepted` and `drafted` [V, ..., V, 1] are the accepted and the whole mass of the prefix, `target` and
-# `draft` [V, ..., V, V] the laws of the next token.
+# Each rule gives the probability that a draft path is drawn and accepted, from the same probability `accepted` of the
+# path without its last token. `drafted` is the probability that this shorter path is drawn; both have shape
+# [V, ..., V, 1]. `target` and `draft` [V, ..., V, V] are the distributions of the last token.
 _RULES = {
     "rejection": lambda accepted, drafted, target, draft: accepted * np.minimum(target, draft),
     "block": lambda accepted, drafted, target, draft: np.minimum(accepted * target, drafted * draft),
@@ -33,17 +33,17 @@ _RULES = {
 
 
 def expected_tokens(acceptance_rate: ArrayLike, num_draft_tokens: ArrayLike) -> Floats:
-    """Compute the tokens emitted per step when each draft is accepted independently at the same rate.
+    """Compute the expected number of tokens per step if each draft is accepted independently at the same rate.
 
     Args:
-        acceptance_rate: in [0, 1], float, any shape.
-        num_draft_tokens: K >= 0, int, of a shape that broadcasts with it.
+        acceptance_rate: float in [0, 1], of any shape.
+        num_draft_tokens: K, int >= 0, of a shape that broadcasts with `acceptance_rate`.
 
     Returns:
-        (1 - rate^(K+1)) / (1 - rate), float64 of the broadcast shape; K + 1 at rate 1.
+        (1 - rate^(K+1)) / (1 - rate), which is K + 1 at rate 1; float64 of the broadcast shape.
 
     Raises:
-        ValueError: a rate outside [0, 1], or a number of drafts that is negative or not an integer.
+        ValueError: a rate is outside [0, 1], or a number of drafts is negative or not an integer.
 
     Example:
         >>> expected_tokens(0.5, [1, 2, 3])
@@ -58,17 +58,17 @@ def expected_tokens(acceptance_rate: ArrayLike, num_draft_tokens: ArrayLike) -> 
 
 
 def num_accepted_probabilities(acceptance_rate: ArrayLike, num_draft_tokens: int) -> np.ndarray:
-    """Compute the law of the number of accepted drafts when each is accepted independently at the same rate.
+    """Compute the distribution of the number of accepted drafts if each is accepted independently at the same rate.
 
     Args:
-        acceptance_rate: in [0, 1], float, any shape.
-        num_draft_tokens: K >= 0.
+        acceptance_rate: float in [0, 1], of any shape.
+        num_draft_tokens: K, one int >= 0.
 
     Returns:
-        [..., K+1] float64, the probability of 0, 1, ..., K accepted drafts.
+        [..., K+1] float64, the probabilities of 0, 1, ..., K accepted drafts.
 
     Raises:
-        ValueError: a rate outside [0, 1], or a number of drafts that is not one integer >= 0.
+        ValueError: a rate is outside [0, 1], or the number of drafts is not one integer >= 0.
 
     Example:
         >>> num_accepted_probabilities(0.5, 2)
@@ -85,19 +85,19 @@ def num_accepted_probabilities(acceptance_rate: ArrayLike, num_draft_tokens: int
 def speed_up(
     acceptance_rate: ArrayLike, num_draft_tokens: ArrayLike, cost_ratio: ArrayLike, verify_ratio: ArrayLike = 1.0
 ) -> Floats:
-    """Compute how many times faster than plain decoding speculative decoding is.
+    """Compute how many times faster speculative decoding is than plain decoding.
 
     Args:
-        acceptance_rate: in [0, 1], float; each draft is accepted independently at this rate.
-        num_draft_tokens: K >= 0, int.
-        cost_ratio: time of one draft call / time of a 1-token target call, float >= 0.
-        verify_ratio: time of a (K+1)-token target call / time of a 1-token target call, float > 0.
+        acceptance_rate: float in [0, 1]; each draft is accepted independently at this rate.
+        num_draft_tokens: K, int >= 0.
+        cost_ratio: float >= 0, the time of a draft call divided by the time of a 1-token target call.
+        verify_ratio: float > 0, the time of a (K+1)-token target call divided by the time of a 1-token target call.
 
     Returns:
         expected_tokens / (K * cost_ratio + verify_ratio), float64 of the broadcast shape of the arguments.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> round(float(speed_up(0.8, 4, cost_ratio=0.2)), 4)
@@ -115,20 +115,22 @@ def speed_up(
 def best_num_draft_tokens(
     acceptance_rate: ArrayLike, cost_ratio: ArrayLike, max_draft_tokens: int = 32
 ) -> np.ndarray | np.int64:
-    """Find the number of draft tokens of the greatest speed-up; the smallest one where several tie.
+    """Find the number of draft tokens with the greatest speed-up.
 
-    Verifying K+1 tokens is taken to cost as much as one plain step (`verify_ratio` 1).
+    The function assumes that a target call over K+1 tokens takes as long as one over 1 token (`verify_ratio` 1).
 
     Args:
-        acceptance_rate: in [0, 1], float; each draft is accepted independently at this rate.
-        cost_ratio: time of one draft call / time of a target call, float >= 0, of a shape that broadcasts with it.
+        acceptance_rate: float in [0, 1]; each draft is accepted independently at this rate.
+        cost_ratio: float >= 0, the time of a draft call divided by the time of a target call, of a shape that
+            broadcasts with `acceptance_rate`.
         max_draft_tokens: the largest number to consider.
 
     Returns:
-        int64 of the broadcast shape, in [0, max_draft_tokens]; 0, plain decoding, where the rate is at most cost_ratio.
+        int64 of the broadcast shape, in [0, max_draft_tokens]: the smallest of the best numbers. It is 0, which is
+        plain decoding, where the rate is at most `cost_ratio`.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> best_num_draft_tokens([0.1, 0.5, 0.8], cost_ratio=0.1)
@@ -144,18 +146,19 @@ def best_num_draft_tokens(
 
 
 def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float]) -> int:
-    """Find the number of draft tokens of the most tokens a second, among those whose step was timed.
+    """Find the number of draft tokens that gives the most tokens per second, given the time of a step for each.
 
     Args:
-        acceptance_rate: in [0, 1]; each draft is accepted independently at this rate.
-        step_seconds: the time of a whole step for each number K of draft tokens; K = 0 is plain decoding.
+        acceptance_rate: one number in [0, 1]; each draft is accepted independently at this rate.
+        step_seconds: the time of a whole step in seconds for each number K of draft tokens to choose from; K = 0 is
+            plain decoding.
 
     Returns:
-        K; the smallest one where several tie.
+        K, the smallest of the best numbers.
 
     Raises:
-        ValueError: no times, a time that is not positive, a number of drafts that is not an integer >= 0, or a rate
-            that is not one number in [0, 1].
+        ValueError: there is no time, a time is not positive, a number of drafts is not an integer >= 0, or the rate is
+            not one number in [0, 1].
 
     Example:
         >>> best_draft_length(0.7, {0: 4.0e-3, 3: 6.6e-3, 5: 8.3e-3})
@@ -171,17 +174,17 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
 
 
 def acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:
-    """Compute the probability that rejection sampling accepts a token drawn from the draft law.
+    """Compute the probability that rejection sampling accepts a token drawn from the draft distribution.
 
     Args:
-        target: [..., V] float, probabilities of the target model.
-        draft: [..., V] float, probabilities of the draft model.
+        target: [..., V] float, the target's probabilities.
+        draft: [..., V] float, the draft's probabilities.
 
     Returns:
-        [...] float64: the sum of min(target, draft), which is 1 - total variation.
+        [...] float64, the sum of min(target, draft), which is 1 - total variation.
 
     Raises:
-        ValueError: shapes that differ, a negative entry, or a law that does not sum to 1 within 1e-6.
+        ValueError: the shapes differ, an entry is negative, or the probabilities do not sum to 1 within 1e-6.
 
     Example:
         >>> print(acceptance_rate([0.5, 0.25, 0.25], [0.25, 0.25, 0.5]))
@@ -190,24 +193,24 @@ def acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:
     References:
         Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192, corollary 3.6.
     """
-    target, draft = _laws(target, draft)
+    target, draft = _distributions(target, draft)
     return np.minimum(target, draft).sum(axis=-1)
 
 
 def coupled_acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:
-    """Compute the acceptance probability of `match` when the drafter draws with the target's own Gumbel noise.
+    """Compute the acceptance probability of `match` if the drafter draws with the target's own Gumbel noise.
 
-    It lies between (1 - TV) / (1 + TV) and 1 - TV, where TV is the total variation of the two laws.
+    It lies between (1 - TV) / (1 + TV) and 1 - TV, where TV is the total variation of the two distributions.
 
     Args:
-        target: [..., V] float, probabilities of the target model.
-        draft: [..., V] float, probabilities of the draft model.
+        target: [..., V] float, the target's probabilities.
+        draft: [..., V] float, the draft's probabilities.
 
     Returns:
-        [...] float64: the sum over i of 1 / sum over j of max(target_j / target_i, draft_j / draft_i).
+        [...] float64, the sum over i of 1 / (sum over j of max(target_j / target_i, draft_j / draft_i)).
 
     Raises:
-        ValueError: shapes that differ, a negative entry, or a law that does not sum to 1 within 1e-6.
+        ValueError: the shapes differ, an entry is negative, or the probabilities do not sum to 1 within 1e-6.
 
     Example:
         >>> round(float(coupled_acceptance_rate([0.25, 0.75], [0.75, 0.25])), 4)
@@ -216,8 +219,8 @@ def coupled_acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:
     References:
         Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv:2408.07978.
     """
-    target, draft = _laws(target, draft)
-    # In the order of target / draft, target_j / target_i is the larger one for the tokens j at and above i.
+    target, draft = _distributions(target, draft)
+    # With the tokens sorted by target / draft, target_j / target_i is the larger ratio for every token j from i on.
     order = np.arctan2(target, draft).argsort(axis=-1)
     target, draft = np.take_along_axis(target, order, axis=-1), np.take_along_axis(draft, order, axis=-1)
     above = target[..., ::-1].cumsum(axis=-1)[..., ::-1]
@@ -229,21 +232,21 @@ def coupled_acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:
 def typical_acceptance_rate(
     target: ArrayLike, draft: ArrayLike, posterior_threshold: float = 0.09, posterior_alpha: float = 0.3
 ) -> Floats:
-    """Compute the probability that typical acceptance accepts a token drawn from the draft law.
+    """Compute the probability that typical acceptance accepts a token drawn from the draft distribution.
 
     Args:
-        target: [..., V] float, probabilities of the target model.
-        draft: [..., V] float, probabilities of the draft model.
+        target: [..., V] float, the target's probabilities.
+        draft: [..., V] float, the draft's probabilities.
         posterior_threshold: the probability in [0, 1] above which a token is always accepted.
-        posterior_alpha: >= 0, factor of exp(-entropy) in the threshold of a spread-out target.
+        posterior_alpha: the factor >= 0 of exp(-entropy), which lowers the threshold where the target is uncertain.
 
     Returns:
-        [...] float64: the draft mass of the tokens whose target probability is greater than
+        [...] float64, the draft probability of all tokens whose target probability is greater than
         min(posterior_threshold, posterior_alpha * exp(-entropy of the target)).
 
     Raises:
-        ValueError: shapes that differ, a negative entry, a law that does not sum to 1 within 1e-6, or a threshold or
-            factor out of its range.
+        ValueError: the shapes differ, an entry is negative, the probabilities do not sum to 1 within 1e-6, or the
+            threshold or factor is out of its range.
 
     Example:
         >>> print(typical_acceptance_rate([0.9, 0.05, 0.05], [0.5, 0.25, 0.25]))
@@ -254,27 +257,29 @@ def typical_acceptance_rate(
     """
     _require(0 <= posterior_threshold <= 1, "posterior_threshold", "in [0, 1]", posterior_threshold)
     _require(posterior_alpha >= 0, "posterior_alpha", ">= 0", posterior_alpha)
-    target, draft = _laws(target, draft)
+    target, draft = _distributions(target, draft)
     entropy = -np.sum(target * np.log(np.where(target > 0, target, 1.0)), axis=-1, keepdims=True)
     threshold = np.minimum(posterior_threshold, posterior_alpha * np.exp(-entropy))
     return np.sum(draft, axis=-1, where=target > threshold)
 
 
 def expected_accepted(target: Sequence[ArrayLike], draft: Sequence[ArrayLike], rule: str = "rejection") -> float:
-    """Compute the expected number of accepted drafts of a step from the exact laws of both models.
+    """Compute the expected number of accepted drafts of a step from the exact distributions of both models.
 
-    It enumerates all V^K draft paths, so it is meant for small vocabularies.
+    The function enumerates all V^K draft paths, so it is meant for small vocabularies.
 
     Args:
-        target: K arrays of float; `target[i]` of shape [V] * (i+1) holds the law of the token i given those before.
-        draft: K arrays of the same shapes, the laws that the drafts are drawn from.
-        rule: "rejection", "block", or "match" (drafts drawn independently of the target's noise).
+        target: K float arrays; `target[i]` of shape [V] * (i+1) holds the probabilities of token i given the tokens
+            before it.
+        draft: K float arrays of the same shapes, the probabilities that the drafts are drawn with.
+        rule: "rejection", "block", or "match" with drafts that are drawn independently of the target's noise.
 
     Returns:
         The expected number, in [0, K].
 
     Raises:
-        ValueError: an unknown rule, a different number of arrays, a wrong shape, or an array that is not a law.
+        ValueError: the rule is unknown, the numbers of arrays differ, an array has a wrong shape, or probabilities are
+            negative or do not sum to 1 within 1e-6.
 
     Example:
         >>> target = [[0.5, 0.5], [[1.0, 0.0], [0.5, 0.5]]]
@@ -292,13 +297,13 @@ def expected_accepted(target: Sequence[ArrayLike], draft: Sequence[ArrayLike], r
     _require(len(draft) == len(target), "draft", f"as many arrays as target, {len(target)}", len(draft))
     total = 0.0
     accepted = drafted = np.ones(())
-    for i, laws in enumerate(zip(target, draft, strict=True)):
-        target_law, draft_law = _laws(*laws, suffix=f"[{i}]")
+    for i, level in enumerate(zip(target, draft, strict=True)):
+        target_probs, draft_probs = _distributions(*level, suffix=f"[{i}]")
         shape = np.shape(target[0])[-1:] * (i + 1)
-        _require(target_law.shape == shape, f"target[{i}]", f"of shape [V] * {i + 1} = {shape}", target_law.shape)
+        _require(target_probs.shape == shape, f"target[{i}]", f"of shape [V] * {i + 1} = {shape}", target_probs.shape)
         accepted, drafted = accepted[..., None], drafted[..., None]
-        accepted = _RULES[rule](accepted, drafted, target_law, draft_law)
-        drafted = drafted * draft_law
+        accepted = _RULES[rule](accepted, drafted, target_probs, draft_probs)
+        drafted = drafted * draft_probs
         total += float(accepted.sum())
     return total
 
@@ -321,12 +326,12 @@ def _count(name, value, is_scalar=False):
     return count
 
 
-def _laws(target, draft, suffix=""):
-    laws = np.asarray(target, np.float64), np.asarray(draft, np.float64)
-    for name, law in zip((f"target{suffix}", f"draft{suffix}"), laws, strict=True):
-        _require(law.ndim > 0 and law.size > 0, name, "of shape [..., V]", law.shape)
-        _require(law >= 0, name, "nonnegative", law.min())
-        sums = law.sum(axis=-1)
+def _distributions(target, draft, suffix=""):
+    target, draft = np.asarray(target, np.float64), np.asarray(draft, np.float64)
+    for name, probs in ((f"target{suffix}", target), (f"draft{suffix}", draft)):
+        _require(probs.ndim > 0 and probs.size > 0, name, "of shape [..., V]", probs.shape)
+        _require(probs >= 0, name, "nonnegative", probs.min())
+        sums = probs.sum(axis=-1)
         _require(np.abs(sums - 1) <= 1e-6, name, "of sum 1 within 1e-6", f"{sums.min()} to {sums.max()}")
-    _require(laws[0].shape == laws[1].shape, f"draft{suffix}", f"of shape {laws[0].shape}, target's", laws[1].shape)
-    return laws
+    _require(target.shape == draft.shape, f"draft{suffix}", f"of shape {target.shape}, as target", draft.shape)
+    return target, draft

@@ -15,30 +15,34 @@ import numpy as np
 Array = jax.Array
 PyTree = Any
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes of logits, and of what goes with them
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that logits may have
 
 
 def is_integer(value: object) -> bool:
-    """Whether a number given by the caller is a whole one, of Python or NumPy; True and False are none."""
+    """Return whether `value` is an integer of Python or NumPy; True and False do not count as integers."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Categorical(NamedTuple):
-    """A categorical distribution per row: softmax of logits / temperature, kept where logits >= min_logit.
+    """One categorical distribution per row: the softmax of logits / temperature over the logits >= min_logit.
 
-    With `rows`, the logits are packed: row (b, t) is `logits[rows[b, t]]`, and `min_logit` and `log_normalizer` have
-    shape [R].
+    With `rows`, the logits are packed: row (b, t) has the logits `logits[rows[b, t]]`, and `min_logit` and
+    `log_normalizer` have shape [R].
     """
 
     logits: Array  # [B, T, V] float32 or bfloat16 ([R, V] with rows); -inf excludes a token
     temperature: Array | None = None  # [B] float32; None is 1; 0 puts all mass on the argmax (lowest id wins a tie)
     min_logit: Array | None = None  # [B, T] float32: the smallest kept logit of the row
     log_normalizer: Array | None = None  # [B, T] float32: logsumexp of the kept logits / temperature
-    rows: Array | None = None  # [B, T] int32
+    rows: Array | None = None  # [B, T] int32 index into the packed logits; None means that they are not packed
 
     @classmethod
     def from_probs(cls, probs: Array) -> "Categorical":
-        """The distribution of given probabilities [B, T, V]; rows are normalised, a zero excludes its token."""
+        """Return the distribution with the probabilities `probs` [B, T, V]; a zero excludes its token.
+
+        Raises:
+            ValueError: `probs` are not of a floating dtype that logits may have.
+        """
         logits = jnp.log(jnp.asarray(probs))
         if logits.dtype.name not in FLOATS:
             raise ValueError(f"probs must be of one of the dtypes {', '.join(FLOATS)}, got {jnp.result_type(probs)}")
@@ -46,24 +50,24 @@ class Categorical(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Draft tokens and the law they were drawn from.
+    """Draft tokens and the distribution that they were drawn from.
 
-    `distribution` is exactly what each token was drawn from; None means deterministic (one-hot) drafts. A row of draft
-    temperature 0 is deterministic too, and its logits are not read.
+    `distribution` must be exactly the one that each token was drawn from; None means deterministic (one-hot) drafts. A
+    row whose draft temperature is 0 is deterministic too, and its logits are not read.
     """
 
-    tokens: Array  # [B, K] int32, -1 where a row has fewer
-    distribution: Categorical | None = None
-    num_tokens: Array | None = None  # [B] int32 in [0, K]; None is K everywhere
+    tokens: Array  # [B, K] int32; -1 fills a row that has fewer drafts
+    distribution: Categorical | None = None  # rows [B, K]
+    num_tokens: Array | None = None  # [B] int32 in [0, K], number of drafts of each row; None means K everywhere
 
 
 class Verified(NamedTuple):
-    """What a verifier emits: accepted drafts, then one recovered or bonus token, then -1."""
+    """The output of a verifier: the accepted drafts of each row, then one recovered or bonus token, then -1."""
 
     tokens: Array  # [B, K+1] int32
-    num_accepted: Array  # [B] int32, draft tokens only
-    log_probs: Array | None = None  # [B, K+1] float32 of each emitted token under the target row it stands in
-    is_accepted: Array | None = None  # [B, K] bool, the outcome of each draft's own test; false where there is no draft
+    num_accepted: Array  # [B] int32, number of accepted drafts; the recovered or bonus token does not count
+    log_probs: Array | None = None  # [B, K+1] float32, log-probability of each emitted token under its target row
+    is_accepted: Array | None = None  # [B, K] bool, the outcome of each draft's own test; False where there is no draft
 
 
 class ModelInput(NamedTuple):
@@ -71,24 +75,24 @@ class ModelInput(NamedTuple):
 
     tokens: Array  # [B, T] int32
     positions: Array  # [B, T] int32, never negative
-    mask: Array | None = None  # [B, T, T] bool inside the call (trees); None is causal
+    mask: Array | None = None  # [B, T, T] bool, which tokens of this call each of them sees (trees); None is causal
 
 
 class ModelOutput(NamedTuple):
-    """Logits of every query token, and hidden states for proposers that want them."""
+    """The logits of every query token, and hidden states for the proposers that use them."""
 
-    logits: Array  # [B, T, V]
-    features: Any = None
+    logits: Array  # [B, T, V] float32 or bfloat16
+    features: Any = None  # a pytree of arrays [B, T, ...]
 
 
 class Context(NamedTuple):
-    """The tokens of each sequence. The last committed one has not been fed to the target yet."""
+    """The tokens of each sequence. The last committed token has not been fed to the target yet."""
 
-    tokens: Array  # [B, L] int32, prompt and committed tokens
-    length: Array  # [B] int32, committed
-    active: Array  # [B] bool
-    prompt_length: Array | None = None  # [B] int32, how many of them are prompt; None is 0
-    guided_state: Array | None = None  # [B] int32, of the grammar after them; None without guided decoding
+    tokens: Array  # [B, L] int32, the prompt, then the generated tokens; garbage from `length` on
+    length: Array  # [B] int32, number of committed tokens, the prompt included
+    active: Array  # [B] bool, whether the row is still decoding
+    prompt_length: Array | None = None  # [B] int32, number of prompt tokens; None means 0
+    guided_state: Array | None = None  # [B] int32, state of the grammar after the tokens; None without guided decoding
 
 
 @partial(
@@ -98,27 +102,29 @@ class Context(NamedTuple):
 )
 @dataclass(frozen=True)
 class Model:
-    """A language model as a pytree: params are leaves, the functions static.
+    """A language model as a pytree, whose leaves are the parameters and whose functions are static.
 
-    `apply` writes the T tokens of a call to the consecutive cache slots positions[:, 0] + arange(T), overwriting what
-    was there; a token sees the slots before positions[:, 0] and, inside the call, those that the mask allows. Every
-    cache leaf has the batch as its leading axis. Give module-level functions or frozen dataclasses with `__call__`:
-    they compare by value, so a model built again does not retrace.
+    `apply` writes the T tokens of a call to the consecutive cache slots positions[:, 0] + arange(T) and overwrites what
+    they held. A token sees the slots before positions[:, 0] and, inside the call, the tokens that the mask allows.
+    Every leaf of the cache has the batch as its leading axis.
+
+    The functions should be module-level functions or frozen dataclasses with `__call__`. These compare by value, so a
+    model that is built again is not traced again.
     """
 
     params: PyTree
-    apply: Callable[[PyTree, ModelInput, PyTree], tuple[ModelOutput, PyTree]]
+    apply: Callable[[PyTree, ModelInput, PyTree], tuple[ModelOutput, PyTree]]  # (params, inputs, cache)
     init_cache: Callable[[int, int], PyTree]  # (batch_size, max_length) -> cache
     vocab_size: int
-    max_length: int | None = None
+    max_length: int | None = None  # the most tokens that a sequence may have; None means no limit
 
 
 class Proposer(Protocol):
-    """Makes drafts. A pytree dataclass: weights are leaves, options static; all methods pure.
+    """An object that makes drafts: a pytree dataclass with weights as leaves, static options and pure methods.
 
-    Every leaf of the state has the batch as its leading axis. `prefill` sees a context that holds the prompts alone;
-    `update` the context that the drafts were made for, before the verified tokens are committed. Its `num_accepted` is
-    0 where a row had no drafts of this proposer.
+    Every leaf of the state has the batch as its leading axis. `prefill` gets a context that holds the prompts alone.
+    `update` gets the context that the drafts were made for, before the verified tokens are committed; the
+    `num_accepted` that it gets is 0 in rows that had no drafts of this proposer.
     """
 
     num_draft_tokens: int  # K, the width of every draft
@@ -133,12 +139,12 @@ class Proposer(Protocol):
 
 
 class Verifier(Protocol):
-    """Accepts or rejects drafts, given keys, the draft and the target's distributions of the K+1 next positions."""
+    """A function that accepts or rejects drafts, given the target's distributions of the next K+1 tokens."""
 
     def __call__(self, keys: Array, draft: Draft, target: Categorical | Array, **options: Any) -> Verified: ...
 
 
 class Scorer(Protocol):
-    """Runs the target over a draft: logits of the K+1 positions after the committed tokens."""
+    """A function that runs the target over a draft and returns its logits for the next K+1 tokens."""
 
     def __call__(self, model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[ModelOutput, PyTree]: ...

@@ -182,7 +182,7 @@ def test_own_models(case, tmp_path):
             "Compute nothing across the leading",
         ),
         (attention("names rows"), "rows of the cache must be those of the batch", "nothing in a leaf that names a row"),
-        (attention("returns the old cache"), "several calls must give", "apply returns the cache as it was given it"),
+        (attention("returns the old cache"), "several calls must give", "apply returns the cache unchanged"),
         (attention("fresh cache"), "several calls must give", "do not depend on the cache that it is given"),
         (attention("positions from 0"), "several calls must give .* position 4", "by inputs.positions, not from 0"),
         (attention("adds"), "must overwrite the slots", r"Write with \.at\[row, slot\]\.set"),

@@ -254,7 +254,7 @@ class TestSharedPrompts:
         [
             (np.array([0, 2]), r"rows must be in \[0, 2\), the number of prompts, got \[0, 2\]"),
             (np.array([0.0, 1.0], np.float32), r"rows must be int32 \[B\], got float32 \(2,\)"),
-            (np.array([0, 1, 1]), "sampling must be of 3 rows"),
+            (np.array([0, 1, 1]), "sampling must have 3 rows"),
         ],
     )
     def test_bad_rows(self, target, rows, message):
@@ -447,8 +447,8 @@ def test_features_reach_the_proposer():
         (dict(max_length=8.5), "max_length must be an integer, got 8.5"),
         (dict(num_logprobs=-1), r"num_logprobs must be None or an integer in \[0, V = 61\], got -1"),
         (dict(num_logprobs=62), r"num_logprobs must be None or an integer in \[0, V = 61\], got 62"),
-        (dict(sampling=SamplingParams()), r"sampling must be a Sampling, as of sampling.batch, got SamplingParams"),
-        (lambda: dict(sampling=sampling.batch([SamplingParams()])), r"sampling must be of 2 rows"),
+        (dict(sampling=SamplingParams()), r"sampling must be a Sampling, as sampling.batch returns, got"),
+        (lambda: dict(sampling=sampling.batch([SamplingParams()])), r"sampling must have 2 rows"),
         (lambda: dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
         (lambda: dict(keys=jax.random.key(0, impl="rbg")), r"keys must be threefry keys"),
         (

@@ -224,7 +224,7 @@ def test_rules_agree_where_they_must():
         (theory.best_num_draft_tokens, (0.5, 0.1, -1), "max_draft_tokens must be an integer >= 0, got -1"),
         (theory.acceptance_rate, ([0.5, 0.6], TARGET), "target must be of sum 1"),
         (theory.acceptance_rate, (TARGET, [1.5, -0.5]), "draft must be nonnegative, got -0.5"),
-        (theory.acceptance_rate, (TARGET, [0.5, 0.25, 0.25]), r"draft must be of shape \(2,\), target's, got \(3,\)"),
+        (theory.acceptance_rate, (TARGET, [0.5, 0.25, 0.25]), r"draft must be of shape \(2,\), as target, got \(3,\)"),
         (theory.coupled_acceptance_rate, (TARGET, [TARGET]), "draft must be of shape"),
         (theory.typical_acceptance_rate, (1.0, 1.0), r"target must be of shape \[..., V\], got \(\)"),
         (theory.typical_acceptance_rate, (TARGET, DRAFT, -0.1), r"posterior_threshold must be in \[0, 1\], got -0.1"),

@@ -1,4 +1,4 @@
-"""Proposers: pytree dataclasses with pure methods `init`, `prefill`, `propose`, `update`, one method a file."""
+"""Proposers, which make drafts: pytree dataclasses with the pure methods of `specjax.types.Proposer`."""
 
 from specjax.proposers.draft_model import DraftModel, draft_model
 from specjax.proposers.fallback import Fallback, fallback

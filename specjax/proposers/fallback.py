@@ -1,4 +1,4 @@
-"""Two proposers: the first drafts where it can, the second in the other rows."""
+"""Two proposers, of which the second drafts for the rows where the first has nothing."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,23 +8,24 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax.proposers.draft_model import DraftModel, run_where
+from specjax.proposers.draft_model import DraftModel
+from specjax.proposers.split import run_where
 from specjax.types import Array, Categorical, Context, Draft, Proposer, PyTree, Verified
 from specjax.verifiers import canonical
 
 
 class Both(NamedTuple):
-    """The states of the two, and which rows [B] bool the first drafted for."""
+    """The states of both proposers."""
 
     first: PyTree
     second: PyTree
-    is_first: Array
+    is_first: Array  # [B] bool, whether the last drafts of the row came from the first proposer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=[])
 @dataclass(frozen=True)
 class Fallback:
-    """Drafts of `first` in the rows where it has any, of `second` in the others."""
+    """A proposer that drafts with `first`, and with `second` in the rows where `first` has no drafts."""
 
     first: Proposer
     second: Proposer
@@ -58,18 +59,17 @@ class Fallback:
         return Draft(tokens, distribution, num_tokens), Both(first, second, is_first)
 
     def update(self, context: Context, verified: Verified, features: Any, state: Both) -> Both:
-        def of(rows: Array) -> Verified:
+        def only(rows: Array) -> Verified:
             return verified._replace(num_accepted=jnp.where(rows, verified.num_accepted, 0))
 
-        first = self.first.update(context, of(state.is_first), features, state.first)
-        return state._replace(
-            first=first, second=self.second.update(context, of(~state.is_first), features, state.second)
-        )
+        first = self.first.update(context, only(state.is_first), features, state.first)
+        second = self.second.update(context, only(~state.is_first), features, state.second)
+        return state._replace(first=first, second=second)
 
     def _propose(
         self, proposer: Proposer, keys: Array, context: Context, sampling: Any, state: PyTree
     ) -> tuple[Draft, PyTree]:
-        """The draft of one of the two, at the width of the wider."""
+        """Make the draft of one proposer, padded to the number of drafts of the wider proposer."""
         narrow, width = proposer.num_draft_tokens, self.num_draft_tokens
         draft, state = proposer.propose(keys[:, : narrow + 1], context, sampling, state)
         draft = canonical(draft)
@@ -81,21 +81,22 @@ class Fallback:
 
 
 def _widened(distribution: Categorical, width: int) -> Categorical:
-    """The distribution with more rows [B, width], copies of the last one that take no memory."""
+    """Return the distribution with `width` rows per sequence, which repeat the last row without copying its logits."""
     packed = distributions.pack(distribution)
     index = jnp.minimum(jnp.arange(width), packed.rows.shape[1] - 1)
     return packed._replace(rows=packed.rows[:, index])
 
 
 def fallback(first: Proposer, second: Proposer) -> Fallback:
-    """Draft with `first`, and with `second` in the rows where `first` has nothing: n-grams, then a draft model.
+    """Draft with `first`, and with `second` in the rows where `first` has no drafts.
 
-    Which of the two drafts for a row is decided by the tokens committed so far alone, so that the output's law is the
-    target's, as with each of them. The second does not run where every row has drafts of the first.
+    A typical pair is an n-gram lookup and a draft model. The committed tokens alone decide which proposer drafts for a
+    row, so a lossless verifier stays lossless. The second proposer does not run in steps where every row has drafts of
+    the first.
 
     Args:
-        first: makes deterministic drafts, as `proposers.ngram`.
-        second: any proposer; the two may draft different numbers of tokens.
+        first: a proposer of deterministic drafts, such as `proposers.ngram`.
+        second: any proposer. The two may draft different numbers of tokens.
 
     Returns:
         A proposer.

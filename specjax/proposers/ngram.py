@@ -1,4 +1,4 @@
-"""Drafts looked up in the sequence itself."""
+"""Drafts that are looked up in the sequence itself."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from specjax.types import Array, Context, Draft, PyTree, Verified, is_integer
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "min_n", "max_n"])
 @dataclass(frozen=True)
 class NGram:
-    """Copies what followed an earlier occurrence of the last n tokens. Needs no model; drafts are deterministic."""
+    """A proposer that copies the tokens after an earlier occurrence of the last n tokens; drafts are deterministic."""
 
     num_draft_tokens: int
     min_n: int
@@ -37,19 +37,20 @@ class NGram:
 
 
 def look_up(tokens: Array, length: Array, *, num_draft_tokens: int, min_n: int, max_n: int) -> tuple[Array, Array]:
-    """Of one row: what followed the earliest occurrence of the longest suffix that occurred before.
+    """Find the longest suffix of one sequence that occurred before, and the tokens after its earliest occurrence.
 
     An occurrence ends before the suffix itself does; the two may overlap.
 
     Args:
         tokens: [L] int32.
-        length: [] int32, tokens that count.
+        length: [] int32, number of tokens of the sequence.
         num_draft_tokens: K.
-        min_n: shortest suffix.
-        max_n: longest suffix.
+        min_n: the length of the shortest suffix.
+        max_n: the length of the longest suffix.
 
     Returns:
-        Tokens [K] int32, garbage past the second value, how many there are: 0 where no suffix occurred before.
+        Tokens [K] int32, and how many of them count, [] int32; the others are garbage. The number is 0 if no suffix
+        occurred before.
     """
     size = tokens.shape[0]
     end = jnp.arange(size, dtype=jnp.int32)  # an occurrence is tokens[end - n : end]
@@ -58,7 +59,7 @@ def look_up(tokens: Array, length: Array, *, num_draft_tokens: int, min_n: int, 
         before = jnp.pad(tokens, (n, 0), constant_values=-1)[:size]  # tokens[end - n]
         still &= (before == tokens[jnp.maximum(length - n, 0)]) & (end >= n) & (length >= n)
         run = jnp.where(still, n, run)
-    # One reduction finds the longest run and, of those, the first end.
+    # One reduction finds the longest run and, among equally long ones, the first end.
     best = jnp.max(jnp.where(run >= min_n, run * size + (size - 1 - end), -1))
     first = size - 1 - best % size
     source = jnp.minimum(first + jnp.arange(num_draft_tokens), size - 1)
@@ -68,19 +69,20 @@ def look_up(tokens: Array, length: Array, *, num_draft_tokens: int, min_n: int, 
 def ngram(num_draft_tokens: int, min_n: int = 1, max_n: int = 3) -> NGram:
     """Draft by looking up the last tokens of a sequence in itself.
 
-    The longest n in [min_n, max_n] whose last n tokens occurred before wins, and of its occurrences the earliest; up to
-    num_draft_tokens tokens after it are the draft. Rows without an occurrence decode normally.
+    The lookup takes the largest n in [min_n, max_n] for which the last n tokens occurred before, and the earliest of
+    their occurrences. Up to `num_draft_tokens` tokens after this occurrence are the draft. Rows without an occurrence
+    get no drafts.
 
     Args:
         num_draft_tokens: K >= 1.
-        min_n: shortest suffix looked up, >= 1.
-        max_n: longest suffix looked up, >= min_n.
+        min_n: the fewest tokens to look up, >= 1.
+        max_n: the most tokens to look up, >= min_n.
 
     Returns:
         A proposer.
 
     Raises:
-        ValueError: for a number out of its range.
+        ValueError: a number is out of its range.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""No drafts: plain decoding by the same loop."""
+"""The proposer without drafts, with which the decoding loop decodes one token per step."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from specjax.types import Array, Context, Draft, PyTree, Verified
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
 @dataclass(frozen=True)
 class NoDrafts:
-    """Proposes nothing: K = 0."""
+    """A proposer that makes no drafts: K is 0."""
 
     num_draft_tokens = 0
 
@@ -31,5 +31,5 @@ class NoDrafts:
 
 
 def none() -> NoDrafts:
-    """The proposer of plain decoding: every step emits one token of the target."""
+    """Make no drafts: every step emits one token of the target."""
     return NoDrafts()

@@ -1,4 +1,4 @@
-"""Scorers: `score(model, context, draft, cache) -> (ModelOutput over K+1 positions, cache)`, one method a file."""
+"""Scorers, which run the target over drafts: `score(model, context, draft, cache) -> (ModelOutput, cache)`."""
 
 from specjax.scorers.batch_expansion import batch_expansion
 from specjax.scorers.mqa import mqa

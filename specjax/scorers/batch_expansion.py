@@ -1,4 +1,4 @@
-"""Batch expansion: every prefix of a draft scored as a sequence of its own."""
+"""Batch expansion, which scores every prefix of a draft as a sequence of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,20 @@ from specjax.types import Context, Draft, Model, ModelOutput, PyTree
 
 
 def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[ModelOutput, PyTree]:
-    """Score a draft by K+1 copies of each sequence, of which copy i is fed the drafts before i and read at its end.
+    """Score a draft by a call with K+1 copies of each sequence, where copy i is fed the first i drafts.
 
-    The same output as `mqa`, at K+1 times the cost, for models whose queries must not share a call with later drafts.
+    The output is that of `mqa`, at K+1 times the cost. It serves models whose query tokens must not share a call with
+    later drafts.
 
-    Takes and returns what `mqa` does; the cache is that of the copies that were fed all drafts.
+    Args:
+        model: the target.
+        context: the sequences; the last committed token of each has not been fed yet.
+        draft: the draft, tokens [B, K].
+        cache: the target's cache.
+
+    Returns:
+        ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the cache of
+        the copies that were fed all drafts.
     """
     batch_size, num_draft_tokens = draft.tokens.shape
     num_copies = num_draft_tokens + 1

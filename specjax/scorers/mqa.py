@@ -1,4 +1,4 @@
-"""Multi-query-attention scoring: all drafts of a sequence in one call."""
+"""Multi-query scoring, which feeds all drafts of a sequence in one call."""
 
 import jax.numpy as jnp
 
@@ -7,16 +7,16 @@ from specjax.types import Context, Draft, Model, ModelInput, ModelOutput, PyTree
 
 
 def mqa(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[ModelOutput, PyTree]:
-    """Score a draft by one call of K+1 query tokens a sequence: the last committed token and the drafts.
+    """Score a draft by one call with K+1 query tokens per sequence: its last committed token and the drafts.
 
     Args:
         model: the target.
-        context: whose last committed token has not been fed yet.
-        draft: token 0 is fed where it has -1; what that writes is overwritten later.
-        cache: of the target.
+        context: the sequences; the last committed token of each has not been fed yet.
+        draft: the draft, tokens [B, K]. Token 0 is fed in place of -1, to a cache slot that is overwritten later.
+        cache: the target's cache.
 
     Returns:
-        ModelOutput, row j for the position context.length + j, and the cache.
+        ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the cache.
     """
     num_tokens = draft.tokens.shape[1] + 1
     start = jnp.maximum(context.length - 1, 0)[:, None]

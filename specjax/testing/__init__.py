@@ -1,4 +1,4 @@
-"""Checks that verifiers, proposers and models are what they claim, with verdicts in words."""
+"""Checks of verifiers, proposers and models, which raise AssertionError and say what is wrong."""
 
 from specjax.testing.cases import BLOCK_INSTANCE
 from specjax.testing.enumeration import (

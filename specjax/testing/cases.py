@@ -1,4 +1,4 @@
-"""The cases that an exact verdict on a verifier goes through: small targets and drafts with everything they can ask."""
+"""The cases of the exact check of a verifier: small targets and drafts that use every field of the records."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -18,7 +18,7 @@ def _log(table: list) -> Table:
         return np.log(table)
 
 
-# On this target and draft the usual mistakes of block verification show: levels of conditional logits.
+# Conditional logits of a target and a draft on which the usual mistakes in block verification change the distribution.
 BLOCK_INSTANCE = (
     [
         _log([0.25, 0.5, 0.25]),
@@ -30,13 +30,13 @@ BLOCK_INSTANCE = (
 
 
 class Case(NamedTuple):
-    """What a verifier is given, as NumPy arrays with a row for each possible draft, and what must come out."""
+    """The arguments of a verifier in NumPy, with one row for each possible draft, and the expected distribution."""
 
     name: str
     draft: Draft  # N rows
     target: Categorical  # N rows
     weight: np.ndarray  # [N] float64, the probability of each row's draft
-    expected: list[Table]  # conditional probabilities of the K+1 next tokens
+    expected: list[Table]  # conditional probabilities of the next K+1 tokens
 
 
 def make_case(
@@ -54,18 +54,18 @@ def make_case(
 ) -> Case:
     """Build a case from conditional logits.
 
-    What no verifier may read is garbage: after the row's own drafts, token ids, NaN logits of the draft, and NaN logits
-    of the target past the row of the next token.
+    Everything that no verifier may read is garbage: the token ids and the NaN logits of the draft behind a row's own
+    drafts, and the NaN logits of the target behind the row of its bonus token.
 
     Args:
-        name: of the case, for messages.
-        target: conditional logits of the target, levels 0 to K.
-        draft: those of the draft, levels 0 to K-1, or K token ids of deterministic drafts.
-        num_tokens: drafts that the row has; None is K.
-        ends_by_id: such a row is ended by the id -1, not by `Draft.num_tokens`.
-        is_mixed: give every field of the records a value, so that cases of different settings fit in one batch.
-        target_temperature: of the target.
-        draft_temperature: of the draft.
+        name: the name of the case, for messages.
+        target: conditional logits of the target, levels 0 to K; level i has shape [V] * (i + 1).
+        draft: conditional logits of the draft, levels 0 to K-1; or K token ids of deterministic drafts.
+        num_tokens: the number of drafts that the row has; None is K.
+        ends_by_id: whether the id -1 ends a row with fewer drafts, in place of `Draft.num_tokens`.
+        is_mixed: whether every field of the records gets a value, so that different cases fit into one batch.
+        target_temperature: the temperature of the target.
+        draft_temperature: the temperature of the draft.
         min_logit: the cut of all rows.
         hidden_rows: indices of drafts whose reported distribution has no mass.
     """
@@ -102,7 +102,7 @@ def make_case(
 
 
 def batches(num_drafts: int) -> Iterator[list[Case]]:
-    """The cases of K drafts, in batches whose records have the same fields."""
+    """Yield the cases of K drafts, in batches whose records have the same fields."""
     rng = np.random.default_rng(num_drafts)
 
     def tables(levels: int, zeros: bool = False) -> list[Table]:
@@ -159,7 +159,7 @@ def batches(num_drafts: int) -> Iterator[list[Case]]:
 
 
 def _kept(target: list[Table], drafts: list) -> tuple[list[Table], list]:
-    """The tables with at least one logit above a cut at 0 in every row; token ids stay as they are."""
+    """Return the tables changed to have a logit above a cut at 0 in every row; token ids stay as they are."""
 
     def lift(table: Table) -> Table:
         return table if np.ndim(table) == 0 else np.where(np.arange(VOCAB_SIZE) == 0, np.maximum(table, 0.5), table)
@@ -168,5 +168,5 @@ def _kept(target: list[Table], drafts: list) -> tuple[list[Table], list]:
 
 
 def stack(cases: Sequence[Case]) -> tuple[Draft, Categorical]:
-    """The rows of several cases of one batch, one case after the other."""
+    """Concatenate the rows of the cases of a batch, one case after another."""
     return jax.tree.map(lambda *fields: np.concatenate(fields), *((case.draft, case.target) for case in cases))

@@ -1,8 +1,8 @@
-"""The exact distribution of what a verifier emits, by enumeration of its chance.
+"""The exact distribution of a verifier's output, by enumeration of all random outcomes.
 
-A verifier made by `specjax.verifiers.from_core` takes all its chance from a `Draw`. Here the draw is replaced by one
-that runs through every outcome with its probability, so the shipped code is what is checked, and an error of 1e-6
-shows.
+A verifier made by `specjax.verifiers.from_core` makes all its random choices through a `Draw`. Here another draw takes
+its place, which goes through every outcome and computes its probability. So the code that is checked is the code that
+users run, and an error of 1e-6 in a probability shows.
 """
 
 import math
@@ -20,16 +20,16 @@ from specjax.distributions import Residual
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers.core import CallNumbers, canonical
 
-MAX_ROWS = 4_000_000  # outcomes of a batch that are enumerated at once
-Table = np.ndarray  # level i of a conditional table: [V] * i + [V], the law of token i + 1 given the first i
+MAX_ROWS = 4_000_000  # the most outcomes of a batch that are enumerated at once
+Table = np.ndarray  # level i of a conditional table: [V] * i + [V], a row over token i + 1 for every first i tokens
 
 
 class _Enumerated:
-    """A draw whose every call gives the outcome that its row stands for; `weight` [B] is their probability.
+    """A draw whose calls return given outcomes, and whose `weight` [B] is the probability of these outcomes.
 
     Args:
-        outcomes: of the calls in their order, [B, ...] each. Later calls give their first outcome, and what they could
-            give is added to `unknown`.
+        outcomes: the outcomes of the calls in their order, each [B, ...]. Calls for which none is given return their
+            first possible outcome, and all their possible outcomes are added to `unknown`.
     """
 
     def __init__(self, outcomes: list[np.ndarray]):
@@ -58,18 +58,18 @@ class _Enumerated:
         batch_size, num_rows, vocab_size = distributions.shape_of(target)
         rows = partial(product, range(vocab_size), repeat=num_rows)
         outcome = self._next("sample", index, batch_size, rows, np.int32)
-        law = distributions.normalize(target)
-        chance = jnp.exp(distributions.token_log_prob(law, outcome))
-        chance = jnp.where(
-            jnp.isfinite(law.log_mass), chance, (outcome == 0).astype(chance.dtype)
-        )  # a row without mass gives some token
+        normalized = distributions.normalize(target)
+        chance = jnp.exp(distributions.token_log_prob(normalized, outcome))
+        # A row without mass may return any token; here it returns token 0.
+        is_first = (outcome == 0).astype(chance.dtype)
+        chance = jnp.where(jnp.isfinite(normalized.log_mass), chance, is_first)
         self.weight = self.weight * jnp.prod(chance, axis=1)
         return outcome
 
     def _next(
         self, method: str, index: Array | int | None, batch_size: int, choices: Callable[[], Iterable], dtype: Any
     ) -> Array:
-        """The outcome of a call: the next one that was given, or the first of the choices."""
+        """Return the outcome of a call: the next one that was given, or the first of the choices."""
         number = self._calls.next(method, index)
         if self._calls.is_in_traced_function():
             self.has_loop = True
@@ -95,20 +95,21 @@ def enumerate_outcomes(
     bonus_tokens: Array | None = None,
     **options: Any,
 ) -> tuple[Verified, np.ndarray]:
-    """Run a verifier on every outcome of its chance.
+    """Run a verifier on every outcome of its random choices.
 
-    A core that draws inside loops runs operation by operation, with the loops in Python, because the number of its
-    draws is known only then. Any other core is compiled.
+    A core that draws inside loops runs operation by operation, with the loops in Python, because only then the number
+    of its draws is known. Any other core is compiled.
 
     Args:
-        verifier: with a `core` (made by `from_core`).
-        draft: of B rows.
-        target: of B rows.
+        verifier: a verifier that `from_core` made.
+        draft: the draft, B rows.
+        target: the target's distributions, B rows.
         bonus_tokens: [B] int32, as verifiers take them.
-        **options: of the verifier.
+        **options: the verifier's options.
 
     Returns:
-        Verified with a leading axis of B * N outcomes, those of one row together, and the probability [B, N] of each.
+        Verified with a leading axis of B * N, the N outcomes of one row after those of another; and the probability
+        [B, N] of each outcome.
 
     Raises:
         AssertionError: two calls of the core get the same noise.
@@ -156,10 +157,13 @@ def _replay(core, static, traced, outcomes, *rows):
 
 
 def _product(choices: list[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], int]:
-    """Every combination of the choices of all calls, for each row of the batch, and how many N there are.
+    """Combine the choices of all calls in every way, for each row of the batch.
 
     Returns:
-        For each call its outcomes [B * N, ...]; and N.
+        The outcomes [B * N, ...] of each call, and the number N of combinations.
+
+    Raises:
+        ValueError: B * N is larger than MAX_ROWS.
     """
     sizes = [len(each) for each in choices]
     num_outcomes = math.prod(sizes)
@@ -187,21 +191,27 @@ def enumerate_law(
     min_logit: float | None = None,
     **options: Any,
 ) -> np.ndarray:
-    """Compute the exact joint distribution of the next K+1 tokens: those that one step emits, then the target's own.
+    """Compute the exact joint distribution of the next K+1 tokens.
+
+    These are the tokens that one step emits and, up to K+1, tokens drawn from the target after them.
 
     Args:
-        verifier: with a `core` (made by `from_core`).
-        target: conditional logits of the target, levels 0 to K: level i has shape [V] * i + [V].
-        draft: conditional logits of the draft, levels 0 to K-1, or K token ids of deterministic drafts.
-        num_tokens: drafts that the row has, at most K; None is K.
-        dtype: of the logits given to the verifier.
-        target_temperature: None is 1.
-        draft_temperature: None is 1.
-        min_logit: the cut of all rows of target and draft; None is none.
-        **options: of the verifier.
+        verifier: a verifier that `from_core` made.
+        target: conditional logits of the target, levels 0 to K; level i has shape [V] * (i + 1).
+        draft: conditional logits of the draft, levels 0 to K-1; or K token ids of deterministic drafts.
+        num_tokens: the number of drafts that the row has, at most K; None is K.
+        dtype: the dtype of the logits that the verifier gets.
+        target_temperature: the temperature of the target; None is 1.
+        draft_temperature: the temperature of the draft; None is 1.
+        min_logit: the cut of all rows of target and draft; None is no cut.
+        **options: the verifier's options.
 
     Returns:
-        float64 array [V] * (K + 1). A lossless verifier gives `product_law(target)`.
+        float64 array [V] * (K + 1). That of a lossless verifier equals `product_law` of the target's probabilities.
+
+    Raises:
+        AssertionError: two calls of the core get the same noise.
+        ValueError: there are more than MAX_ROWS outcomes, or a call inside a loop has no index.
     """
     num_draft_tokens, vocab_size = len(target) - 1, target[0].shape[-1]
     deterministic = len(draft) == 0 or np.ndim(draft[0]) == 0
@@ -230,29 +240,42 @@ def enumerate_law(
 
 
 def rows_along(tables: Sequence[Table], paths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """The rows [N, levels, V] of conditional tables that stand along N paths of tokens."""
+    """Return the rows [N, levels, V] of conditional tables along N paths of tokens."""
     return np.stack([[table[path[:level]] for level, table in enumerate(tables)] for path in paths])
 
 
 def path_probabilities(tables: Sequence[Table], paths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """The probability [N] of each of N paths of tokens, from conditional probabilities."""
+    """Return the probability [N] of each of N paths of tokens, from conditional probabilities."""
     return np.array([np.prod([table[path[: i + 1]] for i, table in enumerate(tables)]) for path in paths])
 
 
 def completed_law(tokens: Array, weight: np.ndarray, target: Sequence[Table]) -> np.ndarray:
-    """The law [V] * (K + 1) of emitted tokens [N, K+1] of probability [N], each completed with the target's own."""
-    law = np.zeros((target[0].shape[-1],) * len(target))
+    """Compute the joint distribution of emitted tokens, completed to K+1 tokens from the target.
+
+    Args:
+        tokens: [N, K+1] int32, N outputs of a verifier, each with -1 behind its emitted tokens.
+        weight: [N] float64, the probability of each output.
+        target: conditional probabilities of the target, levels 0 to K.
+
+    Returns:
+        float64 array [V] * (K + 1).
+    """
+    joint = np.zeros((target[0].shape[-1],) * len(target))
     is_possible = weight != 0
     tokens, weight = np.asarray(tokens)[is_possible], weight[is_possible]
     emitted, inverse = np.unique(tokens, axis=0, return_inverse=True)
     for row, mass in zip(emitted, np.bincount(inverse.reshape(-1), np.asarray(weight, np.float64)), strict=True):
         prefix = tuple(int(t) for t in row if t >= 0)
-        law[prefix] += mass * product_law(target, prefix)
-    return law
+        joint[prefix] += mass * product_law(target, prefix)
+    return joint
 
 
 def probabilities(logits: Table, temperature: float | None = None, min_logit: float | None = None) -> np.ndarray:
-    """Softmax of logits / temperature over the last axis in float64; temperature 0 is one-hot at the lowest argmax."""
+    """Compute the softmax of logits / temperature over the last axis, in float64.
+
+    Temperature 0 puts all mass on the largest logit, on the lowest id where several tie. Logits below `min_logit` are
+    excluded.
+    """
     logits = np.asarray(logits, np.float64)
     if min_logit is not None:
         logits = np.where(logits >= min_logit, logits, -np.inf)
@@ -264,7 +287,7 @@ def probabilities(logits: Table, temperature: float | None = None, min_logit: fl
 
 
 def row_probabilities(distribution: Categorical) -> np.ndarray:
-    """The probabilities [B, T, V] of every row in float64; NaN in rows without any mass."""
+    """Return the probabilities [B, T, V] of every row in float64, NaN in rows without mass."""
     logits, temperature = np.asarray(distributions.kept_logits(distribution)), distribution.temperature
     values = np.ones(len(logits)) if temperature is None else np.asarray(temperature)
     with np.errstate(invalid="ignore"):
@@ -272,13 +295,21 @@ def row_probabilities(distribution: Categorical) -> np.ndarray:
 
 
 def product_law(tables: Sequence[Table], prefix: tuple[int, ...] = ()) -> np.ndarray:
-    """The joint law of the tokens after `prefix` from conditional ones: an array [V] * (levels - len(prefix))."""
-    law = np.ones(())
+    """Compute the joint distribution of the tokens after `prefix`, from conditional probabilities.
+
+    Args:
+        tables: conditional probabilities; level i has shape [V] * (i + 1).
+        prefix: the first tokens, which are given.
+
+    Returns:
+        float64 array [V] * (levels - len(prefix)).
+    """
+    joint = np.ones(())
     for table in tables[len(prefix) :]:
-        law = law[..., None] * table[prefix]
-    return law
+        joint = joint[..., None] * table[prefix]
+    return joint
 
 
 def total_variation(first: np.ndarray, second: np.ndarray) -> float:
-    """Half the L1 distance of two laws."""
+    """Compute the total variation of two distributions, which is half their L1 distance."""
     return 0.5 * float(np.abs(np.asarray(first, np.float64) - np.asarray(second, np.float64)).sum())

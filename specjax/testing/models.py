@@ -1,4 +1,4 @@
-"""A verdict on a model: whether it keeps the contract of `specjax.types.Model`."""
+"""A verdict on a model, which says whether it keeps the contract of `specjax.types.Model`."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from specjax.calls import check_result
 from specjax.types import Model, ModelInput, ModelOutput, PyTree, is_integer
 
 BATCH_SIZE, NUM_TOKENS, CHUNK = 3, 12, 4  # the cache has NUM_TOKENS slots; a call feeds all tokens, CHUNK or one
-FAR = 2**16  # slots of a long cache, of which only the shape is looked at
+FAR = 2**16  # the slots of a long cache, whose shape alone is computed
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
 SLOT_BY_SLOT = "keep one state a slot, as docs/own-models.md shows"
 
@@ -21,20 +21,22 @@ SLOT_BY_SLOT = "keep one state a slot, as docs/own-models.md shows"
 def assert_model(model: Model, *, tolerance: float | None = None) -> None:
     """Raise AssertionError unless a model keeps the contract that decoding relies on.
 
-    The model is run on a few random tokens. One call over all of them gives the expected logits, and the calls that a
-    decoding loop makes must give the same: chunks, rows at different lengths, padded prompts, tokens that are fed
-    again, rejected drafts that are overwritten, calls that pass the end of the cache, and trees where the model reads
-    `ModelInput.mask`. Matrices are multiplied with precision "highest" meanwhile, so that rounding is no mistake.
+    The model is run on a few random tokens. One call over all of them gives the expected logits. The calls that a
+    decoding loop makes must give the same logits: chunks, rows at different lengths, padded prompts, tokens that are
+    fed again, rejected drafts that are overwritten, calls that pass the end of the cache, and trees if the model reads
+    `ModelInput.mask`. Matrices are multiplied with precision "highest" for these calls, so that rounding is not taken
+    for a mistake.
 
     Args:
-        model: with or without a cache; its `max_length` is None or at least 12.
-        tolerance: the largest difference of two logits that counts as rounding, as a part of the largest logit. None
-            is 1e-4, or 0.05 where parameters, cache or logits have 16 bits. The latter hides small mistakes: check the
-            model with float32 parameters where you can.
+        model: the model, with or without a cache; its `max_length` is None or at least 12.
+        tolerance: the largest difference of two logits that counts as rounding, relative to the largest logit. None
+            is 1e-4, or 0.05 if parameters, cache or logits have 16 bits. This larger tolerance hides small mistakes, so
+            check the model with float32 parameters if you can.
 
     Raises:
-        AssertionError: says which promise is broken, at which row and position and by how much, and what to do.
-        ValueError: for a model that is too short to be checked, or no `Model`.
+        AssertionError: the model breaks the contract. The message says which promise is broken, at which row and
+            position and by how much, and what to do.
+        ValueError: `model` is not a `Model`, or its `max_length` is too short for the check.
 
     Example:
         >>> from specjax.testing import bigram_model
@@ -61,18 +63,18 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
 
 
 class _Promise(NamedTuple):
-    """A sentence of the contract, and what to do where it is broken."""
+    """A sentence of the contract, and the advice for a model that breaks it."""
 
     text: str
     remedy: str
 
 
 class _Trial(NamedTuple):
-    """A model, the tokens that it is run on, and what it gives in one call over all of them."""
+    """A model, the tokens that it is run on, and the logits of one call over all of these tokens."""
 
     model: Model
     tokens: np.ndarray  # [B, N] int32
-    others: np.ndarray  # [B, N] int32, each another token than that of `tokens`
+    others: np.ndarray  # [B, N] int32, each different from the token in `tokens`
     expected: np.ndarray  # [B, N, V] logits
     tolerance: float
 
@@ -80,11 +82,11 @@ class _Trial(NamedTuple):
         return self.model.init_cache(BATCH_SIZE, NUM_TOKENS)
 
     def feed(self, tokens: np.ndarray, starts: int | np.ndarray, cache: PyTree) -> tuple[np.ndarray, PyTree]:
-        """Logits [B, T, V] of tokens [B, T] from the positions `starts` on, a number or [B], and the new cache."""
+        """Feed tokens [B, T] from the positions `starts`, [] or [B], on; return logits [B, T, V] and the new cache."""
         return _feed(self.model, tokens, _positions(starts, *tokens.shape), cache)
 
     def run(self, promise: _Promise, calls: list[tuple[int, int]], cache: PyTree) -> PyTree:
-        """Feed the tokens in calls of (start, number of tokens), compare what each gives, and return the cache."""
+        """Feed the tokens in calls of (start, number of tokens), compare the logits of each, and return the cache."""
         for start, num_tokens in calls:
             logits, cache = self.feed(self.tokens[:, start : start + num_tokens], start, cache)
             self.compare(promise, logits, start)
@@ -93,7 +95,7 @@ class _Trial(NamedTuple):
     def compare(
         self, promise: _Promise, logits: np.ndarray, starts: int | np.ndarray, rows: np.ndarray | None = None
     ) -> None:
-        """Raise AssertionError where logits [B, T, V] are not those expected of `rows` from `starts` on."""
+        """Raise AssertionError if logits [B, T, V] are not those expected of `rows` from the positions `starts` on."""
         rows = np.arange(BATCH_SIZE) if rows is None else rows
         positions = _positions(starts, len(rows), logits.shape[1])
         expected = self.expected[rows[:, None], np.minimum(positions, NUM_TOKENS - 1)]
@@ -126,24 +128,24 @@ def _feed(
 
 
 def _positions(starts: int | np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray:
-    """Positions [B, T] int32 of chains that start at a number or at numbers [B]."""
+    """Return positions [B, T] int32, which count up from one number or from numbers [B]."""
     return (np.broadcast_to(starts, batch_size)[:, None] + np.arange(num_tokens)).astype(np.int32)
 
 
 def _difference(logits: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """The largest difference [B, T] of the logits [B, T, V] of a token; infinite where only one is finite, or NaN."""
+    """Return the largest difference [B, T] of logits [B, T, V] over V; infinite where one is NaN or only one finite."""
     with np.errstate(invalid="ignore"):
         difference = np.where(logits == expected, 0, np.abs(logits - expected))
     return np.max(np.where(np.isnan(difference), np.inf, difference), axis=-1)
 
 
 def _scale(logits: np.ndarray) -> float:
-    """The largest logit, or 1 where all are 0."""
+    """Return the largest absolute value of a finite logit, or 1 if all are 0."""
     return np.max(np.abs(logits), where=np.isfinite(logits), initial=0) or 1.0
 
 
 def _start(model: Model, tolerance: float | None) -> _Trial:
-    """Make tokens, and run the model over them in one call."""
+    """Make tokens and run the model over them in one call."""
     rng = np.random.default_rng(0)
     shape = BATCH_SIZE, NUM_TOKENS
     tokens = rng.integers(0, model.vocab_size, shape, dtype=np.int32)
@@ -167,13 +169,13 @@ def _start(model: Model, tolerance: float | None) -> _Trial:
 
 
 def _inputs(batch_size: int, num_tokens: int) -> ModelInput:
-    """The shapes of a call."""
+    """Return the shapes of the inputs of a call."""
     array = jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
     return ModelInput(array, array)
 
 
 def _check_forms(model: Model) -> None:
-    """What shapes, dtypes and types alone show."""
+    """Raise AssertionError for what shapes, dtypes and types alone show to be wrong."""
     for name in ("apply", "init_cache"):
         try:
             hash(getattr(model, name))
@@ -218,7 +220,7 @@ def _checked(model: Model, params: PyTree, inputs: ModelInput, cache: PyTree) ->
 
 
 def _check_every_token_has_a_slot(model: Model) -> None:
-    """Raise AssertionError for a ring buffer: slots that grow with max_length, but only so far."""
+    """Raise AssertionError for a ring buffer, whose slots grow with max_length only up to a limit."""
     far = FAR if model.max_length is None else model.max_length
     sizes = (NUM_TOKENS // 2, NUM_TOKENS, far // 2, far)
     for leaves in zip(*(_cache_leaves(model, 1, size) for size in sizes), strict=True):
@@ -331,7 +333,7 @@ def _check_end_of_cache(trial: _Trial) -> None:
 
 
 def _check_tree(trial: _Trial) -> None:
-    """Two children of the last token, one of them with a child and a grandchild, if the model reads the mask."""
+    """Feed a tree, if the model reads the mask: two children of the last token, one with a child and a grandchild."""
     promise = _Promise(
         "a token of a tree must see the slots before the call and, inside it, those of its mask",
         "Take slots from positions[:, :1] + arange(T), for siblings share a position and never a slot, and rotations "
@@ -355,7 +357,7 @@ def _check_tree(trial: _Trial) -> None:
 
 
 def _likely_cause(trial: _Trial) -> str | None:
-    """What a model that broke a promise does, if it is one of the usual mistakes, and what to do instead."""
+    """Return the usual mistake that explains a broken promise, and the advice; None if it is none of these."""
     first, others = trial.tokens[:, :CHUNK], trial.others[:, :CHUNK]
     empty = trial.new_cache()
     if not jax.tree.leaves(empty):
@@ -369,7 +371,7 @@ def _likely_cause(trial: _Trial) -> str | None:
     if _has_nan(cache):
         return "A call writes NaN to the cache, and 0 * NaN is NaN: attention weights of 0 do not hide an unseen slot"
     if _equal(cache, empty):
-        return "apply returns the cache as it was given it: return the one that holds the tokens of the call"
+        return "apply returns the cache unchanged: return the cache that holds the tokens of the call"
     second = trial.tokens[:, CHUNK : 2 * CHUNK]
     after_first, after_others = (
         trial.feed(second, CHUNK, before)[0] for before in (cache, trial.feed(others, 0, empty)[1])
@@ -416,7 +418,7 @@ def _check_closure(model: Model) -> None:
 
 
 def _constants(program: Any) -> Iterator[Any]:
-    """The arrays that a jaxpr and those inside it hold."""
+    """Yield the constant arrays of a jaxpr and of the jaxprs inside it."""
     yield from getattr(program, "consts", ())
     for equation in getattr(program, "jaxpr", program).eqns:
         yield from (x.val for x in equation.invars if np.ndim(getattr(x, "val", 0)))
@@ -437,7 +439,7 @@ def _check_identity(model: Model) -> None:
 
 
 def _kind_by_identity(function: Any) -> str | None:
-    """What a function is, if one that is made again is not equal to it."""
+    """Return the kind of a function that compares by identity; None for a function that compares by value."""
     function = inspect.unwrap(function)
     if isinstance(function, partial):
         return "a functools.partial"

@@ -1,4 +1,4 @@
-"""Decoded tokens against the distribution they should follow, by chi-square over several steps."""
+"""Chi-square tests of decoded tokens against the distribution that they should follow."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,23 +14,27 @@ from specjax.types import Array, Verified
 
 
 class ChiSquare(NamedTuple):
-    """A chi-square test: `statistic` exceeds `bound` less than once in 1e9 runs when the law is right."""
+    """The result of a chi-square test."""
 
     statistic: float
-    degrees: int
-    bound: float
+    degrees: int  # degrees of freedom
+    bound: float  # if the distribution is right, the statistic exceeds it less than once in 1e9 runs
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray, min_expected: float = 5.0) -> ChiSquare:
-    """Compare counts with a law, the cells that expect fewer than `min_expected` merged into one.
+    """Compare the counts of outcomes with their distribution.
 
     Args:
-        counts: of each outcome, any shape.
-        probs: the law, the same shape.
-        min_expected: below it the chi-square law is a bad approximation of a cell.
+        counts: the count of each outcome, of any shape.
+        probs: the probability of each outcome, of the same shape; the probabilities are normalised.
+        min_expected: outcomes with a smaller expected count are merged into one, because the chi-square distribution
+            approximates them badly.
 
     Returns:
-        ChiSquare; infinite where an impossible outcome was counted.
+        ChiSquare, whose statistic is infinite if an impossible outcome was counted.
+
+    Raises:
+        ValueError: the shapes differ.
 
     Example:
         >>> chi_square(np.array([500, 500]), np.array([0.5, 0.5])).statistic
@@ -60,19 +64,19 @@ def sampled_tokens(
     temperature: Array | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Decode `num_samples` sequences from token 0 through the public loop.
+    """Decode `num_samples` sequences from token 0 with `specjax.generate`.
 
     Args:
-        verifier: with its options bound.
+        verifier: the verifier, with its options bound.
         target: logits [V, V] of a bigram target.
-        proposer: of the same vocabulary.
-        num_samples: rows of the batch.
-        num_tokens: decoded after token 0, over several steps.
-        temperature: [num_samples] of the target; None is 1.
-        seed: of the keys.
+        proposer: a proposer with the same vocabulary.
+        num_samples: the number of sequences, which are the rows of one batch.
+        num_tokens: the number of tokens to decode after token 0, over several steps.
+        temperature: [num_samples] float32, the target's temperature in each row; None is 1.
+        seed: the seed of the keys.
 
     Returns:
-        Tokens [num_samples, num_tokens].
+        Tokens [num_samples, num_tokens] int32.
     """
     state = decode.prefill(
         bigram_model(target),
@@ -87,27 +91,36 @@ def sampled_tokens(
 
 
 def assert_sampled_distribution(name: str, tokens: np.ndarray, target: np.ndarray) -> None:
-    """Compare the joint law of tokens [N, T] in windows of as many as make at most 1000 outcomes."""
+    """Raise AssertionError unless decoded tokens follow the target, by chi-square tests.
+
+    Each test compares the joint distribution of a window of neighbouring tokens, which has at most 1000 outcomes.
+
+    Args:
+        name: the name of the case, for the message.
+        tokens: [N, T] decoded tokens after token 0.
+        target: [V, V] probabilities of the bigram target.
+    """
     vocab_size, num_tokens = target.shape[-1], tokens.shape[1]
     width = min(num_tokens, int(np.log(1000) / np.log(vocab_size)))
-    marginal = np.eye(vocab_size)[0]  # of the token before the window
+    marginal = np.eye(vocab_size)[0]  # the distribution of the token before the window
     for start in range(num_tokens - width + 1):
-        law = marginal @ target
+        joint = marginal @ target
         for _ in range(width - 1):
-            law = law[..., None] * target
+            joint = joint[..., None] * target
         window = tokens[:, start : start + width]
         index = np.ravel_multi_index(tuple(window.T), (vocab_size,) * width)
-        counts = np.bincount(index, minlength=vocab_size**width).reshape(law.shape)
-        test = chi_square(counts, law)
+        counts = np.bincount(index, minlength=vocab_size**width).reshape(joint.shape)
+        test = chi_square(counts, joint)
         if test.statistic > test.bound:
             raise AssertionError(
                 f"not lossless on {name!r}: tokens {start} to {start + width - 1} of {len(tokens)} sequences give "
                 f"chi-square {test.statistic:.0f} with {test.degrees} degrees of freedom, expected at most "
-                f"{test.bound:.0f}; {describe_worst(counts / len(tokens), law)}"
+                f"{test.bound:.0f}; {describe_worst(counts / len(tokens), joint)}"
             )
         marginal = marginal @ target
 
 
-def describe_worst(law: np.ndarray, exact: np.ndarray) -> str:
-    tokens = np.unravel_index(np.argmax(np.abs(law - exact)), law.shape)
-    return f"worst at tokens {[int(t) for t in tokens]}: probability {law[tokens]:.6f}, expected {exact[tokens]:.6f}"
+def describe_worst(found: np.ndarray, exact: np.ndarray) -> str:
+    """Say for which tokens a joint distribution differs most from the exact one."""
+    tokens = np.unravel_index(np.argmax(np.abs(found - exact)), found.shape)
+    return f"worst at tokens {[int(t) for t in tokens]}: probability {found[tokens]:.6f}, expected {exact[tokens]:.6f}"

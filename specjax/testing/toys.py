@@ -1,4 +1,4 @@
-"""Targets and drafters of a few tokens, whose distributions are known exactly."""
+"""Targets and drafters with a few tokens, whose distributions are known exactly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax import keys as streams
+from specjax.keys import DRAFT, stream
 from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
 
 
 def bigram_model(logits: Array) -> Model:
-    """A target whose law depends on the last token alone: row v of logits [V, V] is the law after token v."""
+    """Return a target in which only the last token decides the next: row v of logits [V, V] follows token v."""
     return Model(params=logits, apply=_bigram_apply, init_cache=_no_cache, vocab_size=logits.shape[-1])
 
 
@@ -27,7 +27,7 @@ def _no_cache(batch_size: int, max_length: int) -> tuple:
 
 
 def sample_draft(keys: Array, distribution: Categorical) -> tuple[Array, Categorical]:
-    """The honest drafter: a token [B, 1] from each row, and the law that it came from."""
+    """Draw a token [B, 1] from each row, and report the distribution that it was drawn from."""
     return distributions.sample(keys, distribution), distribution
 
 
@@ -36,15 +36,16 @@ def sample_draft(keys: Array, distribution: Categorical) -> tuple[Array, Categor
 )
 @dataclass(frozen=True)
 class BigramProposer:
-    """Drafts from a bigram table by a drafter, `(keys [B, 1], Categorical [B, 1, V]) -> (tokens, Categorical)`.
+    """A proposer that drafts from a bigram table.
 
-    A drafter that claims None makes deterministic drafts. Ragged rows have as many drafts as their length says, modulo.
+    The drafter `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], Categorical)` draws one token per row and
+    reports its distribution, which is None for deterministic drafts.
     """
 
     logits: Array  # [V, V]
     num_draft_tokens: int
     drafter: Callable[[Array, Categorical], tuple[Array, Categorical | None]] = sample_draft
-    is_ragged: bool = False
+    is_ragged: bool = False  # whether a row of length n has n modulo (K+1) drafts, in place of K
 
     def init(self, batch_size: int, max_length: int) -> PyTree:
         return ()
@@ -56,8 +57,7 @@ class BigramProposer:
         token = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
         drawn = []
         for i in range(self.num_draft_tokens):
-            noise = streams.stream(keys[:, :1], streams.DRAFT, i)
-            drawn.append(self.drafter(noise, Categorical(self.logits[token])))
+            drawn.append(self.drafter(stream(keys[:, :1], DRAFT, i), Categorical(self.logits[token])))
             token = drawn[-1][0]
         tokens = jnp.concatenate([tokens for tokens, _ in drawn], axis=1)
         num_tokens = context.length % (self.num_draft_tokens + 1) if self.is_ragged else None
@@ -71,5 +71,5 @@ class BigramProposer:
 
 
 def first_token(keys: Array, distribution: Categorical) -> tuple[Array, None]:
-    """A deterministic drafter."""
+    """Draft token 0 in every row, deterministically."""
     return jnp.zeros(keys.shape, jnp.int32), None

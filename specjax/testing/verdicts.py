@@ -1,4 +1,4 @@
-"""Verdicts on verifiers and proposers: pass, or an AssertionError that says where and by how much."""
+"""Verdicts on verifiers and proposers, which raise AssertionError and say where they fail and by how much."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,26 +34,29 @@ def assert_lossless(
     tolerance: float = 1e-6,
     **options: Any,
 ) -> None:
-    """Raise AssertionError unless what a verifier emits follows the target's law.
+    """Raise AssertionError unless the tokens that a verifier emits follow the target's distribution.
 
-    Exact, by enumeration, where the verifier exposes its core: one step is then enough, because a core cannot touch
-    keys. With 0, 1 and K drafts it goes through sampled and deterministic drafts, temperatures, greedy
-    rows, ties, cuts, impossible tokens, rows with fewer drafts behind which there is garbage, and bonus tokens. It also
-    asserts that each row's result does not depend on the rest of the batch, that ids are in range, and that
-    log-probabilities are the target's. Otherwise, or with a drafter, six tokens over several steps of the public loop
-    are compared by chi-square.
+    A verifier that `from_core` made is checked exactly, by enumeration of all outcomes of one step; one step is enough
+    because a core cannot touch keys. The cases have 0, 1 and K drafts: sampled and deterministic drafts, temperatures,
+    greedy rows, ties, cuts, impossible tokens, rows with fewer drafts and garbage behind them, and bonus tokens. The
+    check also covers that a row does not depend on the rest of its batch, that ids are in range, and that
+    log-probabilities are the target's.
+
+    Any other verifier, and any verifier with a drafter, is checked by chi-square tests of six tokens that several steps
+    of `specjax.generate` decode.
 
     Args:
         verifier: `(keys, draft, target, **options) -> Verified`.
-        drafter: `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], the Categorical it claims)`, None draws
-            honestly.
-        num_draft_tokens: K, the most drafts.
-        num_samples: sequences of the statistical check.
-        tolerance: in total variation, of the exact check.
-        **options: of the verifier.
+        drafter: `(keys [B, 1], Categorical [B, 1, V]) -> (tokens [B, 1], Categorical)`, which draws each draft and
+            reports its distribution; None draws from the distribution that it reports.
+        num_draft_tokens: K, the largest number of drafts.
+        num_samples: the number of sequences of the chi-square tests.
+        tolerance: the largest total variation that passes the exact check.
+        **options: the verifier's options.
 
     Raises:
-        AssertionError: says on which case, by how much, and at which tokens the distributions differ most.
+        AssertionError: the verifier fails. The message names the case, the distance and the tokens at which the
+            distributions differ most.
 
     Example:
         >>> from specjax import verifiers
@@ -78,26 +81,28 @@ def assert_lossless(
             proposer = BigramProposer(jnp.log(draft), num_draft_tokens, **kind)
             tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples, temperature=temperature)
             for start, value in enumerate((1.7, 0.5)):
-                law = probabilities(np.log(target), value)
-                assert_sampled_distribution(f"{name} at temperature {value} among others", tokens[start::2], law)
+                expected = probabilities(np.log(target), value)
+                assert_sampled_distribution(f"{name} at temperature {value} among others", tokens[start::2], expected)
 
 
 def assert_proposer_lossless(
     proposer: Proposer, target: Array | None = None, *, num_samples: int = 200_000, num_tokens: int = 6
 ) -> None:
-    """Raise AssertionError unless decoding with a proposer follows the target's law, under every lossless verifier.
+    """Raise AssertionError unless decoding with a proposer follows the target, under every lossless verifier.
 
-    By chi-square, over several steps of the public loop from token 0. What it finds: drafts that were not drawn from
-    the distribution they report, noise that verification meets again, and rows cut after a look at what is cut off.
+    The tokens that several steps of `specjax.generate` decode are compared with the target by chi-square tests. These
+    find drafts that were not drawn from the distribution that the proposer reports, noise that verification uses again,
+    and a number of drafts that depends on the dropped drafts.
 
     Args:
-        proposer: of the vocabulary of `target`.
-        target: logits [V, V] of a bigram target, V small; None is one of 8 tokens.
-        num_samples: sequences.
-        num_tokens: of each.
+        proposer: a proposer with the vocabulary of `target`.
+        target: logits [V, V] of a bigram target, V small; None is a target with 8 tokens.
+        num_samples: the number of sequences.
+        num_tokens: the number of tokens of each sequence.
 
     Raises:
-        AssertionError: says under which verifier, by how much, and at which tokens the laws differ most.
+        AssertionError: the output does not follow the target. The message names the verifier, the distance and the
+            tokens at which the distributions differ most.
 
     Example:
         >>> from specjax import proposers
@@ -105,14 +110,14 @@ def assert_proposer_lossless(
     """
     if target is None:
         target = jax.random.normal(jax.random.key(0), (8, 8))
-    law = probabilities(np.asarray(target))
+    expected = probabilities(np.asarray(target))
     for verifier in (verifiers.rejection, verifiers.block, verifiers.match):
         tokens = sampled_tokens(verifier, target, proposer, num_samples=num_samples, num_tokens=num_tokens)
-        assert_sampled_distribution(verifier.__name__, tokens, law)
+        assert_sampled_distribution(verifier.__name__, tokens, expected)
 
 
 def _sampled_cases():
-    """(name, target, draft): bigram tables [V, V] of probabilities."""
+    """Yield (name, target, draft), where target and draft are bigram tables [V, V] of probabilities."""
     target = np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
     close = np.array([0.35, 0.2, 0.15, 0.1, 0.08, 0.05, 0.04, 0.03])
     table, close_table = np.broadcast_to(target, (8, 8)), np.broadcast_to(close, (8, 8))
@@ -120,11 +125,11 @@ def _sampled_cases():
     yield "8 tokens, a draft close to the target", table, close_table
     yield "2 tokens", np.array([[1, 2], [1, 2]]) / 3, np.array([[2, 1], [2, 1]]) / 3
     rng = np.random.default_rng(1)
-    yield "3 tokens, each law after its own", *(probabilities(rng.normal(size=(3, 3))) for _ in range(2))
+    yield "3 tokens, each with its own next distribution", *(probabilities(rng.normal(size=(3, 3))) for _ in range(2))
 
 
 def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], tolerance: float, options: dict) -> None:
-    """Raise AssertionError unless the output of every case of a batch is what is expected."""
+    """Raise AssertionError unless the verifier gives every case of a batch the expected distribution."""
     draft, target = cases.stack(batch)
     verified, weight = enumerate_outcomes(verifier, draft, target, **({"log_probs": True} | options))
     start = 0
@@ -145,9 +150,9 @@ def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], toleranc
 
 
 def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, tolerance: float, options: dict) -> None:
-    """Raise AssertionError unless bonus tokens drawn from the target stand where all drafts were accepted, only there.
+    """Raise AssertionError unless given bonus tokens are emitted exactly where all drafts are accepted.
 
-    A verifier may refuse them by a ValueError.
+    A verifier may refuse them by a ValueError that names `bonus_tokens`.
     """
     batch = next(batch for batch in cases.batches(count) if len(batch) > 3)
     draft, target = cases.stack(batch)
@@ -178,7 +183,7 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
 
 
 def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) -> None:
-    """Raise AssertionError unless possible outputs are accepted drafts, one more token, then -1."""
+    """Raise AssertionError unless every possible output holds accepted drafts, one more token, then -1."""
     tokens, count = verified.tokens, verified.num_accepted
     most = np.asarray(canonical(draft).num_tokens)
     index = np.arange(tokens.shape[1])
@@ -199,18 +204,18 @@ def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) 
         )
 
 
-def _assert_distribution(name: str, law: np.ndarray, expected: list[Table], tolerance: float) -> None:
+def _assert_distribution(name: str, found: np.ndarray, expected: list[Table], tolerance: float) -> None:
     exact = product_law(expected)
-    distance = total_variation(law, exact)
+    distance = total_variation(found, exact)
     if not distance <= tolerance:
         raise AssertionError(
             f"not lossless on {name!r}: total variation {distance:.3g} from the target's distribution, expected at "
-            f"most {tolerance:g}; {describe_worst(law, exact)}"
+            f"most {tolerance:g}; {describe_worst(found, exact)}"
         )
 
 
 def _assert_log_probs(name: str, verified: Verified, target: Categorical, mass: np.ndarray) -> None:
-    """Raise AssertionError unless log-probabilities are those of the target row in which each token stands."""
+    """Raise AssertionError unless `log_probs` are the log-probabilities of the tokens under their target rows."""
     expected = np.take_along_axis(
         row_probabilities(target), np.clip(verified.tokens, 0, cases.VOCAB_SIZE - 1)[..., None], axis=-1
     )[..., 0]
@@ -225,14 +230,17 @@ def _assert_log_probs(name: str, verified: Verified, target: Categorical, mass: 
 
 
 def assert_rows_independent(verifier: Callable[..., Verified], **options: Any) -> None:
-    """Raise AssertionError where the result of a row depends on its place in the batch, or on the other rows.
+    """Raise AssertionError if the result of a row depends on its place in the batch or on the other rows.
 
-    The batch mixes greedy and sampled rows, rows with fewer drafts, and target rows without any mass, for which
-    some id in range must come.
+    The batch mixes greedy and sampled rows, rows with fewer drafts, and target rows without mass, for which the
+    verifier must emit some id in range.
 
     Args:
         verifier: `(keys, draft, target, **options) -> Verified`.
-        **options: of the verifier.
+        **options: the verifier's options.
+
+    Raises:
+        AssertionError: the message names the row and both results.
     """
     verify = _on_key_data(verifier, options)
     _assert_equivariant(verify)
@@ -255,11 +263,14 @@ def assert_rows_independent(verifier: Callable[..., Verified], **options: Any) -
 
 
 def assert_permutation_equivariant(verifier: Callable[..., Verified], **options: Any) -> None:
-    """Raise AssertionError unless permuting the rows of a batch with their keys permutes the output.
+    """Raise AssertionError unless the output of permuted rows and keys is the permuted output.
 
     Args:
         verifier: `(keys, draft, target, **options) -> Verified`.
-        **options: of the verifier.
+        **options: the verifier's options.
+
+    Raises:
+        AssertionError: the message names the field of `Verified` and both results.
     """
     _assert_equivariant(_on_key_data(verifier, options))
 
@@ -275,7 +286,7 @@ def _assert_equivariant(verify: Callable[..., Verified]) -> None:
 
 
 def _on_key_data(verifier: Callable[..., Verified], options: dict) -> Callable[..., Verified]:
-    """The verifier as a compiled function of the words of its keys [B, K+1, 2], which NumPy can hold."""
+    """Return the verifier as a compiled function that takes keys as raw words [B, K+1, 2], which NumPy can hold."""
 
     @jax.jit
     def verify(key_data: np.ndarray, draft: Draft, target: Categorical) -> Verified:
@@ -285,7 +296,7 @@ def _on_key_data(verifier: Callable[..., Verified], options: dict) -> Callable[.
 
 
 def _mixed_batch() -> tuple[np.ndarray, Draft, Categorical]:
-    """The words of keys [B, K+1, 2], and rows that are greedy, sampled, with fewer drafts, or without mass."""
+    """Return key words [B, K+1, 2] and rows that are greedy, sampled, with fewer drafts, or without mass."""
     batch_size, num_draft_tokens, vocab_size = 10, 3, 11
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(batch_size, num_draft_tokens, vocab_size)).astype(np.float32)

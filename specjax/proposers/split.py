@@ -1,0 +1,46 @@
+"""The split of a batch into the rows that speculate and those that decode without drafts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, Context, PyTree
+
+
+def rows_to_draft(
+    context: Context, num_draft_tokens: int, max_length: int | None, speculate_below: int | None
+) -> tuple[Array, bool]:
+    """Choose the rows that speculate.
+
+    Args:
+        context: the sequences of the batch.
+        num_draft_tokens: K.
+        max_length: a row speculates only where its length + K is below this number; None is no limit.
+        speculate_below: rows speculate only while fewer rows than this number are active; None is no limit.
+
+    Returns:
+        Whether each row speculates, [B] bool, and whether active rows can be left out (static).
+    """
+    rows = context.active
+    longest = context.tokens.shape[1] - 1  # an active row has room for at least one more token
+    is_limited = max_length is not None and longest + num_draft_tokens >= max_length
+    if is_limited:
+        rows &= context.length + num_draft_tokens < max_length
+    if speculate_below is not None:
+        rows &= jnp.sum(context.active) < speculate_below
+    return rows, is_limited or speculate_below is not None
+
+
+def run_where(rows: Array, function: Callable[..., tuple[PyTree, PyTree]], *operands: Any) -> tuple[PyTree, PyTree]:
+    """Call `function(*operands) -> (drafts, state)` if any of the rows [B] is true.
+
+    If none is, the drafts are zeros, which no row reads, and the state is the last operand, unchanged.
+    """
+
+    def skip(*operands: Any) -> tuple[PyTree, PyTree]:
+        drafts, _ = jax.eval_shape(function, *operands)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafts), operands[-1]
+
+    return jax.lax.cond(jnp.any(rows), function, skip, *operands)
