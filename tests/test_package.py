@@ -1,12 +1,14 @@
-"""The package as it is installed: what importing loads, the wheel, the README and the docstrings."""
+"""The package as it is installed: what importing loads, the wheel, the pages of documentation and the docstrings."""
 
 import doctest
 import importlib
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ from typing import Any
 import pytest
 
 import specjax
+from specjax import cli
 
 ROOT = Path(__file__).parent.parent
-NEEDS_CHECKPOINTS = "specjax.models.checkpoint"
 
 
 def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
@@ -40,15 +42,24 @@ def test_kernels_know_nothing_of_specjax():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def build(tmp_path_factory):
+    """Build a distribution, "wheel" or "sdist"; gives its path."""
     pytest.importorskip("hatchling")
-    out = tmp_path_factory.mktemp("wheel")
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], capture_output=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    (path,) = out.glob("*.whl")
-    return path
+
+    def build(kind: str) -> Path:
+        out = tmp_path_factory.mktemp(kind)
+        command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)]
+        done = subprocess.run(command, capture_output=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        (path,) = (path for path in out.iterdir() if path.is_file())
+        return path
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def wheel(build):
+    return build("wheel")
 
 
 def test_wheel_holds_both_packages_and_the_weights(wheel):
@@ -61,6 +72,7 @@ def test_wheel_holds_both_packages_and_the_weights(wheel):
     assert max(sizes) <= 15e6
     assert sum(sizes) <= 32e6
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert {"specjax/py.typed", "pallas_kernels/py.typed"} <= set(names)
 
 
 def test_wheel_works_outside_the_tree(wheel, tmp_path):
@@ -74,37 +86,93 @@ def test_wheel_works_outside_the_tree(wheel, tmp_path):
     assert len(tokens.split(",")) == 4
 
 
-def test_version_is_that_of_the_project():
-    assert f'version = "{specjax.__version__}"' in (ROOT / "pyproject.toml").read_text()
+def test_version_is_that_of_the_package(wheel):
+    assert wheel.name.startswith(f"specjax-{specjax.__version__}-")
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+def test_sdist_holds_documentation_and_tests(build):
+    with tarfile.open(build("sdist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    pages = [page.relative_to(ROOT).as_posix() for page in PAGES]
+    assert {*pages, "CITATION.cff", "mkdocs.yml", "docs/loop.svg", "tests/test_package.py", "scripts/test"} <= names
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+README = PAGES[0]
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def run(page: Path, index: int, namespace: dict[str, Any]) -> None:
     exec(compile(blocks(page)[index], f"{page.name} block {index}", "exec"), namespace)
 
 
-def test_readme_has_python():
-    assert len(blocks(PAGES[0])) >= 3
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("index", range(len(blocks(PAGES[0]))))
+@pytest.mark.parametrize("index", range(len(blocks(README))))
 def test_readme_block_runs(index):
     """Each for itself: a reader copies one."""
-    run(PAGES[0], index, {"__name__": "readme"})
+    run(README, index, {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page)], ids=page_name)
 def test_page_runs(page):
     """The blocks of a page in their order, as its reader runs them."""
     namespace = {"__name__": page.stem}
     for index in range(len(blocks(page))):
         run(page, index, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_block_says_its_language(page):
+    opened = re.findall(r"^```(.*)$", page.read_text(), flags=re.MULTILINE)[::2]
+    assert set(opened) <= {"python", "bash", "toml", "text", "bibtex"}
+
+
+def command_lines() -> list[str]:
+    """The commands in the shell blocks of all pages, without comments."""
+    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    return sorted({shlex.join(shlex.split(line.split(" | ")[-1], comments=True)) for line in lines} - {""})
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_command_of_a_page_exists(line):
+    program, *arguments = shlex.split(line)
+    if program == "specjax":
+        cli._parser().parse_args(arguments)
+    elif program == "python":
+        assert (ROOT / arguments[0]).is_file()
+    elif program != "pip":
+        assert os.access(ROOT / program, os.X_OK)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub and mkdocs give the headings of a page."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_of_a_page_lead_somewhere(page):
+    """scripts/docs checks those of the site; README and its neighbours are no part of it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.is_file(), target
+            assert not anchor or anchor in anchors(linked), target
 
 
 def modules() -> list[str]:
