@@ -204,6 +204,7 @@ class TestGenerate:
         other = LLM(target, proposers.draft_model(load(draft), 4), verifier=verifiers.rejection)
         assert tokens(other.generate(PROMPTS, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
 
+    @pytest.mark.slow
     def test_ngram_as_draft(self, llm, pair):
         other = LLM(pair[0], "ngram", num_draft_tokens=3)
         results = other.generate(PROMPTS, GREEDY)
@@ -217,6 +218,7 @@ class TestGenerate:
         llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=30, stop="no such text"))
         assert (_prefill._cache_size(), decode._generate._cache_size()) == sizes
 
+    @pytest.mark.slow
     def test_bad_words_are_text(self, chain):
         params = SamplingParams(temperature=0, max_tokens=20, bad_words="of")
         token_ids = chain.plain().generate([chain.sentence_ids[:1]], params)[0].token_ids
@@ -227,6 +229,7 @@ class TestGenerate:
     def test_no_prompts(self, llm):
         assert llm.generate([]) == []
 
+    @pytest.mark.slow
     def test_progress(self, chain, capsys):
         result = chain.generate([chain.sentence_ids[:1]], GREEDY, progress=True)[0]
         assert result.completions == say(chain, max_tokens=24).completions
@@ -260,6 +263,7 @@ class TestEnds:
         completion = result.completions[0]
         assert (completion.token_ids, completion.finish_reason) == (chain.sentence_ids[1:12], "length")
 
+    @pytest.mark.slow
     def test_stop_tokens_min_tokens_ignore_eos(self, chain):
         of = chain.tokenizer.token_to_id("Ġof")
         params = [
@@ -317,6 +321,7 @@ class TestEnds:
     def test_stop_string_that_does_not_come(self, chain):
         assert say(chain, stop=["END on", "its", "🚀 "]).completions == say(chain).completions
 
+    @pytest.mark.slow
     def test_stop_string_of_one_row(self, chain):
         params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in ("東", None, ", ", "t")]
         results = chain.plain().generate([chain.sentence_ids[:1]] * 4, params)

@@ -149,7 +149,6 @@ class TestTypical:
 
 
 class TestSynthetic:
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         "option, rates",
         [({"acceptance_length": 2.5}, [1, 0.5, 0]), ({"acceptance_rates": [0.9, 0.6, 0.6]}, [0.9, 0.6, 0.6])],
