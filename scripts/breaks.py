@@ -79,7 +79,7 @@ def find(name: str, entry: dict[str, str], tier: str) -> str:
         )
     if done.returncode == 0:
         return MISSED
-    failed = re.search(r"^FAILED (\S+)", done.stdout, flags=re.MULTILINE)
+    failed = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE)
     if done.returncode != 1 or failed is None:
         raise RuntimeError(f"the tests of the break {name!r} must run, got {done.returncode}:\n{done.stdout[-2000:]}")
     return f"`{failed[1]}`"

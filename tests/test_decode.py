@@ -238,6 +238,7 @@ def test_ragged_prompts_and_ends(target):
 
 
 class TestSharedPrompts:
+    @pytest.mark.slow
     def test_rows_are_those_of_repeated_prompts(self, target, draft):
         prompts, lengths = jnp.array([[3, 4, 5, 6], [7, 0, 0, 0]]), jnp.array([4, 1])
         keys, rows = jax.random.split(jax.random.key(0), 3), jnp.array([1, 0, 1])
@@ -318,6 +319,7 @@ class TestLogProbs:
             )
 
 
+@pytest.mark.slow
 def test_stream_yields_what_generate_commits(target, draft):
     proposer = proposers.draft_model(draft, 4)
     params = SamplingParams(temperature=1, max_tokens=25)
@@ -355,6 +357,7 @@ class Counting:
         return id(self.traces)
 
 
+@pytest.mark.slow
 def test_one_compilation_for_any_mix():
     traces = []
     own = testing.bigram_model(jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)))
@@ -374,6 +377,7 @@ def test_one_compilation_for_any_mix():
     assert len(traces) == first
 
 
+@pytest.mark.slow
 def test_weights_are_not_constants(target, draft):
     proposer = proposers.draft_model(draft, 3)
     state = start(target, proposer, SamplingParams(max_tokens=9))
@@ -383,6 +387,7 @@ def test_weights_are_not_constants(target, draft):
         assert len(constant.split("\n")[0]) < 5000
 
 
+@pytest.mark.slow
 def test_state_holds_no_weights_and_no_array_twice(target, draft):
     proposer = proposers.draft_model(draft, 3)
     leaves = [x for x in jax.tree.leaves(start(target, proposer, SamplingParams(max_tokens=9)))]
@@ -401,6 +406,7 @@ def test_the_callers_arrays_survive():
         assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, keys, rows)))
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_as_a_model():
     """Without a cache of its own, a model needs none of the machinery."""
 
@@ -493,6 +499,7 @@ def test_bad_verifier(target, draft, verifier, message):
         next(decode.stream(target, proposer, state, verifier=verifier))
 
 
+@pytest.mark.slow
 def test_options_of_a_verifier(target, draft):
     """Bound numbers are traced, flags are static."""
     proposer = proposers.draft_model(draft, 2)

@@ -103,7 +103,6 @@ def test_a_window_counts_positions(model):
         assert not np.allclose(output.logits[:, i], whole(model, alone)[:, 3], atol=1e-3)
 
 
-@pytest.mark.slow
 def test_equal_configs_do_not_retrace(model):
     again = decoder_model(CONFIG, model.params)
     assert again.apply == model.apply

@@ -108,7 +108,7 @@ def test_threefry_draws_what_jax_draws():
     )
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match", *slow("typical", "synthetic")])
 @pytest.mark.parametrize(
     "options",
     [
@@ -240,6 +240,7 @@ class TestThresholds:
         verified = run(verifier, on_this_device(), jax.random.key(0), draft, Categorical(logits, greedy))
         assert verified.tokens.tolist() == [[700, 700], [700, -1], [700, -1], [700, -1]]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tokens", [(3, 9000), (3, 599), (3, 400)])
     def test_sampled_token(self, tokens):
         """Of two tokens the one whose logit and Gumbel number add up to more."""
@@ -255,6 +256,7 @@ class TestThresholds:
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", SHARED_AND_BLOCK)
 def test_what_is_cut_away_does_not_count(verifier):
     """A few tokens are kept, of one block, with logits far below 0: what stands for an empty block is smaller still."""
@@ -301,7 +303,7 @@ def test_an_infinite_logit_takes_all(verifier, temperature):
         assert run(verifier, implementation, *arguments).tokens[:, 0].tolist() == [2000] * 4
 
 
-@pytest.mark.parametrize("shape", [(), (4, 4)])
+@pytest.mark.parametrize("shape", [(4, 4), *slow(())])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_keys_of_every_form(verifier, shape):
     arguments = jax.random.split(jax.random.key(6), shape), *random_case(2, dtype=jnp.bfloat16, normalised=False)
@@ -488,6 +490,7 @@ def test_no_drafts(verifier):
     assert_same(*results)
 
 
+@pytest.mark.slow
 def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
     draft, target = random_case(9, vocab_size=kernels.SMALL_VOCAB)
     arguments = jax.random.key(0), draft, target
@@ -503,6 +506,7 @@ def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
     np.testing.assert_array_equal(jax.jit(own)(*arguments).tokens, run("rejection", "xla", *arguments).tokens)
 
 
+@pytest.mark.slow
 def test_kernels_refuse_float64(x64):
     draft, target = Draft(jnp.zeros((1, 1), jnp.int32)), jnp.zeros((1, 2, 8))
     with pytest.raises(NotImplementedError, match="target of dtype float32, bfloat16 or float16, not float64"):
@@ -511,6 +515,7 @@ def test_kernels_refuse_float64(x64):
     assert_same(run("match", on_this_device(), *arguments), run("match", "xla", *arguments))
 
 
+@pytest.mark.slow
 def test_large_offsets_take_64_bits():
     from lowering import triton_kernels
 

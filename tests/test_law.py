@@ -1,6 +1,5 @@
 """The exact distribution of one step of every verifier, on cases beside those of `testing.assert_lossless`."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -206,14 +205,3 @@ def test_a_forbidden_draft_stays_in_place():
     levels = log_tables([target, np.broadcast_to(target, (3, 3))])
     assert error(verifiers.rejection, levels, log_tables([draft])) < 1e-6
     assert error(verifiers.block, levels, log_tables([draft])) < 1e-6
-
-
-def test_neighbours_do_not_change_a_row():
-    key = jax.random.split(jax.random.key(0), 4)
-    target = jax.random.normal(jax.random.key(1), (4, 4, 50))
-    drafts = distributions.Categorical(jax.random.normal(jax.random.key(2), (4, 3, 50)))
-    tokens = jax.random.categorical(jax.random.key(3), drafts.logits).astype(jnp.int32)
-    verify = jax.jit(verifiers.rejection)
-    whole = verify(key, verifiers.core.Draft(tokens, drafts), target)
-    part = verify(key[2:], verifiers.core.Draft(tokens[2:], distributions.Categorical(drafts.logits[2:])), target[2:])
-    np.testing.assert_array_equal(whole.tokens[2:], part.tokens)

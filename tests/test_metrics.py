@@ -185,6 +185,7 @@ class TestOutcomes:
         tokens = jax.random.categorical(jax.random.key(0), drawn_from.logits).astype(jnp.int32)
         return Draft(tokens, drawn_from, jnp.arange(batch) % (num_drafts + 1)), target
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["rejection", "match", "typical"])
     def test_they_change_nothing_and_lead_to_what_is_accepted(self, name):
         draft, target = self.case(64, 3)
@@ -198,6 +199,7 @@ class TestOutcomes:
         assert not np.any(told.is_accepted & ~is_draft)
         assert np.sum(told.is_accepted) > np.sum(told.num_accepted)  # some pass behind one that did not
 
+    @pytest.mark.slow
     def test_each_draft_passes_as_often_as_the_first(self):
         draft, target = self.case(30_000, 3)
         told = jax.jit(verifiers.rejection, static_argnames="outcomes")(

@@ -184,6 +184,7 @@ class TestDraftModel:
             draft = propose_once(bigram, proposer, params)
             np.testing.assert_allclose(draft.distribution.temperature, expected)
 
+    @pytest.mark.slow
     def test_the_law_is_the_targets_at_any_draft_temperature(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         testing.assert_proposer_lossless(proposers.draft_model(draft, 2, temperature=0.6), num_samples=30_000)

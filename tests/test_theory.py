@@ -184,7 +184,6 @@ def block_rule(target_rows, draft_rows, path):
     return np.array(tests) * np.cumprod(failures[::-1])[::-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rule"), [("rejection", rejection_rule), ("block", block_rule), ("match", match_rule)]
 )

@@ -179,6 +179,7 @@ class TestSynthetic:
 
 @pytest.mark.parametrize("name", NAMES)
 class TestContract:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "batch, drafts, dtype, runs",
         [
@@ -222,6 +223,7 @@ class TestContract:
         for i, one in enumerate(examples):
             np.testing.assert_array_equal(mapped.tokens[i], jitted(name)(keys[i], *one).tokens)
 
+    @pytest.mark.slow
     def test_permutation(self, name):
         order = np.random.default_rng(1).permutation(BATCH)
         for keys in (row_keys(), streams.of_step(row_keys(), BATCH, DRAFTS)):
@@ -230,6 +232,7 @@ class TestContract:
             permuted = jitted(name)(*jax.tree.map(lambda x: x[order], arguments))
             jax.tree.map(np.testing.assert_array_equal, permuted, straight)
 
+    @pytest.mark.slow
     def test_neighbours(self, name):
         whole = jitted(name)(row_keys(), *example())
         part = jitted(name)(*jax.tree.map(lambda x: x[1:40], (row_keys(), *example())))
