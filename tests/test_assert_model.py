@@ -16,6 +16,8 @@ from specjax.sampling import SamplingParams
 from specjax.testing import assert_model, bigram_model
 from specjax.types import Model, ModelOutput
 
+pytestmark = pytest.mark.slow  # the verdict on models; test_decoder.py has the library's own
+
 VOCAB, SIZE = 17, 8
 
 

@@ -13,6 +13,8 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 from specjax import LLM, SamplingParams, decode
 from specjax.cli import _compare, main
 
+pytestmark = pytest.mark.slow  # the command
+
 PROMPT, TEXT = SENTENCE[0], SENTENCE[1:]
 
 

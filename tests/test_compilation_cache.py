@@ -18,6 +18,8 @@ from specjax import LLM
 from specjax.cli import main
 from specjax.engine.compilation_cache import default_folder, enable
 
+pytestmark = pytest.mark.slow  # changes no token
+
 NAMES = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", "jax_persistent_cache_min_compile_time_secs")
 
 

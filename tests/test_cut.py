@@ -144,16 +144,16 @@ def test_every_combination(vocab_size):
     [
         (8193, np.float32, "xla"),
         (8193, ml_dtypes.bfloat16, "xla"),
-        (32000, np.float32, "xla"),
-        (50272, np.float32, "xla"),
-        (128256, ml_dtypes.bfloat16, "xla"),
-        (151936, np.float32, "xla"),
+        pytest.param(32000, np.float32, "xla", marks=pytest.mark.slow),
+        pytest.param(50272, np.float32, "xla", marks=pytest.mark.slow),
+        pytest.param(128256, ml_dtypes.bfloat16, "xla", marks=pytest.mark.slow),
+        pytest.param(151936, np.float32, "xla", marks=pytest.mark.slow),
         (100, np.float32, "interpret"),
         (8193, np.float32, "interpret"),
-        (10000, ml_dtypes.bfloat16, "interpret"),
-        (50272, np.float16, "interpret"),
-        (128256, ml_dtypes.bfloat16, "interpret"),
-        (151936, np.float32, "interpret"),
+        pytest.param(10000, ml_dtypes.bfloat16, "interpret", marks=pytest.mark.slow),
+        pytest.param(50272, np.float16, "interpret", marks=pytest.mark.slow),
+        pytest.param(128256, ml_dtypes.bfloat16, "interpret", marks=pytest.mark.slow),
+        pytest.param(151936, np.float32, "interpret", marks=pytest.mark.slow),
     ],
 )
 def test_mixed_batch(vocab_size, dtype, implementation):
@@ -197,6 +197,7 @@ def test_a_row_does_not_depend_on_the_others():
     np.testing.assert_array_equal(cut[order], permuted)
 
 
+@pytest.mark.slow
 def test_jit_eager_and_vmap_agree():
     logits = jnp.asarray(rows_of(8193, seed=4)[:20].reshape(4, 5, -1))
     fields = {"temperature": jnp.full((4, 5), 0.7), "top_k": jnp.arange(20).reshape(4, 5) * 9, "top_p": jnp.array(0.9)}
@@ -216,6 +217,7 @@ def test_shapes():
         min_logit(logits, top_k=jnp.array([1, 2]))
 
 
+@pytest.mark.slow
 def test_in_shard_map():
     logits = jnp.asarray(rows_of(8193, seed=4)[:20].reshape(4, 5, -1))
     fields = {"top_k": jnp.array(40), "top_p": jnp.array(0.9)}
@@ -269,6 +271,7 @@ def test_one_trace_for_all_values():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_memory(dtype):
     logits = jax.ShapeDtypeStruct((64, 128256), dtype)

@@ -59,11 +59,31 @@ def check(case, interpret, turned=False, **options):
         np.testing.assert_allclose(cache, reference_cache, rtol=2**-7 if rounds else 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
-def test_against_reference(case, options, interpret):
-    check(case, interpret, **options)
+TURNED, WINDOW = {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("empty and full", TURNED),
+        ("past the end", WINDOW),
+        ("one token", {}),
+        pytest.param("one token", TURNED, marks=pytest.mark.slow),
+        pytest.param("one split", {}, marks=pytest.mark.slow),
+        pytest.param("one split", WINDOW, marks=pytest.mark.slow),
+        pytest.param("blocks of several splits", TURNED, marks=pytest.mark.slow),
+        pytest.param("blocks of several splits", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_against_reference(case, options):
+    check(CASES[case], True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, TURNED, WINDOW])
+@pytest.mark.parametrize("case", CASES)
+def test_against_reference_on_a_gpu(case, options):
+    check(CASES[case], False, **options)
 
 
 def test_padding_is_not_read():
@@ -77,12 +97,14 @@ def test_padding_is_not_read():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [(1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)])
 def test_lowers_for_cuda(case):
     names = [kernel.name for kernel in triton_kernels(decode_attention, *jax.eval_shape(lambda: operands(*case)))]
     assert names == ["decode_attention", "join_splits"][: 2 if case[0] == 1 else 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_decoding_lowers_for_cuda(num_drafts):
     """The whole loop: the kernel in the layers of target and draft, in place of XLA's attention."""

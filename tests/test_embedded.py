@@ -12,6 +12,8 @@ import pytest
 import specjax
 from specjax import SamplingParams, models
 
+pytestmark = pytest.mark.slow  # a target of 16 layers
+
 PROMPTS = [
     "def fibonacci(n):",
     "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n",

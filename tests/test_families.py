@@ -66,6 +66,7 @@ def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
     assert difference(incremental_logits(model), goldens[case]) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_bfloat16(case, goldens, tmp_path):
     model = load(write(tmp_path / case, case, jnp.bfloat16), jnp.bfloat16)
@@ -83,6 +84,7 @@ def reference():
     return reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_are_those_of_transformers(case, reference, goldens, tmp_path):
     """On the checkpoint that transformers itself writes."""
@@ -109,6 +111,7 @@ def test_fields_of_released_checkpoints(name, tmp_path):
     assert load(directory).apply.config == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_every_field_that_transformers_writes(case, reference, tmp_path):
     """With the defaults, in the fields of its version, which may be another than that of the configs here."""

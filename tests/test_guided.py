@@ -246,6 +246,7 @@ def models():
     return decoder_model(CONFIG, params), decoder_model(CONFIG, noisy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "rejection", "block", "match"])
 def test_text_follows_the_grammar(models, name):
     """Requests with several grammars and without one, greedy and sampled, in one batch."""

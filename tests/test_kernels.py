@@ -23,9 +23,14 @@ def on_gpu(*values) -> list:
     return [pytest.param(value, marks=pytest.mark.gpu) for value in values]
 
 
+def slow(*values) -> list:
+    """Parameters of a test whose other ones find the breaks that these find."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 # What all verifiers share is tested on one of each kind elsewhere.
-SHARED = ["rejection", "match", *on_gpu("block", "typical", "synthetic")]
-SHARED_AND_BLOCK = ["rejection", "match", "block", *on_gpu("typical", "synthetic")]
+SHARED = ["match", *slow("rejection"), *on_gpu("block", "typical", "synthetic")]
+SHARED_AND_BLOCK = ["rejection", "block", *slow("match"), *on_gpu("typical", "synthetic")]
 
 
 def on_this_device() -> str:
@@ -103,11 +108,11 @@ def test_threefry_draws_what_jax_draws():
     )
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", ["rejection", "block", "match", *slow("typical", "synthetic")])
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": jnp.bfloat16, "normalised": False},
+        *slow({"dtype": jnp.bfloat16, "normalised": False}),
         {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9), "cut": True},
         *on_gpu({"num_drafts": 9, "batch_size": 2, "vocab_size": 700, "dtype": jnp.float16}),
     ],
@@ -119,6 +124,7 @@ def test_kernels_emit_the_tokens_of_xla(verifier, options):
         assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
 def test_one_draft(verifier):
     for seed in range(2):
@@ -127,7 +133,7 @@ def test_one_draft(verifier):
         assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "synthetic"])
+@pytest.mark.parametrize("verifier", ["synthetic", *slow("rejection")])
 def test_deterministic_drafts(verifier):
     for seed in range(4):
         draft, target = random_case(seed, target_temperature=(0.7, 0, 1.3, 0.9))
@@ -136,7 +142,7 @@ def test_deterministic_drafts(verifier):
         assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", SHARED)
+@pytest.mark.parametrize("verifier", ["rejection", "match", *on_gpu("block", "typical", "synthetic")])
 def test_large_batches_read_later_drafts_where_they_need_them(verifier, monkeypatch):
     monkeypatch.setattr(rows, "LARGE_READ", 0)
     kernel = jitted.__wrapped__(verifier, on_this_device(), True)  # traced with this size
@@ -149,6 +155,7 @@ def test_large_batches_read_later_drafts_where_they_need_them(verifier, monkeypa
         assert_same(kernel(*arguments), run(verifier, "xla", *arguments, log_probs=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [100, 513, 151936, *on_gpu(511, 8193, 10000, 50272)])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_edges_of_the_vocabulary(verifier, vocab_size):
@@ -233,6 +240,7 @@ class TestThresholds:
         verified = run(verifier, on_this_device(), jax.random.key(0), draft, Categorical(logits, greedy))
         assert verified.tokens.tolist() == [[700, 700], [700, -1], [700, -1], [700, -1]]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tokens", [(3, 9000), (3, 599), (3, 400)])
     def test_sampled_token(self, tokens):
         """Of two tokens the one whose logit and Gumbel number add up to more."""
@@ -248,6 +256,7 @@ class TestThresholds:
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", SHARED_AND_BLOCK)
 def test_what_is_cut_away_does_not_count(verifier):
     """A few tokens are kept, of one block, with logits far below 0: what stands for an empty block is smaller still."""
@@ -271,6 +280,7 @@ def test_a_logit_at_the_cut_is_kept(verifier):
     assert verified.tokens[:, 0].tolist() == jnp.argmax(best, axis=-1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verifier", "temperature", "nan"),
     [("match", None, 5), ("match", 0.0, 5), ("rejection", None, 5), ("rejection", 0.0, 5), ("rejection", 0.0, 1999)],
@@ -283,6 +293,7 @@ def test_a_nan_does_not_hide_what_is_likely(verifier, temperature, nan):
     assert verified.tokens[:, 0].tolist() == [2000] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verifier", "temperature"), [("match", None), ("match", 0.0), ("rejection", 0.0)])
 def test_an_infinite_logit_takes_all(verifier, temperature):
     draft, target = random_case(8, target_temperature=temperature)
@@ -292,7 +303,7 @@ def test_an_infinite_logit_takes_all(verifier, temperature):
         assert run(verifier, implementation, *arguments).tokens[:, 0].tolist() == [2000] * 4
 
 
-@pytest.mark.parametrize("shape", [(), (4, 4)])
+@pytest.mark.parametrize("shape", [(4, 4), *slow(())])
 @pytest.mark.parametrize("verifier", SHARED)
 def test_keys_of_every_form(verifier, shape):
     arguments = jax.random.split(jax.random.key(6), shape), *random_case(2, dtype=jnp.bfloat16, normalised=False)
@@ -318,7 +329,7 @@ def test_odd_drafts_and_rows(verifier):
         assert np.all((emitted >= 0) & (emitted < 900))
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "typical"])
+@pytest.mark.parametrize("verifier", ["rejection", *slow("typical")])
 def test_bonus_tokens(verifier):
     draft, target = random_case(4, batch_size=6)
     draft = draft._replace(num_tokens=jnp.array([0, 1, 1, 2, 3, 3]))
@@ -330,6 +341,7 @@ def test_bonus_tokens(verifier):
         assert xla.tokens[0, 0] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "typical", "match"])
 def test_no_draft_tokens(verifier):
     _, target = random_case(5)
@@ -338,7 +350,7 @@ def test_no_draft_tokens(verifier):
     assert_same(run(verifier, on_this_device(), jax.random.key(1), draft, target, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", SHARED)
+@pytest.mark.parametrize("verifier", ["rejection", "match", *on_gpu("block", "typical", "synthetic")])
 def test_packed_rows(verifier):
     draft, target = random_case(6, vocab_size=1200)
     lengths = np.asarray(draft.num_tokens)
@@ -362,6 +374,7 @@ def test_packed_rows(verifier):
     assert_same(packed, run(verifier, "xla", jax.random.key(2), draft, target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", SHARED)
 def test_kernels_work_under_transformations(verifier, monkeypatch):
     monkeypatch.setattr(rows, "LARGE_READ", 0)
@@ -384,6 +397,7 @@ def test_kernels_work_under_transformations(verifier, monkeypatch):
     assert_same(looped, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_kernels_work_in_shard_map(verifier):
     draft, target = random_case(8, vocab_size=600)
@@ -401,8 +415,10 @@ def test_kernels_work_in_shard_map(verifier):
         assert len(triton_kernels(sharded, keys, draft, target, mesh=mesh)) in (2, 3)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verifier, implementation", [*((verifier, None) for verifier in VERIFIERS), ("block", "xla"), ("match", "xla")]
+)
 def test_xla_works_in_shard_map(verifier, implementation):
     """The branch of XLA is traced there for the kernels' sake too."""
     draft, target = random_case(8, vocab_size=kernels.SMALL_VOCAB)
@@ -413,8 +429,11 @@ def test_xla_works_in_shard_map(verifier, implementation):
     assert_same(sharded(keys, draft, target), run(verifier, "xla", keys, draft, target))
 
 
-@pytest.mark.parametrize("is_traced, implementation", [(True, None), (True, "xla"), (False, "xla")])
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verifier, is_traced, implementation",
+    [*((verifier, True, None) for verifier in VERIFIERS), ("block", True, "xla"), ("match", False, "xla")],
+)
 def test_a_mesh_of_explicit_axes(verifier, is_traced, implementation):
     draft, target = random_case(8, vocab_size=kernels.SMALL_VOCAB)
     keys = jax.random.split(jax.random.key(3), 4)
@@ -425,8 +444,16 @@ def test_a_mesh_of_explicit_axes(verifier, is_traced, implementation):
     assert_same(result, run(verifier, "xla", keys, draft, target))
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block", "synthetic"])
-@pytest.mark.parametrize("temperature", [None, 0.0])
+@pytest.mark.parametrize(
+    "verifier, temperature",
+    [
+        ("block", None),
+        pytest.param("block", 0.0, marks=pytest.mark.slow),
+        pytest.param("rejection", None, marks=pytest.mark.slow),
+        pytest.param("rejection", 0.0, marks=pytest.mark.slow),
+        pytest.param("synthetic", None, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_without_mass(verifier, temperature):
     """Of target and draft, in every place: the same tokens, and no log-probability that is not a number."""
     draft, target = random_case(21, 16, target_temperature=temperature, vocab_size=600)
@@ -453,6 +480,7 @@ def test_a_greedy_row_without_mass_stands_for_token_0(verifier):
         assert run(verifier, implementation, jax.random.key(0), draft, target).tokens.tolist() == [[0, 0, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_no_drafts(verifier):
     options = {"acceptance_length": 1.0} if verifier == "synthetic" else {}
@@ -462,6 +490,7 @@ def test_no_drafts(verifier):
     assert_same(*results)
 
 
+@pytest.mark.slow
 def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
     draft, target = random_case(9, vocab_size=kernels.SMALL_VOCAB)
     arguments = jax.random.key(0), draft, target
@@ -477,6 +506,7 @@ def test_the_default_is_xla_on_a_cpu_and_for_what_kernels_lack():
     np.testing.assert_array_equal(jax.jit(own)(*arguments).tokens, run("rejection", "xla", *arguments).tokens)
 
 
+@pytest.mark.slow
 def test_kernels_refuse_float64(x64):
     draft, target = Draft(jnp.zeros((1, 1), jnp.int32)), jnp.zeros((1, 2, 8))
     with pytest.raises(NotImplementedError, match="target of dtype float32, bfloat16 or float16, not float64"):
@@ -485,6 +515,7 @@ def test_kernels_refuse_float64(x64):
     assert_same(run("match", on_this_device(), *arguments), run("match", "xla", *arguments))
 
 
+@pytest.mark.slow
 def test_large_offsets_take_64_bits():
     from lowering import triton_kernels
 

@@ -1,6 +1,5 @@
 """The exact distribution of one step of every verifier, on cases beside those of `testing.assert_lossless`."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,10 +48,10 @@ def expected_accepted(verifier, target, draft) -> float:
     return float((path_weight[:, None] * weight * np.asarray(verified.num_accepted).reshape(weight.shape)).sum())
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("num_draft_tokens, zeros", [(2, False), (4, True)])
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_sampled_drafts(name, num_draft_tokens, zeros):
+    """`testing.assert_lossless` has K = 0, 1 and 3."""
     target = random_tables(1, num_draft_tokens + 1, zeros)
     draft = random_tables(2, num_draft_tokens, zeros)
     assert error(getattr(verifiers, name), target, draft) < 1e-6
@@ -63,22 +62,13 @@ def test_float64(name, x64):
     assert error(getattr(verifiers, name), random_tables(1, 4), random_tables(2, 3), dtype=jnp.float64) < 1e-12
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2])
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_rows_with_fewer_drafts(name, num_tokens):
-    target, draft = random_tables(3, 4), random_tables(4, 3)
-    assert error(getattr(verifiers, name), target, draft, num_tokens=num_tokens) < 1e-6
-
-
-@pytest.mark.parametrize("drafts", [[0, 1, 2], [2, 2, 2], [1, -1, 0], [-1, 0, 0]])
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name, drafts", [("rejection", [2, 2, 2]), ("block", [1, -1, 0]), ("match", [-1, 0, 0])])
 def test_deterministic_drafts(name, drafts):
+    """An id of -1 ends a row also where ids follow."""
     assert error(getattr(verifiers, name), random_tables(5, 4, zeros=True), drafts) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "temperature, draft_temperature", [(0.0, None), (0.0, 0.7), (0.5, 1.5), (1.7, 0.0), (0.0, 0.0)]
-)
+@pytest.mark.parametrize("temperature, draft_temperature", [(0.0, 0.7), (1.7, 0.0)])
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_temperatures(name, temperature, draft_temperature):
     target, draft = random_tables(6, 4), random_tables(7, 3)
@@ -119,6 +109,7 @@ def test_block_instance():
     assert expected_accepted(verifiers.block, target, draft) == pytest.approx(1.2, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, expected",
     [
@@ -214,14 +205,3 @@ def test_a_forbidden_draft_stays_in_place():
     levels = log_tables([target, np.broadcast_to(target, (3, 3))])
     assert error(verifiers.rejection, levels, log_tables([draft])) < 1e-6
     assert error(verifiers.block, levels, log_tables([draft])) < 1e-6
-
-
-def test_neighbours_do_not_change_a_row():
-    key = jax.random.split(jax.random.key(0), 4)
-    target = jax.random.normal(jax.random.key(1), (4, 4, 50))
-    drafts = distributions.Categorical(jax.random.normal(jax.random.key(2), (4, 3, 50)))
-    tokens = jax.random.categorical(jax.random.key(3), drafts.logits).astype(jnp.int32)
-    verify = jax.jit(verifiers.rejection)
-    whole = verify(key, verifiers.core.Draft(tokens, drafts), target)
-    part = verify(key[2:], verifiers.core.Draft(tokens[2:], distributions.Categorical(drafts.logits[2:])), target[2:])
-    np.testing.assert_array_equal(whole.tokens[2:], part.tokens)

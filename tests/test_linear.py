@@ -44,10 +44,21 @@ def expected_product(x, weight, residual, activation):
     return y + residual
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("activation", [None, jax.nn.silu])
-@pytest.mark.parametrize(("size", "num_outputs", "num_programs"), [(72, 9, 4), (1024, 7, 3), (3000, 5, 132)])
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+INTERPRET = [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(
+    "size, num_outputs, num_programs, activation, dtype",
+    [
+        (72, 9, 4, None, jnp.float32),
+        (72, 9, 4, jax.nn.silu, jnp.bfloat16),
+        (1024, 7, 3, None, jnp.bfloat16),
+        (1024, 7, 3, jax.nn.silu, jnp.float32),
+        (3000, 5, 132, None, jnp.float32),
+        (3000, 5, 132, jax.nn.silu, jnp.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("interpret", INTERPRET)
 def test_against_float64(size, num_outputs, num_programs, activation, dtype, interpret):
     """Sizes that no tile divides; fewer programs than outputs, of which not all are needed, and more."""
     arrays = operands(size, num_outputs * (1 if activation is None else 2), dtype, num_outputs)
@@ -68,6 +79,7 @@ def test_against_float64(size, num_outputs, num_programs, activation, dtype, int
     np.testing.assert_allclose(product(*arrays), expected(*arrays, activation), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiles_without_spilling(name, tmp_path):
     pytest.importorskip("triton")
@@ -84,10 +96,17 @@ def test_compiles_without_spilling(name, tmp_path):
     assert resources.spilled_bytes == 0 and resources.registers <= 64, resources
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("activation", [None, jax.nn.silu])
-@pytest.mark.parametrize("tile", [(16, 256), (64, 128)])
-@pytest.mark.parametrize(("num_rows", "size", "num_outputs"), [(1, 512, 64), (6, 300, 70), (16, 100, 9)])
+@pytest.mark.parametrize(
+    "num_rows, size, num_outputs, tile, activation, dtype",
+    [
+        (1, 512, 64, (16, 256), None, jnp.bfloat16),
+        (1, 512, 64, (64, 128), jax.nn.silu, jnp.float16),
+        (6, 300, 70, (16, 256), jax.nn.silu, jnp.bfloat16),
+        (6, 300, 70, (64, 128), None, jnp.float16),
+        (16, 100, 9, (16, 256), None, jnp.float16),
+        (16, 100, 9, (64, 128), jax.nn.silu, jnp.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_few_rows_against_float64(num_rows, size, num_outputs, tile, activation, dtype, interpret):
     """Sizes that tiles divide and that none does; one row, and as many as there may be."""

@@ -11,6 +11,8 @@ from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, ModelInput, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 
+pytestmark = pytest.mark.slow  # compiles kernels for a GPU, and runs none
+
 NUM_DRAFTS = 5
 BY_RESIDUAL = ["_statistics_kernel", "_accept_kernel", "_recover_kernel"]
 KERNELS = dict.fromkeys(("rejection", "block", "typical", "synthetic"), BY_RESIDUAL)

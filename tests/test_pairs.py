@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specjax import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow  # text of whole pairs of checkpoints; the loop is tested in test_decode.py
+
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 

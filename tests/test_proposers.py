@@ -91,8 +91,7 @@ class TestNGram:
     def test_inactive_rows_have_no_drafts(self):
         assert propose([[1, 2, 1], [1, 2, 1]], 2, 1, 2, active=jnp.array([False, True])) == [[], [2, 1]]
 
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    @pytest.mark.parametrize("name", ["block", "match", "rejection"])
+    @pytest.mark.parametrize("name, temperature", [("block", 0.0), ("match", 1.0), ("rejection", 1.0)])
     def test_decoding_is_plain_decoding(self, target, temperature, name):
         """Deterministic drafts are verified by exact match: also a sampled run is the plain one."""
         params = [SamplingParams(temperature=temperature, max_tokens=40)] * 2
@@ -128,6 +127,7 @@ def test_batch_expansion_is_mqa(target, drafts):
             np.testing.assert_allclose(a[b, : lengths[b] + n], c[b, : lengths[b] + n], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_decoding_with_batch_expansion(target):
     proposer = proposers.ngram(3)
     params = [SamplingParams(temperature=0, max_tokens=30)] * 2
@@ -166,6 +166,7 @@ class TestDraftModel:
         plain = decode.generate(bigram, None, start(bigram, None, SamplingParams(temperature=0, max_tokens=3)))
         assert draft.tokens.tolist() == outputs(plain)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("max_length", [None, 24])
     def test_a_greedy_target_accepts_its_own(self, target, max_length):
         proposer = proposers.draft_model(target, 4, max_length, temperature=0)
@@ -183,10 +184,12 @@ class TestDraftModel:
             draft = propose_once(bigram, proposer, params)
             np.testing.assert_allclose(draft.distribution.temperature, expected)
 
+    @pytest.mark.slow
     def test_the_law_is_the_targets_at_any_draft_temperature(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         testing.assert_proposer_lossless(proposers.draft_model(draft, 2, temperature=0.6), num_samples=30_000)
 
+    @pytest.mark.slow
     def test_prompts_past_the_limit_of_the_draft(self, target):
         """A draft of fewer positions than the target: long rows decode normally, short ones until they are long."""
         short = replace(target, max_length=16)
@@ -199,6 +202,7 @@ class TestDraftModel:
         assert state.totals.drafted.tolist()[0] == 0
         assert metrics.acceptance_rate(state.totals) == 1
 
+    @pytest.mark.slow
     def test_speculate_below(self, target):
         """One of two rows ends early; the other drafts from then on, as if it always had."""
         proposer = proposers.draft_model(target, 3, speculate_below=2)
@@ -301,6 +305,7 @@ class TestFallback:
         with pytest.raises(ValueError, match="first must make deterministic drafts"):
             propose_once(bigram, proposer, SamplingParams())
 
+    @pytest.mark.slow
     def test_greedy_is_plain(self, bigram):
         proposer = proposers.fallback(proposers.ngram(4), proposers.draft_model(bigram, 3))
         params = SamplingParams(temperature=0, max_tokens=40)
@@ -317,6 +322,7 @@ def one_hot_claim(keys, distribution):
     return testing.sample_draft(keys, distribution)[0], None
 
 
+@pytest.mark.slow
 def test_verdict_on_a_proposer():
     logits = jnp.log(jnp.broadcast_to(jnp.array([0.6, 0.2, 0.1, 0.02, 0.02, 0.02, 0.02, 0.02])[None], (8, 8)))
     testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, one_hot_claim), num_samples=30_000)

@@ -92,11 +92,16 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    "fields, is_deterministic",
-    [((), False), (ALL_FIELDS, False), (("temperature",), True)],
-    ids=["logits", "all fields", "deterministic"],
+    "name, fields, is_deterministic",
+    [
+        ("rejection", ALL_FIELDS, False),
+        ("block", (), False),
+        *(pytest.param(name, ALL_FIELDS, False, marks=pytest.mark.slow) for name in VERIFIERS if name != "rejection"),
+        pytest.param("rejection", (), False, marks=pytest.mark.slow),
+        pytest.param("match", ("temperature",), True, marks=pytest.mark.slow),
+        pytest.param("synthetic", ("temperature",), True, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("name", VERIFIERS)
 def test_packed_is_padded(name, fields, is_deterministic):
     """For any counts and, under jit, with unused rows at the end of the packed arrays."""
     verify, verify_packed = jitted(name)
@@ -107,8 +112,15 @@ def test_packed_is_padded(name, fields, is_deterministic):
         assert_same(verify_packed(keys, *packed(draft, target, len(counts) * K)), verify(keys, draft, target))
 
 
-@pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0, 0, 0]], ids=str)
-@pytest.mark.parametrize("name", ["rejection", "block", "match"])
+@pytest.mark.parametrize(
+    "name, counts",
+    [
+        ("rejection", [2, 0, 3, 1]),
+        ("match", [0, 0, 0, 0]),
+        pytest.param("block", [2, 0, 3, 1], marks=pytest.mark.slow),
+        pytest.param("block", [0, 0, 0, 0], marks=pytest.mark.slow),
+    ],
+)
 def test_without_unused_rows(name, counts):
     draft, target = random_batch(counts, fields=ALL_FIELDS)
     keys = jax.random.split(jax.random.key(3), (len(counts), K + 1))
@@ -116,6 +128,7 @@ def test_without_unused_rows(name, counts):
     assert_same(verify_packed(keys, *packed(draft, target, sum(counts))), verify(keys, draft, target))
 
 
+@pytest.mark.slow
 def test_bonus_tokens_and_options():
     draft, target = random_batch([2, 0, 3, 1])
     bonus_tokens = jnp.array([90, 91, 92, 93])
@@ -200,18 +213,17 @@ def test_exact_law(name):
 
 
 @pytest.mark.parametrize(
-    "drafts, best, expected",
+    "name, drafts, best, expected",
     [
-        ([[1, 2, 3]], [[1, 2, 3, 4]], [[1, 2, 3, 4]]),
-        ([[1, 2, 3]], [[1, 5, 3, 4]], [[1, 5]]),
-        ([[1, 2], [3]], [[1, 2, 5], [3, 4]], [[1, 2, 5], [3, 4]]),
-        ([[1], [], [2, 3]], [[2, 4], [5], [2, 3, 6]], [[2], [5], [2, 3, 6]]),
-        ([[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7], [4, 8]]),
-        ([[], []], [[3], [4]], [[3], [4]]),
-        ([[16, 5, 129, 86, 939]], [[16, 5, 129, 2949, 47, 655]], [[16, 5, 129, 2949]]),
+        ("rejection", [[1, 2, 3]], [[1, 2, 3, 4]], [[1, 2, 3, 4]]),
+        ("match", [[1, 2, 3]], [[1, 5, 3, 4]], [[1, 5]]),
+        ("block", [[1, 2], [3]], [[1, 2, 5], [3, 4]], [[1, 2, 5], [3, 4]]),
+        ("rejection", [[1], [], [2, 3]], [[2, 4], [5], [2, 3, 6]], [[2], [5], [2, 3, 6]]),
+        ("match", [[1, 2, 3], [4, 5, 6]], [[1, 2, 7, 6], [4, 8, 6, 9]], [[1, 2, 7], [4, 8]]),
+        ("block", [[], []], [[3], [4]], [[3], [4]]),
+        ("rejection", [[16, 5, 129, 86, 939]], [[16, 5, 129, 2949, 47, 655]], [[16, 5, 129, 2949]]),
     ],
 )
-@pytest.mark.parametrize("name", ["rejection", "block", "match"])
 def test_from_lists_to_lists(name, drafts, best, expected):
     """Greedy requests: what agrees with the target's best tokens is accepted."""
     batch, vocab_size = ragged.pack(drafts), 3000
@@ -228,6 +240,7 @@ def test_from_lists_to_lists(name, drafts, best, expected):
     assert ragged.parse_output(verified.tokens, vocab_size) == expected
 
 
+@pytest.mark.slow
 def test_longer_drafts_are_cut_under_jit():
     def verify(verifier, counts):
         target = Categorical(jax.nn.one_hot(jnp.array([1, 2, 3, 4, 5]), V), jnp.zeros(1))

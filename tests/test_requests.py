@@ -85,6 +85,7 @@ class TestLogProbs:
             law = laws(llm, ids, [])
             check_listed(result.prompt_logprobs[1:], law, ids[1:], params.prompt_logprobs)
 
+    @pytest.mark.slow
     def test_with_match_they_are_those_of_plain_decoding(self, matching):
         speculative, plain = matching.generate(PROMPTS, MIX), matching.plain().generate(PROMPTS, MIX)
         assert tokens(speculative) == tokens(plain)
@@ -93,6 +94,7 @@ class TestLogProbs:
                 assert list(a) == list(b)
                 np.testing.assert_allclose(list(a.values()), list(b.values()), atol=1e-4)
 
+    @pytest.mark.slow
     def test_in_a_stream(self, llm):
         stream = llm.stream(PROMPTS[1], MIX[1])
         for _ in range(5):
@@ -104,6 +106,7 @@ class TestLogProbs:
         assert stream.result.completions[0].logprobs == whole.completions[0].logprobs
         assert stream.result.prompt_logprobs == whole.prompt_logprobs
 
+    @pytest.mark.slow
     def test_truncated_prompt(self, llm):
         ids = encode(llm, PROMPTS[2])
         params = replace(MIX[1], prompt_logprobs=1, presence_penalty=0.5)
@@ -116,6 +119,7 @@ class TestLogProbs:
         assert [entry and next(iter(entry)) for entry in whole.prompt_logprobs] == [None, *ids[1:]]
         assert truncated.prompt == PROMPTS[2]
 
+    @pytest.mark.slow
     def test_truncation_makes_a_prompt_fit(self, llm):
         params = replace(MIX[1], truncate_prompt_tokens=20)
         assert len(llm.generate([[5] * 500], params)[0].prompt_logprobs) == 20
@@ -130,6 +134,7 @@ def score(completion):
 
 
 class TestSamples:
+    @pytest.mark.slow
     def test_ranked_by_log_probability(self, llm):
         (result,) = llm.generate(PROMPTS[0], sampled(n=5))
         scores = [score(completion) for completion in result.completions]
@@ -141,6 +146,7 @@ class TestSamples:
         assert best.completions == result.completions[:2]
         assert best.metrics[:4] == result.metrics[:4]
 
+    @pytest.mark.slow
     def test_first_sample_is_that_of_n_1(self, llm):
         result, alone = llm.generate([PROMPTS[0]] * 2, [sampled(n=4), sampled()])
         some, fewer = llm.generate([PROMPTS[0]] * 2, [sampled(n=3), sampled(n=2)])
@@ -166,10 +172,12 @@ class TestSamples:
             assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
         assert together[2].token_ids in [c.token_ids for c in together[0].completions]
 
+    @pytest.mark.slow
     def test_match_gives_the_samples_of_plain_decoding(self, matching):
         fast, plain = (other.generate(PROMPTS[0], sampled(n=5))[0] for other in (matching, matching.plain()))
         assert [c.token_ids for c in fast.completions] == [c.token_ids for c in plain.completions]
 
+    @pytest.mark.slow
     def test_prompts_are_fed_once(self, llm, monkeypatch):
         shapes = []
         prefill = requests._prefill
@@ -183,6 +191,7 @@ class TestSamples:
         assert shapes == [2]
         assert [len(result.completions) for result in results] == [2, 2, 1]
 
+    @pytest.mark.slow
     def test_stop_strings_cut_before_the_ranking(self, llm):
         """The device decodes past a stop string: what lies past it counts neither in the sums nor in the lists."""
         (whole,) = llm.generate(PROMPTS[0], sampled(n=5))
@@ -204,6 +213,7 @@ class TestSamples:
 
 
 class TestPrompts:
+    @pytest.mark.slow
     def test_odd_text(self, llm):
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, 256, rng.integers(1, 40), np.uint8).tobytes() for _ in range(64)]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -38,6 +39,33 @@ def test_shards_are_disjoint_and_together_the_whole():
     first, second = (collect(*selection, "--shard", f"{part}/2") for part in (1, 2))
     assert sorted(first + second) == sorted(collect(*selection))
     assert 0 <= len(first) - len(second) <= 1
+
+
+def test_slow_tests_run_on_request():
+    """`scripts/test` leaves them out, `scripts/test --all` does not; both take further arguments."""
+    selection = "tests/test_embedded.py", "tests/test_suite.py", "--shard", "1/2", "-n0", "-p", "no:cacheprovider"
+    fast, everything = (
+        run("scripts/test", *tier, *selection, "--collect-only", PYTHON=sys.executable).stdout
+        for tier in ([], ["--all"])
+    )
+    assert "tests/test_suite.py::" in fast and "tests/test_suite.py::" in everything
+    assert "tests/test_embedded.py::" not in fast and "tests/test_embedded.py::" in everything
+
+
+def test_breaks_can_be_applied():
+    """The line of each is in its file once, and breaking it leaves Python."""
+    breaks = runpy.run_path(ROOT / "scripts" / "breaks.py")
+    table = breaks["breaks"]()
+    assert len(table) >= 40
+    for name, entry in table.items():
+        assert set(entry) == {"file", "old", "new", "why", "tests"}
+        assert entry["old"] != entry["new"] and "\n" not in entry["old"]
+        compile(breaks["broken_text"](name, entry), entry["file"], "exec")
+    entry = table[name] | {"old": "no such line"}
+    with pytest.raises(ValueError, match=f"old of the break '{name}' must be in .* exactly once, found it 0 times"):
+        breaks["broken_text"](name, entry)
+    text = (ROOT / "docs" / "breaks.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)) == set(table)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from specjax.verifiers.rejection import rejection
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_verifier_is_found(name):
     verifier, message = WRONG[name]
@@ -108,11 +109,13 @@ def test_keys_agree_with_the_enumeration(verifier, is_sampled):
     assert test.statistic < test.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", [two_flips, two_picks], ids=lambda v: v.__name__)
 def test_several_calls_are_lossless(verifier):
     testing.assert_lossless(verifier, num_draft_tokens=1)
 
 
+@pytest.mark.slow
 def test_two_samples_are_not_lossless():
     with pytest.raises(AssertionError, match="deterministic drafts"):
         testing.assert_lossless(two_samples, num_draft_tokens=1)
