@@ -351,15 +351,16 @@ class TestWrongArrays:
             log_probs.logprobs(Categorical(logits, 0.7), tokens)
 
     @pytest.mark.parametrize(
-        "logits, message",
+        "shape, dtype, message",
         [
-            (jnp.zeros((1, 1, V), FLOAT8), f"logits {DTYPES}float8_e4m3fn"),
-            (jnp.zeros((1, 1, V), jnp.int32), f"logits {DTYPES}int32"),
-            (jnp.zeros((1, V)), r"logits must have shape \[B, T, V\] = \(1, any, any\), got \(1, 7\)"),
-            (jnp.zeros((2, 1, V)), r"logits must have shape \[B, T, V\] = \(1, any, any\), got \(2, 1, 7\)"),
+            ((1, 1, V), FLOAT8, f"logits {DTYPES}float8_e4m3fn"),
+            ((1, 1, V), jnp.int32, f"logits {DTYPES}int32"),
+            ((1, V), jnp.float32, r"logits must have shape \[B, T, V\] = \(1, any, any\), got \(1, 7\)"),
+            ((2, 1, V), jnp.float32, r"logits must have shape \[B, T, V\] = \(1, any, any\), got \(2, 1, 7\)"),
         ],
     )
-    def test_of_sampling(self, logits, message):
+    def test_of_sampling(self, shape, dtype, message):
+        logits = jnp.zeros(shape, dtype)
         context = Context(jnp.zeros((1, 2), jnp.int32), jnp.array([1]), jnp.array([True]))
         with pytest.raises(ValueError, match=message):
             sampling.process(sampling.batch([SamplingParams()]), logits, context, jnp.zeros((1, 0), jnp.int32))
