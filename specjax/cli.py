@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--compare", action="store_true", help="measure against plain decoding of the target")
     generate.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     generate.add_argument(
-        "--compilation-cache", metavar="DIR", help="keeps compiled programs; default: in the user's cache directory"
+        "--compilation-cache",
+        metavar="DIR",
+        help="folder for compiled programs; default: in the user's cache directory",
     )
     generate.add_argument(
         "--no-compilation-cache",

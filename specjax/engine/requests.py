@@ -25,7 +25,7 @@ CHUNK = 8  # steps between two looks of the host for stop strings, and between t
 
 @partial(jax.jit, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
 def _prefill(model, proposer, prompts, lengths, sampling, key_data, sample, **options):
-    """`decode.prefill` of rows that are a sample each of a request, whose key has this data."""
+    """`decode.prefill`, given the data [B, 2] of each row's request key and the number [B] of its sample."""
     keys = streams.samples(jax.random.wrap_key_data(key_data, impl="threefry2x32"), sample)
     return decode.prefill(model, proposer, prompts, lengths, sampling, keys, **options)
 
