@@ -91,7 +91,11 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
     add("--compare", action="store_true", help="also measure plain decoding of the target")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("--compilation-cache", metavar="DIR", help="folder for compiled programs; default: in the user's cache")
+    add(
+        "--compilation-cache",
+        metavar="DIR",
+        help="folder for compiled programs; default: in the user's cache directory",
+    )
     add(
         "--no-compilation-cache",
         dest="compilation_cache",
