@@ -348,7 +348,7 @@ def _tempered(distribution: Categorical, logits: Array) -> Array:
 
 @jax.custom_jvp
 def _divide(logits: Array, temperature: Array) -> Array:
-    """Return logits / temperature, where logits of -inf add nothing to the temperature's gradient, which were NaN."""
+    """Return logits / temperature. Logits of -inf add 0 to the temperature's gradient, not the NaN of the quotient."""
     return logits / temperature
 
 

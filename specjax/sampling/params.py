@@ -1,4 +1,4 @@
-"""What one request asks for, checked field by field."""
+"""The sampling parameters of one request, and their checks."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -13,65 +13,61 @@ LogitsProcessor = Callable[[Array, Context], Array]
 
 
 _MAX_INT = np.iinfo(np.int32).max
-
-
 _IDS = f"ids in [0, {_MAX_INT}]"
-
-
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-
 _POSITIVE = f"[{_LEAST:.1e}, {_MOST:.1e}]"
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks for. Every value is checked, and every field honoured while speculating.
+    """The sampling parameters of one request. Every value is checked, and every field works with speculation.
+
+    The fields together should leave at least one token to choose. Where they forbid all tokens, any token may follow.
 
     Args:
-        n: number of completions, ranked by the sum of their tokens' log-probabilities, the best first.
-        best_of: number of completions to generate, of which the best n are returned; None is n. They share one pass
-            over the prompt. At temperature 0, where all are the same, n and best_of must be 1.
-        temperature: 0, which is greedy, or > 0.
-        top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept (`sampling.ExactTopK` parts
-            them).
-        top_p: probability mass to keep, in (0, 1]; ties of the last token are kept.
-        min_p: least probability to keep, relative to the most likely token's, in [0, 1].
-        seed: integer that fixes the request's random numbers; None takes them from the call.
-        stop: strings that end the text, which they are not part of.
-        include_stop_str_in_output: make the stop string that ended the text a part of it.
+        n: the number of completions to return, the best first by the sum of their tokens' log-probabilities.
+        best_of: the number of completions to generate, of which the best n are returned; None is n. They share one pass
+            over the prompt. At temperature 0, where all completions are the same, n and best_of must be 1.
+        temperature: 0, which is greedy, or a positive number.
+        top_k: the number of most likely tokens to keep; -1 keeps all. Tokens as likely as the last one are kept too
+            (`sampling.ExactTopK` keeps exactly k).
+        top_p: the probability mass to keep, in (0, 1]. Tokens as likely as the last one are kept too.
+        min_p: the smallest probability to keep, relative to that of the most likely token, in [0, 1].
+        seed: an integer that fixes the request's random numbers; None takes them from the call.
+        stop: strings that end the text. They are not part of it.
+        include_stop_str_in_output: whether the stop string that ended the text is part of it.
         stop_token_ids: token ids that end the text.
-        max_tokens: most tokens to generate.
-        min_tokens: tokens to generate before a stop token may come, unless nothing else is allowed: a complete grammar
-            ends the text before.
-        ignore_eos: go on after the end-of-sequence token.
-        presence_penalty: taken off the logit of every token that was generated, in [-2, 2].
-        frequency_penalty: taken off as many times as the token was generated, in [-2, 2].
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that were generated or are
-            in the prompt, > 0; 1 is none.
-        logit_bias: token id -> what to add to its logit, in [-100, 100].
-        allowed_token_ids: the only tokens that may come; None is all.
-        bad_words: words that may not come, as strings (each also with a space in front) or sequences of token ids. Only
-            the last token of a word is forbidden, and only where the generated text ends with the tokens before it; a
-            word whose beginning is in the prompt may be completed.
-        logits_processors: functions `(logits [V], context) -> logits [V]` that JAX can trace, applied in their order.
-            The context is of the one sequence: `tokens` [N] with the drafts, -1 from `length` on, and `prompt_length`.
-            Functions that compare equal share a compilation; arrays bound by `jax.tree_util.Partial` may change
-            without a new one.
-        guided_decoding: a `specjax.guided.Grammar`, which the generated text follows.
-        logprobs: how many of the most likely tokens to list with their log-probabilities at every generated token,
-            beside the token itself; None is no log-probabilities. They are of the law that the token was drawn from,
-            after all that these parameters do to it; at temperature 0, of that law at temperature 1.
-        prompt_logprobs: the same for the tokens of the prompt, under the model's own law.
-        detokenize: make text; without it there are token ids alone, and no stop strings.
-        skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: set those that are not left out apart by spaces.
-        truncate_prompt_tokens: use the last so many tokens of the prompt; None is all.
-
-    What the fields of a request forbid together must leave a token: where all are forbidden, any token may come.
+        max_tokens: the largest number of tokens to generate.
+        min_tokens: the number of tokens to generate before a stop token may follow. A stop token may follow earlier if
+            nothing else is allowed, as in a complete text of a grammar.
+        ignore_eos: whether to continue after the end-of-sequence token.
+        presence_penalty: a number in [-2, 2] that is subtracted from the logit of every generated token.
+        frequency_penalty: a number in [-2, 2] that is subtracted from a token's logit once for each time that the token
+            was generated.
+        repetition_penalty: a positive number that divides the positive logits, and multiplies the negative logits, of
+            tokens in the prompt or the generated text; 1 has no effect.
+        logit_bias: a number in [-100, 100] for each token id, which is added to the token's logit.
+        allowed_token_ids: the only tokens that may be generated; None allows all.
+        bad_words: words that must not be generated, as strings (which are forbidden after a space, too) or sequences of
+            token ids. Only the last token of a word is forbidden, and only if the generated text ends with the tokens
+            before it. A word that begins in the prompt may be completed.
+        logits_processors: functions `(logits [V], context) -> logits [V]` that JAX can trace, applied in their order to
+            the model's logits. The context describes the one sequence: `tokens` [N] with the drafts, -1 from `length`
+            on, and `prompt_length`. Functions that compare equal share a compilation; arrays that are bound by
+            `jax.tree_util.Partial` may change without another compilation.
+        guided_decoding: a `specjax.guided.Grammar` that the generated text must follow.
+        logprobs: how many of the most likely tokens to list with their log-probabilities for every generated token,
+            beside the token itself; None lists none. The log-probabilities are those of the distribution that the token
+            was drawn from, after the effect of all these parameters; at temperature 0, of this distribution at
+            temperature 1.
+        prompt_logprobs: the same number for the tokens of the prompt, under the model's logits as they are.
+        detokenize: whether to make text. Without text there are only token ids, and no stop strings.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        spaces_between_special_tokens: whether to put spaces between special tokens that are not left out.
+        truncate_prompt_tokens: how many of the last tokens of the prompt to use; None uses all.
 
     Raises:
-        ValueError: for a value outside its range.
+        ValueError: a value is outside its range.
     """
 
     temperature: float = 1.0
@@ -199,7 +195,7 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Completions to generate."""
+        """The number of completions to generate."""
         return self.n if self.best_of is None else self.best_of
 
 
@@ -208,7 +204,7 @@ def _are_ids(values: Iterable[object]) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    """Whether a number is > 0 and finite in float32 too, where devices may take the smallest for 0."""
+    """Return whether a number is positive and finite in float32, where devices may treat denormal numbers as 0."""
     return _is_number(value) and _LEAST <= float(value) <= _MOST
 
 
