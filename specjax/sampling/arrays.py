@@ -33,9 +33,7 @@ class Sampling(NamedTuple):
     bias_values: Array | None = None  # [B, N] float32
     allowed_tokens: Array | None = None  # [B, N] int32, padded with -1; a row without ids allows all
     bad_words: Array | None = None  # [B, W, M] int32, each word padded with -1 in front
-    logits_processors: tuple[tuple[Partial, Array], ...] | None = (
-        None  # each function, and the rows [B] bool that use it
-    )
+    logits_processors: tuple[tuple[Partial, Array], ...] | None = None  # functions, and the rows [B] bool that use each
     guide: Guide | None = None  # the grammars
 
 

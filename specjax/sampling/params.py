@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -99,77 +100,14 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self):
-        def require(name: str, expected: str, condition: bool) -> None:
-            if not condition:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-        def in_range(name: str, low: float, high: float) -> None:
-            value = getattr(self, name)
-            require(name, f"in [{low}, {high}]", _is_number(value) and low <= value <= high)
-
-        def as_tuple(name: str) -> tuple:
-            value = getattr(self, name)
-            value = () if value is None else (value,) if isinstance(value, str) else value
-            require(name, "a sequence", isinstance(value, Iterable))
-            return tuple(value)
-
-        is_temperature = _is_number(self.temperature) and (self.temperature == 0 or _is_positive(self.temperature))
-        require("temperature", f"0 or in {_POSITIVE}", is_temperature)
-        is_top_k = is_integer(self.top_k) and (1 <= self.top_k <= _MAX_INT or self.top_k == -1)
-        require("top_k", f"-1 or in [1, {_MAX_INT}]", is_top_k)
-        require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
-        in_range("min_p", 0, 1)
-        require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
-        require("max_tokens", f"in [1, {_MAX_INT}]", is_integer(self.max_tokens) and 1 <= self.max_tokens <= _MAX_INT)
-        require(
-            "min_tokens",
-            f"in [0, max_tokens = {self.max_tokens}]",
-            is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-        )
-        in_range("presence_penalty", -2, 2)
-        in_range("frequency_penalty", -2, 2)
-        require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
-
-        stop = as_tuple("stop")
-        require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
-        stop_token_ids = as_tuple("stop_token_ids")
-        require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
-        require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
-        logit_bias = dict(self.logit_bias or {})
-        are_biases = all(_is_number(bias) and -100 <= bias <= 100 for bias in logit_bias.values())
-        require("logit_bias", f"{_IDS} with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
-        allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
-        require(
-            "allowed_token_ids",
-            f"None or one or more {_IDS}",
-            allowed != () and _are_ids(allowed or ()),
-        )
-        bad_words = tuple(
-            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
-            for word in as_tuple("bad_words")
-        )
-        require(
-            "bad_words",
-            f"made of non-empty strings or sequences of {_IDS}",
-            all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words),
-        )
-        processors = as_tuple("logits_processors")
-        are_functions = all(callable(f) and isinstance(f, Hashable) for f in processors)
-        require("logits_processors", "hashable functions", are_functions)
-        require(
+        self._check_shaping()
+        self._check_counts()
+        sequences = self._checked_sequences()
+        self._require(
             "guided_decoding",
-            "None or a specjax.guided.Grammar, as of guided.from_regex",
+            "None or a specjax.guided.Grammar, as guided.from_regex returns",
             self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
         )
-        require("n", ">= 1", is_integer(self.n) and self.n >= 1)
-        is_best_of = self.best_of is None or (is_integer(self.best_of) and self.best_of >= self.n)
-        require("best_of", f"None or >= n = {self.n}", is_best_of)
-        for name in ("n", "best_of"):
-            is_one = getattr(self, name) in (None, 1)
-            require(name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(name, "None or >= 0", value is None or (is_integer(value) and value >= 0))
         for name in (
             "ignore_eos",
             "detokenize",
@@ -177,21 +115,82 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ):
-            require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
-        require("stop", "empty where detokenize is False", self.detokenize or not stop)
-        truncated = self.truncate_prompt_tokens
-        require(
-            "truncate_prompt_tokens", "None or >= 1", truncated is None or (is_integer(truncated) and truncated >= 1)
-        )
-        for name, value in (
-            ("stop", stop),
-            ("stop_token_ids", stop_token_ids),
-            ("logit_bias", logit_bias),
-            ("allowed_token_ids", allowed),
-            ("bad_words", bad_words),
-            ("logits_processors", processors),
-        ):
+            self._require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
+        self._require("stop", "empty where detokenize is False", self.detokenize or not sequences["stop"])
+        for name, value in sequences.items():
             object.__setattr__(self, name, value)
+
+    def _require(self, name: str, expected: str, condition: bool) -> None:
+        if not condition:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    def _check_shaping(self) -> None:
+        """Check the numbers that change the distribution of tokens, and the seed."""
+        is_temperature = _is_number(self.temperature) and (self.temperature == 0 or _is_positive(self.temperature))
+        self._require("temperature", f"0 or in {_POSITIVE}", is_temperature)
+        is_top_k = is_integer(self.top_k) and (1 <= self.top_k <= _MAX_INT or self.top_k == -1)
+        self._require("top_k", f"-1 or in [1, {_MAX_INT}]", is_top_k)
+        self._require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
+        for name, low, high in (("min_p", 0, 1), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
+            value = getattr(self, name)
+            self._require(name, f"in [{low}, {high}]", _is_number(value) and low <= value <= high)
+        self._require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
+        self._require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
+
+    def _check_counts(self) -> None:
+        """Check the numbers of tokens and of completions."""
+        is_max_tokens = is_integer(self.max_tokens) and 1 <= self.max_tokens <= _MAX_INT
+        self._require("max_tokens", f"in [1, {_MAX_INT}]", is_max_tokens)
+        is_min_tokens = is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        self._require("min_tokens", f"in [0, max_tokens = {self.max_tokens}]", is_min_tokens)
+        self._require("n", ">= 1", is_integer(self.n) and self.n >= 1)
+        is_best_of = self.best_of is None or (is_integer(self.best_of) and self.best_of >= self.n)
+        self._require("best_of", f"None or >= n = {self.n}", is_best_of)
+        for name in ("n", "best_of"):
+            is_one = getattr(self, name) in (None, 1)
+            self._require(
+                name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0
+            )
+        for name, least in (("logprobs", 0), ("prompt_logprobs", 0), ("truncate_prompt_tokens", 1)):
+            value = getattr(self, name)
+            self._require(name, f"None or >= {least}", value is None or (is_integer(value) and value >= least))
+
+    def _checked_sequences(self) -> dict[str, Any]:
+        """Check the fields that hold several values, and return them as tuples or, `logit_bias`, as a dict."""
+
+        def as_tuple(name: str) -> tuple:
+            value = getattr(self, name)
+            value = () if value is None else (value,) if isinstance(value, str) else value
+            self._require(name, "a sequence", isinstance(value, Iterable))
+            return tuple(value)
+
+        stop = as_tuple("stop")
+        self._require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
+        stop_token_ids = as_tuple("stop_token_ids")
+        self._require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
+        self._require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
+        logit_bias = dict(self.logit_bias or {})
+        are_biases = all(_is_number(bias) and -100 <= bias <= 100 for bias in logit_bias.values())
+        self._require("logit_bias", f"{_IDS} with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
+        allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
+        self._require("allowed_token_ids", f"None or one or more {_IDS}", allowed != () and _are_ids(allowed or ()))
+        bad_words = tuple(
+            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
+            for word in as_tuple("bad_words")
+        )
+        are_words = all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words)
+        self._require("bad_words", f"made of non-empty strings or sequences of {_IDS}", are_words)
+        processors = as_tuple("logits_processors")
+        are_functions = all(callable(f) and isinstance(f, Hashable) for f in processors)
+        self._require("logits_processors", "hashable functions", are_functions)
+        return {
+            "stop": stop,
+            "stop_token_ids": stop_token_ids,
+            "logit_bias": logit_bias,
+            "allowed_token_ids": allowed,
+            "bad_words": bad_words,
+            "logits_processors": processors,
+        }
 
     @property
     def num_samples(self) -> int:

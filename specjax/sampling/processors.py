@@ -12,8 +12,8 @@ from specjax.types import Array, Context, is_integer
 class ExactTopK:
     """A logits processor that keeps exactly the k most likely tokens; of equally likely ones, those of lower id.
 
-    `SamplingParams.top_k` and `top_p` also keep all tokens that are as likely as the last one. They are a smallest
-    logit that is stored beside the logits; to separate equal logits, all logits would have to be written once more.
+    `SamplingParams.top_k` and `top_p` also keep all tokens that are as likely as the last one. They are
+    stored as the smallest kept logit of a row; to separate equal logits, all logits would have to be written once more.
     This processor writes them, for the requests that use it. Like every processor it gets the model's logits, before
     the request's bias, masks and penalties.
 
