@@ -62,20 +62,10 @@ def batch(
     biases = [list(p.logit_bias) for p in params]
     allowed = [p.allowed_token_ids or () for p in params]
     bad_words = [_tokenized(p.bad_words, tokenize) for p in params]
-    named = {
-        "stop_token_ids": stops,
-        "logit_bias": biases,
-        "allowed_token_ids": allowed,
-        "bad_words": [word for words in bad_words for word in words],
-    }
-    for name, rows in named.items():
-        for ids in rows:
-            if vocab_size is not None and any(t >= vocab_size for t in ids):
-                raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
-    for name in ("logprobs", "prompt_logprobs"):
-        most = max((getattr(p, name) or 0 for p in params), default=0)
-        if vocab_size is not None and most > vocab_size:
-            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
+    if vocab_size is not None:
+        words = [word for row in bad_words for word in row]
+        named = {"stop_token_ids": stops, "logit_bias": biases, "allowed_token_ids": allowed, "bad_words": words}
+        _check_vocabulary(params, named, vocab_size)
 
     def column(name: str, dtype: type, unused: float) -> Array | None:
         values = [getattr(p, name) for p in params]
@@ -100,6 +90,20 @@ def batch(
         logits_processors=_shared_processors([p.logits_processors for p in params]),
         guide=guided.batch([p.guided_decoding for p in params], vocab_size),
     )
+
+
+def _check_vocabulary(
+    params: Sequence[SamplingParams], named_ids: dict[str, Sequence[Sequence[int]]], vocab_size: int
+) -> None:
+    """Raise ValueError for token ids, or numbers of log-probabilities, that the vocabulary does not have."""
+    for name, rows in named_ids.items():
+        for ids in rows:
+            if any(token >= vocab_size for token in ids):
+                raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
+    for name in ("logprobs", "prompt_logprobs"):
+        most = max((getattr(p, name) or 0 for p in params), default=0)
+        if most > vocab_size:
+            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
 
 
 def _tokenized(

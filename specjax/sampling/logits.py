@@ -48,25 +48,7 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
     if sampling.bias_tokens is not None:
         logits = widen(logits)
         logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None].astype(logits.dtype)
-    if sampling.allowed_tokens is not None:
-        is_allowed = _contains(sampling.allowed_tokens, shape[-1])
-        is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
-        logits = jnp.where(is_allowed[:, None], logits, -jnp.inf)
-    if sampling.guide is not None:
-        logits = _guide(sampling.guide, logits, context, drafts, first)
-    if sampling.bad_words is not None:
-        banned = _completing(sampling.bad_words, context, drafts, row)
-        index = (
-            jnp.arange(shape[0])[:, None, None],
-            jnp.arange(shape[1])[None, :, None],
-        )
-        logits = logits.at[*index, jnp.where(banned < 0, shape[-1], banned)].set(-jnp.inf, mode="drop")
-    if sampling.min_tokens is not None:
-        is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
-        is_stop = _contains(sampling.stop_tokens, shape[-1])
-        masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
-        is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows only stop tokens
-        logits = jnp.where(is_left, masked, logits)
+    logits = _mask(sampling, logits, context, drafts, first)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     if any(penalty is not None for penalty in penalties):
         logits = _penalize(*penalties, logits, context, drafts, row)
@@ -116,6 +98,29 @@ def _run_processors(
                 f"got {processed.shape[2:]} from {function.func}"
             )
         logits = jnp.where(rows[:, None, None], processed, logits)
+    return logits
+
+
+def _mask(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int) -> Array:
+    """Exclude the tokens that a request forbids, by -inf."""
+    batch_size, num_rows, vocab_size = logits.shape
+    row = (first + jnp.arange(num_rows))[None]
+    if sampling.allowed_tokens is not None:
+        is_allowed = _contains(sampling.allowed_tokens, vocab_size)
+        is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
+        logits = jnp.where(is_allowed[:, None], logits, -jnp.inf)
+    if sampling.guide is not None:
+        logits = _guide(sampling.guide, logits, context, drafts, first)
+    if sampling.bad_words is not None:
+        banned = _completing(sampling.bad_words, context, drafts, row)
+        index = jnp.arange(batch_size)[:, None, None], jnp.arange(num_rows)[None, :, None]
+        logits = logits.at[*index, jnp.where(banned < 0, vocab_size, banned)].set(-jnp.inf, mode="drop")
+    if sampling.min_tokens is not None:
+        is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
+        is_stop = _contains(sampling.stop_tokens, vocab_size)
+        masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
+        is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows only stop tokens
+        logits = jnp.where(is_left, masked, logits)
     return logits
 
 
