@@ -1,6 +1,6 @@
-"""The values of drafts and targets, checked on the host: for debugging, and for servers that doubt their input.
+"""Checks of the values of drafts and targets on the host, for debugging and for servers that do not trust their input.
 
-Verifiers check shapes and dtypes; values are traced, so what is wrong with them shows only in the output.
+Verifiers check shapes and dtypes. They cannot check values, which are traced.
 """
 
 import jax
@@ -12,32 +12,34 @@ from specjax.verifiers import core as common
 
 __all__ = ["validate"]
 
-TOLERANCE = 1e-3  # of a log-normaliser; a float32 sum over a large vocabulary is off by less
+TOLERANCE = 1e-3  # the error of a log-normaliser that passes; a float32 sum over a large vocabulary has a smaller one
 
 
 def validate(
     draft: Draft, target: Categorical | Array, bonus_tokens: Array | None = None, *, strict: bool = False
 ) -> None:
-    """Check everything that a verifier takes on trust. Slow: it reads all logits on the host.
+    """Check the values that a verifier cannot check. This is slow, because it reads all logits on the host.
 
-    Only what is read is checked: the rows of a sequence's own drafts and the one after, and no logits of drafts of
-    temperature 0. With `strict`, what is not read is checked too: a server that fills its padding with known values
-    then learns of a stale id or an overflow in the step where it appears, not in the step that reads it. Packed batches
-    go through `ragged.verify(lambda keys, *batch: checks.validate(*batch), ...)`; inside jit use
+    By default only values that a verifier reads are checked: the rows of a sequence's own drafts and the row after
+    them, without the logits of drafts of temperature 0. With `strict` the other values are checked too. A server that
+    fills its padding with known values then learns of a stale id or an overflow in the step in which it appears, and
+    not in the step that reads it.
+
+    Packed batches are checked by `ragged.verify(lambda keys, *batch: checks.validate(*batch), ...)`. Inside jit use
     `jax.debug.callback(checks.validate, draft, target)`.
 
     Args:
-        draft: tokens [B, K] in [0, V), then -1; ids past num_tokens [B] may be anything. Each token must be possible
-            under its distribution.
-        target: Categorical or logits [B, K+1, V], finite or -inf, with at least one token that is kept. Temperatures
-            are finite and >= 0; log_normalizer agrees with the logits; with `rows`, all that read a row in memory have
-            the same temperature.
+        draft: the tokens [B, K] in [0, V), then -1; ids past num_tokens [B] may be anything. Each token must have a
+            positive probability under its distribution.
+        target: a Categorical, or logits [B, K+1, V], finite or -inf, with at least one kept token in each row. Its
+            temperatures must be finite and >= 0, and its log_normalizer must agree with the logits. With `rows`, all
+            sequences that read a row in memory must have the same temperature.
         bonus_tokens: [B] in [0, V), or None.
-        strict: check ids past num_tokens as if they were drafts, and that no logits, cut or log-normaliser anywhere is
-            NaN or +inf.
+        strict: whether to check ids past num_tokens as if they were drafts, and to refuse NaN and +inf in every
+            logit, cut and log-normaliser.
 
     Raises:
-        ValueError: naming the field, the index and the value.
+        ValueError: a value is wrong. The message names the field, the index and the value.
 
     Example:
         >>> import jax.numpy as jnp
@@ -80,7 +82,7 @@ def validate(
 
 
 def _validate_numbers(name: str, distribution: Categorical) -> None:
-    """Check all rows, whether they are read or not."""
+    """Raise ValueError for NaN and +inf in any row, whether it is read or not."""
     for field in ("logits", "min_logit", "log_normalizer"):
         values = getattr(distribution, field)
         if values is not None:
@@ -90,7 +92,10 @@ def _validate_numbers(name: str, distribution: Categorical) -> None:
 def _validate_categorical(
     name: str, distribution: Categorical, is_read: np.ndarray, tokens: np.ndarray | None = None
 ) -> None:
-    """Check the parameters, and the rows that are read [B, T]; `tokens` [B, T] were drawn from them."""
+    """Raise ValueError for wrong parameters, or wrong values in the rows where `is_read` [B, T] is true.
+
+    The tokens [B, T], if given, must have been drawn from these rows.
+    """
     logits, temperature, min_logit, log_normalizer, rows = distribution
     if temperature is None:
         temperature = np.ones(is_read.shape[:1])
@@ -118,7 +123,7 @@ def _validate_categorical(
         if log_normalizer is not None and temperature[b] > 0:
             expected = np.logaddexp.reduce(row / temperature[b])
             is_valid = abs(log_normalizer[at] - expected) <= TOLERANCE * max(1, abs(expected) / 100)
-            _require(f"{name}.log_normalizer", log_normalizer[at], is_valid, f"{expected:.6g}, as of its logits", at)
+            _require(f"{name}.log_normalizer", log_normalizer[at], is_valid, f"{expected:.6g}, as its logits say", at)
 
 
 def _require(name: str, values: np.ndarray, is_valid: np.ndarray, expected: str, at: tuple[int, ...] = ()) -> None:

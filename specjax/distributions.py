@@ -1,6 +1,6 @@
-"""What verifiers and proposers ask of a `Categorical`: probabilities of tokens, and draws from rows and residuals.
+"""Operations on a `Categorical`: the probabilities of tokens, and draws from rows and residuals.
 
-Everything of size V happens here, on whole batches of rows; nothing of the size of the logits is written.
+All work of size V is done here, on whole batches of rows, and no array of the size of the logits is written to memory.
 """
 
 from typing import NamedTuple
@@ -11,45 +11,45 @@ import jax.numpy as jnp
 from specjax import keys as streams
 from specjax.types import Array, Categorical
 
-BLOCK_SIZE = 512  # tokens a block of the inverse CDF; with 2 uniforms of 24 bits the draw is within 5e-5 of its law
+BLOCK_SIZE = 512  # tokens in a block of the inverse CDF; with 2 uniforms of 24 bits a draw is exact within 5e-5
 
 
 class Law(NamedTuple):
-    """A `Categorical` with its statistics: log p(v) = (logit - shift) / temperature - log_mass for every kept v."""
+    """A normalised `Categorical`: log p(v) = (logit(v) - shift) / temperature - log_mass for every kept token v."""
 
     distribution: Categorical
     shift: Array  # [B, T]
-    log_mass: Array  # [B, T]
-    argmax: Array | None  # [B, T] int32
+    log_mass: Array  # [B, T], -inf in a row without mass
+    argmax: Array | None  # [B, T] int32, the lowest id of the largest logit; None where nothing needs it
 
 
 class Residual(NamedTuple):
-    """max(scale * target - draft, 0) without one token, of one row a sequence, not normalised.
+    """The weights max(scale * target - draft, 0) of one row per sequence, without one token, not normalised.
 
-    Where this has no mass it stands for the target row itself. Fields but `target` may be None.
+    Where the weights have no mass, a residual stands for the target row itself.
     """
 
     target: Law  # T = 1
-    draft: Law | None = None  # T = 1; not subtracted where has_draft is false
-    has_draft: Array | None = None  # [B] bool
-    scale: Array | None = None  # [B]; not applied where has_draft is false
-    without: Array | None = None  # [B] int32 token id, -1 for none
+    draft: Law | None = None  # T = 1; not subtracted where has_draft is False; None subtracts nothing
+    has_draft: Array | None = None  # [B] bool, given with `draft`
+    scale: Array | None = None  # [B], not applied where has_draft is False; None is 1
+    without: Array | None = None  # [B] int32, the id of the token that is left out; -1 or None leaves out none
 
 
 def as_categorical(target: Categorical | Array) -> Categorical:
-    """A plain array of logits means `Categorical(logits)`."""
+    """Return the distribution itself, or `Categorical(logits)` for an array of logits."""
     return target if isinstance(target, Categorical) else Categorical(target)
 
 
 def shape_of(distribution: Categorical) -> tuple[int, ...]:
-    """(B, T, V), whether the logits are dense or packed."""
+    """Return (B, T, V), whether the logits are dense or packed."""
     if distribution.rows is None:
         return distribution.logits.shape
     return (*distribution.rows.shape, distribution.logits.shape[-1])
 
 
 def pack(distribution: Categorical) -> Categorical:
-    """The same distribution over the same logits, packed."""
+    """Return the same distribution with packed logits, which are not copied."""
     logits, temperature, min_logit, log_normalizer, rows = distribution
     if rows is not None:
         return distribution
@@ -60,13 +60,16 @@ def pack(distribution: Categorical) -> Categorical:
 
 
 def take(distribution: Categorical, index: Array) -> Categorical:
-    """The row index [B] of each sequence, as a packed distribution with T = 1 over the same logits."""
+    """Return row `index` [B] of each sequence, as a packed distribution with T = 1 over the same logits."""
     packed = pack(distribution)
     return packed._replace(rows=jnp.take_along_axis(packed.rows, index[:, None], axis=1))
 
 
 def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
-    """Logits [B, T, V], or [B, T, N] of the tokens ids [B, T, N], in at least float32; -inf below the cut."""
+    """Return the logits [B, T, V], in at least float32, with -inf below the cut.
+
+    With `ids` [B, T, N] they are the logits [B, T, N] of these tokens.
+    """
     logits, min_logit, rows = distribution.logits, distribution.min_logit, distribution.rows
     if ids is not None and rows is not None:
         logits = logits[rows[..., None], ids]
@@ -82,12 +85,13 @@ def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
 
 
 def normalize(distribution: Categorical, argmax: bool = False) -> Law:
-    """The law of every row: one pass for the maximum, one for the mass, none where the log-normaliser is known.
+    """Normalise every row, in one pass over the logits for the maximum and one for the mass.
 
-    The argmax is found where temperatures may be 0, or on request.
+    No pass is needed where the distribution has a `log_normalizer`. The argmax is computed if there are temperatures,
+    which may be 0, or on request.
     """
     stored = _stored(distribution)
-    # Of all logits: the cut never removes the maximum, and XLA then reduces straight from the logits.
+    # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
     best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
     if distribution.log_normalizer is not None:
         log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
@@ -101,7 +105,10 @@ def normalize(distribution: Categorical, argmax: bool = False) -> Law:
 
 
 def _stored(distribution: Categorical) -> Categorical:
-    """The rows in the order they lie in memory, each with its temperature: what reads all of them copies none."""
+    """Return the rows in the order in which they lie in memory, each with its temperature.
+
+    A function that reads all rows then need not gather them.
+    """
     if distribution.rows is None:
         return distribution
     temperature, rows = distribution.temperature, distribution.rows
@@ -114,9 +121,10 @@ def _stored(distribution: Categorical) -> Categorical:
 
 
 def _kept_exponents(stored: Categorical, shift: Array) -> Array:
-    """(logits - shift) / temperature, -inf below the cut; by arithmetic: XLA on a CPU writes what it selects.
+    """Return (logits - shift) / temperature, with -inf below the cut.
 
-    The cut has no gradient: one token lies on it, where that of the arithmetic would be half the largest float.
+    The cut is made by arithmetic because XLA on CPUs writes the result of a select to memory. It has no gradient: the
+    token that lies on the cut would get half the largest float from the arithmetic.
     """
     logits = widen(stored.logits)
     exponents = _tempered(stored, logits - shift)
@@ -128,7 +136,10 @@ def _kept_exponents(stored: Categorical, shift: Array) -> Array:
 
 
 def _argmax(logits: Array) -> Array:
-    """Lowest id of the maximum of every row [..., V], over block maxima: on a CPU XLA's argmax is 10 times slower."""
+    """Return the lowest id of the largest logit of every row [..., V].
+
+    The block with the maximum is found first, because XLA's argmax over whole rows is slow on CPUs.
+    """
     vocab_size = logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     unpadded = [(0, 0)] * (logits.ndim - 1)
@@ -142,14 +153,14 @@ def _argmax(logits: Array) -> Array:
 
 
 def of_drafts(distribution: Categorical) -> Law:
-    """The law that drafts were drawn from. Rows of temperature 0 are deterministic: their logits are not read."""
+    """Normalise the distribution of drafts. Rows of temperature 0 are deterministic, so they need no argmax."""
     known = distribution.log_normalizer is not None
     law = normalize(distribution._replace(temperature=None) if known else distribution)
     return Law(distribution, law.shift, law.log_mass, argmax=None)
 
 
 def take_law(law: Law, index: Array) -> Law:
-    """The row index [B] of each sequence, as a law with T = 1."""
+    """Return row `index` [B] of each sequence, as a normalised distribution with T = 1."""
 
     def row(field: Array) -> Array:
         return jnp.take_along_axis(field, index[:, None], axis=1)
@@ -159,7 +170,7 @@ def take_law(law: Law, index: Array) -> Law:
 
 
 def slice_law(law: Law, start: int, stop: int) -> Law:
-    """The rows start to stop of each sequence."""
+    """Return the rows from `start` to before `stop` of each sequence."""
     distribution = law.distribution
     if distribution.rows is not None:
         distribution = distribution._replace(rows=distribution.rows[:, start:stop])
@@ -173,9 +184,9 @@ def slice_law(law: Law, start: int, stop: int) -> Law:
 
 
 def log_probs(law: Law, ids: Array | None = None) -> Array:
-    """Log-probabilities [B, T, V], or [B, T, N] of the tokens ids [B, T, N]. Temperature 0 is one-hot at the argmax.
+    """Return the log-probabilities [B, T, V], or [B, T, N] of the tokens `ids` [B, T, N].
 
-    In a row without mass every token has probability 0.
+    At temperature 0 the argmax has probability 1. In a row without mass every token has probability 0.
     """
     logits = kept_logits(law.distribution, ids)
     log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
@@ -188,16 +199,19 @@ def log_probs(law: Law, ids: Array | None = None) -> Array:
 
 
 def token_log_prob(law: Law, tokens: Array) -> Array:
-    """Log-probability [B, T] of one token a row; -inf for ids outside [0, V)."""
+    """Return the log-probability [B, T] of one token in each row, -inf for ids outside [0, V)."""
     vocab_size = law.distribution.logits.shape[-1]
     inside = (tokens >= 0) & (tokens < vocab_size)
     log_prob = log_probs(law, jnp.where(inside, tokens, 0)[..., None])[..., 0]
-    return jnp.where(inside & (log_prob > -jnp.inf), log_prob, -jnp.inf)  # also in a row without mass
+    return jnp.where(inside & (log_prob > -jnp.inf), log_prob, -jnp.inf)  # -inf and not NaN in a row without mass
 
 
 @jax.custom_jvp
 def with_gradient(log_prob: Array, target: Categorical, tokens: Array) -> Array:
-    """Log-probabilities [B, T] of tokens, 0 for -1, as they are, with the gradient of a log-softmax of the target."""
+    """Return given log-probabilities [B, T] of tokens, with the gradient of the target's log-softmax.
+
+    Tokens -1 have log-probability 0.
+    """
     return log_prob
 
 
@@ -213,19 +227,22 @@ def _with_gradient_jvp(primals: tuple[Array, Categorical, Array], tangents: tupl
 
 
 def entropy(law: Law) -> Array:
-    """Exact entropy [B, T] in nats, 0 log 0 = 0."""
+    """Return the entropy [B, T] of every row in nats, where 0 log 0 = 0."""
     log_prob = log_probs(law)
     return -jnp.sum(jnp.exp(log_prob) * jnp.where(log_prob > -jnp.inf, log_prob, 0), axis=-1)
 
 
 def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
-    """Mass [B, T] of max(scale * target - draft, 0), with scale [B, T]."""
+    """Return the mass [B, T] of max(scale * target - draft, 0), with `scale` [B, T]."""
     difference = scale[..., None] * jnp.exp(log_probs(target)) - jnp.exp(log_probs(draft))
     return jnp.sum(jnp.maximum(difference, 0), axis=-1)
 
 
 def residual_weights(residual: Residual, ids: Array | None = None, plain: Array | None = None) -> Array:
-    """Weights [B, V] of a residual, or [B, N] of the tokens ids [B, N]; of the target row itself where `plain` [B]."""
+    """Return the weights [B, V] of a residual, or [B, N] of the tokens `ids` [B, N].
+
+    Where `plain` [B] is true they are the weights of the target row itself.
+    """
     window = None if ids is None else ids[:, None]
     weight = target = jnp.exp(log_probs(residual.target, window)[:, 0])
     if residual.draft is not None:
@@ -241,7 +258,7 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
 
 
 def residual_probs(residual: Residual) -> Array:
-    """The law [B, V] that `pick` draws from; token 0 where the target row has no mass either."""
+    """Return the probabilities [B, V] that `pick` draws with; token 0 is certain where the target has no mass."""
     weights = residual_weights(residual)
     plain = ~(jnp.sum(weights, axis=-1) > 0)
     weights = jnp.where(plain[:, None], residual_weights(residual, plain=plain), weights)
@@ -251,10 +268,10 @@ def residual_probs(residual: Residual) -> Array:
 
 
 def pick(residual: Residual, uniforms: Array) -> Array:
-    """Draw one token a sequence from its residual by inverse CDF: tokens [B] int32, always in [0, V).
+    """Draw a token [B] int32 in [0, V) for every sequence from its residual, by inverse CDF.
 
-    The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it: one float32
-    uniform over a whole vocabulary is off by 1e-3 and never draws most of its rare tokens.
+    The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it. One float32
+    uniform over a whole vocabulary is too coarse: it would never draw most of the rare tokens.
     """
     vocab_size = residual.target.distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
@@ -305,24 +322,24 @@ def sample(keys: Array, distribution: Categorical) -> Array:
 
 
 def _block_sums(weights: Array, block_size: int) -> Array:
-    """Sums [..., ceil(V / block_size)] of blocks of weights [..., V]."""
+    """Return the sums [..., ceil(V / block_size)] over blocks of weights [..., V]."""
     unpadded = [(0, 0)] * (weights.ndim - 1)
     padded = jnp.pad(weights, [*unpadded, (0, -weights.shape[-1] % block_size)])
     return jnp.sum(padded.reshape(*weights.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
 
 
 def widen(array: Array, dtype: jnp.dtype | None = None) -> Array:
-    """The array in float64 where `dtype` is that, else in float32; None is its own dtype."""
+    """Return the array in float64 if `dtype` is float64, else in float32. None is the dtype of the array."""
     return array.astype(jnp.float64 if (dtype or array.dtype) == jnp.float64 else jnp.float32)
 
 
 def _by_row(distribution: Categorical, field: Array) -> Array:
-    """A field [B, T], or [R] (also [R, 1]) where the logits are packed, as [B, T]."""
+    """Return a field of a distribution as [B, T]; it is [B, T], or [R] or [R, 1] where the logits are packed."""
     return field if distribution.rows is None else field.reshape(-1)[distribution.rows]
 
 
 def _tempered(distribution: Categorical, logits: Array) -> Array:
-    """Logits over temperature; unchanged in rows of temperature 0, which callers treat apart."""
+    """Divide logits by the temperature, except in rows of temperature 0, which callers handle themselves."""
     if distribution.temperature is None:
         return logits
     temperature = distribution.temperature[:, None, None]
@@ -331,7 +348,7 @@ def _tempered(distribution: Categorical, logits: Array) -> Array:
 
 @jax.custom_jvp
 def _divide(logits: Array, temperature: Array) -> Array:
-    """logits / temperature, where a logit of -inf gives no gradient (NaN, else) to the temperature."""
+    """Return logits / temperature. Logits of -inf add 0 to the temperature's gradient, not the NaN of the quotient."""
     return logits / temperature
 
 
@@ -344,9 +361,9 @@ def _divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> 
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:
-    """First index [B] at which the running sum of weights [B, N] exceeds uniform * mass; never one of weight 0.
+    """Return the first index [B] at which the running sum of weights [B, N] exceeds uniform * mass.
 
-    Without any mass it is 0.
+    It is never an index of weight 0, and 0 if there is no mass.
     """
     total = jnp.cumsum(weights, axis=-1)
     mass = total[:, -1:]

@@ -1,4 +1,4 @@
-"""Sampling parameters: of one request, as arrays of a batch, and how they shape logits."""
+"""Sampling parameters of requests, the arrays that hold them for a batch, and their effect on logits."""
 
 from specjax.sampling.arrays import Sampling, batch
 from specjax.sampling.logits import num_generated, process

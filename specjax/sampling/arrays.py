@@ -1,4 +1,4 @@
-"""The sampling parameters of a batch, as arrays with one row a request."""
+"""The sampling parameters of a batch, as arrays with one row for each request."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from specjax.types import Array
 
 
 class Sampling(NamedTuple):
-    """The sampling parameters of a batch. A field is None where no row uses it: what is not used costs nothing.
+    """The sampling parameters of a batch. A field is None if no row uses it, and then costs nothing.
 
-    The sizes N, W and M of lists are powers of two, so that few are compiled for.
+    The sizes N, W and M of lists are powers of two, so that programs are compiled for few sizes.
     """
 
     max_tokens: Array  # [B] int32
     temperature: Array | None = None  # [B] float32; None is 1
-    top_k: Array | None = None  # [B] int32, -1 for all
+    top_k: Array | None = None  # [B] int32; -1 keeps all tokens
     top_p: Array | None = None  # [B] float32
     min_p: Array | None = None  # [B] float32
     stop_tokens: Array | None = None  # [B, N] int32, padded with -1
@@ -31,9 +31,9 @@ class Sampling(NamedTuple):
     repetition_penalty: Array | None = None  # [B] float32
     bias_tokens: Array | None = None  # [B, N] int32, padded with -1
     bias_values: Array | None = None  # [B, N] float32
-    allowed_tokens: Array | None = None  # [B, N] int32, padded with -1; without any, all are allowed
+    allowed_tokens: Array | None = None  # [B, N] int32, padded with -1; a row without ids allows all
     bad_words: Array | None = None  # [B, W, M] int32, each word padded with -1 in front
-    logits_processors: tuple[tuple[Partial, Array], ...] | None = None  # each with the rows [B] bool that use it
+    logits_processors: tuple[tuple[Partial, Array], ...] | None = None  # functions, and the rows [B] bool that use each
     guide: Guide | None = None  # the grammars
 
 
@@ -43,38 +43,29 @@ def batch(
     vocab_size: int | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
 ) -> Sampling:
-    """The parameters of several requests as arrays of a batch.
+    """Return the sampling parameters of several requests as arrays of a batch.
 
     Args:
-        params: one a row.
-        eos_token_ids: stop tokens of every row that does not ignore them.
-        vocab_size: where given, token ids outside it are a ValueError.
-        tokenize: the token ids of a text, without special tokens; for bad words that are strings.
+        params: the parameters of each row.
+        eos_token_ids: the stop tokens of every row that does not ignore them.
+        vocab_size: V; None leaves out the check that token ids are smaller than V.
+        tokenize: a function that returns the token ids of a text, without special tokens. Bad words that are strings
+            need it.
 
     Returns:
         Sampling, with None for every feature that no row uses.
 
     Raises:
-        ValueError: for ids outside the vocabulary, or bad words that are strings without `tokenize`.
+        ValueError: a token id is outside the vocabulary, or bad words are strings and `tokenize` is None.
     """
     stops = [p.stop_token_ids + (() if p.ignore_eos else tuple(eos_token_ids)) for p in params]
     biases = [list(p.logit_bias) for p in params]
     allowed = [p.allowed_token_ids or () for p in params]
     bad_words = [_tokenized(p.bad_words, tokenize) for p in params]
-    named = {
-        "stop_token_ids": stops,
-        "logit_bias": biases,
-        "allowed_token_ids": allowed,
-        "bad_words": [word for words in bad_words for word in words],
-    }
-    for name, rows in named.items():
-        for ids in rows:
-            if vocab_size is not None and any(t >= vocab_size for t in ids):
-                raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
-    for name in ("logprobs", "prompt_logprobs"):
-        most = max((getattr(p, name) or 0 for p in params), default=0)
-        if vocab_size is not None and most > vocab_size:
-            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
+    if vocab_size is not None:
+        words = [word for row in bad_words for word in row]
+        named = {"stop_token_ids": stops, "logit_bias": biases, "allowed_token_ids": allowed, "bad_words": words}
+        _check_vocabulary(params, named, vocab_size)
 
     def column(name: str, dtype: type, unused: float) -> Array | None:
         values = [getattr(p, name) for p in params]
@@ -101,10 +92,24 @@ def batch(
     )
 
 
+def _check_vocabulary(
+    params: Sequence[SamplingParams], named_ids: dict[str, Sequence[Sequence[int]]], vocab_size: int
+) -> None:
+    """Raise ValueError for token ids, or numbers of log-probabilities, that the vocabulary does not have."""
+    for name, rows in named_ids.items():
+        for ids in rows:
+            if any(token >= vocab_size for token in ids):
+                raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
+    for name in ("logprobs", "prompt_logprobs"):
+        most = max((getattr(p, name) or 0 for p in params), default=0)
+        if most > vocab_size:
+            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
+
+
 def _tokenized(
     words: Sequence[str | tuple[int, ...]], tokenize: Callable[[str], Sequence[int]] | None
 ) -> list[tuple[int, ...]]:
-    """The token sequences of bad words; a string gives one as it begins a text and one as it follows a space."""
+    """Return the token sequences of bad words; a string has one at the start of a text and one after a space."""
     sequences = []
     for word in words:
         if not isinstance(word, str):
@@ -120,7 +125,10 @@ def _tokenized(
 
 
 def _shared_processors(rows: Sequence[tuple[LogitsProcessor, ...]]) -> tuple[tuple[Partial, Array], ...] | None:
-    """Every function with the rows that use it, those that rows have first in front: each row keeps its order."""
+    """Return every logits processor with the rows [B] bool that use it, in an order that keeps the order of each row.
+
+    A function stands at the place that it has in the rows, and once for each of its places.
+    """
     entries = sorted(dict.fromkeys(entry for row in rows for entry in enumerate(row)), key=lambda entry: entry[0])
     if not entries:
         return None
@@ -134,7 +142,7 @@ def _shared_processors(rows: Sequence[tuple[LogitsProcessor, ...]]) -> tuple[tup
 
 
 def _padded(rows: Sequence[Sequence[float]], fill: float = -1, dtype: type = jnp.int32) -> Array | None:
-    """Rows of different lengths as an array [B, N], or None if all are empty."""
+    """Return rows of different lengths as an array [B, N], or None if all are empty."""
     width = max(map(len, rows), default=0)
     if not width:
         return None
@@ -143,7 +151,7 @@ def _padded(rows: Sequence[Sequence[float]], fill: float = -1, dtype: type = jnp
 
 
 def _padded_words(rows: Sequence[Sequence[tuple[int, ...]]]) -> Array | None:
-    """Token sequences of each row as an array [B, W, M], padded in front, or None if there are none."""
+    """Return the token sequences of each row as an array [B, W, M], padded in front, or None if there are none."""
     num_words = max(map(len, rows), default=0)
     if not num_words:
         return None

@@ -1,8 +1,8 @@
-"""How sampling parameters shape logits.
+"""The effect of sampling parameters on logits.
 
-Plain and speculative decoding, target and draft share `process`. It applies, in this order: the request's own logits
-processors, on what the model gives; logit bias; the masks (allowed tokens, guided decoding, bad words, min_tokens);
-repetition, frequency and presence penalties; temperature; min-p; top-k; top-p.
+Plain and speculative decoding, target and draft, all use `process`. It applies, in this order: the request's own logits
+processors; logit bias; the masks (allowed tokens, guided decoding, bad words, min_tokens); repetition, frequency and
+presence penalties; temperature; min-p; top-k; top-p.
 """
 
 import jax
@@ -19,54 +19,36 @@ from specjax.verifiers import core as common
 
 
 def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int = 0) -> Categorical:
-    """The distributions that requests sample from, row j with the history before it.
+    """Return the distributions that requests sample from, given the model's logits and the tokens before each row.
 
-    A draft that a mask forbids stays where it is, with probability 0. A row where everything is forbidden is all -inf:
-    verifiers and samplers give some id in range for it.
+    A draft that a mask forbids keeps its place and gets probability 0. If everything is forbidden, a row is all -inf,
+    and verifiers and samplers return some id in range for it.
 
     Args:
-        sampling: of the batch.
-        logits: [B, T, V]; row j is of position context.length + first + j.
-        context: prompt and committed tokens; with `guided_state` where the batch is guided.
-        drafts: [B, K] int32, the tokens after the context; row j sees the first + j <= K first of them.
-        first: index of the first row.
+        sampling: the sampling parameters of the batch.
+        logits: [B, T, V]; row j is for the token at position context.length + first + j.
+        context: the prompt and committed tokens, with `guided_state` if the batch is guided.
+        drafts: [B, K] int32, the tokens after the context. Row j depends on the first `first + j` of them, at most K.
+        first: the index of the first row.
 
     Returns:
-        Categorical [B, T, V].
+        Categorical, with logits [B, T, V].
 
     Raises:
-        ValueError: for wrong shapes or dtypes, a grammar of another vocabulary, a context without its state, or a
-            logits processor that returns another shape.
+        ValueError: an argument has a wrong shape or dtype, a grammar has another vocabulary, a guided context has no
+            state, or a logits processor returns another shape.
     """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
     common.check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
     common.check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
     shape = logits.shape
-    row = (first + jnp.arange(shape[1]))[None]  # [1, T] drafts before each row
+    row = (first + jnp.arange(shape[1]))[None]  # [1, T], number of drafts before each row
     if sampling.logits_processors is not None:
         logits = _run_processors(sampling.logits_processors, logits, context, drafts, row)
     if sampling.bias_tokens is not None:
         logits = widen(logits)
         logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None].astype(logits.dtype)
-    if sampling.allowed_tokens is not None:
-        is_allowed = _contains(sampling.allowed_tokens, shape[-1])
-        is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
-        logits = jnp.where(is_allowed[:, None], logits, -jnp.inf)
-    if sampling.guide is not None:
-        logits = _guide(sampling.guide, logits, context, drafts, first)
-    if sampling.bad_words is not None:
-        banned = _completing(sampling.bad_words, context, drafts, row)
-        index = (
-            jnp.arange(shape[0])[:, None, None],
-            jnp.arange(shape[1])[None, :, None],
-        )
-        logits = logits.at[*index, jnp.where(banned < 0, shape[-1], banned)].set(-jnp.inf, mode="drop")
-    if sampling.min_tokens is not None:
-        is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
-        is_stop = _contains(sampling.stop_tokens, shape[-1])
-        masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
-        is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows nothing but to stop
-        logits = jnp.where(is_left, masked, logits)
+    logits = _mask(sampling, logits, context, drafts, first)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     if any(penalty is not None for penalty in penalties):
         logits = _penalize(*penalties, logits, context, drafts, row)
@@ -87,7 +69,7 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
 
 
 def num_generated(context: Context) -> Array:
-    """Committed tokens [B] that are not prompt."""
+    """Return the number [B] of committed tokens that do not belong to the prompt."""
     return context.length - _prompt_length(context)
 
 
@@ -98,7 +80,7 @@ def _prompt_length(context: Context) -> Array:
 def _run_processors(
     processors: tuple[tuple[Partial, Array], ...], logits: Array, context: Context, drafts: Array, row: Array
 ) -> Array:
-    """The logits after the functions of each row."""
+    """Apply to the logits of each row its own logits processors."""
     length = context.length[:, None] + row
     history = _history(context, drafts)[:, None]
     index = jnp.arange(history.shape[-1])[None, None]
@@ -119,8 +101,31 @@ def _run_processors(
     return logits
 
 
+def _mask(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int) -> Array:
+    """Exclude the tokens that a request forbids, by -inf."""
+    batch_size, num_rows, vocab_size = logits.shape
+    row = (first + jnp.arange(num_rows))[None]
+    if sampling.allowed_tokens is not None:
+        is_allowed = _contains(sampling.allowed_tokens, vocab_size)
+        is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
+        logits = jnp.where(is_allowed[:, None], logits, -jnp.inf)
+    if sampling.guide is not None:
+        logits = _guide(sampling.guide, logits, context, drafts, first)
+    if sampling.bad_words is not None:
+        banned = _completing(sampling.bad_words, context, drafts, row)
+        index = jnp.arange(batch_size)[:, None, None], jnp.arange(num_rows)[None, :, None]
+        logits = logits.at[*index, jnp.where(banned < 0, vocab_size, banned)].set(-jnp.inf, mode="drop")
+    if sampling.min_tokens is not None:
+        is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
+        is_stop = _contains(sampling.stop_tokens, vocab_size)
+        masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
+        is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows only stop tokens
+        logits = jnp.where(is_left, masked, logits)
+    return logits
+
+
 def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: Array | int) -> Array:
-    """The logits without what the grammar forbids."""
+    """Exclude the tokens that the grammar of each row forbids."""
     if guide.token_classes.shape[1] != logits.shape[-1]:
         raise ValueError(
             f"guided_decoding must be of V = {logits.shape[-1]} tokens, got {guide.token_classes.shape[1]}"
@@ -134,7 +139,7 @@ def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: 
 
 
 def _completing(bad_words: Array, context: Context, drafts: Array, row: Array) -> Array:
-    """The last tokens [B, T, W] of the bad words that they would complete, -1 for the others."""
+    """Return the last token [B, T, W] of each bad word that it would complete, -1 for the other words."""
     prefix, last = bad_words[:, None, :, :-1], bad_words[:, None, :, -1]
     size = prefix.shape[-1]
     position = (context.length[:, None] + row)[..., None] - size + jnp.arange(size)[None, None]  # [B, T, M-1]
@@ -153,7 +158,10 @@ def _penalize(
     drafts: Array,
     row: Array,
 ) -> Array:
-    """The logits after the penalties. What was committed is counted once [B, V], the few drafts compared in place."""
+    """Apply the penalties to the logits.
+
+    The committed tokens are counted once, as [B, V]. The drafts, of which there are few, are compared with every token.
+    """
     vocab_size = logits.shape[-1]
     index = jnp.arange(context.tokens.shape[1])[None]
     is_prompt = index < _prompt_length(context)[:, None]
@@ -175,7 +183,7 @@ def _penalize(
 
 
 def _history(context: Context, drafts: Array) -> Array:
-    """The committed tokens of each row, its drafts right after them [B, L + K]."""
+    """Return the committed tokens of each row with its drafts right after them, [B, L + K]."""
     num_drafts = drafts.shape[1]
     slot = context.length[:, None] + jnp.arange(num_drafts)[None]
     tokens = jnp.pad(context.tokens, ((0, 0), (0, num_drafts)))
@@ -183,12 +191,12 @@ def _history(context: Context, drafts: Array) -> Array:
 
 
 def _scatter(ids: Array, values: Array, vocab_size: int) -> Array:
-    """The sums [B, V] of the values of each id [B, N]; negative ids are left out."""
+    """Return the sums [B, V] of the values at each id [B, N]; negative ids are left out."""
     rows = jnp.arange(ids.shape[0])[:, None]
     sums = jnp.zeros((ids.shape[0], vocab_size), values.dtype)
     return sums.at[rows, jnp.where(ids < 0, vocab_size, ids)].add(values, mode="drop")
 
 
 def _contains(ids: Array, vocab_size: int) -> Array:
-    """Which tokens [B, V] are among the ids [B, N]; negative ids are left out."""
+    """Return which tokens [B, V] are among the ids [B, N]; negative ids are left out."""
     return _scatter(ids, jnp.int32(1), vocab_size) > 0

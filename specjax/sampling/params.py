@@ -1,8 +1,9 @@
-"""What one request asks for, checked field by field."""
+"""The sampling parameters of one request, and their checks."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,65 +14,61 @@ LogitsProcessor = Callable[[Array, Context], Array]
 
 
 _MAX_INT = np.iinfo(np.int32).max
-
-
 _IDS = f"ids in [0, {_MAX_INT}]"
-
-
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-
 _POSITIVE = f"[{_LEAST:.1e}, {_MOST:.1e}]"
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks for. Every value is checked, and every field honoured while speculating.
+    """The sampling parameters of one request. Every value is checked, and every field works with speculation.
+
+    The fields together should leave at least one token to choose. Where they forbid all tokens, any token may follow.
 
     Args:
-        n: number of completions, ranked by the sum of their tokens' log-probabilities, the best first.
-        best_of: number of completions to generate, of which the best n are returned; None is n. They share one pass
-            over the prompt. At temperature 0, where all are the same, n and best_of must be 1.
-        temperature: 0, which is greedy, or > 0.
-        top_k: number of most likely tokens to keep, -1 for all; ties of the last are kept (`sampling.ExactTopK` parts
-            them).
-        top_p: probability mass to keep, in (0, 1]; ties of the last token are kept.
-        min_p: least probability to keep, relative to the most likely token's, in [0, 1].
-        seed: integer that fixes the request's random numbers; None takes them from the call.
-        stop: strings that end the text, which they are not part of.
-        include_stop_str_in_output: make the stop string that ended the text a part of it.
+        n: the number of completions to return, the best first by the sum of their tokens' log-probabilities.
+        best_of: the number of completions to generate, of which the best n are returned; None is n. They share one pass
+            over the prompt. At temperature 0, where all completions are the same, n and best_of must be 1.
+        temperature: 0, which is greedy, or a positive number.
+        top_k: the number of most likely tokens to keep; -1 keeps all. Tokens as likely as the last one are kept too
+            (`sampling.ExactTopK` keeps exactly k).
+        top_p: the probability mass to keep, in (0, 1]. Tokens as likely as the last one are kept too.
+        min_p: the smallest probability to keep, relative to that of the most likely token, in [0, 1].
+        seed: an integer that fixes the request's random numbers; None takes them from the call.
+        stop: strings that end the text. They are not part of it.
+        include_stop_str_in_output: whether the stop string that ended the text is part of it.
         stop_token_ids: token ids that end the text.
-        max_tokens: most tokens to generate.
-        min_tokens: tokens to generate before a stop token may come, unless nothing else is allowed: a complete grammar
-            ends the text before.
-        ignore_eos: go on after the end-of-sequence token.
-        presence_penalty: taken off the logit of every token that was generated, in [-2, 2].
-        frequency_penalty: taken off as many times as the token was generated, in [-2, 2].
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens that were generated or are
-            in the prompt, > 0; 1 is none.
-        logit_bias: token id -> what to add to its logit, in [-100, 100].
-        allowed_token_ids: the only tokens that may come; None is all.
-        bad_words: words that may not come, as strings (each also with a space in front) or sequences of token ids. Only
-            the last token of a word is forbidden, and only where the generated text ends with the tokens before it; a
-            word whose beginning is in the prompt may be completed.
-        logits_processors: functions `(logits [V], context) -> logits [V]` that JAX can trace, applied in their order.
-            The context is of the one sequence: `tokens` [N] with the drafts, -1 from `length` on, and `prompt_length`.
-            Functions that compare equal share a compilation; arrays bound by `jax.tree_util.Partial` may change
-            without a new one.
-        guided_decoding: a `specjax.guided.Grammar`, which the generated text follows.
-        logprobs: how many of the most likely tokens to list with their log-probabilities at every generated token,
-            beside the token itself; None is no log-probabilities. They are of the law that the token was drawn from,
-            after all that these parameters do to it; at temperature 0, of that law at temperature 1.
-        prompt_logprobs: the same for the tokens of the prompt, under the model's own law.
-        detokenize: make text; without it there are token ids alone, and no stop strings.
-        skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: set those that are not left out apart by spaces.
-        truncate_prompt_tokens: use the last so many tokens of the prompt; None is all.
-
-    What the fields of a request forbid together must leave a token: where all are forbidden, any token may come.
+        max_tokens: the largest number of tokens to generate.
+        min_tokens: the number of tokens to generate before a stop token may follow. A stop token may follow earlier if
+            nothing else is allowed, as in a complete text of a grammar.
+        ignore_eos: whether to continue after the end-of-sequence token.
+        presence_penalty: a number in [-2, 2] that is subtracted from the logit of every generated token.
+        frequency_penalty: a number in [-2, 2] that is subtracted from a token's logit once for each time that the token
+            was generated.
+        repetition_penalty: a positive number that divides the positive logits, and multiplies the negative logits, of
+            tokens in the prompt or the generated text; 1 has no effect.
+        logit_bias: a number in [-100, 100] for each token id, which is added to the token's logit.
+        allowed_token_ids: the only tokens that may be generated; None allows all.
+        bad_words: words that must not be generated, as strings (which are forbidden after a space, too) or sequences of
+            token ids. Only the last token of a word is forbidden, and only if the generated text ends with the tokens
+            before it. A word that begins in the prompt may be completed.
+        logits_processors: functions `(logits [V], context) -> logits [V]` that JAX can trace, applied in their order to
+            the model's logits. The context describes the one sequence: `tokens` [N] with the drafts, -1 from `length`
+            on, and `prompt_length`. Functions that compare equal share a compilation; arrays that are bound by
+            `jax.tree_util.Partial` may change without another compilation.
+        guided_decoding: a `specjax.guided.Grammar` that the generated text must follow.
+        logprobs: how many of the most likely tokens to list with their log-probabilities for every generated token,
+            beside the token itself; None lists none. The log-probabilities are those of the distribution that the token
+            was drawn from, after the effect of all these parameters; at temperature 0, of this distribution at
+            temperature 1.
+        prompt_logprobs: the same number for the tokens of the prompt, under the model's logits as they are.
+        detokenize: whether to make text. Without text there are only token ids, and no stop strings.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        spaces_between_special_tokens: whether to put spaces between special tokens that are not left out.
+        truncate_prompt_tokens: how many of the last tokens of the prompt to use; None uses all.
 
     Raises:
-        ValueError: for a value outside its range.
+        ValueError: a value is outside its range.
     """
 
     temperature: float = 1.0
@@ -103,77 +100,14 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self):
-        def require(name: str, expected: str, condition: bool) -> None:
-            if not condition:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-        def in_range(name: str, low: float, high: float) -> None:
-            value = getattr(self, name)
-            require(name, f"in [{low}, {high}]", _is_number(value) and low <= value <= high)
-
-        def as_tuple(name: str) -> tuple:
-            value = getattr(self, name)
-            value = () if value is None else (value,) if isinstance(value, str) else value
-            require(name, "a sequence", isinstance(value, Iterable))
-            return tuple(value)
-
-        is_temperature = _is_number(self.temperature) and (self.temperature == 0 or _is_positive(self.temperature))
-        require("temperature", f"0 or in {_POSITIVE}", is_temperature)
-        is_top_k = is_integer(self.top_k) and (1 <= self.top_k <= _MAX_INT or self.top_k == -1)
-        require("top_k", f"-1 or in [1, {_MAX_INT}]", is_top_k)
-        require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
-        in_range("min_p", 0, 1)
-        require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
-        require("max_tokens", f"in [1, {_MAX_INT}]", is_integer(self.max_tokens) and 1 <= self.max_tokens <= _MAX_INT)
-        require(
-            "min_tokens",
-            f"in [0, max_tokens = {self.max_tokens}]",
-            is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-        )
-        in_range("presence_penalty", -2, 2)
-        in_range("frequency_penalty", -2, 2)
-        require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
-
-        stop = as_tuple("stop")
-        require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
-        stop_token_ids = as_tuple("stop_token_ids")
-        require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
-        require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
-        logit_bias = dict(self.logit_bias or {})
-        are_biases = all(_is_number(bias) and -100 <= bias <= 100 for bias in logit_bias.values())
-        require("logit_bias", f"{_IDS} with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
-        allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
-        require(
-            "allowed_token_ids",
-            f"None or one or more {_IDS}",
-            allowed != () and _are_ids(allowed or ()),
-        )
-        bad_words = tuple(
-            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
-            for word in as_tuple("bad_words")
-        )
-        require(
-            "bad_words",
-            f"made of non-empty strings or sequences of {_IDS}",
-            all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words),
-        )
-        processors = as_tuple("logits_processors")
-        are_functions = all(callable(f) and isinstance(f, Hashable) for f in processors)
-        require("logits_processors", "hashable functions", are_functions)
-        require(
+        self._check_shaping()
+        self._check_counts()
+        sequences = self._checked_sequences()
+        self._require(
             "guided_decoding",
-            "None or a specjax.guided.Grammar, as of guided.from_regex",
+            "None or a specjax.guided.Grammar, as guided.from_regex returns",
             self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
         )
-        require("n", ">= 1", is_integer(self.n) and self.n >= 1)
-        is_best_of = self.best_of is None or (is_integer(self.best_of) and self.best_of >= self.n)
-        require("best_of", f"None or >= n = {self.n}", is_best_of)
-        for name in ("n", "best_of"):
-            is_one = getattr(self, name) in (None, 1)
-            require(name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(name, "None or >= 0", value is None or (is_integer(value) and value >= 0))
         for name in (
             "ignore_eos",
             "detokenize",
@@ -181,25 +115,86 @@ class SamplingParams:
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
         ):
-            require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
-        require("stop", "empty where detokenize is False", self.detokenize or not stop)
-        truncated = self.truncate_prompt_tokens
-        require(
-            "truncate_prompt_tokens", "None or >= 1", truncated is None or (is_integer(truncated) and truncated >= 1)
-        )
-        for name, value in (
-            ("stop", stop),
-            ("stop_token_ids", stop_token_ids),
-            ("logit_bias", logit_bias),
-            ("allowed_token_ids", allowed),
-            ("bad_words", bad_words),
-            ("logits_processors", processors),
-        ):
+            self._require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
+        self._require("stop", "empty where detokenize is False", self.detokenize or not sequences["stop"])
+        for name, value in sequences.items():
             object.__setattr__(self, name, value)
+
+    def _require(self, name: str, expected: str, condition: bool) -> None:
+        if not condition:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    def _check_shaping(self) -> None:
+        """Check the numbers that change the distribution of tokens, and the seed."""
+        is_temperature = _is_number(self.temperature) and (self.temperature == 0 or _is_positive(self.temperature))
+        self._require("temperature", f"0 or in {_POSITIVE}", is_temperature)
+        is_top_k = is_integer(self.top_k) and (1 <= self.top_k <= _MAX_INT or self.top_k == -1)
+        self._require("top_k", f"-1 or in [1, {_MAX_INT}]", is_top_k)
+        self._require("top_p", "in (0, 1]", _is_number(self.top_p) and 0 < self.top_p <= 1)
+        for name, low, high in (("min_p", 0, 1), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2)):
+            value = getattr(self, name)
+            self._require(name, f"in [{low}, {high}]", _is_number(value) and low <= value <= high)
+        self._require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
+        self._require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
+
+    def _check_counts(self) -> None:
+        """Check the numbers of tokens and of completions."""
+        is_max_tokens = is_integer(self.max_tokens) and 1 <= self.max_tokens <= _MAX_INT
+        self._require("max_tokens", f"in [1, {_MAX_INT}]", is_max_tokens)
+        is_min_tokens = is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        self._require("min_tokens", f"in [0, max_tokens = {self.max_tokens}]", is_min_tokens)
+        self._require("n", ">= 1", is_integer(self.n) and self.n >= 1)
+        is_best_of = self.best_of is None or (is_integer(self.best_of) and self.best_of >= self.n)
+        self._require("best_of", f"None or >= n = {self.n}", is_best_of)
+        for name in ("n", "best_of"):
+            is_one = getattr(self, name) in (None, 1)
+            self._require(
+                name, "1 at temperature 0, where all completions are the same", is_one or self.temperature > 0
+            )
+        for name, least in (("logprobs", 0), ("prompt_logprobs", 0), ("truncate_prompt_tokens", 1)):
+            value = getattr(self, name)
+            self._require(name, f"None or >= {least}", value is None or (is_integer(value) and value >= least))
+
+    def _checked_sequences(self) -> dict[str, Any]:
+        """Check the fields that hold several values, and return them as tuples or, `logit_bias`, as a dict."""
+
+        def as_tuple(name: str) -> tuple:
+            value = getattr(self, name)
+            value = () if value is None else (value,) if isinstance(value, str) else value
+            self._require(name, "a sequence", isinstance(value, Iterable))
+            return tuple(value)
+
+        stop = as_tuple("stop")
+        self._require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
+        stop_token_ids = as_tuple("stop_token_ids")
+        self._require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
+        self._require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
+        logit_bias = dict(self.logit_bias or {})
+        are_biases = all(_is_number(bias) and -100 <= bias <= 100 for bias in logit_bias.values())
+        self._require("logit_bias", f"{_IDS} with numbers in [-100, 100]", _are_ids(logit_bias) and are_biases)
+        allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
+        self._require("allowed_token_ids", f"None or one or more {_IDS}", allowed != () and _are_ids(allowed or ()))
+        bad_words = tuple(
+            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
+            for word in as_tuple("bad_words")
+        )
+        are_words = all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words)
+        self._require("bad_words", f"made of non-empty strings or sequences of {_IDS}", are_words)
+        processors = as_tuple("logits_processors")
+        are_functions = all(callable(f) and isinstance(f, Hashable) for f in processors)
+        self._require("logits_processors", "hashable functions", are_functions)
+        return {
+            "stop": stop,
+            "stop_token_ids": stop_token_ids,
+            "logit_bias": logit_bias,
+            "allowed_token_ids": allowed,
+            "bad_words": bad_words,
+            "logits_processors": processors,
+        }
 
     @property
     def num_samples(self) -> int:
-        """Completions to generate."""
+        """The number of completions to generate."""
         return self.n if self.best_of is None else self.best_of
 
 
@@ -208,7 +203,7 @@ def _are_ids(values: Iterable[object]) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    """Whether a number is > 0 and finite in float32 too, where devices may take the smallest for 0."""
+    """Return whether a number is positive and finite in float32, where devices may treat denormal numbers as 0."""
     return _is_number(value) and _LEAST <= float(value) <= _MOST
 
 

@@ -1,4 +1,4 @@
-"""Logits processors that requests may use beside their own."""
+"""Logits processors that requests may use in addition to their own."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from specjax.types import Array, Context, is_integer
 
 @dataclass(frozen=True)
 class ExactTopK:
-    """Keeps exactly the k most likely tokens; of those that tie for the last place, the lowest ids.
+    """A logits processor that keeps exactly the k most likely tokens; of equally likely ones, those of lower id.
 
-    `SamplingParams.top_k` and `top_p` keep all ties of the last token, because they are a cut by value, which is stored
-    beside the logits: a cut that parts equal logits would have to write all of them once more. This processor writes
-    them, for the requests that ask for it. Like every processor it sees what the model gives, before the request's
-    bias, masks and penalties.
+    `SamplingParams.top_k` and `top_p` also keep all tokens that are as likely as the last one. They are
+    stored as the smallest kept logit of a row; to separate equal logits, all logits would have to be written once more.
+    This processor writes them, for the requests that use it. Like every processor it gets the model's logits, before
+    the request's bias, masks and penalties.
 
     Args:
-        k: number of tokens to keep, >= 1; all where the vocabulary has no more.
+        k: the number of tokens to keep, >= 1. A vocabulary with fewer tokens keeps all.
 
     Raises:
-        ValueError: for another k.
+        ValueError: k is not an integer >= 1.
 
     Example:
         >>> from specjax import SamplingParams

@@ -1,6 +1,6 @@
-"""Verifiers: `verify(keys, draft, target, **options) -> Verified`, one method a file.
+"""Verifiers, which accept or reject drafts: `verify(keys, draft, target, **options) -> Verified`.
 
-All are lossless (the output follows the target's law) but those in `LOSSY`.
+They are lossless, which means that the output follows the target's distribution, except those named in `LOSSY`.
 """
 
 from specjax.verifiers.block import block

@@ -1,4 +1,4 @@
-"""Block verification: the drafts of a row accepted or rejected together."""
+"""Block verification, which accepts or rejects the drafts of a row jointly."""
 
 from functools import partial
 
@@ -16,27 +16,35 @@ from specjax.verifiers.match import accept_matches
 def block(
     draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
 ) -> Verified:
-    """Verify the drafts of a row jointly. Lossless: emits the target's law, on average in no more steps than rejection.
+    """Verify the drafts of a row jointly. Lossless: the output follows the target's distribution.
 
-    Each prefix of the drafts gets an acceptance probability of its own, and the longest accepted one is kept, also past
-    a prefix that failed. The better default for sampled drafts in a chain; the same as rejection for one draft and for
-    deterministic drafts.
+    Let P_0 = 1 and P_i = min(1, P_{i-1} * target(x_i) / draft(x_i)), and let S_i be the sum of
+    max(P_i * target - draft, 0) over the next token. The prefix of i drafts is accepted with probability
+    S_i / (S_i + 1 - P_i), and the prefix of all drafts with probability P_K. The longest accepted prefix, of n drafts,
+    is kept even if a shorter one failed. The token after it is drawn from max(P_n * target - draft, 0), normalised, or
+    from the last target row if all drafts are accepted.
+
+    On average this accepts at least as many drafts as `rejection`, so it is the better choice for sampled drafts. It
+    accepts equally many for one draft and for deterministic drafts.
 
     Args:
-        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
-        draft: tokens [B, K], -1 where a row has fewer, and the distribution they were drawn from.
-        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
-        bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted. Lossless iff drawn
-            from that row of the target independently of the draft and of these keys.
-        log_probs: fill `Verified.log_probs`.
-        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
+            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
+        draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
+        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
+            and the last row that of the bonus token.
+        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
+            lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
+        log_probs: whether to fill `Verified.log_probs`, static.
+        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
+            where they support the case, and XLA elsewhere.
 
     Returns:
-        Verified.
+        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
 
     Raises:
-        NotImplementedError: if the named implementation does not support the case.
-        ValueError: for wrong shapes, dtypes or keys.
+        NotImplementedError: the named implementation does not support the case.
+        ValueError: an argument has a wrong shape or dtype, or the keys are of another kind.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -58,7 +66,7 @@ def block(
     log_joint = jax.vmap(joint_log_ratio)(common.log_ratio(draft, draft_law, law))
     joint = jnp.exp(log_joint)
 
-    # Row i of these is the residual after i + 1 drafts: the next target row against the next draft row.
+    # Entry i is the mass of the residual after i + 1 drafts, of the target row and the draft row of the next token.
     next_target = distributions.slice_law(law, 1, num_draft_tokens)
     mass = distributions.residual_mass(
         next_target, distributions.slice_law(draft_law, 1, num_draft_tokens), joint[:, :-1]
@@ -80,7 +88,11 @@ def block(
 
 
 def num_usable_rows(law: distributions.Law) -> Array:
-    """Target rows [B] before the first without mass, as there is one after a stop token: looking ahead ends there."""
+    """Return the number [B] of target rows before the first row without mass.
+
+    Such rows can follow a stop token. Drafts from there on cannot be accepted, and must not change the verdict on the
+    drafts before them.
+    """
     has_mass, temperature = jnp.isfinite(law.log_mass), law.distribution.temperature
     if temperature is not None:
         has_mass |= temperature[:, None] == 0
@@ -88,7 +100,7 @@ def num_usable_rows(law: distributions.Law) -> Array:
 
 
 def joint_log_ratio(log_ratio: Array) -> Array:
-    """Of one row: log of P_i = min(1, P_{i-1} target / draft), from log target / draft [K]."""
+    """Compute log P_i [K] of one row, with P_i = min(1, P_{i-1} * ratio_i), from the log of the ratios [K]."""
 
     def step(carry, ratio):
         carry = jnp.minimum(carry + ratio, 0)
@@ -98,7 +110,7 @@ def joint_log_ratio(log_ratio: Array) -> Array:
 
 
 def acceptance_probabilities(joint: Array, mass: Array, num_tokens: Array) -> Array:
-    """Of one row: the probability [K] that each prefix is accepted, from P [K] and residual masses [K-1]."""
+    """Compute the acceptance probability [K] of each prefix of one row, from P [K] and the residual masses [K-1]."""
     mass = jnp.pad(mass, (0, 1))
     rest = mass + (1 - joint)
     inner = jnp.where(rest > 0, mass / jnp.where(rest > 0, rest, 1), 1)

@@ -1,4 +1,4 @@
-"""What all verifiers share: the chance they draw from, the wrapper that makes a core public, the shape of a result."""
+"""The parts that all verifiers share: random draws, the wrapper that makes a core public, rules and checks."""
 
 import inspect
 from collections.abc import Callable
@@ -19,38 +19,39 @@ from specjax.verifiers import kernels
 
 
 class Draw(Protocol):
-    """The only chance that a verifier has. `KeyDraw` draws it; `specjax.testing` enumerates it instead.
+    """The random choices of a verifier. `KeyDraw` makes them with keys; `specjax.testing` enumerates them instead.
 
-    Every call has noise of its own. Calls are told apart by their number, which is counted in Python; inside a loop,
-    or any other function that JAX traces, that count stands still, and a call needs `index`, an integer (it may be
-    traced) that no other call of the method has in the same step: the iteration, if there is one call in each.
+    Every call has noise of its own. Calls are told apart by a number that is counted in Python. A function that JAX
+    traces by itself, such as the body of a loop, is counted once however often it runs. There a call needs `index`, an
+    integer, possibly traced, that no other call of the method has in the same step; the number of the iteration serves
+    if each iteration makes one call.
     """
 
     def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
-        """Flip one coin for every draft: bool [B, K], true with probabilities [B, K]."""
+        """Flip a coin for every draft: return [B, K] bool, true with the given probabilities [B, K]."""
 
     def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
-        """Draw one token a sequence, [B] int32, from a residual."""
+        """Draw a token [B] int32 for every sequence from its residual."""
 
     def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
-        """Draw one token from every row, [B, T] int32, with the noise of the row's own position."""
+        """Draw a token [B, T] int32 from every row, with the noise of the row's own position."""
 
 
 class CallNumbers:
     """The numbers that tell the calls of a draw apart."""
 
-    FIRST_INDEXED = 1 << 16  # calls with an index have the numbers from here on, counted calls those below
+    FIRST_INDEXED = 1 << 16  # calls with an index are numbered from here on, the counted calls from 0 on
 
     def __init__(self):
         self._trace = get_opaque_trace_state(convention="specjax")
         self._counts: dict[str, int] = {}
 
     def is_in_traced_function(self) -> bool:
-        """Whether the caller is inside a function that JAX traces by itself, such as the body of a loop."""
+        """Return whether the caller is inside a function that JAX traces by itself, such as the body of a loop."""
         return get_opaque_trace_state(convention="specjax") != self._trace
 
     def next(self, method: str, index: Array | int | None) -> Array | int:
-        """Return the number of a call of `method`, 0 for the first one that is counted.
+        """Return the number of a call of `method`, which is 0 for the first call without an index.
 
         Raises:
             ValueError: the call is in a traced function and has no index.
@@ -60,7 +61,7 @@ class CallNumbers:
         if self.is_in_traced_function():
             raise ValueError(
                 f"draw.{method} must have index= inside a loop or another traced function, got none: a call is traced "
-                "once however often it runs, and would meet the same noise again. Give each call another integer, such "
+                "once however often it runs, and would get the same noise again. Give each call another integer, such "
                 "as the iteration"
             )
         number = self._counts.get(method, 0)
@@ -69,7 +70,7 @@ class CallNumbers:
 
 
 class KeyDraw:
-    """Chance from the streams of keys [B, K+1]."""
+    """Random choices that are made with keys [B, K+1]."""
 
     def __init__(self, keys: Array):
         self.keys = keys
@@ -94,10 +95,16 @@ def from_core(
 ) -> Callable[..., Verified]:
     """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
 
-    The wrapper checks shapes, brings the draft to one form (`canonical`), turns keys into streams, and serves the
-    common keywords `bonus_tokens`, `outcomes` and `implementation`. The core stays reachable as `verifier.core`. A
-    `kernel` `(keys, draft, target, *, interpret, **options) -> Verified` runs in its place on CUDA where it supports
-    the case.
+    The wrapper checks the arguments, gives the core a `canonical` draft and a `KeyDraw`, and handles the keywords that
+    all verifiers have.
+
+    Args:
+        core: the rule of the verifier, whose random choices all go through `draw`.
+        kernel: a function `(keys, draft, target, *, interpret, **options) -> Verified` that runs in place of the core
+            on CUDA where it supports the case; None is none.
+
+    Returns:
+        The verifier. Its attribute `core` is the core.
     """
 
     @wraps(core, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
@@ -148,7 +155,7 @@ def from_core(
                 return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_core)
             return by_core(*operands)
 
-        # Tokens are drawn, which has no gradient; their log-probabilities have one.
+        # The choice of tokens has no gradient, but their log-probabilities have one.
         verified = _with_auto_axes(by_either, *jax.lax.stop_gradient((keys, draft, target, bonus_tokens)))
         if verified.log_probs is None:
             return verified
@@ -162,7 +169,7 @@ def from_core(
 
 
 def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verified]) -> inspect.Signature:
-    """The signature of a verifier made of a core: its own options, with the common keywords that it supports."""
+    """Return the signature of the verifier that a core makes, with its options and the common keywords it supports."""
     options = [p for p in inspect.signature(core).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     supported = {option.name for option in options} | {"implementation"}
     common = inspect.signature(verify).parameters
@@ -175,7 +182,10 @@ def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verif
 def _with_auto_axes(
     verify: Callable[..., Verified], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
 ) -> Verified:
-    """Verify, with the Explicit axes of a mesh taken as Auto; results are split as the draft's tokens are."""
+    """Verify with the Explicit axes of a mesh as Auto axes, because cores do not say how their arrays are sharded.
+
+    The batch axis of the results is sharded as that of the draft's tokens.
+    """
     operands = keys, draft, target, bonus_tokens
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
@@ -186,9 +196,10 @@ def _with_auto_axes(
 
 
 def canonical(draft: Draft) -> Draft:
-    """The draft with `num_tokens` = min(num_tokens, index of the first negative id), and -1 from there on.
+    """Return a draft in the form that cores get.
 
-    With K = 0 there is no distribution either.
+    Its `num_tokens` is an array, at most the index of the first negative id, and its tokens are -1 from there on. With
+    K = 0 its distribution is None.
     """
     num_draft_tokens = draft.tokens.shape[1]
     num_tokens = jnp.sum(jnp.cumprod((draft.tokens >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -200,7 +211,7 @@ def canonical(draft: Draft) -> Draft:
 
 
 def is_deterministic(draft: Draft) -> Array:
-    """Which rows [B] have one-hot drafts by their draft temperature."""
+    """Return which rows [B] bool have deterministic drafts because their draft temperature is 0."""
     temperature = draft.distribution.temperature
     if temperature is None:
         return jnp.zeros(draft.tokens.shape[:1], bool)
@@ -208,7 +219,7 @@ def is_deterministic(draft: Draft) -> Array:
 
 
 def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
-    """Log of target / draft probability [B, K] of each draft token; -inf where the draft's is 0."""
+    """Return log(target / draft probability) [B, K] of each draft token, -inf where the draft probability is 0."""
     drafted = distributions.slice_law(target, 0, draft.tokens.shape[1])
     target_log_prob = distributions.token_log_prob(drafted, draft.tokens)
     draft_log_prob = distributions.token_log_prob(draft_law, draft.tokens)
@@ -218,7 +229,7 @@ def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
 
 
 def count_accepted(draft: Draft, accepted: Array) -> Array:
-    """Number of drafts [B] before the first that was not accepted."""
+    """Return the number [B] of drafts before the first one that is not accepted."""
     is_draft = jnp.arange(draft.tokens.shape[1])[None] < draft.num_tokens[:, None]
     return jnp.sum(jnp.cumprod((accepted & is_draft).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
@@ -226,9 +237,16 @@ def count_accepted(draft: Draft, accepted: Array) -> Array:
 def recovery(
     draft: Draft, draft_law: Law | None, target: Law, num_accepted: Array, scale: Array | None = None
 ) -> Residual:
-    """What the token after `num_accepted` [B] drafts is drawn from: a residual after a rejection, else the target row.
+    """Return the residual that the token after `num_accepted` [B] drafts is drawn from.
 
-    `draft_law` None stands for deterministic drafts.
+    Where all drafts are accepted, this is the target row of the bonus token.
+
+    Args:
+        draft: a `canonical` draft.
+        draft_law: the normalised distribution of the drafts; None stands for deterministic drafts.
+        target: the normalised target.
+        num_accepted: [B] int32.
+        scale: [B], the factor of the target in the residual; None is 1.
     """
     rejected = num_accepted < draft.num_tokens
     row = take_row(draft.tokens, num_accepted)
@@ -247,7 +265,7 @@ def recovery(
 
 
 def take_row(values: Array, index: Array) -> Array:
-    """values[b, index[b]], and -1 where the index is past the end."""
+    """Return values[b, index[b]] of each row b, or -1 where the index is past the end."""
     inside = jnp.arange(values.shape[1])[None] == index[:, None]
     return jnp.max(jnp.where(inside, values, -1), axis=1, initial=-1)
 
@@ -260,9 +278,15 @@ def emit(
     bonus_tokens: Array | None = None,
     accepted: Array | None = None,
 ) -> Verified:
-    """Accepted drafts [B, K], then `last` [B] (a bonus token where one is given and all passed), then -1.
+    """Return the output of a verifier: the accepted drafts of each row, then one token, then -1.
 
-    Log-probabilities are filled under `law`, the target's, unless it is None. `accepted` [B, K] are outcomes to report.
+    Args:
+        draft: a `canonical` draft.
+        num_accepted: [B] int32.
+        last: [B] int32, the recovered or bonus token.
+        law: the normalised target, to fill `Verified.log_probs`; None leaves them out.
+        bonus_tokens: [B] int32, emitted in place of `last` where all drafts are accepted; None is none.
+        accepted: [B, K] bool, the outcome of each draft's own test, or None.
     """
     if bonus_tokens is not None:
         last = jnp.where(num_accepted == draft.num_tokens, bonus_tokens.astype(jnp.int32), last)
@@ -276,7 +300,7 @@ def emit(
 
 
 def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> None:
-    """Raise ValueError where a shape or dtype of the arguments is not what verifiers take."""
+    """Raise ValueError if an argument of a verifier has a wrong shape or dtype."""
     check_array("draft.tokens", draft.tokens, "[B, K]", (None, None), jnp.integer)
     batch_size, num_draft_tokens = draft.tokens.shape
     if draft.num_tokens is not None:
@@ -293,7 +317,7 @@ def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) 
 
 
 def check_bonus_tokens(bonus_tokens: Array | None, vocab_size: int) -> None:
-    """Raise ValueError for an id outside [0, V), where there are values: not under jit, nor on other hosts."""
+    """Raise ValueError for an id outside [0, V). Ids are not checked under jit, nor where other hosts hold some."""
     if bonus_tokens is None or isinstance(bonus_tokens, jax.core.Tracer) or not bonus_tokens.is_fully_addressable:
         return
     values = np.asarray(bonus_tokens)
@@ -306,7 +330,7 @@ def check_bonus_tokens(bonus_tokens: Array | None, vocab_size: int) -> None:
 def check_categorical(
     name: str, distribution: Categorical, rows: str, shape: tuple[int | None, int | None], vocab_size: int | None = None
 ) -> int:
-    """Raise ValueError unless the fields fit a distribution [*shape, V] (None: any size); give V."""
+    """Raise ValueError unless the fields describe rows of this shape, where None is any size; return V."""
     logits, temperature, min_logit, log_normalizer, row_index = distribution
     if row_index is None:
         check_array(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
@@ -327,7 +351,7 @@ def check_categorical(
 
 
 def check_number(name: str, value: Any, expected: str, least: float, most: float) -> None:
-    """Raise ValueError unless `value` is one number in [least, most]; of a traced one the shape is checked alone."""
+    """Raise ValueError unless `value` is one number in [least, most]. Of a traced value only the shape is checked."""
     if isinstance(value, jax.core.Tracer):
         is_valid = value.shape == ()
     else:
@@ -338,7 +362,7 @@ def check_number(name: str, value: Any, expected: str, least: float, most: float
 
 
 def check_array(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
-    """Raise ValueError unless `array` has this shape (None: any size) and a dtype of this kind that is supported."""
+    """Raise ValueError unless `array` has this shape, where None is any size, and a supported dtype of this kind."""
     if not hasattr(array, "dtype"):
         raise ValueError(f"{name} must be an array, got {type(array).__name__}")
     got = jnp.shape(array)

@@ -1,4 +1,4 @@
-"""Exact match: sample the target at every position, accept while the draft agrees."""
+"""Exact match, which samples the target at every position and accepts the drafts that agree."""
 
 from functools import partial
 from typing import Any
@@ -24,28 +24,33 @@ def match(
     log_probs: bool = False,
     outcomes: bool = False,
 ) -> Verified:
-    """Verify by exact match with the target's own sample. Lossless for every drafter.
+    """Verify by exact match with a sample of the target. Lossless: the output follows the target's distribution.
 
-    A token is drawn from every target row with the noise of its own position; drafts are accepted while they equal it,
-    and the sample is emitted either way. With keys by absolute position the output is exactly what plain sampling emits
-    with the same keys, whatever the drafter. The draft's distribution is not read: a drafter that uses the same noise
-    (stream TARGET) is accepted more often. One pass over the logits, no normaliser.
+    The sample of position t is argmax(logits_t / temperature + Gumbel noise of t). Drafts are accepted while they equal
+    the sample, and the sample of the first other position is emitted after them.
+
+    With keys by absolute position the output equals that of plain sampling with the same keys, whatever the drafts are.
+    The draft's distribution is not read, and drafts need not be drawn from it. A drafter that draws with the same noise
+    (`keys.TARGET`) is accepted more often. Verification takes one pass over the logits.
 
     Args:
-        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
-        draft: tokens [B, K], -1 where a row has fewer.
-        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
-        bonus_tokens: must be None.
-        log_probs: fill `Verified.log_probs`.
-        outcomes: fill `Verified.is_accepted`, by XLA.
-        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
+            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
+        draft: the tokens [B, K], -1 where a row has fewer; its distribution is not read.
+        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
+            and the last row that of the bonus token.
+        bonus_tokens: must be None, because the sample is the bonus token.
+        log_probs: whether to fill `Verified.log_probs`, static.
+        outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
+        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
+            where they support the case, and XLA elsewhere.
 
     Returns:
-        Verified.
+        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
 
     Raises:
-        NotImplementedError: if the named implementation does not support the case.
-        ValueError: for wrong shapes, dtypes or keys, or if bonus_tokens is given.
+        NotImplementedError: the named implementation does not support the case.
+        ValueError: an argument has a wrong shape or dtype, the keys are of another kind, or `bonus_tokens` is given.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -69,7 +74,7 @@ def accept_matches(
     log_probs: bool,
     outcomes: bool = False,
 ) -> Verified:
-    """The rule of `match`, which is also rejection and block verification of deterministic drafts."""
+    """Verify by exact match, the rule of `match` and, for deterministic drafts, of `rejection` and `block`."""
     sampled = draw.sample(target)
     agrees = sampled[:, :-1] == draft.tokens
     num_accepted = common.count_accepted(draft, agrees)

@@ -1,4 +1,4 @@
-"""Modified rejection sampling, token by token."""
+"""Modified rejection sampling, which accepts or rejects the drafts one by one."""
 
 from functools import partial
 
@@ -21,29 +21,34 @@ def rejection(
     log_probs: bool = False,
     outcomes: bool = False,
 ) -> Verified:
-    """Verify by modified rejection sampling. Lossless: emits the target's law.
+    """Verify by modified rejection sampling. Lossless: the output follows the target's distribution.
 
-    A draft is accepted with probability min(1, target / draft). The first rejected one is replaced by a draw from the
-    normalised residual max(target - draft, 0); if none is rejected a bonus token is drawn from the next target row.
-    Deterministic drafts are verified by exact match (the same law, in one pass); rows of temperature 0 accept the
-    argmax alone. Random, greedy, sampled and deterministic rows mix.
+    Draft x is accepted with probability min(1, target(x) / draft(x)). The first rejected draft is replaced by a token
+    drawn from max(target - draft, 0) / sum(max(target - draft, 0)). If no draft is rejected, a bonus token is drawn
+    from the last target row.
+
+    Deterministic drafts are verified by exact match, which has the same output distribution and takes one pass over the
+    logits. Rows of temperature 0 accept only the argmax. A batch may mix sampled, greedy and deterministic rows.
 
     Args:
-        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
-        draft: tokens [B, K], -1 where a row has fewer, and the distribution they were drawn from.
-        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
-        bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted. Lossless iff drawn
-            from that row of the target independently of the draft and of these keys.
-        log_probs: fill `Verified.log_probs`.
-        outcomes: fill `Verified.is_accepted`, by XLA.
-        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
+            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
+        draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
+        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
+            and the last row that of the bonus token.
+        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
+            lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
+        log_probs: whether to fill `Verified.log_probs`, static.
+        outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
+        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
+            where they support the case, and XLA elsewhere.
 
     Returns:
-        Verified.
+        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
 
     Raises:
-        NotImplementedError: if the named implementation does not support the case.
-        ValueError: for wrong shapes, dtypes or keys.
+        NotImplementedError: the named implementation does not support the case.
+        ValueError: an argument has a wrong shape or dtype, or the keys are of another kind.
 
     Example:
         >>> import jax, jax.numpy as jnp

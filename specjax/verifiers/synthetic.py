@@ -42,27 +42,33 @@ def synthetic(
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
 ) -> Verified:
-    """Accept drafts at given rates, whatever they are. LOSSY: for benchmarks of everything around acceptance.
+    """Accept drafts at given rates, for benchmarks. LOSSY: the output does not follow the target's distribution.
 
-    Exactly one of the two rates is given. Recovered and bonus tokens are drawn as in `rejection`.
+    Draft i is accepted with probability rate_i / rate_{i-1} if all drafts before it are (rate_0 = 1), whatever its
+    token is. Recovered and bonus tokens are drawn as in `rejection`. Either `acceptance_rates` or `acceptance_length`
+    must be given.
 
     Args:
-        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
-        draft: tokens [B, K], -1 where a row has fewer, and the distribution they were drawn from.
-        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
-        acceptance_rates: K unconditional rates: how often draft i is accepted, non-increasing, in [0, 1].
-        acceptance_length: mean number of tokens a step, in [1, K+1].
-        bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
-        log_probs: fill `Verified.log_probs`.
-        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
+            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
+        draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
+        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
+            and the last row that of the bonus token.
+        acceptance_rates: K numbers in [0, 1], the share of steps in which each draft is accepted; they must not
+            increase.
+        acceptance_length: the mean number of tokens per step, in [1, K+1].
+        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
+        log_probs: whether to fill `Verified.log_probs`, static.
+        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
+            where they support the case, and XLA elsewhere.
 
     Returns:
-        Verified.
+        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
 
     Raises:
-        NotImplementedError: if the named implementation does not support the case.
-        ValueError: for wrong shapes, dtypes or keys, or unless exactly one rate of the right length, range and order is
-            given.
+        NotImplementedError: the named implementation does not support the case.
+        ValueError: an argument has a wrong shape or dtype, the keys are of another kind, not exactly one of the two
+            options is given, or rates have a wrong length, range or order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -82,7 +88,7 @@ def synthetic(
 
 
 def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draft_tokens: int) -> Array:
-    """Unconditional rates [K]."""
+    """Return the share [K] of steps in which each draft is to be accepted."""
     if (rates is None) == (length is None):
         given = "neither" if rates is None else "both"
         raise ValueError(f"exactly one of acceptance_rates and acceptance_length must be given, got {given}")
@@ -102,7 +108,7 @@ def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draf
 
 
 def _conditional(rates: Array) -> Array:
-    """Rates [K] of each draft given that all before it were accepted."""
+    """Return the acceptance rate [K] of each draft in the steps where all drafts before it are accepted."""
     before = jnp.concatenate([jnp.ones((min(1, len(rates)),)), rates[:-1]])
     return jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
 

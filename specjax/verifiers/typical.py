@@ -1,4 +1,4 @@
-"""Typical acceptance: keep drafts that the target finds likely enough."""
+"""Typical acceptance, which accepts the drafts that are likely enough under the target."""
 
 from functools import partial
 from typing import Any
@@ -50,29 +50,32 @@ def typical(
     log_probs: bool = False,
     outcomes: bool = False,
 ) -> Verified:
-    """Verify by typical acceptance. LOSSY: the output does not follow the target's law.
+    """Verify by typical acceptance. LOSSY: the output does not follow the target's distribution.
 
-    A draft is accepted iff its target probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy)) of
-    its row. A rejected one is replaced by the argmax of its row; if none is rejected a bonus token is drawn from the
-    next row. The draft's distribution is not read.
+    Draft x is accepted if target(x) > min(posterior_threshold, posterior_alpha * exp(-entropy of the target row)). The
+    first rejected draft is replaced by the argmax of its target row. If no draft is rejected, a bonus token is drawn
+    from the last target row.
 
     Args:
-        keys: typed threefry keys [], [B] (one fresh key a row a step) or [B, K+1] (by absolute position).
-        draft: tokens [B, K], -1 where a row has fewer.
-        target: Categorical or logits [B, K+1, V]; row i is the law of the token at draft i.
-        posterior_threshold: probability in [0, 1] above which a draft is always accepted.
-        posterior_alpha: >= 0, scale of the threshold that falls with the entropy.
-        bonus_tokens: [B] int32, emitted instead of a draw where all drafts of a row are accepted.
-        log_probs: fill `Verified.log_probs`.
-        outcomes: fill `Verified.is_accepted`, by XLA.
-        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
+            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
+        draft: the tokens [B, K], -1 where a row has fewer; its distribution is not read.
+        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
+            and the last row that of the bonus token.
+        posterior_threshold: the probability in [0, 1] above which a draft is always accepted.
+        posterior_alpha: the factor >= 0 of exp(-entropy), which lowers the threshold where the target is uncertain.
+        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
+        log_probs: whether to fill `Verified.log_probs`, static.
+        outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
+        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
+            where they support the case, and XLA elsewhere.
 
     Returns:
-        Verified.
+        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
 
     Raises:
-        NotImplementedError: if the named implementation does not support the case.
-        ValueError: for wrong shapes, dtypes or keys, or an option out of range.
+        NotImplementedError: the named implementation does not support the case.
+        ValueError: an argument has a wrong shape or dtype, the keys are of another kind, or an option is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp

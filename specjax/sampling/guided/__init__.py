@@ -1,4 +1,4 @@
-"""Structured output: grammars that the generated text follows, as tables on the device."""
+"""Structured output: grammars that the generated text must follow, as tables on the device."""
 
 from specjax.sampling.guided.compilers import from_choices, from_json_schema, from_regex
 from specjax.sampling.guided.tables import Grammar, Guide, advance, allowed, batch

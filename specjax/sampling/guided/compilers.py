@@ -1,4 +1,4 @@
-"""Grammars made from regular expressions, JSON schemas and lists of choices."""
+"""Functions that make grammars of regular expressions, JSON schemas and lists of choices."""
 
 import json
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from specjax.sampling.guided.tables import Grammar
 
 
 def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-    r"""The texts that a regular expression matches as a whole.
+    r"""Return the grammar of the texts that a regular expression matches as a whole.
 
-    The automaton is made by outlines-core (the extra `specjax[guided]`).
+    The library outlines-core, of the extra `specjax[guided]`, makes the automaton.
 
     Args:
-        pattern: in the syntax of Rust's `regex`: that of `re` without back-references, look-around and anchors. `\d`
-            and `\w` are Unicode, and take more states than `[0-9]`.
-        vocabulary: the bytes of every token, as from `vocabulary`; empty ones are never generated.
-        eos_token_ids: allowed where the text matches, and the only tokens allowed after that.
+        pattern: a regular expression in the syntax of Rust's `regex`, which is that of `re` without back-references,
+            look-around and anchors. `\d` and `\w` are Unicode, and take more states than `[0-9]`.
+        vocabulary: the bytes of every token, as `vocabulary` returns them; tokens without bytes are never generated.
+        eos_token_ids: the tokens that are allowed where the text matches; after one of them no others are allowed.
 
     Returns:
         Grammar.
 
     Raises:
-        ValueError: for a pattern that is not valid or that no tokens match, or wrong ids.
+        ValueError: the pattern is not valid, the vocabulary cannot make a text that matches, or an id is wrong.
 
     Example:
         >>> grammar = from_regex("[0-9]{4}", [b"0", b"1", b"42", b"x", b""], eos_token_ids=[4])
@@ -33,12 +33,13 @@ def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequenc
     """
     from outlines_core import Index, Vocabulary
 
-    # The library stops at the leftmost-first match: "a|ab" would be "a". The end of text makes it match all of it. It
-    # refuses patterns that ask for the end at the beginning, so there is a byte in front, taken off again.
+    # The library takes the leftmost-first match, so that "a|ab" would match only "a". With an end of text it must match
+    # all of the text. It refuses patterns that may have the end at the beginning, so a byte is put in front, whose
+    # state is then skipped.
     end = 256
     single_bytes = Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)})
     try:
-        Index(pattern, single_bytes)  # alone first: "a)(b" is not a pattern
+        Index(pattern, single_bytes)  # by itself, because "a)(b" is valid only inside the group below
         index = Index(rf"\x00(?:{pattern})\z", single_bytes)
     except ValueError as error:
         raise ValueError(f"pattern must be a regular expression without anchors, got {pattern!r}: {error}") from None
@@ -54,10 +55,10 @@ def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequenc
 
 
 def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-    """The JSON texts of a schema: `from_regex` of the expression that outlines-core makes of it.
+    """Return the grammar of the JSON texts of a schema, of which outlines-core makes a regular expression.
 
     Args:
-        schema: JSON schema; properties come in its order, and recursion is cut at a depth of three.
+        schema: a JSON schema. Properties are generated in its order, and recursion ends at a depth of three.
         vocabulary: as in `from_regex`.
         eos_token_ids: as in `from_regex`.
 
@@ -65,7 +66,7 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
         Grammar.
 
     Raises:
-        ValueError: as `from_regex`, or for a schema that is not supported.
+        ValueError: the schema is not supported, the vocabulary cannot make a text of it, or an id is wrong.
     """
     from outlines_core.json_schema import build_regex_from_schema
 
@@ -73,10 +74,10 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
 
 
 def from_choices(choices: Sequence[str], vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-    """One of several texts.
+    """Return the grammar that allows one of several texts.
 
     Args:
-        choices: the texts.
+        choices: the texts, at least one.
         vocabulary: as in `from_regex`.
         eos_token_ids: as in `from_regex`.
 
@@ -84,7 +85,8 @@ def from_choices(choices: Sequence[str], vocabulary: Sequence[bytes], eos_token_
         Grammar.
 
     Raises:
-        ValueError: for choices that are none, not strings, or that no tokens make; or wrong ids.
+        ValueError: `choices` is empty or has other values than strings, the vocabulary cannot make any of the texts,
+            or an id is wrong.
 
     Example:
         >>> grammar = from_choices(["yes", "no"], [b"y", b"es", b"no", b"n", b"</s>"], eos_token_ids=[4])
@@ -111,10 +113,11 @@ def _over_tokens(
     vocabulary: Sequence[bytes],
     eos_token_ids: Sequence[int],
 ) -> Grammar:
-    """The grammar of an automaton over bytes [S, 256], whose tokens are read byte by byte."""
+    """Return the grammar over tokens that reads them byte by byte in an automaton over bytes [S, 256]."""
     if not eos_token_ids or not all(0 <= token < len(vocabulary) for token in eos_token_ids):
         raise ValueError(f"eos_token_ids must be one or more ids in [0, {len(vocabulary)}), got {eos_token_ids!r}")
-    # What a token does to all states at once is a column; columns that are equal are one class. State -1 stays -1.
+    # A column holds the states that a token leads to from each state. Tokens with equal columns form a class. State -1,
+    # which stands for no match, leads to itself.
     automaton = np.concatenate([automaton, np.full((1, 256), -1)])
     columns = [np.arange(len(automaton) - 1)]
     classes, after = {}, {}
@@ -129,7 +132,7 @@ def _over_tokens(
                     columns.append(column)
             current = after[current, byte]
         token_classes[i] = current
-    columns[0] = np.full_like(columns[0], -1)  # of tokens without bytes
+    columns[0] = np.full_like(columns[0], -1)  # tokens without bytes are forbidden
     done = len(is_final)
     columns.append(np.where(is_final, done, -1))
     token_classes[list(eos_token_ids)] = len(columns) - 1
@@ -137,7 +140,7 @@ def _over_tokens(
     transitions = np.stack([np.append(columns[i], -1) for i in used], axis=1)
     transitions[done, -1] = done
 
-    is_alive = np.arange(done + 1) == done  # the end can be reached
+    is_alive = np.arange(done + 1) == done  # whether the end can be reached from a state
     source, target = np.unique([np.nonzero(transitions >= 0)[0], transitions[transitions >= 0]], axis=1)
     while not is_alive[source[is_alive[target]]].all():
         is_alive[source[is_alive[target]]] = True

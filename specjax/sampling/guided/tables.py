@@ -1,7 +1,7 @@
-"""Grammars as tables on the device: a finite automaton over token ids, and the masks that it gives.
+"""Grammars as tables on the device: a finite automaton over token ids, and the masks of allowed tokens.
 
-Tokens that move every state alike share a class, so that a table is [S, C], not [S, V]: C is some hundreds for most
-patterns, of the 100,000 tokens of a vocabulary.
+Tokens that lead from every state to the same states share a class, so a table has the shape [S, C], not [S, V]. Most
+patterns have some hundred classes, where a vocabulary has 100,000 tokens.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from specjax.types import Array
 
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """The texts that a request may generate, as an automaton over tokens. It begins in state 0.
+    """The texts that a request may generate, as an automaton over tokens, which begins in state 0.
 
     Args:
-        token_classes: [V] integers, the class of every token; `np.arange(V)` makes `transitions` a table [S, V].
-        transitions: [S, C] integers, the state after a token of each class; -1 forbids it. Every state must allow a
-            token: where a text is complete a stop token, which leads to a state that allows stop tokens only.
+        token_classes: [V] integers, the class of every token; with `np.arange(V)` every token is its own class.
+        transitions: [S, C] integers, the state after a token of each class; -1 forbids the token. Every state must
+            allow a token. Where a text is complete this is a stop token, which leads to a state that allows only stop
+            tokens.
 
     Raises:
-        ValueError: for wrong shapes, classes or states out of range, or a state that allows no token.
+        ValueError: an array has a wrong shape, a class or state is out of range, or a state allows no token.
     """
 
     token_classes: np.ndarray
@@ -51,26 +52,29 @@ class Grammar:
 
 
 class Guide(NamedTuple):
-    """The grammars of a batch in one table. Grammar 0 and its only state 0 allow everything."""
+    """The grammars of a batch in one table. Grammar 0, whose only state is 0, allows all tokens."""
 
-    token_classes: Array  # [G, V] int32
-    transitions: Array  # [S, C] int32, -1 forbids
-    grammar: Array  # [B] int32, of each row
-    initial: Array  # [B] int32, the state where each row begins
+    token_classes: Array  # [G, V] int32, the class of each token in each grammar
+    transitions: Array  # [S, C] int32, the state after a token of each class; -1 forbids the token
+    grammar: Array  # [B] int32, the grammar of each row
+    initial: Array  # [B] int32, the first state of each row
 
 
 def batch(grammars: Sequence[Grammar | None], vocab_size: int | None = None) -> Guide | None:
-    """The grammars of several requests as one table. Its sizes are powers of two, so that few are compiled for.
+    """Return the grammars of several requests as one table.
+
+    The sizes of the table are powers of two, so that programs are compiled for few sizes.
 
     Args:
-        grammars: one a row; None allows everything. A grammar that several rows share is stored once.
-        vocab_size: of the model; None is that of the largest grammar. Tokens that a grammar lacks are forbidden.
+        grammars: the grammar of each row; None allows all tokens. A grammar that several rows share is stored once.
+        vocab_size: the size of the model's vocabulary; None is that of the largest grammar. Tokens that a grammar does
+            not know are forbidden.
 
     Returns:
-        Guide, or None where no row has a grammar.
+        Guide, or None if no row has a grammar.
 
     Raises:
-        ValueError: for a grammar of more than vocab_size tokens.
+        ValueError: a grammar has more than `vocab_size` tokens.
     """
     unique = [grammar for grammar in dict.fromkeys(grammars) if grammar is not None]
     if not unique:
@@ -78,7 +82,7 @@ def batch(grammars: Sequence[Grammar | None], vocab_size: int | None = None) -> 
     if vocab_size is None:
         vocab_size = max(len(grammar.token_classes) for grammar in unique)
     num_states = 1 + sum(len(grammar.transitions) for grammar in unique)
-    num_classes = 1 + max(grammar.transitions.shape[1] for grammar in unique)  # the last one is of unknown tokens
+    num_classes = 1 + max(grammar.transitions.shape[1] for grammar in unique)  # the last class holds unknown tokens
     token_classes = np.zeros((round_up(1 + len(unique)), vocab_size), np.int32)
     transitions = np.full((round_up(num_states), round_up(num_classes)), -1, np.int32)
     transitions[0] = 0
@@ -103,15 +107,15 @@ def batch(grammars: Sequence[Grammar | None], vocab_size: int | None = None) -> 
 
 
 def advance(guide: Guide, state: Array, tokens: Array) -> Array:
-    """The states before, between and after tokens.
+    """Return the states before and after each of several tokens.
 
     Args:
-        guide: of the batch.
-        state: [B] int32, before the first token.
-        tokens: [B, N] int32; a negative or forbidden token leaves the state as it is.
+        guide: the grammars of the batch.
+        state: [B] int32, the state before the first token.
+        tokens: [B, N] int32; a negative or forbidden token does not change the state.
 
     Returns:
-        [B, N+1] int32.
+        [B, N+1] int32, the state before token i at index i, and the last state.
     """
 
     def step(state: Array, token: Array) -> tuple[Array, Array]:
@@ -124,11 +128,11 @@ def advance(guide: Guide, state: Array, tokens: Array) -> Array:
 
 
 def allowed(guide: Guide, states: Array) -> Array:
-    """Which tokens [B, T, V] the states [B, T] allow."""
+    """Return which tokens [B, T, V] the states [B, T] allow."""
     classes = guide.token_classes[guide.grammar]
     return jnp.take_along_axis(guide.transitions[states], classes[:, None], axis=-1) >= 0
 
 
 def round_up(size: int) -> int:
-    """The smallest power of two that is not below `size` >= 1."""
+    """Return the smallest power of two that is at least `size` >= 1."""
     return 1 << (size - 1).bit_length()

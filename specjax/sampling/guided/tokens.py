@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 
 
 def vocabulary(tokenizer: "Tokenizer") -> list[bytes]:
-    """The bytes of every token of a byte-level or SentencePiece tokenizer; special tokens have none.
+    """Return the bytes of every token of a byte-level or SentencePiece tokenizer; special tokens have none.
 
     Raises:
-        ValueError: for another kind of tokenizer.
+        ValueError: the tokenizer is of another kind.
     """
     decoder = json.loads(tokenizer.to_str())["decoder"] or {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
