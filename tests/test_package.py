@@ -97,11 +97,8 @@ def test_sdist_holds_documentation_and_tests(build):
     assert {*pages, "CITATION.cff", "mkdocs.yml", "docs/loop.svg", "tests/test_package.py", "scripts/test"} <= names
 
 
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
-README = PAGES[0]
+README = ROOT / "README.md"
+PAGES = [README, *sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {README})]
 
 
 def page_name(page: Path) -> str:
@@ -126,6 +123,7 @@ def test_readme_block_runs(index):
     run(README, index, {"__name__": "readme"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page)], ids=page_name)
 def test_page_runs(page):
     """The blocks of a page in their order, as its reader runs them."""
