@@ -219,6 +219,28 @@ class TestThresholds:
         np.testing.assert_array_equal(verified.num_accepted, self.SIDE > 0)
         assert np.all(np.asarray(verified.tokens)[self.SIDE > 0, :2] == [7, 9])
 
+    def test_joint_acceptance_is_at_most_one(self):
+        """A first draft that the target prefers does not make the second likelier: both stay iff u < its own ratio."""
+        keys, _, _ = self.chance()
+        of_step = streams.of_step(keys, self.BATCH, 2)
+        one, share = jnp.ones(self.BATCH), self.share(streams.uniform(streams.stream(of_step[:, 0], streams.ACCEPT, 1)))
+        drawn_from = [self.law(600, {7: 0.4 * one, 90: 0.6 * one}), self.law(600, {8: 0.5 * one, 9: 0.5 * one})]
+        target = [self.law(600, {7: 0.8 * one, 90: 0.2 * one}), self.law(600, {8: 0.5 * share, 9: 1 - 0.5 * share})]
+        target.append(self.law(600, {5: one}))
+        draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
+        verified = run("block", on_this_device(), keys, draft, Categorical(jnp.concatenate(target, axis=1)))
+        np.testing.assert_array_equal(verified.num_accepted, np.where(self.SIDE > 0, 2, 1))
+
+    def test_a_row_without_mass_ends_looking_ahead(self):
+        """The first of two drafts stays iff u < target / draft where the second has a target row without mass."""
+        keys, accept, _ = self.chance()
+        one, prob = jnp.ones(self.BATCH), 0.4 * self.share(accept)
+        drawn_from = [self.law(600, {7: 0.4 * one, 90: 0.6 * one}), self.law(600, {8: one})]
+        target = [self.law(600, {7: prob, 90: 1 - prob}), self.law(600, {}), self.law(600, {5: one})]
+        draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
+        verified = run("block", on_this_device(), keys, draft, Categorical(jnp.concatenate(target, axis=1)))
+        np.testing.assert_array_equal(verified.num_accepted, self.SIDE > 0)
+
     @pytest.mark.parametrize(("level", "tokens"), [(0, (3, 599)), (1, (3, 400))])
     def test_recovered_token(self, level, tokens):
         """Of a residual on two tokens, of one block or of two, the first is drawn iff its share exceeds u."""
