@@ -15,6 +15,8 @@ from specjax.sampling import SamplingParams
 from specjax.sampling.guided.tables import Grammar
 from specjax.types import Categorical, Context, Draft
 
+pytestmark = pytest.mark.slow  # modes of JAX that change no token
+
 NAMES = verifiers.__all__
 OPTIONS = {"synthetic": {"acceptance_length": 2.0}}
 B, K, V = 6, 2, 7
