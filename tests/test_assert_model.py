@@ -272,7 +272,7 @@ FORMS = [
     (bare_array, r"apply must return \(ModelOutput, cache\), got .*: wrap the logits"),
     (bare_pair, r"apply must return \(ModelOutput, cache\), got \(\w+, \w+\): wrap the logits"),
     (last_token, r"the logits that apply returns must have shape \[B, T, V\] = \(3, 4, 17\), got \(3, 17\)"),
-    (integers, "the logits that apply returns must be of floating dtype, got int32"),
+    (integers, "the logits that apply returns must be of one of the dtypes float32, .*, float64, got int32"),
     (narrower, r"must have shape \[B, T, V\] = \(3, 4, 17\), got \(3, 4, 16\)"),
     (wider, r"must have shape \[B, T, V\] = \(3, 4, 17\), got \(3, 4, 20\)"),
     (wraps_the_cache, r"apply must return a cache of the structure that it was given, PyTreeDef\(\*\), got .*\[\*\]"),

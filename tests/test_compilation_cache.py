@@ -87,7 +87,7 @@ class TestPrograms:
         jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
         enable(tmp_path)
         outputs = [compile_something(3)]
-        kept = [path.name for path in tmp_path.iterdir()]
+        kept = [path.name for path in tmp_path.iterdir() if path.is_file()]  # folders: what XLA measured on a GPU
         assert len(kept) == 1
         assert kept[0].startswith("jit__lambda")
         jax.clear_caches()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_llm import write_pair
+from test_llm import random_tensors, write_checkpoint
 
 from specjax import LLM, Model, ModelOutput, SamplingParams, decode, metrics, proposers, sampling
 from specjax.engine.draft_length import CHOICES, DraftLength
@@ -104,9 +104,22 @@ def test_law_is_the_targets():
         law = law @ step
 
 
+def write_deep_pair(directory, num_layers=8):
+    """A target with more layers than its draft, so that drafting pays; those behind the first one add nothing."""
+    target, noise = random_tensors(0, num_layers=num_layers), random_tensors(1, num_layers=1)
+    for name, values in target.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) and ".layers.0." not in name:
+            values[:] = 0
+    draft = {name: (target[name] + 0.1 * noise[name]).astype(np.float32) for name in noise}
+    return [
+        write_checkpoint(directory / "target", target, num_layers=num_layers),
+        write_checkpoint(directory / "draft", draft, num_layers=1),
+    ]
+
+
 @pytest.mark.slow
 def test_text_is_that_of_plain_decoding_and_of_a_stream(tmp_path):
-    llm = LLM(*write_pair(tmp_path, num_layers=1), num_draft_tokens="auto")
+    llm = LLM(*write_deep_pair(tmp_path), num_draft_tokens="auto")
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     prompts = ["the cat sat", "a"]
     plain = llm.plain()
