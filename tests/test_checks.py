@@ -1,12 +1,14 @@
 """Every wrong value is found and named; right ones pass."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import checks, ragged
-from specjax.types import Categorical, Draft
+from specjax import checks, proposers, ragged, sampling, testing, verifiers
+from specjax.types import Categorical, Context, Draft
 
 B, K, V = 2, 2, 5
 
@@ -57,6 +59,50 @@ def test_right_values_pass(dtype):
 def test_what_is_not_read_may_be_anything(path, index, value):
     draft, target = batch()
     checks.validate(edited(draft, path, index, value), target)
+
+
+class TestStrict:
+    """What is not read is checked too."""
+
+    @pytest.mark.parametrize(
+        "name, path, index, value, message",
+        [
+            ("draft", "tokens", (1, 1), V, r"draft.tokens\[1, 1\] must be -1 or in \[0, V = 5\), got 5"),
+            ("draft", "tokens", (1, 1), -2, r"draft.tokens\[1, 1\] must be -1 or in \[0, V = 5\), got -2"),
+            ("draft", "distribution.logits", (1, 1, 2), np.nan, r"logits\[1, 1, 2\] must be finite or -inf, got nan"),
+            ("draft", "distribution.logits", (1, 0, 2), np.inf, r"logits\[1, 0, 2\] must be finite or -inf, got inf"),
+            ("draft", "distribution.min_logit", (1, 1), np.nan, r"min_logit\[1, 1\] must be finite or -inf, got nan"),
+            ("target", "logits", (1, 2, 0), np.nan, r"target.logits\[1, 2, 0\] must be finite or -inf, got nan"),
+            ("target", "log_normalizer", (1, 2), np.inf, r"log_normalizer\[1, 2\] must be finite or -inf, got inf"),
+        ],
+    )
+    def test_wrong_values_past_the_drafts(self, name, path, index, value, message):
+        arguments = dict(zip(("draft", "target"), batch(), strict=True))
+        arguments[name] = edited(arguments[name], path, index, value)
+        checks.validate(**arguments)
+        with pytest.raises(ValueError, match=message):
+            checks.validate(**arguments, strict=True)
+
+    def test_an_id_after_the_end(self):
+        draft, target = Draft(jnp.array([[1, -1, 2]]), None, jnp.array([1])), jnp.zeros((1, 4, V))
+        checks.validate(draft, target)
+        with pytest.raises(ValueError, match=r"draft.tokens\[0, 2\] must be -1 after a -1, got 2"):
+            checks.validate(draft, target, strict=True)
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+    def test_right_values_pass(self, dtype):
+        checks.validate(*batch(dtype), bonus_tokens=jnp.array([0, V - 1]), strict=True)
+
+    def test_what_a_proposer_makes_passes(self):
+        """Rows that may not speculate have logits of zeros and no ids."""
+        model = testing.bigram_model(jnp.zeros((V, V)))
+        proposer = proposers.draft_model(model, K, max_length=5)
+        context = Context(jnp.array([[1, 2, 0, 0], [1, 2, 3, 4]]), jnp.array([2, 4]), jnp.ones(2, bool))
+        params = sampling.batch([sampling.SamplingParams(top_k=3)] * 2)
+        keys = jax.random.split(jax.random.key(0), (2, K + 1))
+        draft = jax.jit(lambda state: proposer.propose(keys, context, params, state)[0])(proposer.init(2, 8))
+        assert draft.num_tokens.tolist() == [K, 0]
+        checks.validate(draft, jnp.zeros((2, K + 1, V)), strict=True)
 
 
 def test_target_rows_that_are_not_read_may_be_anything():
@@ -134,6 +180,30 @@ def test_bonus_tokens(token):
     draft, target = batch()
     with pytest.raises(ValueError, match=rf"bonus_tokens\[1\] must be in \[0, V = 5\), got {token}"):
         checks.validate(draft, target, bonus_tokens=jnp.array([0, token]))
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_verifiers_refuse_bonus_tokens_outside_the_vocabulary(token):
+    """Where they have values: eagerly, and as constants under jit."""
+    draft, target, bonus = Draft(jnp.array([[1]] * 2)), jnp.zeros((2, 2, V)), jnp.array([0, token])
+    verify = partial(verifiers.rejection, jax.random.key(0))
+    message = rf"bonus_tokens\[1\] must be in \[0, V = 5\), got {token}"
+    with pytest.raises(ValueError, match=message):
+        verify(draft, target, bonus_tokens=bonus)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda target: verify(draft, target, bonus_tokens=np.asarray(bonus)))(target)
+    with pytest.raises(ValueError, match=message):
+        ragged.verify(
+            verifiers.block,
+            jax.random.key(0),
+            jnp.array([1, 1]),
+            jnp.array([1, 2]),
+            None,
+            target.reshape(4, V),
+            max_draft_tokens=1,
+            bonus_tokens=bonus,
+        )
+    jax.eval_shape(lambda bonus: verify(draft, target, bonus_tokens=bonus), bonus)
 
 
 def test_shapes():

@@ -333,6 +333,15 @@ class TestProcessors:
         ]
         assert (results, run.count) == ([1, 5], 1)
 
+    @pytest.mark.parametrize("k, expected", [(1, [1]), (2, [1, 4]), (3, [0, 1, 4]), (4, [0, 1, 2, 4]), (9, range(6))])
+    def test_exact_top_k_parts_ties(self, k, expected):
+        assert kept([1.0, 3, 1, -2, 3, 1], logits_processors=[sampling.ExactTopK(k)])[0] == list(expected)
+
+    @pytest.mark.parametrize("k", [0, -1, 2.0, True])
+    def test_bad_exact_top_k(self, k):
+        with pytest.raises(ValueError, match=f"k must be an integer >= 1, got {k}"):
+            sampling.ExactTopK(k)
+
     def test_wrong_shape(self):
         rows = sampling.batch([SamplingParams(logits_processors=[lambda logits, context: logits[:5]])])
         with pytest.raises(ValueError, match=r"logits_processors must return shape \[V\] = \(24,\), got \(5,\)"):

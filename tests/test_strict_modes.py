@@ -419,12 +419,11 @@ class TestNumPy:
         assert draft.tokens.tolist() == [[3, -1]] and draft.tokens.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_inside_a_scan_of_a_checked_program(name):
+def test_inside_a_scan_of_a_checked_program():
     """Leaks of tracers, and JAX's own checks of every program."""
     draft, target = batch()
-    verify = partial(bound(name), draft=draft, target=target, log_probs=True)
     keys = jax.random.split(jax.random.key(0), 2)
     with jax.checking_leaks(), jax.enable_checks(True):
+        verify = partial(verifiers.block, draft=draft, target=target, log_probs=True)
         scanned = jax.eval_shape(lambda: jax.lax.scan(lambda carry, key: (carry, verify(key)), 0, keys)[1])
     assert scanned.tokens.shape == (2, B, K + 1)

@@ -118,7 +118,7 @@ class TestGoldenCases:
 
 class TestTypical:
     def test_threshold_is_exact(self):
-        """On a flat law 1/V > alpha / V accepts, however large V is; slack inside the logarithm would reject."""
+        """In a flat distribution 1/V > alpha / V accepts for any V; slack inside the logarithm would reject."""
         vocab = 200_000
         draft = Draft(jnp.zeros((1, 1), jnp.int32))
         verify = jax.jit(partial(verifiers.typical, posterior_alpha=0.9))

@@ -124,11 +124,12 @@ def from_core(
         if not isinstance(draft, Draft):
             raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
         target = target if isinstance(target, Categorical) else jnp.asarray(target)
+        given = bonus_tokens  # it has values also where jit would turn it into a traced constant
         draft, target, bonus_tokens = jax.tree.map(
             jnp.asarray, (draft, distributions.as_categorical(target), bonus_tokens)
         )
         check_shapes(draft, target, bonus_tokens)
-        check_bonus_tokens(bonus_tokens, target.logits.shape[-1])
+        check_bonus_tokens(given, target.logits.shape[-1])
         batch_size, num_draft_tokens = draft.tokens.shape
         streams.check_step(keys, batch_size, num_draft_tokens)
 
@@ -318,7 +319,9 @@ def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) 
 
 def check_bonus_tokens(bonus_tokens: Array | None, vocab_size: int) -> None:
     """Raise ValueError for an id outside [0, V). Ids are not checked under jit, nor where other hosts hold some."""
-    if bonus_tokens is None or isinstance(bonus_tokens, jax.core.Tracer) or not bonus_tokens.is_fully_addressable:
+    if bonus_tokens is None or isinstance(bonus_tokens, jax.core.Tracer):
+        return
+    if isinstance(bonus_tokens, jax.Array) and not bonus_tokens.is_fully_addressable:
         return
     values = np.asarray(bonus_tokens)
     is_valid = (values >= 0) & (values < vocab_size)
