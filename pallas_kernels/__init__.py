@@ -1,1 +1,1 @@
-"""Kernels of speculative decoding: one operation a file, arrays in, arrays out."""
+"""GPU kernels of speculative decoding: one operation a file, arrays in and arrays out. They import jax only."""

@@ -1,6 +1,7 @@
-"""How many drafts each sequence accepts, and which rows its next token may come from.
+"""Second launch of a verification: how many drafts each sequence accepts, and which rows its next token may come from.
 
-One small program a sequence, all of its drafts in lanes, from the statistics of their rows.
+One program of one warp serves a sequence. It holds all drafts of the sequence in lanes, and reads the statistics of
+their rows.
 """
 
 from collections.abc import Callable
@@ -12,43 +13,44 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.rows import Rows, call, count_drafts, exp, finite, inverse
+from pallas_kernels.launch import call, runtime_zero
+from pallas_kernels.rows import Batch, Rows, count_drafts, exp, finite, inverse
+from pallas_kernels.rules import Evidence, log_ratio
 from pallas_kernels.statistics import Statistics
 from pallas_kernels.triton import plgpu
 
-
-class Evidence(NamedTuple):
-    """What a rule sees of one sequence, in lanes, some more than K: the rule masks none."""
-
-    log_prob: Array  # of each draft under the target
-    draft_log_prob: Array  # under the draft; 0 for deterministic drafts and greedy rows
-    entropy: Array | None  # of each target row, in nats
-    lane: Array  # int32
+MAX_DRAFT_TOKENS = 64  # the drafts of a sequence are the lanes of one program
 
 
 class Decision(NamedTuple):
-    """Of each sequence and of M = 1 row that the next token comes from, or of K rows that it may come from.
+    """How many drafts each sequence accepts, and the M rows that its next token may come from.
 
-    A row stands for the law of the token at `position`, and for the residual there if position < count.
+    M is 1 under rules that accept the drafts one by one. Under block verification M is K: where the drafts as a whole
+    fail, the residuals decide which prefix stays, and row i is for the case that i drafts stay. A row stands for the
+    target distribution at `position` where position = count, and for the residual there where position < count.
     """
 
-    count: Array  # [B] int32 number of drafts, less where a target row has no mass and later ones decide
+    count: Array  # [B] int32 number of drafts; under block verification those before a target row without mass
     num_accepted: Array  # [B] int32; -1 where the residuals of the rows decide
-    log_prob: Array  # [B, K] of each draft under the target
-    position: Array  # [B, M] int32; -1 where the row is not needed
+    log_prob: Array  # [B, K] log-probability of each draft under the target
+    position: Array  # [B, M] int32 position of each row; -1 where the row is not needed
     top: Array  # [B, M] log p(v) = (logit - top) / temperature - log_mass under the target, where position < count
     log_mass: Array  # [B, M]
     joint: Array  # [B, M] probability to accept the drafts before the row as a whole; 1 if they are accepted one by one
-    draft_shift: Array | None  # [B, M] the same under the draft
+    draft_top: Array | None  # [B, M] as `top`, under the draft distribution
     draft_log_mass: Array | None  # [B, M]
-    arrivals: Array  # [B] int32 zeros
+    arrivals: Array  # [B] int32 zeros, for the programs of the next launch
+
+
+class _Normalizer(NamedTuple):
+    """log p(v) = (logit - top) / temperature - log_mass, one row a lane."""
+
+    top: Array
+    log_mass: Array
 
 
 def accept(
-    tokens: Array,
-    num_tokens: Array | None,
-    target: Rows,
-    draft: Rows | None,
+    batch: Batch,
     statistics: Statistics,
     options: Any,
     *,
@@ -59,78 +61,58 @@ def accept(
     """Accept drafts.
 
     Args:
-        tokens: [B, K] int32.
-        num_tokens: [B] int32 or None.
-        target: of K+1 rows a sequence.
-        draft: of K rows, or None for deterministic drafts.
-        statistics: of these rows. Rows after the first rejected one may lack.
-        options: arrays for the rule, references there.
-        rule: (evidence, options) to the probability of accepting each draft; None for block verification, where the
+        batch: what is verified, 1 <= K <= MAX_DRAFT_TOKENS.
+        statistics: of the rows of the batch. Those of rows after the first rejected draft may be missing.
+        options: pytree of arrays for the rule, which gets references to them.
+        rule: (evidence, options) to the probability of accepting each draft. None is block verification, whose
             probabilities depend on the residuals.
+        num_warps: warps of each program.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        Decision, with arrays of float32 where it does not say int32.
     """
-    batch_size, num_drafts = tokens.shape
+    batch_size, num_drafts = batch.tokens.shape
     num_rows = num_drafts if rule is None else 1
 
-    def floats(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch_size, *shape), jnp.float32)
+    def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
     outputs = Decision(
-        count=jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-        num_accepted=jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-        log_prob=floats(num_drafts),
-        position=jax.ShapeDtypeStruct((batch_size, num_rows), jnp.int32),
-        top=floats(num_rows),
-        log_mass=floats(num_rows),
-        joint=floats(num_rows),
-        draft_shift=None if draft is None else floats(num_rows),
-        draft_log_mass=None if draft is None else floats(num_rows),
-        arrivals=jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+        count=array(dtype=jnp.int32),
+        num_accepted=array(dtype=jnp.int32),
+        log_prob=array(num_drafts),
+        position=array(num_rows, dtype=jnp.int32),
+        top=array(num_rows),
+        log_mass=array(num_rows),
+        joint=array(num_rows),
+        draft_top=None if batch.draft is None else array(num_rows),
+        draft_log_mass=None if batch.draft is None else array(num_rows),
+        arrivals=array(dtype=jnp.int32),
     )
     return call(
         partial(_accept_kernel, rule=rule),
         outputs,
-        (tokens, num_tokens, target, draft, statistics, options),
+        (batch._replace(bonus_tokens=None), statistics, options),
         grid=(batch_size,),
         num_warps=num_warps,
         interpret=interpret,
     )
 
 
-def accept_ratio(evidence: Evidence, options: None) -> Array:
-    """Modified rejection sampling: min(1, target / draft), 0 where the draft's probability is."""
-    ratio = jnp.exp(jnp.minimum(evidence.log_prob - evidence.draft_log_prob, 0))
-    return jnp.where(evidence.draft_log_prob > -jnp.inf, ratio, 0)
-
-
 def _accept_kernel(inputs, out: Decision, *, rule):
-    tokens, num_tokens, target, draft, statistics, options = inputs
-    num_drafts, num_rows = tokens.shape[1], out.position.shape[1]
+    batch, statistics, options = inputs
+    num_drafts, num_rows = batch.tokens.shape[1], out.position.shape[1]
     sequence = pl.program_id(0)
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_drafts))
-    count = count_drafts(tokens, num_tokens, sequence)
-    temperature = target.load_temperature(sequence)
-    is_greedy = temperature == 0
-    # Rows past the drafts hold anything; waiting to know which these are would cost as much as reading them.
-    top, log_mass, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
-    log_prob = (_load(statistics.token, sequence, lane, num_drafts) - top) * inverse(temperature) - log_mass
-    log_prob = jnp.where(log_mass > -jnp.inf, log_prob, -jnp.inf)  # a row without mass: a minimum may drop its NaN
-    draft_log_prob = jnp.zeros_like(log_prob)
-    if draft is not None:
-        draft_temperature = draft.load_temperature(sequence)
-        shift, draft_log_mass = _draft_law(draft, statistics, sequence, lane, draft_temperature)
-        logit = plgpu.load(statistics.token.at[sequence, num_drafts + lane], mask=lane < num_drafts, other=0)
-        draft_log_prob = (logit - shift) * inverse(draft_temperature) - draft_log_mass
-        draft_log_prob = jnp.where((draft_temperature == 0) | is_greedy, 0, draft_log_prob)
-    if target.temperature is not None:
-        is_beaten = jnp.max(_load_tiles(statistics.mass, sequence, lane, num_drafts, 0, 0), axis=1) > 0
-        log_prob = jnp.where(is_greedy, jnp.where(is_beaten, -jnp.inf, 0), log_prob)
-        entropy = None if entropy is None else jnp.where(is_greedy, 0, entropy)
+    count = count_drafts(batch, sequence)
+    is_greedy, target, draft, evidence = _weigh(batch, statistics, sequence, lane)
     uniforms = _load(statistics.uniforms, sequence, lane, num_drafts)
     if rule is None:
-        # A row without mass, as after a stop token, ends looking ahead.
-        has_mass = (jnp.abs(log_mass) < jnp.inf) | is_greedy
+        # A row without mass, as the target has one after a stop token, ends the drafts that are looked at.
+        has_mass = (jnp.abs(target.log_mass) < jnp.inf) | is_greedy
         count = jnp.minimum(count, jnp.min(jnp.where(has_mass, num_drafts, lane)))
-        joint, joint_before = _joint(log_prob - draft_log_prob, draft_log_prob, lane, num_drafts)
+        joint, joint_before = _joint(log_ratio(evidence), lane, num_drafts)
         # A prefix is accepted with at most its joint probability: its residual is needed only where that would do.
         before = _load(statistics.uniforms, sequence, jnp.maximum(lane - 1, 0), num_drafts)
         needed = (lane == 0) | (before < joint_before)
@@ -140,27 +122,56 @@ def _accept_kernel(inputs, out: Decision, *, rule):
         num_accepted = jnp.where(is_greedy, _leading(uniforms < joint, lane, count), num_accepted)
         is_decided = num_accepted >= 0
     else:
-        chance = rule(Evidence(log_prob, draft_log_prob, entropy, lane), options)
-        num_accepted = _leading(uniforms < chance, lane, count)
-        is_decided, joint_before, needed = num_accepted >= 0, jnp.ones_like(log_prob), lane == 0
+        num_accepted = _leading(uniforms < rule(evidence, options), lane, count)
+        is_decided, joint_before, needed = num_accepted >= 0, jnp.ones_like(evidence.log_prob), lane == 0
 
     def of_row(values: Array) -> Array:
+        """The value of the row that was decided on, or of each row."""
         return jnp.where(is_decided, jnp.sum(jnp.where(lane == num_accepted, values, 0)), values)
 
     position = jnp.where(is_decided, num_accepted, lane)
     is_row, is_rejected = lane < num_rows, position < count
     needed = jnp.where(is_decided, lane == 0, needed & is_rejected)
-    plgpu.store(out.arrivals.at[sequence], count ^ count)  # a constant does not lower here
+    plgpu.store(out.arrivals.at[sequence], runtime_zero(count))
     plgpu.store(out.count.at[sequence], count)
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
-    plgpu.store(out.log_prob.at[sequence, lane], log_prob, mask=lane < num_drafts)
+    plgpu.store(out.log_prob.at[sequence, lane], evidence.log_prob, mask=lane < num_drafts)
     plgpu.store(out.position.at[sequence, lane], jnp.where(needed, position, -1), mask=is_row)
     plgpu.store(out.joint.at[sequence, lane], jnp.where(is_decided, 1, joint_before), mask=is_row)
-    plgpu.store(out.top.at[sequence, lane], of_row(top), mask=is_row)
-    plgpu.store(out.log_mass.at[sequence, lane], jnp.where(is_rejected, of_row(log_mass), 0), mask=is_row)
+    plgpu.store(out.top.at[sequence, lane], of_row(target.top), mask=is_row)
+    plgpu.store(out.log_mass.at[sequence, lane], jnp.where(is_rejected, of_row(target.log_mass), 0), mask=is_row)
     if draft is not None:
-        plgpu.store(out.draft_shift.at[sequence, lane], of_row(shift), mask=is_row)
-        plgpu.store(out.draft_log_mass.at[sequence, lane], of_row(draft_log_mass), mask=is_row)
+        plgpu.store(out.draft_top.at[sequence, lane], of_row(draft.top), mask=is_row)
+        plgpu.store(out.draft_log_mass.at[sequence, lane], of_row(draft.log_mass), mask=is_row)
+
+
+def _weigh(
+    batch: Batch, statistics: Statistics, sequence: Array, lane: Array
+) -> tuple[Array, _Normalizer, _Normalizer | None, Evidence]:
+    """Return whether the sequence is greedy, the normalizers of its target and draft rows, and what a rule sees.
+
+    Rows past the drafts hold anything: to wait until it is known which they are would cost as much as to read them.
+    """
+    num_drafts = batch.tokens.shape[1]
+    temperature = batch.target.load_temperature(sequence)
+    is_greedy = temperature == 0
+    target, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
+    log_prob = (_load(statistics.token, sequence, lane, num_drafts) - target.top) * inverse(temperature)
+    log_prob = log_prob - target.log_mass
+    # In a row without mass this is NaN, which a minimum may drop.
+    log_prob = jnp.where(target.log_mass > -jnp.inf, log_prob, -jnp.inf)
+    draft, draft_log_prob = None, jnp.zeros_like(log_prob)
+    if batch.draft is not None:
+        draft_temperature = batch.draft.load_temperature(sequence)
+        draft = _draft_normalizer(batch.draft, statistics, sequence, lane, draft_temperature)
+        logit = plgpu.load(statistics.token.at[sequence, num_drafts + lane], mask=lane < num_drafts, other=0)
+        draft_log_prob = (logit - draft.top) * inverse(draft_temperature) - draft.log_mass
+        draft_log_prob = jnp.where((draft_temperature == 0) | is_greedy, 0, draft_log_prob)
+    if batch.target.temperature is not None:
+        is_beaten = jnp.max(_load_tiles(statistics.mass, sequence, lane, num_drafts, 0, 0), axis=1) > 0
+        log_prob = jnp.where(is_greedy, jnp.where(is_beaten, -jnp.inf, 0), log_prob)
+        entropy = None if entropy is None else jnp.where(is_greedy, 0, entropy)
+    return is_greedy, target, draft, Evidence(log_prob, draft_log_prob, entropy, lane)
 
 
 def _load(ref, sequence: Array, index: Array, size: int) -> Array:
@@ -168,7 +179,7 @@ def _load(ref, sequence: Array, index: Array, size: int) -> Array:
 
 
 def _load_tiles(ref, sequence: Array, lane: Array, num_rows: int, first_row: int, other: float) -> Array:
-    """Statistics [lanes, tiles] of so many rows from `first_row`."""
+    """Load a statistic [lanes, tiles] of `num_rows` rows from `first_row` on."""
     num_tiles = ref.shape[2]
     shape = lane.shape[0], pl.next_power_of_2(num_tiles)
     rows, tiles = jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -176,8 +187,10 @@ def _load_tiles(ref, sequence: Array, lane: Array, num_rows: int, first_row: int
     return plgpu.load(ref.at[sequence, first_row + rows, tiles], mask=mask, other=other)
 
 
-def _combine(statistics: Statistics, sequence, lane, num_rows: int, first_row: int, temperature):
-    """Maximum, log-mass relative to it, and entropy of rows, from those of their tiles."""
+def _combine(
+    statistics: Statistics, sequence: Array, lane: Array, num_rows: int, first_row: int, temperature: Array
+) -> tuple[_Normalizer, Array | None]:
+    """Combine the statistics of the tiles of each row to the row's normalizer and, where asked for, its entropy."""
     tile_tops = _load_tiles(statistics.top, sequence, lane, num_rows, first_row, -jnp.inf)
     masses = _load_tiles(statistics.mass, sequence, lane, num_rows, first_row, 0)
     top = finite(jnp.max(tile_tops, axis=1))
@@ -185,27 +198,31 @@ def _combine(statistics: Statistics, sequence, lane, num_rows: int, first_row: i
     factors = exp(distance, inverse(temperature))
     mass = jnp.sum(masses * factors, axis=1)
     if statistics.weighted is None:
-        return top, jnp.log(mass), None
+        return _Normalizer(top, jnp.log(mass)), None
     weighted = _load_tiles(statistics.weighted, sequence, lane, num_rows, first_row, 0)
     moved = jnp.where(masses > 0, factors * (weighted + masses * distance * inverse(temperature)), 0)
-    return top, jnp.log(mass), jnp.log(mass) - jnp.sum(moved, axis=1) / mass
+    return _Normalizer(top, jnp.log(mass)), jnp.log(mass) - jnp.sum(moved, axis=1) / mass
 
 
-def _draft_law(draft: Rows, statistics: Statistics, sequence, lane, temperature):
-    """Shift and log-mass of the draft rows; in one without mass every token has probability 0."""
+def _draft_normalizer(
+    draft: Rows, statistics: Statistics, sequence: Array, lane: Array, temperature: Array
+) -> _Normalizer:
+    """Return the normalizers of the draft rows; in a row without mass every token gets probability 0."""
     num_drafts = statistics.token.shape[1] // 2
     if draft.log_normalizer is None:
-        shift, log_mass, _ = _combine(statistics, sequence, lane, num_drafts, num_drafts, temperature)
+        (top, log_mass), _ = _combine(statistics, sequence, lane, num_drafts, num_drafts, temperature)
     else:
-        at = draft.at(jnp.broadcast_to(sequence, lane.shape), jnp.minimum(lane, num_drafts - 1))
-        shift, log_mass = jnp.zeros(lane.shape, jnp.float32), plgpu.load(draft.log_normalizer.at[at])
+        at = draft.locate(jnp.broadcast_to(sequence, lane.shape), jnp.minimum(lane, num_drafts - 1))
+        top, log_mass = jnp.zeros(lane.shape, jnp.float32), plgpu.load(draft.log_normalizer.at[at])
         log_mass = log_mass.astype(jnp.float32)
-    return shift, jnp.where(log_mass == -jnp.inf, 0, log_mass)
+    return _Normalizer(top, jnp.where(log_mass == -jnp.inf, 0, log_mass))
 
 
-def _joint(log_ratio: Array, draft_log_prob: Array, lane: Array, num_drafts: int) -> tuple[Array, Array]:
-    """P_i = min(1, P_{i-1} target / draft) in the lane of draft i and in the one after it, where P_0 = 1."""
-    log_ratio = jnp.where(draft_log_prob > -jnp.inf, log_ratio, -jnp.inf)
+def _joint(log_ratio: Array, lane: Array, num_drafts: int) -> tuple[Array, Array]:
+    """Return the probabilities P of accepting as a whole the drafts up to each one, and those before each one.
+
+    P = min(1, P_before * target / draft), and P = 1 before the first draft.
+    """
     log_joint, log_before, carry = jnp.zeros_like(log_ratio), jnp.zeros_like(log_ratio), jnp.float32(0)
     for i in range(num_drafts):
         log_before = jnp.where(lane == i, carry, log_before)
@@ -215,5 +232,5 @@ def _joint(log_ratio: Array, draft_log_prob: Array, lane: Array, num_drafts: int
 
 
 def _leading(accepted: Array, lane: Array, count: Array) -> Array:
-    """Number of drafts before the first that is not accepted."""
+    """Return the number of drafts before the first that is not accepted."""
     return jnp.minimum(jnp.min(jnp.where(accepted, lane.shape[0], lane)), count)

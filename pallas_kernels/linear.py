@@ -1,10 +1,8 @@
-"""The product of one row with a matrix, from the norm before it to the gate or the sum after it, in one launch.
+"""The product of one row with a matrix, with the norm before it and the gate or the sum after it, in one launch.
 
-Bound by memory: the matrix is read once. Each program takes an output at a time and reads what the next one needs
-before it finishes this one. The norm of the input scales the sums at the end, so that nothing waits for it.
-
-On an H200, bfloat16, with what XLA takes for norm, product and gate or sum in brackets, microseconds: 2048 to 3072
-5.6 (9.1), to 2048 4.5 (5.8), to two halves of 8192 with a gate 18.2 (20.2), 8192 to 2048 10.6 (11.7).
+The kernel is bound by memory: it reads the matrix once. A program computes one output at a time, and loads what the
+next output needs before it finishes this one. The norm of the input scales the sums at the end, so that no load waits
+for it.
 """
 
 from collections.abc import Callable
@@ -16,25 +14,30 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.rows import call
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
 from pallas_kernels.triton import plgpu
 
-_VECTOR_BYTES = 16  # of the widest load of a thread
-_LOADS = 2  # of a thread for a row of the matrix
-_WARP = 32  # threads
-_MIN_WARPS, _MAX_WARPS, _WARPS = 4, 32, 132 * 32  # of a program, and on the device at a time
-_MAX_SIZE, _MAX_BYTES = 8192, 3e8  # of a row and of the matrix: XLA reads larger ones as fast or faster
+_VECTOR_BYTES = 16  # the widest load of a thread
+_LOADS = 2  # loads of a thread for one row of the matrix
+_WARP = 32  # threads in a warp
+_MIN_WARPS, _MAX_WARPS = 4, 32  # warps in a program
+_RESIDENT_WARPS = 32 * NUM_MULTIPROCESSORS  # warps that run on the device at the same time
+_MAX_SIZE = 8192  # numbers in a row of the matrix; XLA reads longer rows as fast or faster
+_MAX_BYTES = 3e8  # size of the matrix; XLA reads a larger one as fast or faster
 
 
-def is_supported(x: Array, weight: Array) -> bool:
-    """Whether the kernel takes these and gains by it: one row, of a matrix that is neither wide nor large."""
-    return (
-        plgpu is not None
-        and x.size == x.shape[-1] <= _MAX_SIZE
-        and x.dtype == weight.dtype
-        and x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
-        and weight.size * weight.dtype.itemsize <= _MAX_BYTES
-    )
+def unsupported(x: Array, weight: Array) -> str | None:
+    """Return why the kernel cannot multiply x [..., D] by weight [N, D], or None where it can."""
+    if x.size != x.shape[-1]:
+        return f"the kernel takes one row, got shape {x.shape}"
+    if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the kernel takes float32, bfloat16 or float16 on both sides, got {x.dtype} and {weight.dtype}"
+    return None
+
+
+def is_worthwhile(x: Array, weight: Array) -> bool:
+    """Return whether the kernel is faster than XLA: for a matrix that is neither wide nor large."""
+    return x.shape[-1] <= _MAX_SIZE and weight.size * weight.dtype.itemsize <= _MAX_BYTES
 
 
 def linear(
@@ -49,17 +52,17 @@ def linear(
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """The product of a row with each row of a matrix, summed in float32.
+    """Multiply a row by each row of a matrix, summing in float32.
 
     Args:
-        x: [D] floats.
-        weight: [N, D].
-        norm: a scale [D] and epsilon: x is divided by its root mean square, and scaled, first.
-        activation: the first half of the products goes through it, and is multiplied by the second.
-        residual: [N], or with an activation [N / 2]: added at the end.
-        dtype: of the result; None is that of x.
-        num_programs: that share the outputs, at most.
-        num_warps: of a program.
+        x: [D] float32, bfloat16 or float16.
+        weight: [N, D] of the same dtype.
+        norm: scale [D] and epsilon: x is first divided by its root mean square and multiplied by the scale.
+        activation: function that the first half of the products goes through before the second half multiplies it.
+        residual: [N], or [N / 2] with an activation: added at the end.
+        dtype: of the result; None is the dtype of x.
+        num_programs: the most programs that share the outputs; None fills the device.
+        num_warps: warps of each program; None chooses it by D.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -71,7 +74,7 @@ def linear(
         num_warps = pl.next_power_of_2(pl.cdiv(size, _LOADS * vector * _WARP))
         num_warps = min(_MAX_WARPS, max(_MIN_WARPS, num_warps))
     if num_programs is None:
-        num_programs = _WARPS // num_warps
+        num_programs = _RESIDENT_WARPS // num_warps
     num_programs = min(num_programs, num_outputs)
     return call(
         partial(
@@ -97,11 +100,11 @@ def _linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int
     tiles = range(pl.cdiv(size, width))
     thread, element = (jax.lax.iota(jnp.int32, n) for n in tile)
     lane = thread[:, None] * tile[1] + element[None]
-    halves = (0,) if activation is None else (0, num_outputs)
+    halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
     program = pl.program_id(0)
 
     def load(ref, i, *row, exists: Array | None = None) -> Array:
-        """Tile i of a vector, or of a row of a matrix."""
+        """Load tile i of a vector, or of a row of a matrix."""
         column = i * width + lane
         masks = [] if exists is None else [jnp.full(tile, exists)]
         if (i + 1) * width > size:
@@ -110,6 +113,7 @@ def _linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int
         return plgpu.load(ref.at[*row, column], mask=mask, other=None if mask is None else 0.0)
 
     def load_weights(output: Array) -> list[list[Array]]:
+        """Load the rows of the matrix that an output takes, as tiles of one row or two."""
         exists = output < num_outputs
         return [[load(weight_ref, i, half + output, exists=exists) for half in halves] for i in tiles]
 
@@ -121,7 +125,7 @@ def _linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int
 
     def step(index, weights):
         output = program + index * num_programs
-        following = load_weights(output + num_programs)
+        following = load_weights(output + num_programs)  # in flight while this output is summed
         y = [
             jnp.sum(sum(w[half].astype(jnp.float32) * x for w, x in zip(weights, xs, strict=True))) * inverse
             for half in range(len(halves))

@@ -1,9 +1,10 @@
-"""The token after the accepted drafts: the residual of the rows that it may come from, as masses of blocks of the
-vocabulary, then an inverse CDF over these, then over one block.
+"""Last launch of a verification: the token after the accepted drafts, and what the verification emits.
 
-Bound by memory: one target row and one draft row a sequence are read once; under block verification those of every
-prefix that may yet be accepted. The last program of a sequence draws, and writes the verdict: a launch less. At
-B = 256, bfloat16, tiles of 4096 take 41 microseconds, of 8192 45 and of 2048 45; under block verification 92, 101, 96.
+The residual is summed in blocks of 512 tokens; a draw picks a block by inverse CDF, then a token in the block.
+
+The kernel is bound by memory. It reads one target row and one draft row of each sequence; under block verification it
+reads those of every prefix that may still be accepted. The last program of a sequence to finish its blocks draws the
+token and writes the verdict, which saves a launch.
 """
 
 from collections.abc import Callable
@@ -16,22 +17,23 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.accept import Decision
+from pallas_kernels.launch import call, is_last
 from pallas_kernels.rows import (
     BLOCK_SIZE,
+    Batch,
     Rows,
     Verdict,
     block_max,
     block_sum,
-    call,
     exp,
     finite,
     first_above,
     in_blocks,
     inverse,
-    is_last,
     over_blocks,
     tile_of_blocks,
 )
+from pallas_kernels.rules import accept_prefix
 from pallas_kernels.statistics import Statistics
 from pallas_kernels.triton import plgpu
 
@@ -47,23 +49,20 @@ class _Inputs(NamedTuple):
 
 
 class _Masses(NamedTuple):
-    """Of the M rows of a decision and P blocks: those of the vocabulary after padding the tiles.
+    """Masses of the P blocks of the M rows of a decision, where the tiles pad the vocabulary to P blocks.
 
     Rows that are not needed are not written.
     """
 
-    top: Array  # [B, M, P] what the weights of the block are relative to, a logit; -inf if it is empty
+    top: Array  # [B, M, P] logit that the masses of the block are relative to; -inf if the block is empty
     residual: Array  # [B, M, P] mass of max(joint * target - draft, 0) in each block
     plain: Array  # [B, M, P] mass of the target row in each block
 
 
 def recover(
-    tokens: Array,
-    target: Rows,
-    draft: Rows | None,
+    batch: Batch,
     statistics: Statistics,
     decision: Decision,
-    bonus_tokens: Array | None = None,
     *,
     recover_best: bool = False,
     log_probs: bool = False,
@@ -71,35 +70,44 @@ def recover(
     num_warps: int = 4,
     interpret: bool = False,
 ) -> Verdict:
-    """Emit the accepted drafts and one token.
+    """Emit the accepted drafts and one more token.
 
     Args:
-        tokens: [B, K] int32.
-        target: of K+1 rows a sequence.
-        draft: of K rows, or None for deterministic drafts.
-        statistics: of these rows.
-        decision: about these.
-        bonus_tokens: [B] int32, emitted where all drafts are accepted.
-        recover_best: a rejected token is replaced by the argmax of its row.
-        log_probs: give those too.
-        tile_size: tokens a program, a power of two, a multiple of BLOCK_SIZE.
+        batch: what is verified, K >= 1.
+        statistics: of the rows of the batch.
+        decision: how many drafts are accepted.
+        recover_best: whether a rejected draft is replaced by the argmax of its row instead of a draw.
+        log_probs: whether to fill `Verdict.log_probs`.
+        tile_size: tokens a program reads, a power of two and a multiple of BLOCK_SIZE; None chooses it.
+        num_warps: warps of each program.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        Verdict.
     """
     batch_size, num_rows = decision.position.shape
+    vocab_size, width = batch.target.vocab_size, batch.tokens.shape[1] + 1
     if tile_size is None:
-        tile_size = tile_of_blocks(batch_size * num_rows, target.vocab_size)
-    num_tiles = pl.cdiv(target.vocab_size, tile_size)
+        tile_size = tile_of_blocks(batch_size * num_rows, vocab_size)
+    num_tiles = pl.cdiv(vocab_size, tile_size)
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
     blocks = array(num_rows, num_tiles * (tile_size // BLOCK_SIZE))
-    masses = _Masses(blocks, blocks, blocks)
-    width = tokens.shape[1] + 1
     verdict = Verdict(array(width, dtype=jnp.int32), array(dtype=jnp.int32), array(width) if log_probs else None)
     _, _, verdict = call(
         partial(_recover_kernel, recover_best=recover_best, tile_size=tile_size, interpret=interpret),
-        (array(dtype=jnp.int32), masses, verdict),
-        _Inputs(tokens, target, draft, statistics, decision._replace(arrivals=None), bonus_tokens, decision.arrivals),
+        (array(dtype=jnp.int32), _Masses(blocks, blocks, blocks), verdict),
+        _Inputs(
+            batch.tokens,
+            batch.target,
+            batch.draft,
+            statistics,
+            decision._replace(arrivals=None),
+            batch.bonus_tokens,
+            decision.arrivals,
+        ),
         begun=decision.arrivals,
         grid=(batch_size, num_rows, num_tiles),
         num_warps=num_warps,
@@ -108,50 +116,56 @@ def recover(
     return verdict
 
 
-class _Source(NamedTuple):
-    """A row that the token may come from, inside a kernel, with all that is known of it, so that it is read at once."""
+class _Density(NamedTuple):
+    """The distribution of one row: log p(v) = (logit - top) * scale - log_mass."""
 
-    target: Rows
-    draft: Rows | None
-    sequence: Array
-    row: Array  # of the decision
-    position: Array
-    is_rejected: Array
-    has_draft: Array  # a draft distribution is subtracted
-    wants_best: Array | None  # the token is the argmax; None if it never is
-    excluded: Array  # token that a deterministic draft takes out, or -1
+    rows: Rows
     scale: Array  # 1 / temperature
     top: Array
     log_mass: Array
+
+
+class _Source(NamedTuple):
+    """A row that the token may come from, inside a kernel, with all numbers that are known of it."""
+
+    sequence: Array
+    row: Array  # index of the row in the decision
+    position: Array  # index of the row in the target
+    target: _Density
+    draft: _Density | None
+    is_rejected: Array  # the token comes from the residual, else from the target row
+    has_draft: Array  # the residual subtracts the draft distribution
+    wants_best: Array | None  # the token is the argmax of the target row; None if it never is
+    excluded: Array  # token that the residual of a deterministic draft leaves out, or -1
     joint: Array
-    draft_scale: Array | None
-    draft_shift: Array | None
-    draft_log_mass: Array | None
     interpret: bool
 
     def load(self, ids: Array) -> tuple[Array, Array | None]:
-        """Logits under the target, and where the row has sampled drafts those under the draft."""
-        logits = self.target.load(self.target.at(self.sequence, self.position), ids)
-        if self.draft is None:
+        """Load the logits of tokens under the target, and under the draft distribution where drafts have one."""
+        target, draft = self.target.rows, self.draft
+        logits = target.load(target.locate(self.sequence, self.position), ids)
+        if draft is None:
             return logits, None
-        at = self.draft.at(self.sequence, jnp.minimum(self.position, self.draft.shape[1] - 1))
-        return logits, self.draft.load(at, ids, self.has_draft)
+        at = draft.rows.locate(self.sequence, jnp.minimum(self.position, draft.rows.shape[1] - 1))
+        return logits, draft.rows.load(at, ids, self.has_draft)
 
     def load_ordered(self, ids: Array) -> Array:
-        """Logits under the target, NaN as -inf."""
-        logits = self.target.load(self.target.at(self.sequence, self.position), ids)
+        """Load the logits of tokens under the target, NaN as -inf."""
+        target = self.target.rows
+        logits = target.load(target.locate(self.sequence, self.position), ids)
         return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
     def weigh(self, logits: tuple[Array, Array | None], ids: Array, top: Array) -> tuple[Array, Array]:
-        """Target probabilities of tokens, and max(joint * target - draft, 0); relative to `top` and `log_mass`, which
-        is 0 where the mass of the row is not known.
+        """Return the weights of tokens in the target row, and in max(joint * target - draft, 0).
+
+        The weights are relative to the logit `top` and to the mass of the row, or to 1 where that is not known.
         """
         logits, draft_logits = logits
-        plain = exp(logits - top, self.scale, self.log_mass, flush=not self.interpret)
+        plain = exp(logits - top, self.target.scale, self.target.log_mass, flush=not self.interpret)
         weights = jnp.where(ids == self.excluded, 0, self.joint * plain)
         if self.draft is not None:
-            distance = draft_logits - self.draft_shift
-            probs = exp(distance, self.draft_scale, self.draft_log_mass, flush=not self.interpret)
+            distance = draft_logits - self.draft.top
+            probs = exp(distance, self.draft.scale, self.draft.log_mass, flush=not self.interpret)
             weights = jnp.where(self.has_draft, weights - probs, weights)
         return tuple(jnp.where(x > 0, x, 0) for x in (plain, weights))
 
@@ -159,6 +173,7 @@ class _Source(NamedTuple):
 def _source(
     inputs: _Inputs, sequence: Array, row: Array, position: Array, *, recover_best: bool, interpret: bool
 ) -> _Source:
+    """Read what is known of a row of the decision, whose place in the target is `position`."""
     tokens, target, draft, decision = inputs.tokens, inputs.target, inputs.draft, inputs.decision
 
     def of_row(field) -> Array | None:
@@ -174,24 +189,13 @@ def _source(
     if draft is not None:
         draft_temperature = draft.load_temperature(sequence)
         has_draft, draft_scale = is_rejected & (draft_temperature != 0), inverse(draft_temperature)
+    excluded = jnp.where(is_rejected & ~has_draft, token, -1)
+    target = _Density(target, inverse(temperature), of_row(decision.top), of_row(decision.log_mass))
+    joint = of_row(decision.joint)
+    if draft is not None:
+        draft = _Density(draft, draft_scale, of_row(decision.draft_top), of_row(decision.draft_log_mass))
     return _Source(
-        target,
-        draft,
-        sequence,
-        row,
-        position,
-        is_rejected,
-        has_draft,
-        wants_best=wants_best,
-        excluded=jnp.where(is_rejected & ~has_draft, token, -1),
-        scale=inverse(temperature),
-        top=of_row(decision.top),
-        log_mass=of_row(decision.log_mass),
-        joint=of_row(decision.joint),
-        draft_scale=draft_scale,
-        draft_shift=of_row(decision.draft_shift),
-        draft_log_mass=of_row(decision.draft_log_mass),
-        interpret=interpret,
+        sequence, row, position, target, draft, is_rejected, has_draft, wants_best, excluded, joint, interpret
     )
 
 
@@ -217,6 +221,7 @@ def _recover_kernel(inputs: _Inputs, out, *, recover_best: bool, tile_size: int,
 
 
 def _count_needed(decision: Decision, sequence: Array) -> Array | int:
+    """Count the rows of a sequence that are needed."""
     num_rows = decision.position.shape[1]
     if num_rows == 1:
         return 1
@@ -226,12 +231,13 @@ def _count_needed(decision: Decision, sequence: Array) -> Array | int:
 
 
 def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
-    parts, blocks = in_blocks(tile, tile_size, source.target.logits.dtype)
+    """Store the masses of the blocks of a tile, or only their maxima where the argmax is wanted."""
+    parts, blocks = in_blocks(tile, tile_size, source.target.rows.logits.dtype)
     at = source.sequence, source.row, blocks
 
     def store_weights():
         logits = [source.load(ids) for ids in parts]
-        top = jnp.where(source.is_rejected, source.top, block_max([target for target, _ in logits]))
+        top = jnp.where(source.is_rejected, source.target.top, block_max([target for target, _ in logits]))
         plgpu.store(out.top.at[at], top)
         weights = [
             source.weigh(part, ids, over_blocks(finite(top), ids)) for part, ids in zip(logits, parts, strict=True)
@@ -250,19 +256,20 @@ def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
 
 
 def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, source_of: Callable[..., _Source]) -> _Source:
-    """The row that the token comes from, of several."""
+    """Choose, under block verification, the row that the token comes from."""
     num_accepted = plgpu.load(inputs.decision.num_accepted.at[sequence])
     is_decided = num_accepted >= 0
     num_accepted = jax.lax.cond(
         is_decided,
         lambda: num_accepted,
-        lambda: _count_jointly_accepted(inputs.decision, masses, inputs.statistics, sequence),
+        lambda: _longest_accepted_prefix(inputs.decision, masses, inputs.statistics, sequence),
     )
     return source_of(jnp.where(is_decided, 0, num_accepted), num_accepted)
 
 
 def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
-    tokens, target, bonus_tokens = inputs.tokens, inputs.target, inputs.bonus_tokens
+    """Write the verdict of a sequence, whose last token comes from `source`."""
+    tokens, bonus_tokens, target = inputs.tokens, inputs.bonus_tokens, source.target
     sequence, num_accepted, num_drafts = source.sequence, source.position, tokens.shape[1]
 
     def draw():
@@ -272,7 +279,7 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
         last, top, log_mass = draw()
     else:
         last, top, log_mass = jax.lax.cond(
-            source.wants_best, lambda: (_best(source, masses), source.top, source.log_mass), draw
+            source.wants_best, lambda: (_best(source, masses), target.top, target.log_mass), draw
         )
     drawn = last
     if bonus_tokens is not None:
@@ -284,57 +291,56 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     if out.log_probs is None:
         return
-    temperature = target.load_temperature(sequence)
-    logit = target.load(target.at(sequence, num_accepted), jnp.maximum(last, 0), last >= 0)
-    greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)  # 0: a scalar select needs one that varies
-    last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * source.scale - log_mass)
+    temperature = target.rows.load_temperature(sequence)
+    logit = target.rows.load(target.rows.locate(sequence, num_accepted), jnp.maximum(last, 0), last >= 0)
+    # The temperature is 0 here, and stands for that number: a select between two Python scalars does not lower.
+    greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)
+    last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * target.scale - log_mass)
     log_prob = plgpu.load(inputs.decision.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
     log_prob = jnp.where(lane == num_accepted, last_log_prob, log_prob)
     plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane <= num_drafts)
 
 
 def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: int) -> tuple[Array, Array, Array]:
-    """A token, and log p(v) = (logit - top) / temperature - log_mass of its row: the last two."""
-    sequence = source.sequence
+    """Draw a token; return it with the `top` and `log_mass` of its row, as in `_Density`."""
+    sequence, target = source.sequence, source.target
     tops = _load_blocks(masses.top, source, -jnp.inf)
     top = finite(jnp.max(tops))
-    factors = exp(tops - top, source.scale)  # of a row that was normalised before, all 1
+    factors = exp(tops - top, target.scale)  # these are 1 where the mass of the row was known before
     weights, plain = (_load_blocks(field, source, 0) * factors for field in (masses.residual, masses.plain))
     is_plain = ~(jnp.sum(weights) > 0)
     first = first_above(jnp.where(is_plain, plain, weights), statistics.uniforms[sequence, num_drafts])
     ids = first * BLOCK_SIZE + jax.lax.iota(jnp.int32, BLOCK_SIZE)
     inner_plain, inner_weights = source.weigh(source.load(ids), ids, top)
     inner = first_above(jnp.where(is_plain, inner_plain, inner_weights), statistics.uniforms[sequence, num_drafts + 1])
-    token = jnp.minimum(first * BLOCK_SIZE + inner, source.target.vocab_size - 1)
-    return token, top, source.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
+    token = jnp.minimum(first * BLOCK_SIZE + inner, target.rows.vocab_size - 1)
+    return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
 
 
 def _best(source: _Source, masses: _Masses) -> Array:
-    """Lowest id of the largest logit."""
+    """Return the lowest id of the largest target logit."""
     tops = _load_blocks(masses.top, source, -jnp.inf)
     first = jax.lax.argmax(tops, 0, jnp.int32) * BLOCK_SIZE
     logits = source.load_ordered(first + jax.lax.iota(jnp.int32, BLOCK_SIZE))
-    return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.vocab_size - 1)
+    return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.rows.vocab_size - 1)
 
 
 def _load_blocks(field, source: _Source, other: float) -> Array:
-    """A field of the masses, of all blocks of a row; `other` past the last."""
+    """Load a field of the masses of all blocks of a row, and `other` past the last block."""
     size = field.shape[2]
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(size))
     return plgpu.load(field.at[source.sequence, source.row, block], mask=block < size, other=other)
 
 
-def _count_jointly_accepted(decision: Decision, masses: _Masses, statistics: Statistics, sequence: Array) -> Array:
-    """Block verification below full acceptance: the last prefix i with u_i < S_i / (S_i + 1 - P_i)."""
+def _longest_accepted_prefix(decision: Decision, masses: _Masses, statistics: Statistics, sequence: Array) -> Array:
+    """Return the length of the longest prefix that block verification accepts, of those shorter than the drafts."""
     num_rows, size = masses.residual.shape[1:]
     shape = pl.next_power_of_2(num_rows), pl.next_power_of_2(size)
-    lane = jax.lax.iota(jnp.int32, shape[0])  # row i is the residual after i accepted drafts
+    lane = jax.lax.iota(jnp.int32, shape[0])  # row i holds the residual after i accepted drafts
     is_needed = plgpu.load(decision.position.at[sequence, lane], mask=lane < num_rows, other=-1) >= 0
     rows, blocks = jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = jnp.broadcast_to(is_needed[:, None], shape) & (blocks < size)
     residual = jnp.sum(plgpu.load(masses.residual.at[sequence, rows, blocks], mask=mask, other=0), axis=1)
     joint = plgpu.load(decision.joint.at[sequence, lane], mask=is_needed, other=0)
     uniforms = plgpu.load(statistics.uniforms.at[sequence, jnp.maximum(lane - 1, 0)], mask=is_needed, other=1)
-    rest = residual + (1 - joint)
-    chance = jnp.where(rest > 0, residual / jnp.where(rest > 0, rest, 1), 1)
-    return jnp.max(jnp.where(is_needed & (uniforms < chance), lane, 0))
+    return jnp.max(jnp.where(is_needed & (uniforms < accept_prefix(residual, joint)), lane, 0))

@@ -1,29 +1,30 @@
-"""What every kernel shares: rows of logits as they are read inside a kernel, and the call that starts one."""
+"""Rows of logits as kernels read them, and the arithmetic on rows that several kernels share."""
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType
 
 from pallas_kernels.triton import plgpu
 
-BLOCK_SIZE = 512  # tokens of a block of the vocabulary: draws choose a block first, then a token inside it
-LARGE_READ = 9e7  # bytes; 21 microseconds on an H200
+BLOCK_SIZE = 512  # tokens in a block of the vocabulary: a draw chooses a block first, then a token inside it
+LARGE_READ = 9e7  # bytes of logits from which on a second pass over the rows of later drafts pays
 LOG2_E = math.log2(math.e)
 
 
 class Rows(NamedTuple):
-    """Distributions softmax(logits / temperature) over what is kept; outside kernels arrays, inside references."""
+    """The distributions softmax(logits / temperature) of T rows for each of B sequences, over the logits that are kept.
 
-    logits: Array  # [B, T, V], or [R, V] with rows
+    The fields are arrays outside a kernel, and references to these arrays inside.
+    """
+
+    logits: Array  # [B, T, V] float32, bfloat16 or float16, or [R, V] with `rows`
     temperature: Array | None = None  # [B]; None is 1; 0 puts all mass on the argmax
-    min_logit: Array | None = None  # [B, T] or [R]: the smallest kept logit
+    min_logit: Array | None = None  # [B, T] or [R]: the smallest logit that is kept
     log_normalizer: Array | None = None  # [B, T] or [R]: logsumexp of the kept logits / temperature
     rows: Array | None = None  # [B, T] int32: row (b, t) is logits[rows[b, t]]
 
@@ -33,18 +34,22 @@ class Rows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, T)."""
+        """The numbers of sequences and of rows per sequence, (B, T)."""
         return self.logits.shape[:2] if self.rows is None else self.rows.shape
 
-    def at(self, sequence: Array, position: Array) -> tuple[Array, ...]:
-        """Where a row lies, for `load`."""
+    def locate(self, sequence: Array, position: Array) -> tuple[Array, ...]:
+        """Return the index of a row in `logits`, for `load`."""
         if self.rows is None:
             return sequence, position
         row = plgpu.load(self.rows.at[sequence, position])
-        return (jnp.clip(row, 0, self.logits.shape[0] - 1).astype(jnp.int32),)  # it may mean nothing past the drafts
+        # Past the drafts of a sequence `rows` may hold any number.
+        return (jnp.clip(row, 0, self.logits.shape[0] - 1).astype(jnp.int32),)
 
     def load(self, at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
-        """Logits of tokens in float32; -inf for ids of V and more, below the cut, and where `where` is false."""
+        """Load the logits of tokens of the row `at`, in float32.
+
+        They are -inf for ids outside the vocabulary, for tokens that are not kept, and where `where` is false.
+        """
         mask = ids < self.vocab_size if where is None else (ids < self.vocab_size) & where
         logits = plgpu.load(self.logits.at[*at, ids], mask=mask, other=-jnp.inf).astype(jnp.float32)
         if self.min_logit is None:
@@ -53,24 +58,41 @@ class Rows(NamedTuple):
         return jnp.where(logits >= cut, logits, -jnp.inf)
 
     def load_temperature(self, sequence: Array) -> Array:
-        """float32, 1 where there is none."""
+        """Load the temperature of a sequence in float32; it is 1 where there are no temperatures."""
         if self.temperature is None:
             return jnp.float32(1)
         return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
 
 
-class Verdict(NamedTuple):
-    """What is emitted of T rows a sequence."""
+class Batch(NamedTuple):
+    """The drafts of B sequences and the distributions that they are verified against."""
 
-    tokens: Array  # [B, T] int32, -1 after the last
-    num_accepted: Array | None  # [B] int32 accepted drafts
-    log_probs: Array | None  # [B, T] float32 of each token under the target
+    tokens: Array | None  # [B, K] int32 draft tokens, -1 where a sequence has fewer; None: there are no drafts
+    num_tokens: Array | None  # [B] int32, at most so many of the drafts count; None: all of them
+    bonus_tokens: Array | None  # [B] int32, emitted after full acceptance; None: a token is drawn
+    target: Rows  # K+1 rows a sequence
+    draft: Rows | None  # K rows a sequence; None: the drafts are deterministic
+
+
+class Verdict(NamedTuple):
+    """What the verification of a batch emits for its K+1 rows a sequence."""
+
+    tokens: Array  # [B, K+1] int32: accepted drafts, one more token, then -1
+    num_accepted: Array | None  # [B] int32 number of accepted drafts
+    log_probs: Array | None  # [B, K+1] float32 log-probability of each token under the target
+
+
+def unsupported_dtype(name: str, logits: Array) -> str | None:
+    """Return why kernels cannot read logits of this dtype, or None."""
+    if logits.dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return None
+    return f"the kernels take {name} of dtype float32, bfloat16 or float16, got {logits.dtype}"
 
 
 def in_parts(rows: Rows, num_rows: int) -> list[tuple[int, int]]:
-    """The first and the end of parts of the rows of a sequence that are read one after the other.
+    """Return the ranges [first, end) of rows of a sequence that are read one range after the other.
 
-    The second part costs two launches, and saves its rows of the sequences that reject a draft of the first.
+    A second range costs two more launches; it is read only for sequences that accepted the whole first range.
     """
     read = rows.shape[0] * num_rows * rows.vocab_size * rows.logits.dtype.itemsize
     if num_rows > 2 and read >= LARGE_READ:
@@ -79,10 +101,18 @@ def in_parts(rows: Rows, num_rows: int) -> list[tuple[int, int]]:
 
 
 def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array], Array]:
-    """Ids of the N blocks of a tile, as parts [N, width] of each block, and the blocks [N].
+    """Split a tile of the vocabulary into blocks.
 
-    A row of a part is what one warp reads at once, 16 bytes a thread: a block is reduced without other warps, and with
-    half the shuffles of a block that two warps share.
+    A part holds some tokens of every block. Its rows are as wide as what one warp loads at once, 16 bytes a thread: a
+    block is then reduced by one warp alone, with half the shuffles that a block shared by two warps would take.
+
+    Args:
+        tile: index of the tile.
+        tile_size: tokens in a tile, a multiple of BLOCK_SIZE.
+        dtype: of the logits that will be loaded.
+
+    Returns:
+        The token ids [N, width] of each part, and the indices [N] of the N blocks of the tile.
     """
     width = min(BLOCK_SIZE, 32 * 16 // jnp.dtype(dtype).itemsize)
     num_blocks = tile_size // BLOCK_SIZE
@@ -93,25 +123,28 @@ def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array
 
 
 def block_max(parts: list[Array]) -> Array:
-    """Maximum [N] of each block; where there is a NaN, of the others on a GPU and -inf interpreted."""
+    """Return the maximum [N] of each block of parts [N, width].
+
+    In a block that holds a NaN, it is the maximum of the other numbers on a GPU, and -inf in an interpreted kernel.
+    """
     top = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
     return jnp.where(top > -jnp.inf, top, -jnp.inf)
 
 
 def block_sum(parts: list[Array]) -> Array:
-    """Sum [N] of each block."""
+    """Return the sum [N] of each block of parts [N, width]."""
     return jnp.sum(functools.reduce(jnp.add, parts), axis=1)
 
 
 def over_blocks(of_block: Array, part: Array) -> Array:
-    """One number a block [N] as one an id of a part [N, width]."""
+    """Broadcast one number per block [N] to the shape [N, width] of a part."""
     return jnp.broadcast_to(of_block[:, None], part.shape)
 
 
 def default_tile_size(num_rows: int, vocab_size: int, largest: int = 8192) -> int:
-    """Tokens a program: many, so that loads are in flight, but few enough that a small batch fills the device.
+    """Choose how many tokens of a row a program reads, a power of two.
 
-    At B = 8, bfloat16, 40 rows of 128256 take 5.9 microseconds in tiles of 4096, 6.4 of 8192 and 7.1 of 16384.
+    Large tiles keep many loads in flight; small ones make enough programs of a small batch to fill the device.
     """
     tile_size = largest
     while tile_size > 2048 and num_rows * pl.cdiv(vocab_size, tile_size) < 1024:
@@ -120,25 +153,31 @@ def default_tile_size(num_rows: int, vocab_size: int, largest: int = 8192) -> in
 
 
 def tile_of_blocks(num_rows: int, vocab_size: int) -> int:
-    """`default_tile_size` where every block counts: whole blocks, and fewer, since more is kept of each."""
+    """Choose a tile size that is a multiple of BLOCK_SIZE.
+
+    It is smaller than the default one, as a kernel that stores a number for every block needs more registers.
+    """
     return max(BLOCK_SIZE, default_tile_size(num_rows, vocab_size, largest=4096))
 
 
 def inverse(temperature: Array) -> Array:
-    """1 / temperature, 1 for greedy rows."""
+    """Return 1 / temperature, and 1 for greedy rows, which have temperature 0."""
     return 1 / jnp.where(temperature > 0, temperature, 1)
 
 
 def finite(top: Array) -> Array:
-    """A maximum, 0 if it is infinite, so that subtracting it gives no NaN: of nothing, or of a token that takes all."""
+    """Return a maximum that can be subtracted from logits without giving NaN: 0 where it is infinite.
+
+    The maximum of no logits is -inf, and that of a row where one token takes all the mass may be inf.
+    """
     return jnp.where(jnp.abs(top) < jnp.inf, top, 0)
 
 
 def exp(logits: Array, scale: Array, log_mass: Array | float = 0, *, flush: bool = False) -> Array:
-    """exp(logits * scale - log_mass), in the base that the hardware has.
+    """Return exp(logits * scale - log_mass), computed with the hardware's power of two.
 
-    With `flush` results below 2**-126 are 0, which takes one instruction and not four (two rows of 256 sequences in
-    bfloat16: 37.7 microseconds and not 42.5); interpreted kernels cannot.
+    With `flush`, results below 2**-126 become 0, which takes one instruction instead of four. An interpreted kernel
+    cannot flush.
     """
     exponent = logits * (scale * LOG2_E) - log_mass * LOG2_E
     if not flush:
@@ -154,7 +193,10 @@ def exp(logits: Array, scale: Array, log_mass: Array | float = 0, *, flush: bool
 
 
 def first_above(weights: Array, uniform: Array) -> Array:
-    """First index at which the running sum of weights [N] exceeds uniform * mass; never one of weight 0."""
+    """Return the first index at which the running sum of weights [N] exceeds `uniform` times their sum.
+
+    It is never the index of a weight of 0, unless all are.
+    """
     total = jnp.cumsum(weights)
     mass = jnp.max(total)
     bound = jnp.minimum(uniform * mass, jnp.nextafter(mass, jnp.float32(0)))
@@ -163,74 +205,12 @@ def first_above(weights: Array, uniform: Array) -> Array:
     return jnp.min(jnp.where((weights > 0) & (total > bound), index, last))
 
 
-def count_drafts(tokens, num_tokens, sequence: Array) -> Array:
-    """Number of drafts of a sequence: up to the first negative id, at most its `num_tokens` (a reference, or None)."""
-    width = tokens.shape[1]
+def count_drafts(batch: Batch, sequence: Array) -> Array:
+    """Count the drafts of a sequence inside a kernel: up to the first negative id, and at most its `num_tokens`."""
+    width = batch.tokens.shape[1]
     index = jax.lax.iota(jnp.int32, pl.next_power_of_2(width))
-    ids = plgpu.load(tokens.at[sequence, index], mask=index < width, other=-1)
+    ids = plgpu.load(batch.tokens.at[sequence, index], mask=index < width, other=-1)
     count = jnp.min(jnp.where(ids < 0, index, width))
-    if num_tokens is not None:
-        count = jnp.maximum(jnp.minimum(count, plgpu.load(num_tokens.at[sequence]).astype(jnp.int32)), 0)
+    if batch.num_tokens is not None:
+        count = jnp.maximum(jnp.minimum(count, plgpu.load(batch.num_tokens.at[sequence]).astype(jnp.int32)), 0)
     return count
-
-
-def is_partitioned(*arrays: Array) -> bool:
-    """Whether XLA may spread one of these over several devices: it would gather it for a kernel, each time."""
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-    return any(
-        size > 1 and kind != AxisType.Manual
-        for mesh in meshes
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
-
-
-def out_shapes(outputs: Any, inputs: Any) -> Any:
-    """Shapes and dtypes of the outputs, which inside shard_map vary over all axes that an input varies over."""
-    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
-    axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))
-    return jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs)
-
-
-def shared_bytes() -> int:
-    """Shared memory that a program may take on this machine's GPU; without one, on an H200."""
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    kilobytes = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
-    return 1024 * kilobytes.get(capability, 99)
-
-
-def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
-    """Count this program in; true for the last of so many, which may read what the others stored before.
-
-    `arrivals` is a reference [B] int32, zero before the first.
-    """
-    if not interpret:
-        plgpu.debug_barrier()  # of this program's threads
-    return plgpu.atomic_add(arrivals, (sequence,), jnp.int32(1)) == num_programs - 1
-
-
-def call(
-    kernel: Callable[..., None],
-    outputs: Any,
-    inputs: Any,
-    *,
-    grid: tuple[int, ...],
-    num_warps: int,
-    num_stages: int = 1,
-    interpret: bool,
-    begun: Any = None,
-) -> Any:
-    """Run `kernel(inputs, outputs)`, both of references, over a grid. Whole arrays in, whole arrays out.
-
-    With `begun`, which is the last of the inputs, the outputs continue those arrays in place.
-    """
-    num_begun = len(jax.tree.leaves(begun))
-    first_begun = len(jax.tree.leaves(inputs)) - num_begun
-    (result,) = pl.pallas_call(
-        kernel,
-        out_shape=(out_shapes(outputs, inputs),),
-        grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        input_output_aliases={first_begun + i: i for i in range(num_begun)},
-        interpret=interpret,
-    )(inputs)
-    return result

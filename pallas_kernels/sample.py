@@ -1,10 +1,10 @@
-"""A token from every row by Gumbel-max in two levels, and the drafts that agree with it.
+"""Gumbel-max draws from rows in two levels, and the drafts that agree with them.
 
-The first launch reads each row once and leaves the mass of every block of the vocabulary. The second, one program a
-row, adds one Gumbel number to the log-mass of each block, then one to each logit of the best block. With drafts its
-last program of a sequence emits what agrees. Random bits bound it: a program draws 128256 / 512 + 512 of them, in a
-microsecond. At B = 8, bfloat16, 8 warps for the second save 0.6 microseconds against 4; tiles of 2048 to 8192 tokens
-are within 3 % of each other at B = 256.
+The first launch reads each row once and stores the mass of every block of the vocabulary. In the second launch one
+program a row adds a Gumbel number to the log-mass of each block, and then one to each logit of the best block. Where
+there are drafts, the last program of a sequence emits those that agree with the draws.
+
+The second launch is bound by its random numbers, of which a row takes one a block and one a token of a block.
 """
 
 from functools import partial
@@ -16,20 +16,19 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import threefry
+from pallas_kernels.launch import call, is_last
 from pallas_kernels.rows import (
     BLOCK_SIZE,
-    Rows,
+    Batch,
     Verdict,
     block_max,
     block_sum,
-    call,
     count_drafts,
     exp,
     finite,
     in_blocks,
     in_parts,
     inverse,
-    is_last,
     over_blocks,
     tile_of_blocks,
 )
@@ -37,11 +36,11 @@ from pallas_kernels.triton import plgpu
 
 
 class _Masses(NamedTuple):
-    """Of P blocks. Rows past the drafts of a sequence are not written."""
+    """Masses of the P blocks of each row. Rows past the drafts of a sequence are not written."""
 
     top: Array  # [B, T, P] largest kept logit of the block
     mass: Array  # [B, T, P] sum of exp((logit - top) / temperature)
-    arrivals: Array | None  # [B] int32 zeros; with drafts
+    arrivals: Array | None  # [B] int32 zeros, for the programs of the next launch; None without drafts
 
 
 class _Drawn(NamedTuple):
@@ -51,10 +50,7 @@ class _Drawn(NamedTuple):
 
 def sample(
     key_data: Array,
-    rows: Rows,
-    tokens: Array | None = None,
-    num_tokens: Array | None = None,
-    bonus_tokens: Array | None = None,
+    batch: Batch,
     *,
     purpose: int | None = None,
     log_probs: bool = False,
@@ -63,36 +59,38 @@ def sample(
     draw_num_warps: int = 8,
     interpret: bool = False,
 ) -> Verdict:
-    """Draw a token from every row; with drafts, emit the draws up to the first that is not the draft.
+    """Draw a token from every target row; where there are drafts, emit the draws up to the first that differs.
 
     Args:
-        key_data: [2], [B, 2] or [B, T, 2] uint32.
-        rows: of T rows a sequence.
-        tokens: [B, T-1] int32 drafts, or None.
-        num_tokens: [B] int32 or None.
-        bonus_tokens: [B] int32, emitted where all drafts agree.
-        purpose: what is folded into the key of a row; None for nothing.
-        tile_size: tokens a program of the first launch, a power of two, a multiple of BLOCK_SIZE.
+        key_data: [2], [B, 2] or [B, T, 2] uint32, words of threefry keys.
+        batch: target rows [B, T, V], and drafts [B, T-1] or None. The draft distribution is not read.
+        purpose: number that is folded into the key of each row; None folds nothing.
+        log_probs: whether to fill `Verdict.log_probs`.
+        tile_size: tokens a program of launch 1 reads, a power of two and a multiple of BLOCK_SIZE; None chooses it.
+        num_warps: warps of each program of launch 1.
+        draw_num_warps: warps of each program of launch 2.
+        interpret: run the kernels interpreted, on any platform.
 
     Returns:
-        A token of every row [B, T] and no count, or with drafts those up to the first that is not the draft.
+        Verdict. Without drafts it has a token of every row, and no count.
     """
-    batch_size, num_rows = rows.shape
+    batch = batch._replace(draft=None)
+    has_drafts = batch.tokens is not None
+    batch_size, num_rows = shape = batch.target.shape
     if tile_size is None:
-        tile_size = tile_of_blocks(batch_size * num_rows, rows.vocab_size)
-    num_tiles = pl.cdiv(rows.vocab_size, tile_size)
-    shape = batch_size, num_rows
+        tile_size = tile_of_blocks(batch_size * num_rows, batch.target.vocab_size)
+    num_tiles = pl.cdiv(batch.target.vocab_size, tile_size)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
-    counts = None if tokens is None else jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    counts = jax.ShapeDtypeStruct((batch_size,), jnp.int32) if has_drafts else None
     blocks = jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32)
     masses = drawn = verdict = None
-    for first, end in [(0, num_rows)] if tokens is None else in_parts(rows, num_rows):
+    for first, end in in_parts(batch.target, num_rows) if has_drafts else [(0, num_rows)]:
         num_accepted = None if verdict is None else verdict.num_accepted
         masses = call(
             partial(_block_mass_kernel, first=first, tile_size=tile_size, interpret=interpret),
             _Masses(blocks, blocks, counts),
-            (tokens, num_tokens, rows, num_accepted, masses),
+            (batch._replace(bonus_tokens=None), num_accepted, masses),
             begun=masses,
             grid=(batch_size, end - first, num_tiles),
             num_warps=num_warps,
@@ -101,31 +99,40 @@ def sample(
         begun = masses.arrivals, drawn
         arrivals, drawn, verdict = call(
             partial(_draw_kernel, first=first, end=end, purpose=purpose, interpret=interpret),
-            (counts, _Drawn(ids, numbers), None if tokens is None else Verdict(ids, counts, numbers)),
-            (key_data, tokens, num_tokens, bonus_tokens, rows, masses._replace(arrivals=None), num_accepted, begun),
+            (counts, _Drawn(ids, numbers), Verdict(ids, counts, numbers) if has_drafts else None),
+            (key_data, batch, masses._replace(arrivals=None), num_accepted, begun),
             begun=begun,
             grid=(batch_size, end - first),
             num_warps=draw_num_warps,
             interpret=interpret,
         )
         masses = masses._replace(arrivals=arrivals)
-    return Verdict(drawn.tokens, None, drawn.log_probs) if tokens is None else verdict
+    return verdict if has_drafts else Verdict(drawn.tokens, None, drawn.log_probs)
+
+
+def _is_needed(batch: Batch, sequence: Array, row: Array) -> tuple[Array | None, Array]:
+    """Return the number of drafts of the sequence, None without drafts, and whether the row is one of its own."""
+    if batch.tokens is None:
+        return None, row >= 0
+    count = count_drafts(batch, sequence)
+    return count, row <= count
 
 
 def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int, interpret: bool):
-    tokens, num_tokens, rows, num_accepted, _ = inputs
+    batch, num_accepted, _ = inputs
+    rows = batch.target
     sequence, row, tile = pl.program_id(0), first + pl.program_id(1), pl.program_id(2)
     parts, blocks = in_blocks(tile, tile_size, rows.logits.dtype)
     temperature = rows.load_temperature(sequence)
     if out.arrivals is not None:
         pl.when((row == first) & (tile == 0))(lambda: plgpu.store(out.arrivals.at[sequence], tile))
-    is_needed = row >= 0 if tokens is None else row <= count_drafts(tokens, num_tokens, sequence)
+    _, is_needed = _is_needed(batch, sequence, row)
     may_read = None
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
     if num_accepted is not None or rows.rows is not None:
-        may_read = is_needed  # else rows are read before it is known whether they are needed: that is a load sooner
-    at = rows.at(sequence, row)
+        may_read = is_needed  # otherwise a row is loaded before it is known to be needed: that saves a load's latency
+    at = rows.locate(sequence, row)
     logits = [rows.load(at, ids, may_read) for ids in parts]
 
     @pl.when(is_needed)
@@ -138,20 +145,20 @@ def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int, inte
 
 
 def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, interpret: bool):
-    key_data, tokens, num_tokens, bonus_tokens, rows, masses, num_accepted, _ = inputs
+    key_data, batch, masses, num_accepted, _ = inputs
     arrivals, drawn, verdict = out
+    rows = batch.target
     sequence, row = pl.program_id(0), first + pl.program_id(1)
-    # All is read before it is known whether the row is needed: that is a load sooner.
-    at = rows.at(sequence, row)
+    # All is loaded before the row is known to be needed: that saves a load's latency.
+    at = rows.locate(sequence, row)
     temperature = rows.load_temperature(sequence)
     key = threefry.load_key(key_data, sequence, row)
     num_blocks = masses.mass.shape[2]
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
     tops = plgpu.load(masses.top.at[sequence, row, block], mask=block < num_blocks, other=-jnp.inf)
     mass = plgpu.load(masses.mass.at[sequence, row, block], mask=block < num_blocks, other=0)
-    tops, mass = jnp.where(mass > 0, tops, -jnp.inf), jnp.where(mass > 0, mass, 0)  # blocks with a NaN are left out
-    count = None if tokens is None else count_drafts(tokens, num_tokens, sequence)
-    is_needed = row >= 0 if tokens is None else row <= count
+    tops, mass = jnp.where(mass > 0, tops, -jnp.inf), jnp.where(mass > 0, mass, 0)  # leaves out blocks with a NaN
+    count, is_needed = _is_needed(batch, sequence, row)
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
     if purpose is not None:
@@ -171,31 +178,37 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
         scores = jnp.where(logits > -jnp.inf, logits + noise, -jnp.inf)
         token = jnp.minimum(chosen * BLOCK_SIZE + jax.lax.argmax(scores, 0, jnp.int32), rows.vocab_size - 1)
         emitted = token
-        if bonus_tokens is not None:
-            emitted = jnp.where(row == count, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32), token)
+        if batch.bonus_tokens is not None:
+            is_last_row = row == count
+            emitted = jnp.where(is_last_row, plgpu.load(batch.bonus_tokens.at[sequence]).astype(jnp.int32), token)
         plgpu.store(drawn.tokens.at[sequence, row], emitted)
         if drawn.log_probs is not None:
             log_mass = jnp.log(jnp.sum(mass * jnp.exp(distance)))
             logit = rows.load(at, jnp.maximum(emitted, 0), emitted >= 0)
             log_prob = (logit - top) * inverse(temperature) - log_mass
-            greedy = jnp.where(emitted == token, temperature, -jnp.inf)  # 0: scalar selects need one that varies
+            # The temperature is 0 here, and stands for that number: a select between Python scalars does not lower.
+            greedy = jnp.where(emitted == token, temperature, -jnp.inf)
             plgpu.store(drawn.log_probs.at[sequence, row], jnp.where(temperature == 0, greedy, log_prob))
 
     if verdict is not None:
 
         @pl.when(is_last(arrivals, sequence, end - first, interpret))
         def _():
-            _match(tokens, num_tokens, drawn, verdict, sequence, end)
+            _match(batch, drawn, verdict, sequence, end)
 
 
-def _match(tokens, num_tokens, drawn: _Drawn, out: Verdict, sequence: Array, end: int):
-    """Emit what agrees; of rows before `end` if it is not the last: all that agree may be more then."""
+def _match(batch: Batch, drawn: _Drawn, out: Verdict, sequence: Array, end: int):
+    """Emit the draws up to the first that differs from its draft.
+
+    Only the rows before `end` have been drawn. Where all of these agree and more rows follow, the launches for those
+    write the verdict again.
+    """
     num_rows = drawn.tokens.shape[1]
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
-    draft = plgpu.load(tokens.at[sequence, lane], mask=lane < num_rows - 1, other=-1)
+    draft = plgpu.load(batch.tokens.at[sequence, lane], mask=lane < num_rows - 1, other=-1)
     sampled = plgpu.load(drawn.tokens.at[sequence, lane], mask=lane < end, other=-1)
     agreeing = jnp.min(jnp.where((draft == sampled) & (lane < end), num_rows, lane))
-    num_accepted = jnp.minimum(agreeing, count_drafts(tokens, num_tokens, sequence))
+    num_accepted = jnp.minimum(agreeing, count_drafts(batch, sequence))
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     is_emitted = lane <= num_accepted
     plgpu.store(out.tokens.at[sequence, lane], jnp.where(is_emitted, sampled, -1), mask=lane < num_rows)

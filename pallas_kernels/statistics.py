@@ -1,7 +1,7 @@
-"""Statistics of the rows that drafts stand in: maximum and mass of every tile of the vocabulary, the draft's logit.
+"""First launch of a verification: statistics of every tile of the rows that drafts stand in, and the uniforms.
 
-Bound by memory: each row is read once, by programs that share no work. The uniforms of a verification are drawn here
-too, by the first program of each row, while the loads of the others are on their way.
+The kernel is bound by memory. It reads each row once, in programs that share no work. The first program of each row
+also draws the uniforms of its draft, while the loads of the other programs are on their way.
 """
 
 from functools import partial
@@ -13,42 +13,57 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import threefry
-from pallas_kernels.rows import Rows, call, count_drafts, default_tile_size, exp, finite, inverse
+from pallas_kernels.launch import call
+from pallas_kernels.rows import Batch, Rows, count_drafts, default_tile_size, exp, finite, inverse
 from pallas_kernels.triton import plgpu
 
 
 class Statistics(NamedTuple):
-    """Of N tiles of K target rows, then of the K draft rows where their log-normaliser is not known: R = K or 2K.
+    """Statistics of the N tiles of the K target rows, then of the K draft rows, as one array of R = 2K rows.
 
-    Rows at and after the number of drafts of a sequence are not written.
+    Where the log-normalisers of the draft rows are known, these rows are left out, and R = K. Rows at and after the
+    number of drafts of a sequence are not written.
     """
 
     top: Array  # [B, R, N] largest kept logit of the tile
     mass: Array  # [B, R, N] sum of exp((logit - top) / temperature); in greedy rows 1 if a token beats the draft's
-    weighted: Array | None  # [B, R, N] sum of exp(x) x, x = (logit - top) / temperature; for the entropy
-    token: Array  # [B, 2K] logit of the draft's token in the target rows, then in the draft rows; -inf if not kept
-    uniforms: Array  # [B, K + 2] one to accept each draft, two to draw the token after the accepted ones
+    weighted: Array | None  # [B, R, N] sum of exp(x) x with x = (logit - top) / temperature, for the entropy
+    token: Array  # [B, 2K] logit of the draft token in the target rows, then in the draft rows; -inf if it is not kept
+    uniforms: Array  # [B, K + 2] one uniform to accept each draft, then two to draw the token after them
 
 
 class Streams(NamedTuple):
-    """What is folded into the key of a sequence's first position for each purpose: accept + i * stride, residual."""
+    """The numbers that are folded into a sequence's first key for each purpose of the uniforms."""
 
-    accept: int
-    residual: int
+    accept: int  # accept + i * stride for draft i
+    residual: int  # for the two uniforms of the token after the accepted drafts
     stride: int
+
+
+class Part(NamedTuple):
+    """The drafts whose rows one launch reduces, after earlier launches for the drafts before them."""
+
+    first: int
+    end: int
+    statistics: Statistics | None = None  # of the drafts before `first`; the launch continues them in place
+    num_accepted: Array | None = None  # [B] int32; a sequence that accepted fewer than `first` drafts is skipped
+
+
+class _Place(NamedTuple):
+    """Where one program works."""
+
+    sequence: Array
+    position: Array  # of the draft
+    row: Array  # of the statistics
+    tile: Array
 
 
 def row_statistics(
     key_data: Array,
-    tokens: Array,
-    num_tokens: Array | None,
-    target: Rows,
-    draft: Rows | None,
+    batch: Batch,
     *,
     streams: Streams,
-    positions: tuple[int, int] | None = None,
-    begun: Statistics | None = None,
-    num_accepted: Array | None = None,
+    part: Part | None = None,
     entropy: bool = False,
     tile_size: int | None = None,
     num_warps: int = 4,
@@ -57,25 +72,25 @@ def row_statistics(
     """Reduce the rows that drafts stand in.
 
     Args:
-        key_data: [2], [B, 2] or [B, K+1, 2] uint32.
-        tokens: [B, K] int32.
-        num_tokens: [B] int32 or None.
-        target: of K+1 rows a sequence; the last is not read.
-        draft: of K rows, or None.
-        streams: names of the random streams.
-        positions: the first and the end of the drafts whose rows are reduced; None for all.
-        begun: statistics that hold earlier drafts already, continued in place.
-        num_accepted: [B] int32, with `begun`: sequences that accepted less than all earlier drafts are skipped.
-        entropy: fill `weighted`.
-        tile_size: tokens a program, a power of two.
+        key_data: [2], [B, 2] or [B, K+1, 2] uint32, words of threefry keys.
+        batch: what is verified, K >= 1. The last target row of each sequence is not read.
+        streams: numbers that name the random streams.
+        part: the drafts whose rows are reduced; None for all of them.
+        entropy: whether to fill `weighted`.
+        tile_size: tokens a program reads, a power of two; None chooses it.
+        num_warps: warps of each program.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        Statistics, with arrays of float32.
     """
-    batch_size, num_drafts = tokens.shape
-    first, end = positions or (0, num_drafts)
-    parts = 1 if draft is None or draft.log_normalizer is not None else 2
+    batch_size, num_drafts = batch.tokens.shape
+    part = part or Part(0, num_drafts)
+    num_sides = 1 if batch.draft is None or batch.draft.log_normalizer is not None else 2  # target, and draft
     if tile_size is None:
-        tile_size = default_tile_size(batch_size * num_drafts * parts, target.vocab_size)
-    num_tiles = pl.cdiv(target.vocab_size, tile_size)
-    tiles = jax.ShapeDtypeStruct((batch_size, num_drafts * parts, num_tiles), jnp.float32)
+        tile_size = default_tile_size(batch_size * num_drafts * num_sides, batch.target.vocab_size)
+    num_tiles = pl.cdiv(batch.target.vocab_size, tile_size)
+    tiles = jax.ShapeDtypeStruct((batch_size, num_drafts * num_sides, num_tiles), jnp.float32)
     outputs = Statistics(
         tiles,
         tiles,
@@ -83,52 +98,54 @@ def row_statistics(
         jax.ShapeDtypeStruct((batch_size, 2 * num_drafts), jnp.float32),
         jax.ShapeDtypeStruct((batch_size, num_drafts + 2), jnp.float32),
     )
+    static = {"first": part.first, "end": part.end, "streams": streams, "tile_size": tile_size, "interpret": interpret}
     return call(
-        partial(_statistics_kernel, first=first, end=end, streams=streams, tile_size=tile_size, interpret=interpret),
+        partial(_statistics_kernel, **static),
         outputs,
-        (key_data, tokens, num_tokens, target, draft, num_accepted, begun),
-        grid=(batch_size, (end - first) * parts, num_tiles),
+        (key_data, batch._replace(bonus_tokens=None), part.num_accepted, part.statistics),
+        grid=(batch_size, (part.end - part.first) * num_sides, num_tiles),
         num_warps=num_warps,
         interpret=interpret,
-        begun=begun,
+        begun=part.statistics,
     )
 
 
 def _statistics_kernel(
     inputs, out: Statistics, *, first: int, end: int, streams: Streams, tile_size: int, interpret: bool
 ):
-    key_data, tokens, num_tokens, target, draft, num_accepted, _ = inputs
-    num_drafts = tokens.shape[1]
+    key_data, batch, num_accepted, _ = inputs
+    target, draft, num_drafts = batch.target, batch.draft, batch.tokens.shape[1]
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
     is_target = row < end - first
     position = first + jnp.where(is_target, row, row - (end - first))
-    is_needed = position < count_drafts(tokens, num_tokens, sequence)
+    is_needed = position < count_drafts(batch, sequence)
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
-    token = plgpu.load(tokens.at[sequence, position])
-    # Dense rows are read before it is known whether they are needed: that is a load sooner.
+    token = plgpu.load(batch.tokens.at[sequence, position])
+    # A row is loaded before it is known to be needed, which saves a load's latency, unless most rows are not.
     may_read = is_needed if num_accepted is not None else None
+    reduce_tile = partial(_reduce_tile, out=out, tile_size=tile_size, interpret=interpret)
 
     @pl.when(is_target)
     def _():
-        _reduce_tile(target, sequence, position, position, tile, token, is_needed, may_read, out, tile_size, interpret)
+        reduce_tile(target, _Place(sequence, position, position, tile), token, is_needed, may_read)
 
     if draft is not None and draft.log_normalizer is None:
 
         @pl.when(~is_target & (draft.load_temperature(sequence) > 0))
         def _():
-            row = num_drafts + position
-            _reduce_tile(draft, sequence, position, row, tile, token, is_needed, may_read, out, tile_size, interpret)
+            place = _Place(sequence, position, num_drafts + position, tile)
+            reduce_tile(draft, place, token, is_needed, may_read)
 
     @pl.when((tile == 0) & is_target)
     def _():
-        logit = target.load(target.at(sequence, position), token, is_needed)
+        logit = target.load(target.locate(sequence, position), token, is_needed)
         plgpu.store(out.token.at[sequence, position], logit)
         if draft is not None:
-            logit = draft.load(draft.at(sequence, position), token, is_needed)
+            logit = draft.load(draft.locate(sequence, position), token, is_needed)
             plgpu.store(out.token.at[sequence, num_drafts + position], logit)
         key = threefry.load_key(key_data, sequence, 0)
-        # The two uniforms of the residual are drawn with the first draft's.
+        # The program of the first draft also draws the two uniforms of the residual, in lanes 1 and 2.
         lane = jax.lax.iota(jnp.int32, 4)
         data = jnp.where(lane == 0, position * streams.stride + streams.accept, streams.residual)
         uniforms = threefry.uniform(threefry.fold_in(key, data), jnp.maximum(lane - 1, 0))
@@ -137,30 +154,39 @@ def _statistics_kernel(
 
 
 def _reduce_tile(
-    rows: Rows, sequence, position, row, tile, token, is_needed, may_read, out: Statistics, tile_size, interpret
+    rows: Rows,
+    place: _Place,
+    token: Array,
+    is_needed: Array,
+    may_read: Array | None,
+    *,
+    out: Statistics,
+    tile_size: int,
+    interpret: bool,
 ):
+    """Store the statistics of a tile if its row is needed; its logits are loaded where `may_read`, None everywhere."""
+    sequence, position, row, tile = place
     ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
-    at = rows.at(sequence, position)
+    at = rows.locate(sequence, position)
     logits = rows.load(at, ids, is_needed if rows.rows is not None else may_read)
-    pl.when(is_needed)(lambda: _store_tile(rows, sequence, at, row, tile, token, ids, logits, out, interpret))
 
+    @pl.when(is_needed)
+    def _():
+        temperature = rows.load_temperature(sequence)
+        top = jnp.max(logits)
+        distance = logits - finite(top)
+        weights = exp(distance, inverse(temperature), flush=not interpret)
+        mass = jnp.sum(weights)
+        if rows.temperature is not None:
 
-def _store_tile(rows: Rows, sequence, at, row, tile, token, ids, logits, out: Statistics, interpret):
-    temperature = rows.load_temperature(sequence)
-    top = jnp.max(logits)
-    distance = logits - finite(top)
-    weights = exp(distance, inverse(temperature), flush=not interpret)
-    mass = jnp.sum(weights)
-    if rows.temperature is not None:
+            def is_beaten() -> Array:
+                logit = rows.load(at, token)
+                return jnp.max(((logits > logit) | ((logits == logit) & (ids < token))).astype(jnp.float32))
 
-        def beaten():
-            logit = rows.load(at, token)
-            return jnp.max(((logits > logit) | ((logits == logit) & (ids < token))).astype(jnp.float32))
-
-        mass = jax.lax.cond(temperature == 0, beaten, lambda: mass)
-    plgpu.store(out.top.at[sequence, row, tile], top)
-    plgpu.store(out.mass.at[sequence, row, tile], mass)
-    if out.weighted is not None:
-        exponent = distance * inverse(temperature)
-        weighted = jnp.sum(jnp.where(weights > 0, weights * exponent, 0))
-        plgpu.store(out.weighted.at[sequence, row, tile], weighted)
+            mass = jax.lax.cond(temperature == 0, is_beaten, lambda: mass)
+        plgpu.store(out.top.at[sequence, row, tile], top)
+        plgpu.store(out.mass.at[sequence, row, tile], mass)
+        if out.weighted is not None:
+            exponent = distance * inverse(temperature)
+            weighted = jnp.sum(jnp.where(weights > 0, weights * exponent, 0))
+            plgpu.store(out.weighted.at[sequence, row, tile], weighted)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import peers
 from timing import device_seconds
 
-from pallas_kernels.cut import min_logit
 from specjax import Categorical, Draft, verifiers
+from specjax.sampling.cut import min_logit
 
 CUT_ROWS = 384  # rows of logits in the table of cuts
 TOP_K, TOP_P = 50, 0.9

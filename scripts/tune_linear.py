@@ -17,17 +17,12 @@ import timing
 from bench_decode import PEAK, SHAPES
 
 from pallas_kernels.linear import linear
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import Tiling, matmul
 from specjax.models.linear import rms_norm
 
 EPSILON = 1e-5
 WARPS = (4, 8, 16, 32)
-TILES = (
-    ((16, 256), 2, 5),
-    ((32, 256), 4, 5),
-    ((64, 64), 4, 8),
-    ((64, 128), 4, 4),
-)  # (outputs, inputs) of a tile, warps, stages
+TILINGS = tuple(Tiling(*sizes) for sizes in ((16, 256, 2, 5), (32, 256, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4)))
 timing.MAX_COPIES, timing.CACHE_BYTES = 24, 4e8
 
 
@@ -97,10 +92,8 @@ def main() -> None:
     print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16, microseconds")
     one_row = {f"{n} warps": partial(by_one_row, num_warps=n) for n in WARPS}
     few_rows = {
-        f"{tile[0]} x {tile[1]}, {warps} warps, {stages} stages": partial(
-            by_few_rows, tile=tile, num_warps=warps, num_stages=stages
-        )
-        for tile, warps, stages in TILES
+        f"{t.outputs} x {t.width}, {t.num_warps} warps, {t.num_stages} stages": partial(by_few_rows, tiling=t)
+        for t in TILINGS
     }
     table("One row", 1, {"XLA": by_xla, "one row": by_one_row, **one_row, "few rows": by_few_rows})
     table("Six rows", 6, {"XLA": by_xla, "few rows": by_few_rows, **few_rows})

@@ -14,9 +14,9 @@ import jax
 from bench_verify import CASES, inputs
 from timing import device_seconds
 
-from pallas_kernels.accept import accept, accept_ratio
+from pallas_kernels.accept import accept
 from pallas_kernels.recover import recover
-from pallas_kernels.rows import Rows
+from pallas_kernels.rules import accept_by_ratio
 from pallas_kernels.sample import sample
 from pallas_kernels.statistics import row_statistics
 from specjax.verifiers import kernels
@@ -29,25 +29,18 @@ def cases(batch: int, dtype: str):
     """Yield for each kernel: a label, the function, its arrays, and the options to try."""
     draft, target = inputs(batch, NUM_DRAFTS, VOCAB, dtype, CASES["rejection"])
     key_data = jax.random.key_data(jax.random.split(jax.random.key(1), batch))
-    target, distribution, tokens = Rows(*target), Rows(*draft.distribution), draft.tokens
-
-    def statistics(key_data, tokens, target, draft, **tuning):
-        return row_statistics(key_data, tokens, None, target, draft, streams=kernels.STREAMS, **tuning)
-
-    def draw(key_data, tokens, target, **tuning):
-        return sample(key_data, target, tokens, purpose=0, **tuning)
-
-    found = jax.jit(statistics)(key_data, tokens, target, distribution)
-    arrays = tokens, None, target, distribution, found, None
+    to_verify = kernels.as_batch(draft, target, bonus_tokens=None)
+    statistics, draw = partial(row_statistics, streams=kernels.STREAMS), partial(sample, purpose=0)
+    found = jax.jit(statistics)(key_data, to_verify)
     tiled = [{"tile_size": tile, "num_warps": warps} for tile, warps in product(TILES, WARPS)]
-    yield "statistics", statistics, (key_data, tokens, target, distribution), tiled
-    yield "accept", partial(accept, rule=accept_ratio), arrays, [{"num_warps": warps} for warps in (1, 2, 4, 8)]
-    for label, rule in (("recover", accept_ratio), ("block recover", None)):
-        decision = accept(*arrays, rule=rule)
-        yield label, recover, (tokens, target, distribution, found, decision), tiled
-    yield "sample", draw, (key_data, tokens, target), tiled[:9]
-    picks = [{"draw_num_warps": warps} for warps in (1, 2, 4, 8)]
-    yield "sample, draw", draw, (key_data, tokens, target), picks
+    yield "statistics", statistics, (key_data, to_verify), tiled
+    arrays = to_verify, found, None
+    yield "accept", partial(accept, rule=accept_by_ratio), arrays, [{"num_warps": warps} for warps in (1, 2, 4, 8)]
+    for label, rule in (("recover", accept_by_ratio), ("block recover", None)):
+        yield label, recover, (to_verify, found, accept(*arrays, rule=rule)), tiled
+    to_match = to_verify._replace(draft=None)
+    yield "sample", draw, (key_data, to_match), tiled[:9]
+    yield "sample, draw", draw, (key_data, to_match), [{"draw_num_warps": warps} for warps in (1, 2, 4, 8)]
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import sample as kernels
+from pallas_kernels.rows import BLOCK_SIZE, Batch, unsupported_dtype
 from specjax import keys as streams
+from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
 from specjax.types import Array, Categorical
-
-BLOCK_SIZE = 512  # tokens in a block of the inverse CDF; with 2 uniforms of 24 bits a draw is exact within 5e-5
 
 
 class Law(NamedTuple):
@@ -291,14 +292,48 @@ def pick(residual: Residual, uniforms: Array) -> Array:
     return jnp.minimum(token, vocab_size - 1)
 
 
-def sample(keys: Array, distribution: Categorical) -> Array:
-    """Draw a token from every row by Gumbel-max, with the noise of keys [B, T]: tokens [B, T] int32 in [0, V).
+def sample(keys: Array, distribution: Categorical, *, implementation: str | None = None) -> Array:
+    """Draw a token from every row by Gumbel-max.
 
-    In two levels: a block of the vocabulary by the log of its mass, then a token inside it. The maximum of Gumbel noise
-    added to the logits of a block is distributed as the log of its mass plus one Gumbel number, so the law is the same
-    and a row of V tokens takes V / BLOCK_SIZE + BLOCK_SIZE random numbers. Vocabularies of one block are drawn from
-    directly. Temperature 0 gives the argmax.
+    The draw has two levels: it chooses a block of the vocabulary by the log of its mass, then a token in the block. The
+    maximum of Gumbel noise added to the logits of a block is distributed as the log of its mass plus one Gumbel number,
+    so the tokens have the same distribution, and a row takes V / BLOCK_SIZE + BLOCK_SIZE random numbers instead of V. A
+    vocabulary of one block is drawn from directly. Temperature 0 gives the argmax.
+
+    Args:
+        keys: typed threefry keys [B, T], one for the noise of each row.
+        distribution: of B x T rows.
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+
+    Returns:
+        Tokens [B, T] int32 in [0, V).
+
+    Raises:
+        NotImplementedError: if the named implementation does not support the case.
     """
+
+    def by_kernels(keys: Array, distribution: Categorical, *, interpret: bool) -> Array:
+        rows = as_rows(distribution._replace(log_normalizer=None))
+        batch = Batch(tokens=None, num_tokens=None, bonus_tokens=None, target=rows, draft=None)
+        return kernels.sample(jax.random.key_data(keys), batch, interpret=interpret).tokens
+
+    def reason(keys: Array, distribution: Categorical) -> str | None:
+        if keys.size == 0:
+            return "the kernels take at least one row, got none"
+        return unsupported_dtype("logits", distribution.logits)
+
+    return dispatch(
+        (keys, distribution),
+        xla=_sample,
+        pallas=by_kernels,
+        reason=reason,
+        is_worthwhile=lambda keys, distribution: distribution.logits.shape[-1] >= SMALL_VOCAB,
+        implementation=implementation,
+    )
+
+
+def _sample(keys: Array, distribution: Categorical) -> Array:
+    """Draw as `sample` does, by XLA."""
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     stored = _stored(distribution)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.cut import min_logit
+from specjax.sampling.cut import min_logit
 
 OFF = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
 VALUES = {
@@ -248,12 +248,12 @@ def test_bad_input(logits, fields, message):
 def test_unsupported_cases():
     with pytest.raises(ValueError, match="'xla', 'pallas' or 'interpret', got 'triton'"):
         min_logit(jnp.zeros(7), top_k=jnp.array(2), implementation="triton")
-    with pytest.raises(NotImplementedError, match="at most 524288 tokens, not 524289"):
+    with pytest.raises(NotImplementedError, match="at most 524288 tokens, got 524289"):
         min_logit(jnp.zeros(2**19 + 1), top_k=jnp.array(2), implementation="interpret")
 
 
 def test_unsupported_dtype(x64):
-    with pytest.raises(NotImplementedError, match="bfloat16 or float16, not float64"):
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16, got float64"):
         min_logit(jnp.zeros(7, jnp.float64), top_k=jnp.array(2), implementation="pallas")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lowering import triton_kernels
 
-from pallas_kernels.decode_attention import decode_attention, is_supported
+from pallas_kernels.decode_attention import decode_attention, unsupported
 from specjax import SamplingParams, decode, proposers, sampling
 from specjax.models.attention import attend
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
@@ -126,6 +126,6 @@ def test_decoding_lowers_for_cuda(num_drafts):
 
 def test_unsupported():
     arrays = operands(1, 2, 4, 2, 16, 40, [0], jnp.float32)
-    assert not is_supported(arrays[0], arrays[3])
+    assert "got float32 and float32" in unsupported(arrays[0], arrays[3])
     with pytest.raises(NotImplementedError, match="float32"):
         decode_attention(*arrays)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from lowering import compile_for_sm90, triton_kernels
 
+from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
-from pallas_kernels.linear import is_supported, linear
-from pallas_kernels.matmul import matmul
+from pallas_kernels.linear import linear
+from pallas_kernels.matmul import Tiling, matmul
 from specjax.models import linear as models
 
 EPSILON = 1e-3
@@ -113,7 +114,8 @@ def test_few_rows_against_float64(num_rows, size, num_outputs, tile, activation,
     _, weight, _, _ = operands(size, num_outputs * (1 if activation is None else 2), dtype, num_outputs)
     x = jax.random.normal(jax.random.key(4), (num_rows, size)).astype(dtype)
     residual = jax.random.normal(jax.random.key(5), (num_rows, num_outputs)).astype(dtype)
-    options = {"activation": activation, "dtype": jnp.float32, "tile": tile, "interpret": interpret}
+    tiling = Tiling(*tile, num_warps=2, num_stages=2)
+    options = {"activation": activation, "dtype": jnp.float32, "tiling": tiling, "interpret": interpret}
     y = jax.jit(lambda x, weight, residual: matmul(x, weight, residual=residual, **options))(x, weight, residual)
     np.testing.assert_allclose(y, expected_product(x, weight, residual, activation), rtol=2e-5, atol=2e-5)
     without = matmul(x, weight, **options)
@@ -146,7 +148,7 @@ def test_few_rows_of_a_large_model(size, num_outputs, gated, shape):
     _, weight, scale, bias = operands(size, num_outputs * (2 if gated else 1), jnp.bfloat16, num_outputs)
     x = jax.random.normal(jax.random.key(4), (*shape, size)).astype(jnp.bfloat16)
     residual = jax.random.normal(jax.random.key(5), (*shape, num_outputs)).astype(jnp.bfloat16)
-    assert few_rows.is_supported(x, weight)
+    assert few_rows.unsupported(x, weight) is None and few_rows.is_worthwhile(x, weight)
     normed = models.rms_norm(x, (scale, EPSILON))
     for added in (residual, bias[None, None]):
         options = {"norm": (scale, EPSILON), "activation": activation, "residual": added, "dtype": jnp.float32}
@@ -213,13 +215,34 @@ def test_models_give_what_the_kernel_gives(num_tokens, size, transposed):
 
 
 def test_unsupported():
-    weight = jnp.zeros((3, 64))
-    assert is_supported(jnp.zeros((1, 1, 64)), weight)
-    assert not is_supported(jnp.zeros((1, 2, 64)), weight)
-    assert not is_supported(jnp.zeros((1, 1, 64), jnp.bfloat16), weight)
-    large = jnp.zeros((4096, 16384), jnp.bfloat16)
-    assert few_rows.is_supported(jnp.zeros((2, 8, 16384), jnp.bfloat16), large)
-    assert not few_rows.is_supported(jnp.zeros((17, 1, 16384), jnp.bfloat16), large)
-    assert not few_rows.is_supported(jnp.zeros((1, 1, 16384)), large)
-    assert not few_rows.is_supported(jnp.zeros((1, 1, 16384), jnp.bfloat16), large[:64])
-    assert not few_rows.is_supported(jnp.zeros((1, 1, 16384)), large.astype(jnp.float32))
+    weight, large = jnp.zeros((3, 64)), jnp.zeros((4096, 16384), jnp.bfloat16)
+    assert one_row.unsupported(jnp.zeros((1, 1, 64)), weight) is None
+    assert "one row, got shape (1, 2, 64)" in one_row.unsupported(jnp.zeros((1, 2, 64)), weight)
+    assert "got bfloat16 and float32" in one_row.unsupported(jnp.zeros((1, 1, 64), jnp.bfloat16), weight)
+    assert one_row.is_worthwhile(jnp.zeros((1, 1, 64)), weight)
+    assert not one_row.is_worthwhile(jnp.zeros((1, 1, 16384)), large)
+    assert few_rows.unsupported(jnp.zeros((2, 8, 16384), jnp.bfloat16), large) is None
+    assert "at most 16 rows, got shape (17, 1" in few_rows.unsupported(jnp.zeros((17, 1, 16384), jnp.bfloat16), large)
+    assert "got float32 and bfloat16" in few_rows.unsupported(jnp.zeros((1, 1, 16384)), large)
+    assert "got float32 and float32" in few_rows.unsupported(jnp.zeros((1, 1, 64)), weight)
+    assert few_rows.is_worthwhile(jnp.zeros((1, 1, 16384), jnp.bfloat16), large)
+    assert not few_rows.is_worthwhile(jnp.zeros((1, 1, 16384), jnp.bfloat16), large[:64])
+
+
+def test_a_named_implementation_does_not_fall_back():
+    x, weight = jnp.ones((1, 2, 64)), jnp.ones((3, 64))
+    with pytest.raises(
+        NotImplementedError, match="'pallas' cannot run this case: the kernel takes bfloat16 or float16"
+    ):
+        models.linear(x, weight, transposed=True, implementation="pallas")
+    with pytest.raises(NotImplementedError, match=r"transposed weight \[N, D\], got transposed=False"):
+        models.linear(x, weight.T, implementation="interpret")
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(1, jnp.float32), (3, jnp.bfloat16)])
+def test_implementations_agree(num_tokens, dtype):
+    _, weight, scale, residual = operands(300, 14, dtype, 7)
+    x = jax.random.normal(jax.random.key(4), (1, num_tokens, 300)).astype(dtype)
+    options = {"norm": (scale, EPSILON), "activation": jax.nn.silu, "residual": residual[None, None]}
+    run = partial(models.linear, x, weight, transposed=True, dtype=jnp.float32, **options)
+    np.testing.assert_allclose(run(implementation="interpret"), run(implementation="xla"), rtol=1e-4, atol=1e-4)

@@ -6,10 +6,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from lowering import H200, compile_for_sm90, triton_kernels
 
-import specjax.verifiers.kernels
-from pallas_kernels.cut import min_logit
-from specjax import Categorical, Draft, ModelInput, verifiers
+from specjax import Categorical, Draft, ModelInput, distributions, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.sampling.cut import min_logit
 
 pytestmark = pytest.mark.slow  # compiles kernels for a GPU, and runs none
 
@@ -61,7 +60,7 @@ def test_kernels_compile_without_spilling(verifier, shaped, tmp_path):
 
 def test_draws_of_a_draft_model_lower_to_triton():
     keys, _, target = inputs(4, 128256, jnp.bfloat16, shaped=True)
-    kernels = triton_kernels(specjax.verifiers.kernels.draw, jax.ShapeDtypeStruct((4, 6), keys.dtype), target)
+    kernels = triton_kernels(distributions.sample, jax.ShapeDtypeStruct((4, 6), keys.dtype), target)
     assert [kernel.name for kernel in kernels] == KERNELS["match"]
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cut import min_logit
 from specjax import distributions, testing, verifiers
 from specjax import keys as streams
+from specjax.sampling.cut import min_logit
 from specjax.types import Categorical, Draft
 
 OPTIONS = {"synthetic": {"acceptance_length": 2.0}}

@@ -3,18 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode_attention import decode_attention, is_supported
-from pallas_kernels.rows import is_partitioned
+from pallas_kernels.decode_attention import decode_attention, unsupported
+from specjax.dispatch import dispatch
 from specjax.models.rope import Rotation, rotate
 from specjax.types import Array, ModelInput
 
-Cache = dict[str, Array]  # of a layer: key and value, [B, S, kv heads, head size]
+Cache = dict[str, Array]  # the "key" and "value" of one layer, [B, S, kv heads, head size]
 
 
 def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None) -> Array:
-    """Which cache slots each query sees [B, 1, T, S]: those before the call, and in it those of its mask.
+    """Return which cache slots each query may attend to, [B, 1, T, S] bool.
 
-    With a window, only those less than so many positions before the query.
+    They are all slots before this call, and in it those that `inputs.mask` allows; with a window, only those that lie
+    less than `window` positions before the query.
     """
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
@@ -34,7 +35,7 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
 
 
 def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> Cache:
-    """Write keys and values [B, T, H, D] to the slots of the call; what would lie past the end is dropped."""
+    """Write keys and values [B, T, H, D] to the slots of the call; those that would lie past the end are dropped."""
     row = jnp.arange(key.shape[0])[:, None]
     slot = inputs.positions[:, :1] + jnp.arange(key.shape[1])[None]
     return {
@@ -46,9 +47,9 @@ def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> 
 def attend(
     query: Array, key: Array, value: Array, mask: Array | None, scale: float | None = None, softcap: float | None = None
 ) -> Array:
-    """Attention of queries [B, T, H, D] to keys and values [B, S, kv heads, D]; without a mask it is causal.
+    """Attend from queries [B, T, H, D] to keys and values [B, S, kv heads, D], causally where `mask` is None.
 
-    `scale` of the scores is 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c).
+    The scores are multiplied by `scale`, 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c).
     """
     if softcap is None:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
@@ -74,35 +75,53 @@ def attend_to_cache(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    implementation: str | None = None,
 ) -> tuple[Array, Cache]:
     """Write the keys and values of a call to its slots, and attend from its queries to the cache.
 
-    With a rotation, queries and keys are turned first. `mask` is that of `attention_mask`. On NVIDIA GPUs a few queries
-    of 16 bits in a chain take one kernel, which reads no more of the cache than it holds; not those of a sharded model.
-    """
+    The kernel takes a few queries of 16 bits in a chain, and reads no more of the cache than it holds.
 
-    def kernel(query, key, value, cache, inputs, mask, rotation):
-        attended, *updated = decode_attention(
-            query,
-            key,
-            value,
-            cache["key"],
-            cache["value"],
-            inputs.positions[:, 0],
-            rotation,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-        )
+    Args:
+        query: [B, T, H, D].
+        key: [B, T, kv heads, D] of the tokens of the call; `value` likewise.
+        cache: of the layer.
+        inputs: the tokens of the call and their positions.
+        mask: [B, 1, T, S] bool, as `attention_mask` gives it.
+        rotation: turns queries and keys first; None for none.
+        window: number of positions that a query sees, its own included, as in `mask`; None is all.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        softcap: number c that turns a score s into c tanh(s / c); None for none.
+        implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
+
+    Returns:
+        What the queries attended to [B, T, H, D], and the cache.
+
+    Raises:
+        NotImplementedError: if the named implementation does not support the case.
+    """
+    of_scores = {"scale": scale, "softcap": softcap}
+
+    def by_kernel(query, key, value, cache, inputs, mask, rotation, *, interpret):
+        caches, start = (cache["key"], cache["value"]), inputs.positions[:, 0]
+        options = {"window": window, "interpret": interpret, **of_scores}
+        attended, *updated = decode_attention(query, key, value, *caches, start, rotation, **options)
         return attended, dict(zip(("key", "value"), updated, strict=True))
 
-    def xla(query, key, value, cache, inputs, mask, rotation):
+    def by_xla(query, key, value, cache, inputs, mask, rotation):
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
-        return attend(query, cache["key"], cache["value"], mask, scale, softcap), cache
+        return attend(query, cache["key"], cache["value"], mask, **of_scores), cache
 
-    operands = query, key, value, cache, inputs, mask, rotation
-    if inputs.mask is None and is_supported(query, cache["key"]) and not is_partitioned(query, cache["key"]):
-        return jax.lax.platform_dependent(*operands, cuda=kernel, default=xla)
-    return xla(*operands)
+    def reason(query, key, value, cache, inputs, mask, rotation):
+        if inputs.mask is not None:
+            return "the kernel takes a chain of tokens, got a ModelInput with a mask"
+        return unsupported(query, cache["key"])
+
+    return dispatch(
+        (query, key, value, cache, inputs, mask, rotation),
+        xla=by_xla,
+        pallas=by_kernel,
+        reason=reason,
+        implementation=implementation,
+    )

@@ -1,6 +1,8 @@
 """Products with the matrices of a network, together with the norm, the gate or the sum that stands beside them."""
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
-from pallas_kernels.rows import is_partitioned
+from specjax.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.types import Array
 
 Norm = tuple[Array, float]  # scale [D], epsilon
@@ -31,64 +33,98 @@ def linear(
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> Array:
-    """x [B, T, D] times weight [D, N].
+    """Multiply x [B, T, D] by a weight, with the norm before and the gate or the sum after the product.
 
-    On an NVIDIA GPU one token, or a few and a large weight, take a kernel where the weight is transposed, not sharded.
+    Kernels take a transposed weight and one token, or a few tokens of 16 bits.
 
     Args:
-        transposed: the weight is [N, D].
-        norm: is taken of x first.
-        activation: the first half of the products goes through it and is multiplied by the second.
-        residual: [B, T, N], or with an activation [B, T, N / 2], or what broadcasts to it: added at the end.
-        dtype: of the result; None is that of x.
+        x: [B, T, D] floats.
+        weight: [D, N], or [N, D] if `transposed`.
+        transposed: whether the weight is [N, D].
+        norm: scale [D] and epsilon of a root-mean-square norm of x, which comes first; None for none.
+        activation: function that the first half of the products goes through before the second half multiplies it.
+        residual: [B, T, N], or [B, T, N / 2] with an activation, or what broadcasts to it: added at the end.
+        dtype: of the result; None is the dtype of x.
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they are faster.
 
     Returns:
-        [B, T, N], or with an activation [B, T, N / 2].
+        [B, T, N], or [B, T, N / 2] with an activation.
+
+    Raises:
+        NotImplementedError: if the named implementation does not support the case.
     """
-    dtype = dtype or x.dtype
+    epsilon = None if norm is None else norm[1]
+    static = {"epsilon": epsilon, "activation": activation, "dtype": dtype or x.dtype}
 
-    def product(x, weight, scale, residual):
-        if norm is not None:
-            x = rms_norm(x, (scale, norm[1]))
-        y = jnp.einsum("btd,nd->btn" if transposed else "btd,dn->btn", x, weight, preferred_element_type=dtype)
-        if activation is not None:
-            gate, up = jnp.split(y, 2, axis=-1)
-            y = activation(gate) * up
-        return y if residual is None else residual + y
+    def reason(x: Array, weight: Array, scale: Array | None, residual: Array | None) -> str | None:
+        if not transposed:
+            return "the kernels take a transposed weight [N, D], got transposed=False"
+        return _kernel_of(x, weight).unsupported(x, weight)
 
-    def pair(x, weight, scale, residual):
-        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), weight, scale, residual)[:, :1]
+    def is_worthwhile(x: Array, weight: Array, scale: Array | None, residual: Array | None) -> bool:
+        return _kernel_of(x, weight).is_worthwhile(x, weight)
 
-    def one_row_kernel(x, weight, scale, residual):
-        y = one_row.linear(
-            x.ravel(),
-            weight,
-            norm=None if norm is None else (scale, norm[1]),
-            activation=activation,
-            residual=None if residual is None else residual.ravel(),
-            dtype=dtype,
-        )
-        return y[None, None]
+    return dispatch(
+        (x, weight, None if norm is None else norm[0], residual),
+        xla=partial(_by_xla, transposed=transposed, **static),
+        pallas=partial(_by_kernel, **static),
+        reason=reason,
+        is_worthwhile=is_worthwhile,
+        implementation=implementation,
+    )
 
-    def few_rows_kernel(x, weight, scale, residual):
-        if norm is not None:
-            x = rms_norm(x, (scale, norm[1]))
-        rows = x.reshape(-1, x.shape[2])
-        if residual is not None:
-            residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(rows.shape[0], -1)
-        y = few_rows.matmul(rows, weight, activation=activation, residual=residual, dtype=dtype)
-        return y.reshape(*x.shape[:2], -1)
 
-    operands = x, weight, None if norm is None else norm[0], residual
-    if is_partitioned(x, weight):
+def _by_xla(x: Array, weight: Array, scale: Array | None, residual: Array | None, **static) -> Array:
+    operands, product = (x, weight, scale, residual), partial(_product, **static)
+    if not has_static_shape(x) or x.shape[:2] != (1, 1) or is_partitioned((x, weight)):
         return product(*operands)
-    if transposed and one_row.is_supported(x, weight):
-        cuda = one_row_kernel
-    elif transposed and few_rows.is_supported(x, weight):
-        cuda = few_rows_kernel
-    elif x.shape[:2] == (1, 1):
-        cuda = pair  # XLA multiplies two rows by a matrix faster than one
-    else:
-        return product(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=cuda, default=product)
+
+    def as_pair(x: Array, *others: Array | None) -> Array:
+        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), *others)[:, :1]
+
+    # On a GPU, XLA multiplies two rows by a matrix faster than one.
+    return jax.lax.platform_dependent(*operands, cuda=as_pair, default=product)
+
+
+def _product(
+    x: Array, weight: Array, scale: Array | None, residual: Array | None, *, transposed, epsilon, activation, dtype
+) -> Array:
+    if scale is not None:
+        x = rms_norm(x, (scale, epsilon))
+    y = jnp.einsum("btd,nd->btn" if transposed else "btd,dn->btn", x, weight, preferred_element_type=dtype)
+    if activation is not None:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = activation(gate) * up
+    return y if residual is None else residual + y
+
+
+def _kernel_of(x: Array, weight: Array) -> ModuleType:
+    """The kernel for these: a faster one than XLA, else one that can multiply them, else one that says why not."""
+    able = [kernel for kernel in (one_row, few_rows) if kernel.unsupported(x, weight) is None]
+    faster = [kernel for kernel in able if kernel.is_worthwhile(x, weight)]
+    return (faster or able or [one_row if x.size == x.shape[-1] else few_rows])[0]
+
+
+def _by_kernel(
+    x: Array,
+    weight: Array,
+    scale: Array | None,
+    residual: Array | None,
+    *,
+    epsilon: float | None,
+    interpret: bool,
+    **static,
+) -> Array:
+    static["interpret"] = interpret
+    if _kernel_of(x, weight) is one_row:
+        norm = None if scale is None else (scale, epsilon)
+        residual = None if residual is None else residual.ravel()
+        return one_row.linear(x.ravel(), weight, norm=norm, residual=residual, **static)[None, None]
+    if scale is not None:
+        x = rms_norm(x, (scale, epsilon))
+    rows = x.reshape(-1, x.shape[2])
+    if residual is not None:
+        residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(rows.shape[0], -1)
+    return few_rows.matmul(rows, weight, residual=residual, **static).reshape(*x.shape[:2], -1)

@@ -13,7 +13,6 @@ from specjax.keys import DRAFT, stream
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling, process
 from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified, is_integer
-from specjax.verifiers import kernels
 
 CATCH_UP = 16  # tokens in each call that feeds what was committed while the draft model did not run
 
@@ -137,7 +136,7 @@ class DraftModel:
         """
         if self.is_greedy:
             return distributions.normalize(row, argmax=True).argmax, None
-        return kernels.draw(key, row), row._replace(temperature=None)
+        return distributions.sample(key, row), row._replace(temperature=None)
 
 
 def _committed(context: Context, start: Array, num_tokens: int) -> ModelInput:

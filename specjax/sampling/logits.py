@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from pallas_kernels.cut import min_logit
 from specjax.distributions import widen
 from specjax.sampling import guided
 from specjax.sampling.arrays import Sampling
+from specjax.sampling.cut import min_logit
 from specjax.sampling.guided.tables import Guide
 from specjax.types import Array, Categorical, Context
 from specjax.verifiers import core as common

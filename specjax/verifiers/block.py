@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rules import accept_prefix
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
@@ -75,9 +76,7 @@ def block(
     mass = jnp.where(common.is_deterministic(draft)[:, None], one_hot_mass, mass)
     accept = jax.vmap(acceptance_probabilities)(joint, mass, draft.num_tokens)
     if target.temperature is not None:
-        is_best = (draft.tokens == law.argmax[:, :-1]).astype(jnp.int32)
-        greedy = jnp.cumprod(is_best, axis=1).astype(accept.dtype)
-        accept = jnp.where(target.temperature[:, None] == 0, greedy, accept)
+        accept = jnp.where(target.temperature[:, None] == 0, joint, accept)
 
     index = jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None]
     accepted = draw.flip(accept) & (index <= draft.num_tokens[:, None])
@@ -111,7 +110,5 @@ def joint_log_ratio(log_ratio: Array) -> Array:
 
 def acceptance_probabilities(joint: Array, mass: Array, num_tokens: Array) -> Array:
     """Compute the acceptance probability [K] of each prefix of one row, from P [K] and the residual masses [K-1]."""
-    mass = jnp.pad(mass, (0, 1))
-    rest = mass + (1 - joint)
-    inner = jnp.where(rest > 0, mass / jnp.where(rest > 0, rest, 1), 1)
+    inner = accept_prefix(jnp.pad(mass, (0, 1)), joint)
     return jnp.where(jnp.arange(1, joint.shape[0] + 1) == num_tokens, joint, inner)

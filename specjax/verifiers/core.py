@@ -11,8 +11,10 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels import rules
 from specjax import distributions
 from specjax import keys as streams
+from specjax.dispatch import dispatch
 from specjax.distributions import Law, Residual
 from specjax.types import FLOATS, Array, Categorical, Draft, Verified
 from specjax.verifiers import kernels
@@ -87,7 +89,7 @@ class KeyDraw:
 
     def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
         keys = streams.numbered(self.keys, self._calls.next("sample", index))
-        return distributions.sample(streams.stream(keys, streams.TARGET), target)
+        return distributions.sample(streams.stream(keys, streams.TARGET), target, implementation="xla")
 
 
 def from_core(
@@ -119,8 +121,6 @@ def from_core(
         implementation: str | None = None,
         **options: Any,
     ) -> Verified:
-        if implementation not in (None, "xla", "pallas", "interpret"):
-            raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
         if not isinstance(draft, Draft):
             raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
         target = target if isinstance(target, Categorical) else jnp.asarray(target)
@@ -139,22 +139,28 @@ def from_core(
             common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
             return core(draw, canonical(draft), target, **common, **own, **options)
 
-        def by_kernel(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
-            common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
-            return kernel(keys, draft, target, interpret=implementation == "interpret", **common, **options)
+        def by_kernel(
+            keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
+        ) -> Verified:
+            common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs, "interpret": interpret}
+            return kernel(keys, draft, target, **common, **options)
 
-        lack = "a verifier with a kernel" if kernel is None else kernels.unsupported(draft, target)
-        if outcomes:
-            lack = "outcomes=False: drafts after a rejected one are not tested"
-        if implementation in ("pallas", "interpret") and lack is not None:
-            raise NotImplementedError(f"implementation={implementation!r} supports {lack}")
+        def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
+            if kernel is None:
+                return "this verifier has no kernels"
+            if outcomes:
+                return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
+            return kernels.unsupported(draft, target)
 
         def by_either(*operands: Any) -> Verified:
-            if implementation in ("pallas", "interpret"):
-                return by_kernel(*operands)
-            if implementation is None and lack is None and kernels.is_worthwhile(operands[2]):
-                return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=by_core)
-            return by_core(*operands)
+            return dispatch(
+                operands,
+                xla=by_core,
+                pallas=by_kernel,
+                reason=reason,
+                is_worthwhile=lambda keys, draft, target, bonus_tokens: kernels.is_worthwhile(target),
+                implementation=implementation,
+            )
 
         # The choice of tokens has no gradient, but their log-probabilities have one.
         verified = _with_auto_axes(by_either, *jax.lax.stop_gradient((keys, draft, target, bonus_tokens)))
@@ -219,14 +225,26 @@ def is_deterministic(draft: Draft) -> Array:
     return temperature == 0
 
 
+def evidence(draft: Draft, draft_law: Law | None, target: Law, *, entropy: bool = False) -> rules.Evidence:
+    """What acceptance rules know of each draft, arrays [B, K].
+
+    `draft_law` None stands for deterministic drafts; the entropy of the target rows is found on request.
+    """
+    drafted = distributions.slice_law(target, 0, draft.tokens.shape[1])
+    log_prob = distributions.token_log_prob(drafted, draft.tokens)
+    draft_log_prob = jnp.zeros_like(log_prob)
+    if draft_law is not None:
+        is_one_hot = is_deterministic(draft)
+        if target.distribution.temperature is not None:
+            is_one_hot |= target.distribution.temperature == 0  # a greedy row accepts its argmax whatever it came from
+        draft_log_prob = jnp.where(is_one_hot[:, None], 0, distributions.token_log_prob(draft_law, draft.tokens))
+    lane = jnp.arange(draft.tokens.shape[1])[None]
+    return rules.Evidence(log_prob, draft_log_prob, distributions.entropy(drafted) if entropy else None, lane)
+
+
 def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
     """Return log(target / draft probability) [B, K] of each draft token, -inf where the draft probability is 0."""
-    drafted = distributions.slice_law(target, 0, draft.tokens.shape[1])
-    target_log_prob = distributions.token_log_prob(drafted, draft.tokens)
-    draft_log_prob = distributions.token_log_prob(draft_law, draft.tokens)
-    draft_log_prob = jnp.where(is_deterministic(draft)[:, None], 0, draft_log_prob)
-    ratio = target_log_prob - jnp.where(draft_log_prob > -jnp.inf, draft_log_prob, 0)
-    return jnp.where(draft_log_prob > -jnp.inf, ratio, -jnp.inf)
+    return rules.log_ratio(evidence(draft, draft_law, target))
 
 
 def count_accepted(draft: Draft, accepted: Array) -> Array:

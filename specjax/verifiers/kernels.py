@@ -1,67 +1,68 @@
-"""Verification by the Pallas kernels: from the records of specjax to arrays and back.
+"""Verification by the Pallas kernels: from specjax's records to arrays and back.
 
-The rules are those of the cores, and the random streams too, so the tokens are the same but where rounding decides. The
-kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch and leaves rows whole. Logits
-that are sharded otherwise are left to XLA, which splits its operations as they are.
+The rules and the random streams are those of the cores, so the tokens are the same, except where rounding decides. The
+kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch and leaves rows whole.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.accept import Evidence, accept, accept_ratio
+from pallas_kernels.accept import MAX_DRAFT_TOKENS, accept
 from pallas_kernels.recover import recover
-from pallas_kernels.rows import Rows, in_parts, is_partitioned
+from pallas_kernels.rows import Batch, in_parts, unsupported_dtype
+from pallas_kernels.rules import Evidence, accept_by_ratio
 from pallas_kernels.sample import sample
-from pallas_kernels.statistics import Streams, row_statistics
-from pallas_kernels.triton import plgpu
-from specjax import distributions
+from pallas_kernels.statistics import Part, Streams, row_statistics
 from specjax import keys as streams
+from specjax.dispatch import SMALL_VOCAB, as_rows
 from specjax.types import Array, Categorical, Draft, Verified
 
 STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
-SMALL_VOCAB = 2048  # below it a few fused operations do as well
-MAX_DRAFT_TOKENS = 64  # all of them are lanes of one program
-_SUPPORTED = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class Rule(NamedTuple):
+    """A rule that accepts drafts by probability and recovers from the residual."""
+
+    probability: Callable[[Evidence, Any], Array] | None  # of accepting each draft; None is block verification
+    options: Any = None  # pytree of arrays, given to the function as references
+    has_entropy: bool = False  # the function reads the entropy of the target rows
+    recover_best: bool = False  # a rejected draft is replaced by the argmax of its row instead of a draw
+
+
+REJECTION, BLOCK = Rule(accept_by_ratio), Rule(None)
 
 
 def unsupported(draft: Draft, target: Categorical) -> str | None:
-    """What the kernels support and this case is not, by shapes and dtypes; None if they support it."""
-    if plgpu is None:
-        return f"a JAX with the Triton backend of Pallas, not {jax.__version__}"
-    for name, distribution in (("target", target), ("draft.distribution", draft.distribution)):
-        if distribution is not None and distribution.logits.dtype not in _SUPPORTED:
-            return f"{name} of dtype float32, bfloat16 or float16, not {distribution.logits.dtype}"
+    """Return why the kernels cannot verify a draft of these shapes and dtypes, or None where they can."""
     batch_size, num_draft_tokens = draft.tokens.shape
     if batch_size == 0:
-        return "a batch of at least one sequence"
+        return "the kernels take at least one sequence, got none"
     if num_draft_tokens > MAX_DRAFT_TOKENS:
-        return f"at most {MAX_DRAFT_TOKENS} draft tokens, not {num_draft_tokens}"
-    return None
+        return f"the kernels take at most {MAX_DRAFT_TOKENS} draft tokens, got {num_draft_tokens}"
+    reason = unsupported_dtype("target", target.logits)
+    if reason is None and draft.distribution is not None:
+        reason = unsupported_dtype("draft.distribution", draft.distribution.logits)
+    return reason
 
 
 def is_worthwhile(target: Categorical) -> bool:
-    """Whether the kernels are faster than XLA, by shapes and placement."""
-    return target.logits.shape[-1] >= SMALL_VOCAB and not is_partitioned(target.logits)
+    """Return whether the kernels are faster than XLA for a vocabulary of this size."""
+    return target.logits.shape[-1] >= SMALL_VOCAB
 
 
 def by_sample(
     keys: Array, draft: Draft, target: Categorical, *, bonus_tokens: Array | None, log_probs: bool, interpret: bool
 ) -> Verified:
-    """The kernels of `match`, and of deterministic drafts."""
-    has_drafts = draft.tokens.shape[1] > 0
+    """Verify by exact match with a draw from every target row, as `match` does."""
+    batch = as_batch(draft, target, bonus_tokens)
+    if draft.tokens.shape[1] == 0:
+        batch = batch._replace(tokens=None, num_tokens=None)
     tokens, num_accepted, log_prob = sample(
-        jax.random.key_data(keys),
-        _rows(target._replace(log_normalizer=None)),
-        draft.tokens.astype(jnp.int32) if has_drafts else None,
-        draft.num_tokens if has_drafts else None,
-        bonus_tokens,
-        purpose=streams.TARGET,
-        log_probs=log_probs,
-        interpret=interpret,
+        jax.random.key_data(keys), batch, purpose=streams.TARGET, log_probs=log_probs, interpret=interpret
     )
     if num_accepted is None:
         num_accepted = jnp.zeros(draft.tokens.shape[:1], jnp.int32)
@@ -73,83 +74,50 @@ def by_residual(
     draft: Draft,
     target: Categorical,
     *,
-    rule: Callable[[Evidence, Any], Array] | None,
-    options: Any = None,
-    entropy: bool = False,
-    recover_best: bool = False,
+    rule: Rule,
     bonus_tokens: Array | None,
     log_probs: bool,
     interpret: bool,
 ) -> Verified:
-    """The kernels of rules that accept by probability and recover from the residual; `rule` None is block's."""
+    """Verify by a rule that accepts drafts by probability and recovers from the residual."""
     if draft.tokens.shape[1] == 0:
+        # The kernels take at least one draft: one that no sequence has.
+        rule = rule._replace(probability=accept_by_ratio, options=None)
         no_draft = Draft(jnp.full((draft.tokens.shape[0], 1), -1, jnp.int32))
-        options = {"entropy": entropy, "recover_best": recover_best, "bonus_tokens": bonus_tokens}
-        verified = by_residual(
-            keys, no_draft, target, rule=accept_ratio, log_probs=log_probs, interpret=interpret, **options
-        )
+        common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs, "interpret": interpret}
+        verified = by_residual(keys, no_draft, target, rule=rule, **common)
         return jax.tree.map(lambda field: field[:, :1] if field.ndim == 2 else field, verified)
-    target_rows = _rows(target._replace(log_normalizer=None))
-    draft_rows = None if draft.distribution is None else _rows(draft.distribution)
-    tokens, num_tokens = draft.tokens.astype(jnp.int32), draft.num_tokens
+    batch = as_batch(draft, target, bonus_tokens)
     statistics = decision = None
-    for positions in in_parts(target_rows, tokens.shape[1]) if rule else [None]:
+    ranges = [(0, draft.tokens.shape[1])] if rule.probability is None else in_parts(batch.target, draft.tokens.shape[1])
+    for first, end in ranges:
+        part = Part(first, end, statistics, None if decision is None else decision.num_accepted)
         statistics = row_statistics(
-            jax.random.key_data(keys),
-            tokens,
-            num_tokens,
-            target_rows,
-            draft_rows,
-            streams=STREAMS,
-            positions=positions,
-            begun=statistics,
-            num_accepted=None if decision is None else decision.num_accepted,
-            entropy=entropy,
-            interpret=interpret,
+            jax.random.key_data(keys), batch, streams=STREAMS, part=part, entropy=rule.has_entropy, interpret=interpret
         )
-        decision = accept(
-            tokens, num_tokens, target_rows, draft_rows, statistics, options, rule=rule, interpret=interpret
-        )
-    return Verified(
-        *recover(
-            tokens,
-            target_rows,
-            draft_rows,
-            statistics,
-            decision,
-            bonus_tokens,
-            recover_best=recover_best,
-            log_probs=log_probs,
-            interpret=interpret,
-        )
+        decision = accept(batch, statistics, rule.options, rule=rule.probability, interpret=interpret)
+    options = {"recover_best": rule.recover_best, "log_probs": log_probs, "interpret": interpret}
+    return Verified(*recover(batch, statistics, decision, **options))
+
+
+def by_draft(keys: Array, draft: Draft, target: Categorical, *, rule: Rule, **common: Any) -> Verified:
+    """Verify by `by_residual` where drafts were sampled, and by `by_sample` where they are deterministic."""
+    has_drafts = draft.tokens.shape[1] > 0
+    if draft.distribution is None if has_drafts else common["bonus_tokens"] is None:
+        return by_sample(keys, draft, target, **common)
+    return by_residual(keys, draft, target, rule=rule, **common)
+
+
+def as_batch(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Batch:
+    """Return what is verified as the kernels read it. They find the log-normalizers of the target themselves."""
+    return Batch(
+        draft.tokens.astype(jnp.int32),
+        draft.num_tokens,
+        bonus_tokens,
+        as_rows(target._replace(log_normalizer=None)),
+        None if draft.distribution is None else as_rows(draft.distribution),
     )
 
 
-def by_draft(
-    keys: Array, draft: Draft, target: Categorical, *, rule: Callable[[Evidence, Any], Array] | None, **options: Any
-) -> Verified:
-    """`by_residual` where drafts were sampled, `by_sample` where they are deterministic."""
-    has_drafts = draft.tokens.shape[1] > 0
-    if draft.distribution is None if has_drafts else options["bonus_tokens"] is None:
-        return by_sample(keys, draft, target, **options)
-    return by_residual(keys, draft, target, rule=rule, **options)
-
-
-rejection = partial(by_draft, rule=accept_ratio)
-block = partial(by_draft, rule=None)
-
-
-def _rows(distribution: Categorical) -> Rows:
-    return Rows(*distribution)
-
-
-def draw(keys: Array, distribution: Categorical) -> Array:
-    """`distributions.sample`, by the kernels on CUDA where they support the case."""
-    empty = Draft(jnp.zeros((distributions.shape_of(distribution)[0], 0), jnp.int32))
-    if unsupported(empty, distribution) is not None or not is_worthwhile(distribution):
-        return distributions.sample(keys, distribution)
-
-    def by_kernel(keys: Array, distribution: Categorical) -> Array:
-        return sample(jax.random.key_data(keys), _rows(distribution._replace(log_normalizer=None)))[0]
-
-    return jax.lax.platform_dependent(keys, distribution, cuda=by_kernel, default=distributions.sample)
+rejection = partial(by_draft, rule=REJECTION)
+block = partial(by_draft, rule=BLOCK)

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-import jax.numpy as jnp
-
+from pallas_kernels.rules import accept_by_ratio
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.verifiers import core as common
@@ -66,11 +65,7 @@ def rejection(
         return accept_matches(draw, draft, target, bonus_tokens, log_probs, outcomes)
     law = distributions.normalize(target)
     draft_law = distributions.of_drafts(draft.distribution)
-    accept = jnp.exp(jnp.minimum(common.log_ratio(draft, draft_law, law), 0))
-    if target.temperature is not None:
-        is_best = draft.tokens == law.argmax[:, :-1]
-        accept = jnp.where(target.temperature[:, None] == 0, is_best.astype(accept.dtype), accept)
-    accepted = draw.flip(accept)
+    accepted = draw.flip(accept_by_ratio(common.evidence(draft, draft_law, law)))
     num_accepted = common.count_accepted(draft, accepted)
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))
     return common.emit(

@@ -23,12 +23,13 @@ def _kernel(
     acceptance_length: float | None = None,
     **common_options: Any,
 ) -> Verified:
-    options = _conditional(_rates(acceptance_rates, acceptance_length, draft.tokens.shape[1]))
-    return kernels.by_residual(keys, draft, target, rule=_accept, options=options, **common_options)
+    rates = _conditional(_rates(acceptance_rates, acceptance_length, draft.tokens.shape[1]))
+    return kernels.by_residual(keys, draft, target, rule=kernels.Rule(_accept, rates), **common_options)
 
 
-def _accept(evidence: kernels.Evidence, options: Any) -> Array:
-    return options[jnp.minimum(evidence.lane, options.shape[0] - 1)]
+def _accept(evidence: kernels.Evidence, rates: Any) -> Array:
+    """The acceptance probability of each draft, and of the last draft in lanes past it."""
+    return rates[jnp.minimum(evidence.lane, rates.shape[0] - 1)]
 
 
 @partial(common.from_core, kernel=_kernel)

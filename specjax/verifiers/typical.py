@@ -21,19 +21,13 @@ def _kernel(
     **common_options: Any,
 ) -> Verified:
     _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
-    return kernels.by_residual(
-        keys,
-        draft._replace(distribution=None),
-        target,
-        rule=_accept,
-        options=jnp.array([posterior_threshold, posterior_alpha], jnp.float32),
-        entropy=True,
-        recover_best=True,
-        **common_options,
-    )
+    options = jnp.array([posterior_threshold, posterior_alpha], jnp.float32)
+    rule = kernels.Rule(_accept, options, has_entropy=True, recover_best=True)
+    return kernels.by_residual(keys, draft._replace(distribution=None), target, rule=rule, **common_options)
 
 
 def _accept(evidence: kernels.Evidence, options: Any) -> Array:
+    """The acceptance probability of each draft, 0 or 1, from the threshold and its scale alpha."""
     bound = jnp.minimum(options[0], options[1] * jnp.exp(-evidence.entropy))
     return (jnp.exp(evidence.log_prob) > bound).astype(jnp.float32)
 
@@ -89,10 +83,8 @@ def typical(
     """
     _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
     law = distributions.normalize(target, argmax=True)
-    drafted = distributions.slice_law(law, 0, draft.tokens.shape[1])
-    probability = jnp.exp(distributions.token_log_prob(drafted, draft.tokens))
-    bound = jnp.minimum(posterior_threshold, posterior_alpha * jnp.exp(-distributions.entropy(drafted)))
-    accepted = probability > bound
+    evidence = common.evidence(draft, None, law, entropy=True)
+    accepted = _accept(evidence, (posterior_threshold, posterior_alpha)) > 0
     num_accepted = common.count_accepted(draft, accepted)
     bonus = draw.pick(distributions.Residual(distributions.take_law(law, draft.num_tokens)))
     best = jnp.take_along_axis(law.argmax, num_accepted[:, None], axis=1)[:, 0]

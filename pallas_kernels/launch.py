@@ -1,0 +1,94 @@
+"""How a kernel is started, and what its programs may ask of the machine that they run on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton import plgpu
+
+NUM_MULTIPROCESSORS = 132  # of an H200; a GPU with fewer or more of them runs the same programs, less evenly spread
+
+
+def call(
+    kernel: Callable[..., None],
+    outputs: Any,
+    inputs: Any,
+    *,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int = 1,
+    interpret: bool,
+    begun: Any = None,
+) -> Any:
+    """Run `kernel(inputs, outputs)` on a grid. The kernel gets a reference to the whole of each array.
+
+    Args:
+        kernel: function of two pytrees of references, the inputs and the outputs.
+        outputs: pytree of the shapes and dtypes of the results.
+        inputs: pytree of arrays.
+        grid: number of programs along each axis.
+        num_warps: warps of 32 threads in each program.
+        num_stages: loads that a loop of the kernel keeps in flight.
+        interpret: run the kernel operation by operation, on any platform.
+        begun: arrays that the outputs continue in place. They must be the last of the inputs.
+
+    Returns:
+        Pytree of arrays, as `outputs`.
+    """
+    num_begun = len(jax.tree.leaves(begun))
+    first_begun = len(jax.tree.leaves(inputs)) - num_begun
+    (result,) = pl.pallas_call(
+        kernel,
+        out_shape=(out_shapes(outputs, inputs),),
+        grid=grid,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        input_output_aliases={first_begun + i: i for i in range(num_begun)},
+        interpret=interpret,
+    )(inputs)
+    return result
+
+
+def out_shapes(outputs: Any, inputs: Any) -> Any:
+    """Return the shapes and dtypes of the outputs as `pallas_call` wants them.
+
+    Inside `jax.shard_map` an output varies over every mesh axis that some input varies over, and must say so.
+    """
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs)]
+    axes_type = types[0].update(varying=frozenset().union(*(t.varying for t in types)))
+    return jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs)
+
+
+def shared_bytes() -> int:
+    """Return the bytes of shared memory that a program may take on this machine's GPU; without a GPU, on an H200."""
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    kilobytes = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
+    return 1024 * kilobytes.get(capability, 99)
+
+
+def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
+    """Count this program as arrived; return whether it is the last of the sequence's programs to arrive.
+
+    The last one may read what the others stored before they arrived.
+
+    Args:
+        arrivals: reference to [B] int32, zero before the first program arrives.
+        sequence: index of the sequence, int32.
+        num_programs: number of programs that work on the sequence.
+        interpret: whether the kernel is interpreted.
+    """
+    if not interpret:
+        plgpu.debug_barrier()  # all threads of this program have stored what they have to
+    return plgpu.atomic_add(arrivals, (sequence,), jnp.int32(1)) == num_programs - 1
+
+
+def runtime_zero(value: Array) -> Array:
+    """Return an int32 zero that is computed from an int32 `value`.
+
+    Where a loop starts from a constant, or a constant is stored, lowering to Triton fails: it wants a number that is
+    known at run time only.
+    """
+    return value ^ value

@@ -1,0 +1,96 @@
+"""The choice between the two implementations of an operation: by XLA, or by Pallas kernels.
+
+Every public operation that has kernels takes `implementation`:
+
+* None: the kernels on NVIDIA GPUs, for cases that they can run and gain by, and XLA for everything else;
+* "xla": XLA, everywhere;
+* "pallas": the kernels; an error where they cannot run the case or there is no NVIDIA GPU;
+* "interpret": the kernels, interpreted operation by operation on any platform, for tests.
+
+A named implementation never falls back to another one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from pallas_kernels.rows import Rows
+from specjax.types import Categorical
+
+SMALL_VOCAB = 2048  # tokens; below it a few fused operations of XLA are as fast as the kernels
+
+
+def dispatch(
+    operands: tuple[Any, ...],
+    *,
+    xla: Callable[..., Any],
+    pallas: Callable[..., Any],
+    reason: Callable[..., str | None],
+    is_worthwhile: Callable[..., bool] | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Run an operation by XLA or by Pallas kernels.
+
+    What kernels run is decided here, by shapes and dtypes, as `jax.lax.platform_dependent` traces what it may run on
+    every platform. Operands with symbolic dimensions, as `jax.export` knows them, are left to XLA, and so are operands
+    that XLA may spread over several devices, since it would gather them on each device for a kernel.
+
+    Args:
+        operands: pytrees of arrays.
+        xla: function of the operands.
+        pallas: function of the operands and `interpret`, a bool.
+        reason: function of the operands: why the kernels cannot run this case, or None where they can.
+        is_worthwhile: function of the operands: whether the kernels are faster than XLA. None is always.
+        implementation: None, "xla", "pallas" or "interpret".
+
+    Returns:
+        What `xla` or `pallas` returns.
+
+    Raises:
+        ValueError: for any other implementation.
+        NotImplementedError: where the named kernels cannot run the case.
+    """
+    check_implementation(implementation)
+    if implementation == "xla":
+        return xla(*operands)
+    lacking = reason(*operands) if has_static_shape(operands) else "the kernels take static shapes, got a symbolic one"
+    if implementation is not None:
+        if lacking is not None:
+            raise NotImplementedError(f"implementation={implementation!r} cannot run this case: {lacking}")
+        return pallas(*operands, interpret=implementation == "interpret")
+    if lacking is not None or is_partitioned(operands) or not (is_worthwhile is None or is_worthwhile(*operands)):
+        return xla(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=partial(pallas, interpret=False), default=xla)
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raise ValueError unless `implementation` is one that `dispatch` knows."""
+    if implementation not in (None, "xla", "pallas", "interpret"):
+        raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
+
+
+def has_static_shape(operands: Any) -> bool:
+    """Return whether all dimensions of all arrays in a pytree are numbers."""
+    return all(isinstance(size, int) for x in jax.tree.leaves(operands) for size in jax.typeof(x).shape)
+
+
+def is_partitioned(operands: Any) -> bool:
+    """Return whether XLA may spread an array of a pytree over several devices.
+
+    It may where the array lies on a mesh that has an axis of two devices or more which `jax.shard_map` has not taken.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    return any(
+        size > 1 and kind != AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+
+
+def as_rows(distribution: Categorical) -> Rows:
+    """Return a distribution as the kernels read it."""
+    logits, temperature, min_logit, log_normalizer, rows = distribution
+    return Rows(logits, temperature, min_logit, log_normalizer, rows)
