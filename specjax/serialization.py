@@ -1,0 +1,22 @@
+"""Names the records of specjax for `jax.export`, so that functions which take or return them can be serialised."""
+
+from jax import export
+
+from specjax.decode import Info, State
+from specjax.distributions import Law, Residual
+from specjax.log_probs import LogProbs
+from specjax.metrics import Totals
+from specjax.proposers.draft_model import Fed
+from specjax.proposers.fallback import Both
+from specjax.sampling.arrays import Sampling
+from specjax.sampling.guided.tables import Guide
+from specjax.types import Categorical, Context, Draft, ModelInput, ModelOutput, Verified
+
+RECORDS = (
+    *(Categorical, Context, Draft, ModelInput, ModelOutput, Verified),
+    *(Law, Residual, LogProbs, Totals, Sampling, Guide),
+    *(Info, State, Fed, Both),
+)
+
+for record in RECORDS:
+    export.register_namedtuple_serialization(record, serialized_name=f"specjax.{record.__name__}")

@@ -1,0 +1,108 @@
+"""Export with `jax.export`: symbolic batches, other platforms, and the records as inputs and outputs."""
+
+import pkgutil
+from functools import partial
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import specjax
+from specjax import Categorical, Draft, distributions, serialization, verifiers
+from specjax.models.linear import linear
+from specjax.sampling.cut import min_logit
+
+VOCAB = 4096  # kernels are worthwhile
+NUM_DRAFTS = 2
+TRITON = "__gpu$xla.gpu.triton"
+KEEPS_KERNELS = {"platforms": ["cuda"], "disabled_checks": [export.DisabledSafetyCheck.custom_call(TRITON)]}
+
+
+def arguments(batch_size: int):
+    keys = jax.random.split(jax.random.key(0), 3)
+    target = 2 * jax.random.normal(keys[0], (batch_size, NUM_DRAFTS + 1, VOCAB))
+    drawn_from = Categorical(target[:, :NUM_DRAFTS], jnp.full(batch_size, 1.5))
+    tokens = jax.random.categorical(keys[1], drawn_from.logits / 1.5).astype(jnp.int32)
+    return keys[2], Draft(tokens, drawn_from), target
+
+
+def shapes(arguments, batch_size: int | None = None):
+    """Shapes of arguments for a batch of 1; those of another size, or of any, have it in its place."""
+    size = export.symbolic_shape("b")[0] if batch_size is None else batch_size
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if x.ndim else (), x.dtype), arguments)
+
+
+def exported(function, *arguments, **options) -> export.Exported:
+    return export.export(jax.jit(function), **options)(*arguments)
+
+
+def assert_equal(left, right):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_a_batch_of_any_size():
+    function = exported(verifiers.rejection, *shapes(arguments(1)))
+    assert_equal(function.call(*arguments(3)), jax.jit(verifiers.rejection)(*arguments(3)))
+
+
+@pytest.mark.parametrize("verifier", ["block", "match", "synthetic", "typical"])
+def test_verifiers_export_for_any_batch(verifier):
+    options = {"acceptance_length": 2.0} if verifier == "synthetic" else {}
+    function = exported(partial(getattr(verifiers, verifier), **options), *shapes(arguments(1)))
+    assert function.out_avals[0].shape[1] == NUM_DRAFTS + 1
+
+
+def test_other_operations_take_any_batch():
+    rows = jax.random.normal(jax.random.key(3), (5, 2, 10_000))  # enough tokens that few of them are searched first
+    keys = jax.random.split(jax.random.key(4), (5, 2))
+    flat = rows.at[3].mul(0.01)  # kept: a tenth of the tokens, so the row is searched whole
+
+    def operations(keys, rows, weight):
+        x = rows[:, :1, :64]
+        cut = min_logit(rows, top_p=jnp.float32(0.1), top_k=jnp.full(rows.shape[:2], 9000))
+        return distributions.sample(keys, Categorical(rows)), cut, linear(x, weight, transposed=True)
+
+    weight = jax.random.normal(jax.random.key(5), (8, 64))
+    function = exported(operations, *shapes((keys, rows)), jax.ShapeDtypeStruct(weight.shape, weight.dtype))
+    assert_equal(function.call(keys, flat, weight), jax.jit(operations)(keys, flat, weight))
+
+
+def test_kernels_are_exported_for_a_gpu_from_anywhere():
+    static = shapes(arguments(1), 2)
+    assert TRITON in exported(verifiers.rejection, *static, **KEEPS_KERNELS).mlir_module()
+    assert TRITON not in exported(verifiers.rejection, *shapes(arguments(1)), platforms=["cuda"]).mlir_module()
+    by_xla = exported(partial(verifiers.rejection, implementation="xla"), *static, platforms=["cuda", "cpu"])
+    assert TRITON not in by_xla.mlir_module()
+
+
+def test_serialisation_of_kernels_is_asked_for():
+    pytest.importorskip("flatbuffers")
+    static = shapes(arguments(1), 2)
+    with pytest.raises(ValueError, match="custom calls"):
+        exported(verifiers.match, *static, platforms=["cuda"]).serialize()
+    assert export.deserialize(exported(verifiers.match, *static, **KEEPS_KERNELS).serialize()).platforms == ("cuda",)
+
+
+def test_records_are_serialised():
+    pytest.importorskip("flatbuffers")
+    records = [record(*[jnp.arange(2) + i for i in range(len(record._fields))]) for record in serialization.RECORDS]
+    data = exported(lambda *records: records, *records).serialize()
+    restored = export.deserialize(data).call(*records)
+    assert [type(record) for record in restored] == list(serialization.RECORDS)
+    assert_equal(list(restored), records)
+
+
+def test_every_record_of_arrays_is_named():
+    on_the_host = {"specjax.engine", "specjax.testing", "specjax.ragged"}
+    names = [m.name for m in pkgutil.walk_packages(specjax.__path__, "specjax.") if not m.name.endswith("__main__")]
+    modules = [import_module(name) for name in names if not any(name.startswith(host) for host in on_the_host)]
+    found = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and hasattr(value, "_fields") and value.__module__ == module.__name__
+    }
+    assert found - {specjax.verifiers.kernels.Rule} == set(serialization.RECORDS)
