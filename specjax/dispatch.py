@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AxisType
 
 from pallas_kernels.rows import Rows
+from pallas_kernels.triton import plgpu
 from specjax.types import Categorical
 
 SMALL_VOCAB = 2048  # tokens; below it a few fused operations of XLA are as fast as the kernels
@@ -56,7 +57,12 @@ def dispatch(
     check_implementation(implementation)
     if implementation == "xla":
         return xla(*operands)
-    lacking = reason(*operands) if has_static_shape(operands) else "the kernels take static shapes, got a symbolic one"
+    if plgpu is None:
+        lacking = f"the kernels take a JAX with the Triton backend of Pallas, got {jax.__version__}"
+    elif not has_static_shape(operands):
+        lacking = "the kernels take static shapes, got a symbolic one"
+    else:
+        lacking = reason(*operands)
     if implementation is not None:
         if lacking is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run this case: {lacking}")

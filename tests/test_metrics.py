@@ -216,7 +216,7 @@ class TestOutcomes:
 
     def test_kernels_and_cores_that_do_not_tell_refuse(self):
         draft, target = self.case(4, 3)
-        with pytest.raises(NotImplementedError, match="outcomes=False: drafts after a rejected one are not tested"):
+        with pytest.raises(NotImplementedError, match="outcomes=False: they do not test the drafts"):
             verifiers.rejection(jax.random.key(0), draft, target, outcomes=True, implementation="interpret")
         with pytest.raises(TypeError, match="outcomes"):
             verifiers.block(jax.random.key(0), draft, target, outcomes=True)
