@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AxisType
 
 from pallas_kernels.rows import Rows
+from pallas_kernels.triton import plgpu
 from specjax.types import Categorical
 
 SMALL_VOCAB = 2048  # tokens; below it a few fused operations of XLA are as fast as the kernels
@@ -56,7 +57,7 @@ def dispatch(
     check_implementation(implementation)
     if implementation == "xla":
         return xla(*operands)
-    lacking = reason(*operands) if has_static_shape(operands) else "the kernels take static shapes, got a symbolic one"
+    lacking = _general_reason(operands) or reason(*operands)
     if implementation is not None:
         if lacking is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run this case: {lacking}")
@@ -64,6 +65,15 @@ def dispatch(
     if lacking is not None or is_partitioned(operands) or not (is_worthwhile is None or is_worthwhile(*operands)):
         return xla(*operands)
     return jax.lax.platform_dependent(*operands, cuda=partial(pallas, interpret=False), default=xla)
+
+
+def _general_reason(operands: tuple[Any, ...]) -> str | None:
+    """Return why no kernel can run with these operands, or None."""
+    if plgpu is None:
+        return f"the kernels need the Triton backend of Pallas, which jax {jax.__version__} does not have"
+    if not has_static_shape(operands):
+        return "the kernels take static shapes, got a symbolic one"
+    return None
 
 
 def check_implementation(implementation: str | None) -> None:
