@@ -57,12 +57,7 @@ def dispatch(
     check_implementation(implementation)
     if implementation == "xla":
         return xla(*operands)
-    if plgpu is None:
-        lacking = f"the kernels take a JAX with the Triton backend of Pallas, got {jax.__version__}"
-    elif not has_static_shape(operands):
-        lacking = "the kernels take static shapes, got a symbolic one"
-    else:
-        lacking = reason(*operands)
+    lacking = _general_reason(operands) or reason(*operands)
     if implementation is not None:
         if lacking is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run this case: {lacking}")
@@ -70,6 +65,15 @@ def dispatch(
     if lacking is not None or is_partitioned(operands) or not (is_worthwhile is None or is_worthwhile(*operands)):
         return xla(*operands)
     return jax.lax.platform_dependent(*operands, cuda=partial(pallas, interpret=False), default=xla)
+
+
+def _general_reason(operands: tuple[Any, ...]) -> str | None:
+    """Return why no kernel can run with these operands, or None."""
+    if plgpu is None:
+        return f"the kernels need the Triton backend of Pallas, which jax {jax.__version__} does not have"
+    if not has_static_shape(operands):
+        return "the kernels take static shapes, got a symbolic one"
+    return None
 
 
 def check_implementation(implementation: str | None) -> None:

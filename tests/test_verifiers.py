@@ -389,6 +389,14 @@ def test_greedy_rows_of_a_mixed_batch(name):
     assert set(greedy.ravel()) <= {7, -1}
 
 
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_a_greedy_row_accepts_its_argmax_though_it_is_impossible_for_the_draft(name):
+    logits = jnp.zeros((1, 3, VOCAB)).at[:, :, 7].set(9)
+    drawn_from = Categorical(jnp.zeros((1, 2, VOCAB)).at[:, :, 7].set(-jnp.inf))
+    draft, target = Draft(jnp.array([[7, 7]]), drawn_from), Categorical(logits, jnp.zeros(1))
+    assert jitted(name)(jax.random.key(0), draft, target).tokens.tolist() == [[7, 7, 7]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, is_cut", [("rejection", True), ("match", True), ("match", False)])
 def test_nothing_of_the_size_of_the_logits_is_written(name, is_cut):

@@ -56,7 +56,7 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         return Categorical(logits, sampling.temperature)
 
     def by_row(field: Array | None) -> Array | None:
-        return None if field is None else jnp.broadcast_to(field[:, None], shape[:2])
+        return None if field is None else jax.lax.stop_gradient(jnp.broadcast_to(field[:, None], shape[:2]))
 
     cut = min_logit(
         jax.lax.stop_gradient(logits),

@@ -226,19 +226,25 @@ def is_deterministic(draft: Draft) -> Array:
 
 
 def evidence(draft: Draft, draft_law: Law | None, target: Law, *, entropy: bool = False) -> rules.Evidence:
-    """What acceptance rules know of each draft, arrays [B, K].
+    """Return what an acceptance rule knows of each draft, in arrays [B, K].
 
-    `draft_law` None stands for deterministic drafts; the entropy of the target rows is found on request.
+    Args:
+        draft: a `canonical` draft.
+        draft_law: the normalised distribution of the drafts; None stands for deterministic drafts.
+        target: the normalised target.
+        entropy: whether to compute the entropy of the target rows.
     """
-    drafted = distributions.slice_law(target, 0, draft.tokens.shape[1])
+    num_draft_tokens = draft.tokens.shape[1]
+    drafted = distributions.slice_law(target, 0, num_draft_tokens)
     log_prob = distributions.token_log_prob(drafted, draft.tokens)
     draft_log_prob = jnp.zeros_like(log_prob)
     if draft_law is not None:
+        draft_log_prob = distributions.token_log_prob(draft_law, draft.tokens)
         is_one_hot = is_deterministic(draft)
         if target.distribution.temperature is not None:
-            is_one_hot |= target.distribution.temperature == 0  # a greedy row accepts its argmax whatever it came from
-        draft_log_prob = jnp.where(is_one_hot[:, None], 0, distributions.token_log_prob(draft_law, draft.tokens))
-    lane = jnp.arange(draft.tokens.shape[1])[None]
+            is_one_hot |= target.distribution.temperature == 0  # a greedy row accepts its argmax wherever it came from
+        draft_log_prob = jnp.where(is_one_hot[:, None], 0, draft_log_prob)
+    lane = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
     return rules.Evidence(log_prob, draft_log_prob, distributions.entropy(drafted) if entropy else None, lane)
 
 
