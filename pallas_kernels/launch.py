@@ -69,7 +69,7 @@ def shared_bytes() -> int:
     return 1024 * kilobytes.get(capability, 99)
 
 
-def is_last(arrivals, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
+def is_last(arrivals: Any, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
     """Count this program as arrived; return whether it is the last of the sequence's programs to arrive.
 
     The last one may read what the others stored before they arrived.
