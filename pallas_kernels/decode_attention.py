@@ -1,26 +1,39 @@
-"""Attention of a few new tokens a sequence to a cache addressed by position, which the kernel also writes, in place.
+"""Attention of a few new tokens a sequence to a cache, dense or in pages, which the kernel also writes, in place.
 
 The slots before the call are split among programs by the true length of each sequence, so that a long cache costs only
-what it holds and small batches still fill the device. The program of the last split also attends to the new tokens,
-causally, and writes them to the cache; the other programs read only slots before them. A second kernel joins the
-splits.
+what it holds and small batches still fill the device. The program of the last split also attends to the new tokens and
+writes them to the cache; the other programs read only slots before them. A second kernel joins the splits.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import attention
+from pallas_kernels.attention import (
+    Attended,
+    Cached,
+    Layout,
+    Scores,
+    attend,
+    layout_of,
+    load_heads,
+    locate,
+    scores_of,
+    store_heads,
+    walk,
+)
 from pallas_kernels.launch import NUM_MULTIPROCESSORS, out_shapes
 from pallas_kernels.triton import plgpu
 
+MAX_TOKENS = 64
 _MAX_SPLITS = 16
 _MIN_DOT = 16  # rows in the smallest matrix product
-_MAX_ROWS = 64  # queries that one program holds
-_HIDDEN = -1e30  # score of a slot that a query does not see; finite, so that a maximum over such scores is no NaN
+_MAX_NUMBERS = 64 * 128  # of the queries that one program holds
 
 
 class _Plan(NamedTuple):
@@ -28,44 +41,42 @@ class _Plan(NamedTuple):
 
     num_tokens: int
     group: int  # query heads of a kv head
-    num_rows: int  # queries of a kv head, padded; row r is token r // group, head r % group
+    num_rows: int  # queries of a program; row r of a kv head is token r // group, head r % group
+    row_blocks: int  # programs that share the queries of a kv head
     num_new: int  # new tokens, padded
-    num_slots: int
     splits: int
     block_size: int  # slots that are read at a time
-    window: int | None
-    scale: float
-    softcap: float | None
+    layout: Layout
+    scores: Scores
 
 
-class _Program(NamedTuple):
-    """Where one program works."""
+class _Inputs(NamedTuple):
+    """References to the inputs."""
 
-    sequence: Array
-    kv_head: Array
-    split: Array
-    dims: Array  # [D] int32, the indices of the numbers of a head
+    heads: Any  # [B, T, H + 2 kv heads, D]: queries, keys, values
+    key_cache: Any
+    value_cache: Any
+    start: Any
+    rotation: Any
+    pages: Any
+    mask: Any
+    positions: Any
 
 
 class _Queries(NamedTuple):
     """The queries that a program attends from."""
 
-    heads: Array  # [rows, D]
+    heads: Array  # [rows, lanes]
     token: Array  # [rows] int32 index of each query's token
+    position: Array  # [rows] int32
     first: Array  # int32 slot of the first new token
 
 
 def unsupported(query: Array, key_cache: Array) -> str | None:
     """Return why the kernel cannot attend with these queries to this cache, or None where it can."""
-    num_tokens, num_heads, size = query.shape[1:]
-    if query.dtype != key_cache.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel takes bfloat16 or float16 queries and cache, got {query.dtype} and {key_cache.dtype}"
-    if size not in (16, 32, 64, 128, 256):
-        return f"the kernel takes heads of size 16, 32, 64, 128 or 256, got {size}"
-    num_queries = num_tokens * (num_heads // key_cache.shape[2])
-    if num_queries > _MAX_ROWS:
-        return f"the kernel takes at most {_MAX_ROWS} queries for each kv head of a sequence, got {num_queries}"
-    return None
+    if query.shape[1] > MAX_TOKENS:
+        return f"the kernel takes at most {MAX_TOKENS} tokens of a sequence, got {query.shape[1]}"
+    return attention.unsupported(query, key_cache)
 
 
 def decode_attention(
@@ -76,6 +87,8 @@ def decode_attention(
     value_cache: Array,
     start: Array,
     rotation: tuple[Array, Array] | None = None,
+    pages: Array | None = None,
+    tree: tuple[Array, Array] | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -85,14 +98,18 @@ def decode_attention(
     """Attend to the slots before `start` and causally to the new tokens, and write these to the slots from it on.
 
     Args:
-        query: [B, T, H, D] bfloat16 or float16; T * H / kv heads <= 64.
+        query: [B, T, H, D] bfloat16 or float16; T <= 64.
         key: [B, T, kv heads, D] of the new tokens, of the same dtype.
         value: as `key`.
-        key_cache: [B, S, kv heads, D] of the same dtype.
+        key_cache: [B, S, kv heads, D] of the same dtype; with `pages`, [num_pages, page_size, kv heads, D].
         value_cache: as `key_cache`.
         start: [B] int32, the slot of the first new token. Tokens past the end of the cache are not written.
         rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
-        window: number of slots that a query sees, its own included; None is all before it.
+        pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
+            [0, num_pages) are not written.
+        tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, which tell
+            what a window hides. None is a chain: each sees those up to itself.
+        window: number of positions that a query sees, its own included; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         interpret: run the kernel interpreted, on any platform.
@@ -106,7 +123,8 @@ def decode_attention(
     reason = unsupported(query, key_cache)
     if reason is not None:
         raise NotImplementedError(reason)
-    plan = _plan(query.shape, key_cache.shape, window, scale, softcap)
+    layout = layout_of(key_cache, pages)
+    plan = _plan(query.shape, key_cache.shape[2], layout, scores_of(layout, scale, softcap, window))
     batch_size, *shape = query.shape
     if plan.splits == 1:
         results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -114,10 +132,12 @@ def decode_attention(
         results = tuple(
             jax.ShapeDtypeStruct((batch_size, plan.splits, *rest), jnp.float32) for rest in (shape, shape[:-1])
         )
-    inputs = jnp.concatenate([query, key, value], axis=2), key_cache, value_cache, start, rotation
+    mask, positions = (None, None) if tree is None else (tree[0].astype(jnp.int32), tree[1])
+    heads = jnp.concatenate([query, key, value], axis=2)
+    inputs = _Inputs(heads, key_cache, value_cache, start, rotation, pages, mask, positions)
     ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
         partial(_attention_kernel, plan=plan),
-        grid=(batch_size, key_cache.shape[2], plan.splits),
+        grid=(batch_size, key_cache.shape[2] * plan.row_blocks, plan.splits),
         out_shape=(out_shapes((*results, key_cache, value_cache), inputs),),
         input_output_aliases={1: 2, 2: 3},
         compiler_params=plgpu.CompilerParams(num_warps=2 if plan.splits == 1 else 4, num_stages=3),
@@ -129,127 +149,126 @@ def decode_attention(
     return attended, key_cache, value_cache
 
 
-def _plan(
-    query_shape: tuple[int, ...],
-    cache_shape: tuple[int, ...],
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-) -> _Plan:
-    (batch_size, num_tokens, num_heads, size), (num_slots, kv_heads) = query_shape, cache_shape[1:3]
-    splits = min(_MAX_SPLITS, pl.next_power_of_2(pl.cdiv(NUM_MULTIPROCESSORS, batch_size * kv_heads)))
+def _plan(query_shape: tuple[int, ...], kv_heads: int, layout: Layout, scores: Scores) -> _Plan:
+    batch_size, num_tokens, num_heads, _ = query_shape
+    group = num_heads // kv_heads
+    num_rows = min(_MAX_NUMBERS // layout.lanes, max(_MIN_DOT, pl.next_power_of_2(num_tokens * group)))
+    row_blocks = pl.cdiv(num_tokens * group, num_rows)
+    programs = batch_size * kv_heads * row_blocks
+    splits = min(_MAX_SPLITS, pl.next_power_of_2(pl.cdiv(NUM_MULTIPROCESSORS, programs)))
     return _Plan(
         num_tokens=num_tokens,
-        group=num_heads // kv_heads,
-        num_rows=max(_MIN_DOT, pl.next_power_of_2(num_tokens * (num_heads // kv_heads))),
+        group=group,
+        num_rows=num_rows,
+        row_blocks=row_blocks,
         num_new=max(_MIN_DOT, pl.next_power_of_2(num_tokens)),
-        num_slots=num_slots,
         splits=splits,
         block_size=32 if splits == 1 else 64,
-        window=window,
-        scale=size**-0.5 if scale is None else scale,
-        softcap=softcap,
+        layout=layout,
+        scores=scores,
     )
 
 
-def _attention_kernel(inputs, out, *, plan: _Plan):
-    heads_ref, key_in, value_in, start_ref, _ = inputs
-    out_ref, log_mass_ref, _, _ = out
-    b, h, split = (pl.program_id(axis) for axis in range(3))
-    size = heads_ref.shape[-1]
-    row, d = lax.iota(jnp.int32, plan.num_rows), lax.iota(jnp.int32, size)
-    program = _Program(b, h, split, d)
-    token, head = row // plan.group, h * plan.group + row % plan.group
-    heads = _load_heads(inputs, program, token, head[:, None], plan)
-    queries = _Queries(heads, token, start_ref[b])
-    begin, end = _slots_of(program, queries.first, plan)
-
-    def block(index, carry):
-        slot = begin + index * plan.block_size + lax.iota(jnp.int32, plan.block_size)
-        inside = (slot < end)[:, None]
-        keys = plgpu.load(key_in.at[b, slot[:, None], h, d[None]], mask=inside, other=0.0)
-        values = plgpu.load(value_in.at[b, slot[:, None], h, d[None]], mask=inside, other=0.0)
-        return _fold(carry, queries, keys, values, slot, (slot < end)[None], plan)
-
-    def new_tokens(carry):
-        return _fold(carry, queries, *_write_new(inputs, out, program, queries, plan), plan)
-
-    carry = (
-        jnp.zeros((plan.num_rows, size), jnp.float32),
-        jnp.full((plan.num_rows,), _HIDDEN),
-        jnp.zeros((plan.num_rows,)),
+def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
+    out_ref, log_mass_ref, *caches_out = out
+    sequence, split = pl.program_id(0), pl.program_id(2)
+    kv_head, row_block = pl.program_id(1) // plan.row_blocks, pl.program_id(1) % plan.row_blocks
+    row = row_block * plan.num_rows + lax.iota(jnp.int32, plan.num_rows)
+    token, head = row // plan.group, kv_head * plan.group + row % plan.group
+    cached = Cached(inputs.key_cache, inputs.value_cache, inputs.pages, sequence, kv_head, plan.layout)
+    queries = _Queries(
+        _load_new(inputs, sequence, token, head[:, None], plan),
+        token,
+        _positions(inputs, sequence, token, plan),
+        inputs.start[sequence],
     )
-    carry = lax.fori_loop(0, pl.cdiv(end - begin, plan.block_size), block, carry)
-    total, top, mass = lax.cond(split == plan.splits - 1, new_tokens, lambda carry: carry, carry)
+    begin, end = _slots_of(split, queries.first, plan)
+
+    def visit(attended, keys, values, slot):
+        seen = (slot < end)[None]
+        if plan.scores.window is not None:
+            seen &= queries.position[:, None] - slot[None] < plan.scores.window
+        return attend(attended, queries.heads, keys, values, seen, plan.scores)
+
+    def new_tokens(so_far):
+        keys, values = _write_new(inputs, caches_out, cached, row_block == 0, plan)
+        return attend(so_far, queries.heads, keys, values, _seen_of_new(inputs, sequence, queries, plan), plan.scores)
+
+    attended = Attended.nothing(plan.num_rows, plan.layout)
+    attended = walk(cached, begin, end, plan.block_size, visit, attended)
+    attended = lax.cond(split == plan.splits - 1, new_tokens, lambda so_far: so_far, attended)
     is_row = token < plan.num_tokens
-    safe_mass = jnp.where(mass > 0, mass, 1)
-    attended = (total / safe_mass[:, None]).astype(out_ref.dtype)
     if plan.splits == 1:
-        plgpu.store(out_ref.at[b, token[:, None], head[:, None], d[None]], attended, mask=is_row[:, None])
+        index = sequence, token[:, None], head[:, None]
+        store_heads(out_ref, index, attended.mean(), plan.layout, is_row[:, None])
     else:
-        log_mass = jnp.where(mass > 0, top + jnp.log(safe_mass), -jnp.inf)
-        plgpu.store(out_ref.at[b, split, token[:, None], head[:, None], d[None]], attended, mask=is_row[:, None])
-        plgpu.store(log_mass_ref.at[b, split, token, head], log_mass, mask=is_row)
+        index = sequence, split, token[:, None], head[:, None]
+        store_heads(out_ref, index, attended.mean(), plan.layout, is_row[:, None])
+        has_mass = attended.mass > 0
+        log_mass = jnp.where(has_mass, attended.top + jnp.log2(jnp.where(has_mass, attended.mass, 1)), -jnp.inf)
+        plgpu.store(log_mass_ref.at[sequence, split, token, head], log_mass, mask=is_row)
 
 
-def _load_heads(inputs, program: _Program, token: Array, head: Array, plan: _Plan) -> Array:
-    """Load heads [N, D] of new tokens [N], and turn them where there is a rotation."""
-    heads_ref, *_, rotation = inputs
-    b, d, size = program.sequence, program.dims, heads_ref.shape[-1]
-    exists = (token < plan.num_tokens)[:, None]
-
-    def load(ref, *index) -> Array:
-        return plgpu.load(ref.at[b, token[:, None], *index], mask=exists, other=0.0)
-
-    x = load(heads_ref, head, d[None])
-    if rotation is None:
+def _load_new(inputs: _Inputs, sequence: Array, token: Array, head: Array, plan: _Plan) -> Array:
+    """Load heads [N, lanes] of new tokens [N], and turn them where there is a rotation."""
+    exists, layout = (token < plan.num_tokens)[:, None], plan.layout
+    index = sequence, token[:, None], head
+    x = load_heads(inputs.heads, index, layout, exists)
+    if inputs.rotation is None:
         return x
-    half = size // 2
-    cos, sin = (load(ref, (d % half)[None]) for ref in rotation)
-    partner = load(heads_ref, head, ((d + half) % size)[None]).astype(jnp.float32)
-    turned = x.astype(jnp.float32) * cos + jnp.where((d < half)[None], -partner, partner) * sin
+    lane, half = lax.iota(jnp.int32, layout.lanes)[None], layout.head_size // 2
+    cos, sin = (load_heads(ref, (sequence, token[:, None]), layout, exists, lane % half) for ref in inputs.rotation)
+    partner = load_heads(inputs.heads, index, layout, exists, (lane + half) % layout.head_size).astype(jnp.float32)
+    turned = x.astype(jnp.float32) * cos + jnp.where(lane < half, -partner, partner) * sin
     return turned.astype(x.dtype)
 
 
-def _slots_of(program: _Program, first: Array, plan: _Plan) -> tuple[Array, Array]:
-    """Return the range [begin, end) of the cached slots that the program attends to, of those before `first`."""
-    seen = 0 if plan.window is None else jnp.clip(first - plan.window + 1, 0, plan.num_slots)  # by any query
-    length = jnp.minimum(first, plan.num_slots)
-    chunk = pl.cdiv(length - seen, plan.splits * plan.block_size) * plan.block_size
-    begin = jnp.minimum(seen + program.split * chunk, length)
-    end = jnp.minimum(begin + chunk, length)
-    return begin, end
+def _positions(inputs: _Inputs, sequence: Array, token: Array, plan: _Plan) -> Array:
+    """Return the positions [N] of new tokens [N]."""
+    if inputs.positions is None:
+        return inputs.start[sequence] + token
+    return plgpu.load(inputs.positions.at[sequence, token], mask=token < plan.num_tokens, other=0)
 
 
-def _fold(carry, queries: _Queries, keys: Array, values: Array, slot: Array, is_seen: Array, plan: _Plan):
-    """Add what the queries attend to in some slots to the carry: weighted values, largest score, mass."""
-    total, top, mass = carry
-    scores = plgpu.dot(queries.heads, keys.T) * plan.scale
-    if plan.softcap is not None:
-        scores = plan.softcap * (1 - 2 / (1 + jnp.exp(2 / plan.softcap * scores)))  # softcap * tanh(scores / softcap)
-    if plan.window is not None:
-        is_seen &= (queries.first + queries.token)[:, None] - slot[None] < plan.window
-    scores = jnp.where(is_seen, scores, _HIDDEN)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights, shrink = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
-    total = total * shrink[:, None] + plgpu.dot(weights.astype(values.dtype), values)
-    return total, new_top, mass * shrink + jnp.sum(weights, axis=1)
+def _slots_of(split: Array, first: Array, plan: _Plan) -> tuple[Array, Array]:
+    """Return the range [begin, end) of the cached slots that a split attends to, of those before `first`."""
+    window, block_size = plan.scores.window, plan.block_size
+    length = jnp.minimum(first, plan.layout.num_slots)
+    seen = 0 if window is None else jnp.maximum(length - window + 1, 0) // block_size * block_size  # by any query
+    chunk = pl.cdiv(length - seen, plan.splits * block_size) * block_size
+    begin = seen + split * chunk
+    return begin, jnp.minimum(begin + chunk, length)
 
 
-def _write_new(inputs, out, program: _Program, queries: _Queries, plan: _Plan):
-    """Write the new tokens to the cache; return their keys, values and slots, and which of them each query sees."""
-    heads_ref, key_out, value_out = inputs[0], *out[2:]
-    b, h, d, first = program.sequence, program.kv_head, program.dims, queries.first
-    kv_heads = key_out.shape[2]
-    num_heads = kv_heads * plan.group
+def _write_new(inputs: _Inputs, caches_out: list, cached: Cached, is_writer: Array, plan: _Plan) -> tuple[Array, Array]:
+    """Return the keys and values [new, lanes] of the new tokens; the writer among the programs stores them."""
+    layout, sequence, kv_head = plan.layout, cached.sequence, cached.kv_head
+    kv_heads = inputs.key_cache.shape[2]
     i = lax.iota(jnp.int32, plan.num_new)
-    exists = (i < plan.num_tokens)[:, None]
-    fits = ((i < plan.num_tokens) & (first + i < plan.num_slots))[:, None]
-    keys = _load_heads(inputs, program, i, num_heads + h, plan)
-    values = plgpu.load(heads_ref.at[b, i[:, None], num_heads + kv_heads + h, d[None]], mask=exists, other=0.0)
-    plgpu.store(key_out.at[b, (first + i)[:, None], h, d[None]], keys, mask=fits)
-    plgpu.store(value_out.at[b, (first + i)[:, None], h, d[None]], values, mask=fits)
-    return keys, values, first + i, (i[None] <= queries.token[:, None]) & (i < plan.num_tokens)[None]
+    slot = inputs.start[sequence] + i
+    keys = _load_new(inputs, sequence, i, kv_heads * plan.group + kv_head, plan)
+    index = sequence, i[:, None], kv_heads * (plan.group + 1) + kv_head
+    values = load_heads(inputs.heads, index, layout, (i < plan.num_tokens)[:, None])
+    page, place = locate(cached, slot)
+    fits = (i < plan.num_tokens) & (slot < layout.num_slots) & (page >= 0) & (page < layout.num_pages) & is_writer
+    for ref, heads in zip(caches_out, (keys, values), strict=True):
+        store_heads(ref, (page[:, None], place[:, None], kv_head), heads, layout, fits[:, None])
+    return keys, values
+
+
+def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Plan) -> Array:
+    """Return which of the new tokens each query sees, [rows, new] bool."""
+    i, token = lax.iota(jnp.int32, plan.num_new), queries.token
+    exists = (i < plan.num_tokens)[None]
+    if inputs.mask is None:
+        seen = (i[None] <= token[:, None]) & exists
+    else:
+        index = inputs.mask.at[sequence, token[:, None], i[None]]
+        seen = plgpu.load(index, mask=(token < plan.num_tokens)[:, None] & exists, other=0) != 0
+    if plan.scores.window is not None:
+        position = _positions(inputs, sequence, i, plan)
+        seen &= queries.position[:, None] - position[None] < plan.scores.window
+    return seen
 
 
 def _join(attended: Array, log_mass: Array, dtype: jnp.dtype, interpret: bool) -> Array:
@@ -270,9 +289,10 @@ def _join(attended: Array, log_mass: Array, dtype: jnp.dtype, interpret: bool) -
 def _join_kernel(attended_ref, log_mass_ref, out_ref):
     _, splits, _, _, size = attended_ref.shape
     b, t, h = (pl.program_id(axis) for axis in range(3))
-    split, d = lax.iota(jnp.int32, splits), lax.iota(jnp.int32, size)
-    parts = plgpu.load(attended_ref.at[b, split[:, None], t, h, d[None]])
+    split, d = lax.iota(jnp.int32, splits), lax.iota(jnp.int32, pl.next_power_of_2(size))
+    inside = d < size
+    parts = plgpu.load(attended_ref.at[b, split[:, None], t, h, d[None]], mask=inside[None], other=0.0)
     log_masses = plgpu.load(log_mass_ref.at[b, split, t, h])
-    weights = jnp.exp(log_masses - jnp.max(log_masses))
+    weights = jnp.exp2(log_masses - jnp.max(log_masses))
     mean = jnp.sum(parts * weights[:, None], axis=0) / jnp.sum(weights)
-    plgpu.store(out_ref.at[b, t, h, d], mean.astype(out_ref.dtype))
+    plgpu.store(out_ref.at[b, t, h, d], mean.astype(out_ref.dtype), mask=inside)

@@ -1,0 +1,194 @@
+"""What the attention kernels share: where a slot of a cache lies, and attention to one block of slots.
+
+A cache is a pool of pages, [num_pages, page_size, kv heads, head size]. Slot s of a sequence lies in page
+`pages[sequence, s // page_size]`, at s % page_size. Without a table of pages, sequence b has page b alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton import plgpu
+
+_HIDDEN = -1e30  # score of a slot that a query does not see; finite, so that a maximum over such scores is no NaN
+_LOG2_E = 1.4426950408889634
+_SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
+
+
+class Layout(NamedTuple):
+    """Sizes of a cache."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int  # of one sequence
+    head_size: int
+
+    @property
+    def lanes(self) -> int:
+        """Numbers that are loaded of a head: a power of two."""
+        return pl.next_power_of_2(self.head_size)
+
+
+class Cached(NamedTuple):
+    """Where the keys and values of one kv head of a sequence lie: references, and indices into them."""
+
+    key_ref: Any
+    value_ref: Any
+    pages_ref: Any  # None for a dense cache
+    sequence: Array
+    kv_head: Array
+    layout: Layout
+
+
+class Scores(NamedTuple):
+    """How the product of a query and a key becomes a score, and which slots have one."""
+
+    scale: float
+    softcap: float | None  # number c that turns a score s into c tanh(s / c); None for none
+    window: int | None  # number of positions that a query sees, its own included; None is all
+
+
+class Attended(NamedTuple):
+    """What some queries attended to so far, with exp2(score - top) as the weight of a value."""
+
+    total: Array  # [rows, lanes] float32, sum of the weighted values
+    top: Array  # [rows] float32, largest score so far; scores are in units of log 2
+    mass: Array  # [rows] float32, sum of the weights
+
+    @classmethod
+    def nothing(cls, num_rows: int, layout: Layout) -> "Attended":
+        shape = num_rows, layout.lanes
+        return cls(jnp.zeros(shape, jnp.float32), jnp.full(num_rows, _HIDDEN), jnp.zeros(num_rows, jnp.float32))
+
+    def mean(self) -> Array:
+        """Return the mean of the values [rows, lanes]; zeros where nothing was attended to."""
+        return self.total / jnp.where(self.mass > 0, self.mass, 1)[:, None]
+
+
+def unsupported(query: Array, key_cache: Array) -> str | None:
+    """Return why no kernel attends from these queries [.., D] to this cache, or None where one does."""
+    if plgpu is None:
+        return "this version of JAX has no Triton backend of Pallas"
+    if query.dtype != key_cache.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel takes bfloat16 or float16 queries and cache, got {query.dtype} and {key_cache.dtype}"
+    size = query.shape[-1]
+    if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD or size % 2:
+        return f"the kernel takes heads of an even size in [{_SMALLEST_HEAD}, {_LARGEST_HEAD}], got {size}"
+    return None
+
+
+def layout_of(cache: Array, pages: Array | None) -> Layout:
+    """Return the sizes of a cache [num_pages, page_size, kv heads, D] with a table of pages [B, P] or None."""
+    num_pages, page_size, _, size = cache.shape
+    return Layout(num_pages, page_size, page_size * (1 if pages is None else pages.shape[1]), size)
+
+
+def scores_of(layout: Layout, scale: float | None, softcap: float | None, window: int | None) -> Scores:
+    """Return how scores are made; a scale of None is 1 / sqrt(head size)."""
+    return Scores(layout.head_size**-0.5 if scale is None else scale, softcap, window)
+
+
+def locate(cached: Cached, slot: Array) -> tuple[Array, Array]:
+    """Return the pages and the indices in them of slots [N]; a slot past the last one gets the last page."""
+    layout = cached.layout
+    if cached.pages_ref is None:
+        return jnp.broadcast_to(cached.sequence, slot.shape), slot
+    index = jnp.minimum(slot // layout.page_size, layout.num_slots // layout.page_size - 1)
+    return plgpu.load(cached.pages_ref.at[cached.sequence, index]), slot % layout.page_size
+
+
+def walk(
+    cached: Cached,
+    begin: Array,
+    end: Array,
+    width: int,
+    visit: Callable[[Attended, Array, Array, Array], Attended],
+    attended: Attended,
+    *,
+    has_part: bool = True,
+) -> Attended:
+    """Visit the slots from `begin` to `end`, `width` of them at a time.
+
+    Args:
+        cached: where their keys and values lie.
+        begin: the first slot, a multiple of `width`.
+        end: the slot after the last one. Slots from it on are not read and give zeros.
+        width: number of slots of a visit, a power of two.
+        visit: function of what was attended to before, the keys and the values [width, lanes], and the slots [width],
+            which returns what was attended to after it.
+        attended: what was attended to before.
+        has_part: whether `end` may not be a multiple of `width`.
+    """
+    layout = cached.layout
+
+    def page_of(first):
+        """Look up the page of a block of slots, or the pages of the slots where these are several."""
+        if cached.pages_ref is None:
+            return cached.sequence
+        slot = first if layout.page_size % width == 0 else first + lax.iota(jnp.int32, width)
+        return jnp.clip(locate(cached, slot)[0], 0, layout.num_pages - 1)  # what a slot without a page gives is unseen
+
+    def body(index, carry):
+        attended, page = carry
+        first = begin + index * width
+        slot = first + lax.iota(jnp.int32, width)
+        at = page[:, None] if page.ndim else page
+        place = slot if cached.pages_ref is None else slot % layout.page_size
+        mask = (slot < end)[:, None] if has_part else None
+        where = (at, place[:, None], cached.kv_head), layout, mask
+        attended = visit(attended, load_heads(cached.key_ref, *where), load_heads(cached.value_ref, *where), slot)
+        return attended, page_of(first + width)  # looked up a block ahead, so that no load waits for another
+
+    return lax.fori_loop(0, pl.cdiv(end - begin, width), body, (attended, page_of(begin)))[0]
+
+
+def load_heads(ref: Any, index: tuple, layout: Layout, mask: Array | None, lane: Array | None = None) -> Array:
+    """Load heads [N, lanes] at an index; they are zeros past the head's size and where the mask [N, 1] is false."""
+    if lane is None:
+        lane = lax.iota(jnp.int32, layout.lanes)[None]
+    at = ref.at[(*index, lane)]
+    mask = _of_head(mask, layout)
+    return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
+
+
+def store_heads(ref: Any, index: tuple, heads: Array, layout: Layout, mask: Array) -> None:
+    """Store heads [N, lanes] at an index, where the mask [N, 1] is true."""
+    lane = lax.iota(jnp.int32, layout.lanes)[None]
+    plgpu.store(ref.at[(*index, lane)], heads.astype(ref.dtype), mask=_of_head(mask, layout))
+
+
+def _of_head(mask: Array | None, layout: Layout) -> Array | None:
+    if layout.lanes == layout.head_size:
+        return mask
+    inside = lax.iota(jnp.int32, layout.lanes)[None] < layout.head_size
+    return inside if mask is None else mask & inside
+
+
+def attend(
+    so_far: Attended, heads: Array, keys: Array, values: Array, seen: Array | None, scores_of: Scores
+) -> Attended:
+    """Attend from queries to one block of slots.
+
+    Args:
+        so_far: what the queries attended to before.
+        heads: the queries [rows, lanes].
+        keys: [N, lanes] of the slots.
+        values: likewise.
+        seen: [rows, N] bool, which slots each query sees; None is all.
+        scores_of: how scores are made. Its window must be part of `seen`.
+    """
+    products = plgpu.dot(heads, keys.T)
+    scale, softcap = scores_of.scale, scores_of.softcap
+    if softcap is None:
+        scores = products * (scale * _LOG2_E)
+    else:  # tanh(x) is 1 - 2 / (1 + exp(2 x))
+        scores = softcap * _LOG2_E * (1 - 2 / (1 + jnp.exp2(2 * scale / softcap * _LOG2_E * products)))
+    if seen is not None:
+        scores = jnp.where(seen, scores, _HIDDEN)
+    top = jnp.maximum(so_far.top, jnp.max(scores, axis=1))
+    weights, shrink = jnp.exp2(scores - top[:, None]), jnp.exp2(so_far.top - top)
+    total = so_far.total * shrink[:, None] + plgpu.dot(weights.astype(values.dtype), values)
+    return Attended(total, top, so_far.mass * shrink + jnp.sum(weights, axis=1))

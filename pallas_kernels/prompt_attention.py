@@ -1,0 +1,145 @@
+"""Attention of many new tokens a sequence to a cache, dense or in pages, that already holds them: for prompts.
+
+A program holds a block of queries, those of one kv head for a few tokens, and walks over the slots that these tokens
+see, a block at a time. No score leaves the program, and no slot is read that no query of the block sees, so the length
+of the buffer costs nothing.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention import (
+    Attended,
+    Cached,
+    Layout,
+    Scores,
+    attend,
+    layout_of,
+    load_heads,
+    scores_of,
+    store_heads,
+    unsupported,
+    walk,
+)
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
+
+__all__ = ["prompt_attention", "unsupported"]
+
+_BLOCK = 64  # slots that are read at a time, half of it for the largest heads
+_SIZES = ((256, 8), (128, 4), (64, 4))  # queries and warps of a program, from the fewest programs to the most
+
+
+class _Plan(NamedTuple):
+    """What is known of a call when it is traced."""
+
+    num_tokens: int
+    group: int  # query heads of a kv head
+    num_rows: int  # queries of a program; row r of a sequence is token r // group, head r % group
+    block_size: int  # slots that are read at a time
+    layout: Layout
+    scores: Scores
+
+
+def prompt_attention(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    start: Array,
+    pages: Array | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Attend from the tokens in the slots from `start` on to the slots up to each token's own.
+
+    Args:
+        query: [B, T, H, D] bfloat16 or float16.
+        key_cache: [B, S, kv heads, D] of the same dtype; with `pages`, [num_pages, page_size, kv heads, D]. It holds
+            the new tokens already.
+        value_cache: as `key_cache`.
+        start: [B] int32, the slot of the first token.
+        pages: [B, P] int32, the page of each page_size slots; None for a dense cache.
+        window: number of slots that a query sees, its own included; None is all before it.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        softcap: number c that turns a score s into c tanh(s / c); None for none.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        What the queries attended to [B, T, H, D]. Tokens past the end of the cache attend to all of it.
+
+    Raises:
+        NotImplementedError: for dtypes and sizes that the kernel does not take.
+    """
+    reason = unsupported(query, key_cache)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    layout = layout_of(key_cache, pages)
+    batch_size, num_tokens, num_heads, _ = query.shape
+    kv_heads = key_cache.shape[2]
+    group = num_heads // kv_heads
+    num_rows, num_warps = _program_size(batch_size * kv_heads, num_tokens * group, layout.lanes)
+    block_size = _BLOCK if layout.lanes <= 128 else _BLOCK // 2
+    plan = _Plan(num_tokens, group, num_rows, block_size, layout, scores_of(layout, scale, softcap, window))
+    return call(
+        partial(_prompt_attention_kernel, plan=plan),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        (query, key_cache, value_cache, start, pages),
+        grid=(kv_heads, batch_size, pl.cdiv(num_tokens * group, num_rows)),
+        num_warps=num_warps,
+        num_stages=3,
+        interpret=interpret,
+    )
+
+
+def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int, int]:
+    """Return the queries and the warps of a program: the largest with which programs still fill the device."""
+    shrink = 1 if lanes <= 128 else 2
+    sizes = [(rows // shrink, num_warps) for rows, num_warps in _SIZES]
+    return next(
+        (
+            (rows, num_warps)
+            for rows, num_warps in sizes
+            if num_sequences * pl.cdiv(num_queries, rows) >= 1.5 * NUM_MULTIPROCESSORS
+        ),
+        sizes[-1],
+    )
+
+
+def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
+    query_ref, key_ref, value_ref, start_ref, pages_ref = inputs
+    kv_head, sequence = pl.program_id(0), pl.program_id(1)
+    first_row = (pl.num_programs(2) - 1 - pl.program_id(2)) * plan.num_rows  # the last tokens see most: they come first
+    row = first_row + lax.iota(jnp.int32, plan.num_rows)
+    token, head = row // plan.group, kv_head * plan.group + row % plan.group
+    index, exists = (sequence, token[:, None], head[:, None]), (token < plan.num_tokens)[:, None]
+    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
+    heads = load_heads(query_ref, index, plan.layout, exists)
+
+    start = start_ref[sequence]
+    first = start + first_row // plan.group
+    last = start + jnp.minimum((first_row + plan.num_rows - 1) // plan.group, plan.num_tokens - 1)
+    end = jnp.minimum(last + 1, plan.layout.num_slots)
+
+    def visit(attended, keys, values, slot, *, is_seen_whole=False):
+        distance = (start + token)[:, None] - slot[None]
+        seen = distance >= 0
+        if plan.scores.window is not None:
+            seen &= distance < plan.scores.window
+        return attend(attended, heads, keys, values, None if is_seen_whole else seen, plan.scores)
+
+    attended, width = Attended.nothing(plan.num_rows, plan.layout), plan.block_size
+    if plan.scores.window is None:
+        begin = jnp.minimum(first + 1, end) // width * width
+        whole = partial(visit, is_seen_whole=True)
+        attended = walk(cached, jnp.int32(0), begin, width, whole, attended, has_part=False)
+    else:
+        begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
+    attended = walk(cached, begin, end, width, visit, attended)
+    store_heads(out_ref, index, attended.mean(), plan.layout, exists)
