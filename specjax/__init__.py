@@ -5,6 +5,8 @@ from specjax import (
     decode,
     keys,
     metrics,
+    pages,
+    prompts,
     proposers,
     ragged,
     sampling,
@@ -17,17 +19,20 @@ from specjax import (
 from specjax.decode import generate, prefill, step, stream
 from specjax.engine.llm import LLM
 from specjax.log_probs import logprobs
+from specjax.pages import Pages
 from specjax.sampling import Sampling, SamplingParams, guided
-from specjax.types import Categorical, Context, Draft, Model, ModelInput, ModelOutput, Verified
+from specjax.types import Categorical, Chunk, Context, Draft, Model, ModelInput, ModelOutput, Verified
 
 __all__ = [
     "LLM",
     "Categorical",
+    "Chunk",
     "Context",
     "Draft",
     "Model",
     "ModelInput",
     "ModelOutput",
+    "Pages",
     "Sampling",
     "SamplingParams",
     "Verified",
@@ -38,7 +43,9 @@ __all__ = [
     "keys",
     "logprobs",
     "metrics",
+    "pages",
     "prefill",
+    "prompts",
     "proposers",
     "ragged",
     "sampling",

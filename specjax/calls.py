@@ -21,10 +21,16 @@ def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, P
         The output and the new cache, as `apply` returns them.
 
     Raises:
-        ValueError: `apply` does not return (ModelOutput, cache), its logits are not floating numbers [B, T, V], or its
-            cache has not the structure, dtypes and shapes of the one it was given. The error comes when the call is
-            traced.
+        ValueError: the inputs have pages and the model takes none, or `apply` does not return (ModelOutput, cache), its
+            logits are not floating numbers [B, T, V], or its cache has not the structure, dtypes and shapes of the one
+            it was given. The error comes when the call is traced.
     """
+    if inputs.pages is not None:
+        check_array("inputs.pages", inputs.pages, "[B, P]", (inputs.tokens.shape[0], None), jnp.integer)
+        if not model.takes_pages:
+            raise ValueError(
+                f"inputs.pages must be None for a model whose takes_pages is False, got a table {inputs.pages.shape}"
+            )
     result = model.apply(model.params, inputs, cache)
     check_result(model, inputs, cache, result)
     return result

@@ -13,9 +13,11 @@ from specjax import log_probs, metrics, proposers, scorers, verifiers
 from specjax.binding import as_pytree
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
+from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_pages, first_rows
 from specjax.prompts import feed
 from specjax.sampling import Sampling, guided, num_generated, process
 from specjax.types import (
+    NO_PAGE,
     Array,
     Categorical,
     Context,
@@ -63,6 +65,8 @@ def prefill(
     *,
     max_length: int,
     rows: Array | None = None,
+    pages: Pages | None = None,
+    chunk_size: int | None = None,
     num_logprobs: int | None = None,
     prompt_logprobs: bool = False,
 ) -> State:
@@ -82,6 +86,11 @@ def prefill(
         max_length: L, the size of the token buffer, which holds prompt and output.
         rows: [B] int32, the index of each row's prompt. Rows may share a prompt, which is then fed once; `prompts` and
             `lengths` then have the number of prompts in place of B. None: row b has prompt b.
+        pages: the table of the B rows, and the sizes of the pools that the caches of target and proposer are. Rows may
+            share the pages that hold equal prompt tokens before the last two; each needs those of its own for what
+            follows. With `rows`, a prompt is fed through the pages of its first row, and its other rows get copies of
+            what they do not share. None makes dense caches.
+        chunk_size: the most tokens of a prompt in a call, static; None is 2048 on GPUs and 256 elsewhere.
         num_logprobs: how many of the most likely tokens `State.log_probs` lists beside the chosen one, static; None
             collects no log-probabilities.
         prompt_logprobs: whether to collect log-probabilities for the prompt too, static.
@@ -90,24 +99,35 @@ def prefill(
         State. The first step feeds the last prompt token.
 
     Raises:
-        ValueError: an argument has a wrong shape or dtype, or the buffer is smaller than the prompts or larger than the
-            model's limit. Outside jit also: a length, token id or row is out of range.
+        ValueError: an argument has a wrong shape or dtype, the buffer is smaller than the prompts or larger than the
+            model's limit or than the table, or the model or the proposer takes no pages. Outside jit also: a length,
+            token id, row or page is out of range, or rows share a page that is not theirs to share.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
-    batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
-    keys = of_requests(keys, batch_size)
     proposer = proposer or proposers.none()
+    batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
+    if not (chunk_size is None or (is_integer(chunk_size) and chunk_size >= 1)):
+        raise ValueError(f"chunk_size must be None or an integer >= 1, got {chunk_size!r}")
+    if pages is not None:
+        check_pages(model, proposer, pages, batch_size, max_length)
+        check_pages_of_prompts(pages, prompts, lengths, rows)
+    keys = of_requests(keys, batch_size)
 
     lengths = jnp.array(lengths, jnp.int32)
     prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(len(prompts), bool), lengths)
-    fed = _feed_prompts(model, proposer, prompt, max_length, num_logprobs, prompt_logprobs)
+    buffer = None if num_logprobs is None else log_probs.zeros(len(prompts), max_length, num_logprobs)
+    cache, proposer_state, table, filled = _feed_prompts(
+        model, proposer, prompt, rows, pages, max_length, chunk_size, buffer if prompt_logprobs else None
+    )
+    tokens = jnp.zeros((len(prompts), max_length), jnp.int32).at[:, : prompts.shape[1]].set(prompt.tokens)
+    of_prompts = tokens, lengths, filled if prompt_logprobs else buffer
     if rows is not None:
-        fed = jax.tree.map(lambda x: x[jnp.asarray(rows)], fed)
-    tokens, lengths, cache, proposer_state, buffer = fed
+        of_prompts = jax.tree.map(lambda x: x[jnp.asarray(rows)], of_prompts)
+    tokens, lengths, buffer = of_prompts
     full = lengths >= max_length
     guided_state = None if sampling.guide is None else jnp.copy(sampling.guide.initial)
     return State(  # the state is donated, so no array may stand in it twice
-        context=Context(tokens, lengths, ~full, jnp.copy(lengths), guided_state),
+        context=Context(tokens, lengths, ~full, jnp.copy(lengths), guided_state, table),
         cache=cache,
         proposer=proposer_state,
         sampling=sampling,
@@ -122,17 +142,44 @@ def _feed_prompts(
     model: Model,
     proposer: Proposer,
     prompt: Context,
+    rows: Array | None,
+    pages: Pages | None,
     max_length: int,
-    num_logprobs: int | None,
-    prompt_logprobs: bool,
-) -> tuple[Array, Array, PyTree, PyTree, LogProbs | None]:
-    """Return the token buffer [N, L], lengths, cache, proposer's state and log-probabilities of N prompts."""
+    chunk_size: int | None,
+    log_probs: LogProbs | None,
+) -> tuple[PyTree, PyTree, Array | None, LogProbs | None]:
+    """Feed N prompts; return the cache, proposer's state and page table of B rows, and the log-probabilities of N."""
     num_prompts, width = prompt.tokens.shape
-    buffer = None if num_logprobs is None else log_probs.zeros(num_prompts, max_length, num_logprobs)
-    cache, filled = feed(model, prompt, model.init_cache(num_prompts, max_length), buffer if prompt_logprobs else None)
-    proposer_state = proposer.prefill(prompt, None, proposer.init(num_prompts, max_length))
-    tokens = jnp.zeros((num_prompts, max_length), jnp.int32).at[:, :width].set(prompt.tokens)
-    return tokens, prompt.length, cache, proposer_state, filled if prompt_logprobs else buffer
+    pool = None if pages is None else pages.pool
+    table = None if pages is None else jnp.array(pages.table, jnp.int32)
+
+    def init(size: int) -> tuple[PyTree, PyTree]:
+        cache = model.init_cache(*(size, max_length) if pool is None else pool)
+        return cache, proposer.init(size, max_length, pool)
+
+    own = table
+    if rows is not None and table is not None:
+        own = table.at[first_rows(jnp.asarray(rows), num_prompts)].get(mode="fill", fill_value=NO_PAGE)
+    *caches, log_probs = feed(
+        model, proposer, prompt._replace(pages=own), *init(num_prompts), chunk_size=chunk_size, log_probs=log_probs
+    )
+    if rows is not None:
+        rows = jnp.asarray(rows)
+        if table is None:
+            caches = jax.tree.map(lambda leaf: leaf[rows], caches)
+        else:
+            # A leaf belongs to a pool if its size does not depend on the number of rows.
+            sizes = (jax.eval_shape(partial(init, size)) for size in (num_prompts, num_prompts + 1))
+            in_pool = jax.tree.map(lambda one, other: one.shape == other.shape, *sizes)
+            used = -(-width // pages.page_size)
+            source, target = own[rows, :used], table[:, :used]
+            target = jnp.where(source == target, NO_PAGE, target)
+            caches = jax.tree.map(
+                lambda is_pool, leaf: copy_pages(leaf, source, target) if is_pool else leaf[rows],
+                in_pool,
+                tuple(caches),
+            )
+    return *caches, table, log_probs
 
 
 def _check_request(
@@ -218,7 +265,7 @@ def step(
         The new state, and what the step did.
     """
     proposer = proposer or proposers.none()
-    context = state.context
+    context = _without_pages_of_ended_rows(state.context)
     keys = positions(state.keys, context.length, proposer.num_draft_tokens)
     draft, proposer_state = proposer.propose(keys, context, state.sampling, state.proposer)
     output, cache = scorer(model, context, draft, state.cache)
@@ -249,6 +296,13 @@ def step(
         log_probs=buffer,
     )
     return state, Info(tokens, num_drafts, verified.num_accepted)
+
+
+def _without_pages_of_ended_rows(context: Context) -> Context:
+    """Return the context with no page for rows that are not active, whose pages may be another sequence's by now."""
+    if context.pages is None:
+        return context
+    return context._replace(pages=jnp.where(context.active[:, None], context.pages, NO_PAGE))
 
 
 def _reported(target: Categorical) -> Categorical:

@@ -75,7 +75,9 @@ def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
     return LogProbs(jnp.zeros(shape), None, jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
 
 
-def record(buffer: LogProbs, slots: Array, tokens: Array, target: Categorical | Array) -> LogProbs:
+def record(
+    buffer: LogProbs, slots: Array, tokens: Array, target: Categorical | Array, rows: Array | None = None
+) -> LogProbs:
     """Write the log-probabilities of tokens to a buffer.
 
     Args:
@@ -83,11 +85,14 @@ def record(buffer: LogProbs, slots: Array, tokens: Array, target: Categorical | 
         slots: [B, T] int32, the index of each token in its sequence; not read where the token is -1.
         tokens: [B, T] int32; -1 stands for no token.
         target: the distribution of each token, a Categorical or logits [B, T, V].
+        rows: [B] int32, the row of the buffer for each row, or the number of its rows, where nothing is written; None
+            is the same row.
 
     Returns:
         The new buffer.
     """
     size, n = buffer.top.shape[1:]
     entries = logprobs(target, tokens, n)._replace(rank=None)
-    at = jnp.arange(tokens.shape[0])[:, None], jnp.where(tokens >= 0, slots, size)
+    rows = jnp.arange(tokens.shape[0]) if rows is None else rows
+    at = rows[:, None], jnp.where(tokens >= 0, slots, size)
     return jax.tree.map(lambda array, entry: array.at[at].set(entry, mode="drop"), buffer, entries)

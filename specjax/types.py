@@ -1,6 +1,6 @@
 """The records that every part of specjax passes around, and the contracts of models, proposers and scorers.
 
-Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows.
+Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows, P pages of a sequence.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ Array = jax.Array
 PyTree = Any
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that logits may have
+NO_PAGE = np.int32(2**31 - 1)  # the number of a page that no pool has
 
 
 def is_integer(value: object) -> bool:
@@ -71,11 +72,17 @@ class Verified(NamedTuple):
 
 
 class ModelInput(NamedTuple):
-    """The query tokens of one model call."""
+    """The query tokens of one model call.
+
+    With `pages`, the cache is a pool of pages: slot s of row b is `leaf[pages[b, s // page_size], s % page_size]` in
+    every leaf. A number outside the pool stands for no page: what would be written there is dropped, and what would be
+    read there is not seen. Without `pages`, row b of the batch owns row b of every leaf.
+    """
 
     tokens: Array  # [B, T] int32
     positions: Array  # [B, T] int32, never negative
     mask: Array | None = None  # [B, T, T] bool, which tokens of this call each of them sees (trees); None is causal
+    pages: Array | None = None  # [B, P] int32, the pages of each row in order; None is a dense cache
 
 
 class ModelOutput(NamedTuple):
@@ -93,12 +100,25 @@ class Context(NamedTuple):
     active: Array  # [B] bool, whether the row is still decoding
     prompt_length: Array | None = None  # [B] int32, number of prompt tokens; None means 0
     guided_state: Array | None = None  # [B] int32, state of the grammar after the tokens; None without guided decoding
+    pages: Array | None = None  # [B, P] int32, the pages of each row, as in ModelInput; None is a dense cache
+
+
+class Chunk(NamedTuple):
+    """Some tokens of each prompt, which follow those that were fed before."""
+
+    tokens: Array  # [B, T] int32; 0 past the end of a prompt
+    following: Array  # [B, T] int32, the token after each, -1 where it is not known
+    positions: Array  # [B, T] int32, consecutive
+    num_tokens: Array  # [B] int32 in [0, T], number of prompt tokens in the chunk; padding follows them
+    pages: Array | None = None  # [B, P] int32, as in ModelInput
+    rows: Array | None = None  # [B] int32, row in the batch of each row, its size standing for none; None: the same
+    previous: PyTree = None  # features of the token before the chunk [B, ...]; zeros at the start of a prompt
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["apply", "init_cache", "vocab_size", "max_length"],
+    meta_fields=["apply", "init_cache", "vocab_size", "max_length", "takes_pages"],
 )
 @dataclass(frozen=True)
 class Model:
@@ -108,30 +128,46 @@ class Model:
     they held. A token sees the slots before positions[:, 0] and, inside the call, the tokens that the mask allows.
     Every leaf of the cache has the batch as its leading axis.
 
+    Where `takes_pages` is true, `apply` finds the slots of a row by `inputs.pages`, and `init_cache(num_pages,
+    page_size)` makes a pool whose leaves are [num_pages, page_size, ...]. A dense cache is such a pool too, with one
+    page for each row.
+
     The functions should be module-level functions or frozen dataclasses with `__call__`. These compare by value, so a
     model that is built again is not traced again.
     """
 
     params: PyTree
     apply: Callable[[PyTree, ModelInput, PyTree], tuple[ModelOutput, PyTree]]  # (params, inputs, cache)
-    init_cache: Callable[[int, int], PyTree]  # (batch_size, max_length) -> cache
+    init_cache: Callable[[int, int], PyTree]  # (batch_size, max_length) or (num_pages, page_size) -> cache
     vocab_size: int
     max_length: int | None = None  # the most tokens that a sequence may have; None means no limit
+    takes_pages: bool = False  # whether `apply` takes `inputs.pages`
 
 
 class Proposer(Protocol):
     """An object that makes drafts: a pytree dataclass with weights as leaves, static options and pure methods.
 
-    Every leaf of the state has the batch as its leading axis. `prefill` gets a context that holds the prompts alone.
-    `update` gets the context that the drafts were made for, before the verified tokens are committed; the
-    `num_accepted` that it gets is 0 in rows that had no drafts of this proposer.
+    Every leaf of the state has the batch as its leading axis, but those of a cache in pages: they are a pool of the
+    proposer's own, which `init` makes where `pool` is (num_pages, page_size) and which is read through the table of
+    the target. What is kept in slot s may depend on tokens 0 to s alone, so that sequences with a common beginning can
+    share its pages.
+
+    `prefill` gets a prompt chunk by chunk, each after the target has run it. The rows of a chunk are those of the
+    batch, or `chunk.rows` says which they are: leaves with a row for each sequence are then written by
+    `.at[chunk.rows].set(..., mode="drop")`, and caches through `chunk.pages`. A proposer whose `takes_pages` is false,
+    or missing, gets neither rows nor pages.
+
+    `update` gets the context that the drafts were made for, before the verified tokens are committed, and the target's
+    features of the last committed token and of the drafts; the `num_accepted` that it gets is 0 in rows that had no
+    drafts of this proposer.
     """
 
     num_draft_tokens: int  # K, the width of every draft
+    takes_pages: bool  # whether `init` takes a pool, and `prefill` chunks with rows and pages
 
-    def init(self, batch_size: int, max_length: int) -> PyTree: ...
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree: ...
 
-    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree: ...
+    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree: ...
 
     def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]: ...
 

@@ -21,7 +21,7 @@ VOCAB = 61
 TARGET = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
 DRAFT = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 32, 128)
 
-prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
+prefill = jax.jit(decode.prefill, static_argnames=("max_length", "chunk_size", "num_logprobs", "prompt_logprobs"))
 propose = jax.jit(lambda proposer, *arguments: proposer.propose(*arguments))
 
 MATCH, REJECTION = one_of("match"), one_of("rejection")
@@ -211,15 +211,14 @@ def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
 
 
 @pytest.mark.slow
-def test_prompts_longer_than_a_chunk(target, draft, monkeypatch):
+def test_prompts_longer_than_a_chunk(target, draft):
     params = SamplingParams(temperature=0, max_tokens=10)
     proposer, lengths = proposers.draft_model(draft, 3), (40, 7, 33)
     whole = run(target, proposer, params, lengths=lengths)
     calls = []
     counted = replace(target, apply=Counting(target.apply, calls))
-    monkeypatch.setattr("specjax.prompts.CHUNK", 16)
-    untraced = jax.jit(partial(decode.prefill), static_argnames="max_length")  # as it is with this chunk
-    state = start(counted, proposer, params, lengths=lengths, prefill=untraced)
+    in_chunks = jax.jit(partial(decode.prefill, chunk_size=16), static_argnames="max_length")
+    state = start(counted, proposer, params, lengths=lengths, prefill=in_chunks)
     assert set(calls) == {(3, 16)}
     assert outputs(decode.generate(target, proposer, state, verifier=REJECTION)) == outputs(whole)
 
@@ -272,9 +271,8 @@ class TestSharedPrompts:
 
 
 class TestLogProbs:
-    def test_of_prompt_and_output(self, target, draft, monkeypatch):
+    def test_of_prompt_and_output(self, target, draft):
         """Against one pass over the finished sequences; prompts are fed in several calls, blocks end inside."""
-        monkeypatch.setattr("specjax.prompts.CHUNK", 4)
         params = [SamplingParams(temperature=t, max_tokens=n) for t, n in ((0.0, 9), (0.5, 14), (1.0, 3))]
         rng = np.random.default_rng(0)
         lengths = (11, 4, 1)
@@ -286,6 +284,7 @@ class TestLogProbs:
             sampling.batch(params),
             jax.random.key(0),
             max_length=32,
+            chunk_size=4,
             num_logprobs=2,
             prompt_logprobs=True,
         )

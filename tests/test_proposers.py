@@ -13,7 +13,7 @@ from specjax import checks, decode, metrics, proposers, sampling, scorers, testi
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
-from specjax.types import Context, Draft
+from specjax.types import Chunk, Context, Draft
 
 VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
@@ -237,10 +237,12 @@ class Sometimes:
     num_draft_tokens: int
     period: int
 
-    def init(self, batch_size, max_length):
+    takes_pages = True
+
+    def init(self, batch_size, max_length, pool=None):
         return ()
 
-    def prefill(self, context, features, state):
+    def prefill(self, chunk, features, state):
         return state
 
     def propose(self, keys, context, sampling, state):
@@ -284,7 +286,9 @@ class TestFallback:
             """Those of the second as it goes on, those of a fresh start, and in which rows they are used."""
             context = state.context
             keys = streams.positions(state.keys, context.length, 3)
-            fresh = second.prefill(context, None, second.init(2, 64))
+            positions = jnp.broadcast_to(jnp.arange(64), context.tokens.shape)
+            chunk = Chunk(context.tokens, jnp.full_like(positions, -1), positions, context.length)
+            fresh = second.prefill(chunk, None, second.init(2, 64))
             draft, both = proposer.propose(keys, context, state.sampling, state.proposer)
             return draft.tokens, second.propose(keys, context, state.sampling, fresh)[0].tokens, both.is_first
 

@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 
 from specjax import (
     Categorical,
+    Chunk,
     Context,
     Draft,
     ModelInput,
@@ -557,7 +558,9 @@ class TestDecoding:
         proposer = proposers.draft_model(model, 3)
         rows = sampling.batch(MIXED, [EOS], V)
         context = make_context(PROMPTS, OUTPUTS, guided_state(rows, OUTPUTS))
-        cache = jax.jit(proposer.prefill)(context, None, proposer.init(len(MIXED), BUFFER + 4))
+        positions = jnp.broadcast_to(jnp.arange(context.tokens.shape[1]), context.tokens.shape)
+        chunk = Chunk(context.tokens, jnp.full_like(positions, -1), positions, context.length)
+        cache = jax.jit(proposer.prefill)(chunk, None, proposer.init(len(MIXED), BUFFER + 4))
         keys = jax.random.split(jax.random.key(0), (len(MIXED), 4))
         draft, _ = jax.jit(proposer.propose)(keys, context, rows, cache)
         history = [p + o + d for p, o, d in zip(PROMPTS, OUTPUTS, draft.tokens.tolist(), strict=True)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.models import network
-from specjax.models.attention import attend, attend_to_cache, attention_mask
+from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
 from specjax.models.linear import Norm, linear, rms_norm
 from specjax.models.rope import RopeScaling, Rotation, rotate, rotation
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
@@ -208,13 +208,13 @@ class Decoder(nnx.Module):
             x = self.embedding[...][inputs.tokens]
             if config.scale_embedding:
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
-            num_slots = inputs.tokens.shape[1] if cache is None else cache[0]["key"].shape[1]
+            size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
             windows = [
-                window if window is not None and window < num_slots else None
+                window if window is not None and window < size else None
                 for window in config.windows or (None,) * config.num_layers
             ]
             masks = {  # a mask of None is causal
-                window: None if cache is None and window is None else attention_mask(inputs, num_slots, window)
+                window: None if cache is None and window is None else attention_mask(inputs, size, window)
                 for window in dict.fromkeys(windows)
             }
             new_cache = None if cache is None else []

@@ -59,7 +59,10 @@ class Apply:
 
 @dataclass(frozen=True)
 class InitCache:
-    """`Model.init_cache` for a network: for each layer, keys and values [B, S, kv heads, head size] of zeros."""
+    """`Model.init_cache` for a network: for each layer, keys and values [B, S, kv heads, head size] of zeros.
+
+    Given the number of pages and their size, it makes a pool.
+    """
 
     config: NetworkConfig
     dtype: str
@@ -86,4 +89,5 @@ def network_model(network: Network, config: NetworkConfig, params: PyTree) -> Mo
         init_cache=InitCache(config, str(params["embedding"].dtype)),
         vocab_size=config.vocab_size,
         max_length=config.max_length,
+        takes_pages=True,
     )

@@ -8,11 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import distributions, prompts
+from specjax import distributions
+from specjax.calls import run
 from specjax.keys import DRAFT, stream
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling, process
-from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified, is_integer
+from specjax.types import (
+    Array,
+    Categorical,
+    Chunk,
+    Context,
+    Draft,
+    Model,
+    ModelInput,
+    ModelOutput,
+    PyTree,
+    Verified,
+    is_integer,
+)
 
 CATCH_UP = 16  # tokens in each call that feeds what was committed while the draft model did not run
 
@@ -41,12 +54,20 @@ class DraftModel:
     speculate_below: int | None = None
     may_pause: bool = False  # rows may skip steps; the tokens they missed are fed when drafting resumes
 
-    def init(self, batch_size: int, max_length: int) -> Fed:
-        limit = max_length if self.max_length is None else min(max_length, self.max_length)
-        return Fed(self.model.init_cache(batch_size, limit), jnp.zeros(batch_size, jnp.int32))
+    @property
+    def takes_pages(self) -> bool:
+        return self.model.takes_pages
 
-    def prefill(self, context: Context, features: Any, state: Fed) -> Fed:
-        return Fed(prompts.feed(self.model, context, state.cache)[0], jnp.copy(context.length))
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Fed:
+        limit = max_length if self.max_length is None else min(max_length, self.max_length)
+        cache = self.model.init_cache(*((batch_size, limit) if pool is None else pool))
+        return Fed(cache, jnp.zeros(batch_size, jnp.int32))
+
+    def prefill(self, chunk: Chunk, features: Any, state: Fed) -> Fed:
+        cache = self._run(ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages), state.cache)[1]
+        rows = jnp.arange(state.length.shape[0]) if chunk.rows is None else chunk.rows
+        length = jnp.where(chunk.num_tokens > 0, chunk.positions[:, 0] + chunk.num_tokens, state.length.at[rows].get())
+        return Fed(cache, state.length.at[rows].set(length, mode="drop"))
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Fed) -> tuple[Draft, Fed]:
         num_drafts = self.num_draft_tokens
@@ -74,11 +95,18 @@ class DraftModel:
             return jnp.any(speculates & (state.length < context.length - 2))
 
         def feed(state: Fed) -> Fed:
-            inputs = _committed(context, state.length, CATCH_UP)
-            cache = self.model.apply(self.model.params, inputs, state.cache)[1]
+            cache = self._run(_committed(context, state.length, CATCH_UP), state.cache)[1]
             return Fed(cache, jnp.minimum(state.length + CATCH_UP, context.length))
 
         return jax.lax.while_loop(is_behind, feed, state)
+
+    def _run(self, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
+        """Call the draft model. It has no pages for what lies past its limit: no row reads there, so none writes."""
+        leaves = jax.tree.leaves(cache)
+        if inputs.pages is not None and self.max_length is not None and leaves:
+            num_pages = -(-self.max_length // leaves[0].shape[1])
+            inputs = inputs._replace(pages=inputs.pages[:, :num_pages])
+        return run(self.model, inputs, cache)
 
     def _draft_sampling(self, sampling: Sampling) -> Sampling:
         """Return the sampling parameters that shape the drafts of each request."""
@@ -100,7 +128,7 @@ class DraftModel:
         because the last draft is not fed: if it is accepted, the cache lacks it and the token that follows.
         """
         start = jnp.maximum(context.length - 2, 0)
-        output, cache = self.model.apply(self.model.params, _committed(context, start, 2), state.cache)
+        output, cache = self._run(_committed(context, start, 2), state.cache)
         last = (context.length - 1 - start)[:, None, None]  # a context of one token has its only token first
         logits = jnp.take_along_axis(output.logits, last, axis=1)
         width = self.num_draft_tokens
@@ -112,8 +140,8 @@ class DraftModel:
         def body(carry, index):
             drafts, rows, cache = carry
             token = jax.lax.dynamic_slice_in_dim(drafts, index - 1, 1, axis=1)
-            inputs = ModelInput(token, context.length[:, None] + index - 1)
-            output, cache = self.model.apply(self.model.params, inputs, cache)
+            inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
+            output, cache = self._run(inputs, cache)
             key = jax.lax.dynamic_slice_in_dim(keys, index, 1, axis=1)
             token, row = self._draw(key, process(sampling, output.logits, context, drafts, index))
             drafts = jax.lax.dynamic_update_slice_in_dim(drafts, token, index, axis=1)
@@ -146,7 +174,7 @@ def _committed(context: Context, start: Array, num_tokens: int) -> ModelInput:
     """
     positions = start[:, None] + jnp.arange(num_tokens)[None]
     tokens = jnp.take_along_axis(context.tokens, jnp.minimum(positions, context.tokens.shape[1] - 1), axis=1)
-    return ModelInput(jnp.where(positions < context.length[:, None], tokens, 0), positions)
+    return ModelInput(jnp.where(positions < context.length[:, None], tokens, 0), positions, pages=context.pages)
 
 
 def draft_model(
@@ -166,7 +194,8 @@ def draft_model(
     Args:
         model: the draft model.
         num_draft_tokens: K >= 1.
-        max_length: the most tokens of a sequence that the draft model takes; None is the model's own limit.
+        max_length: the most tokens of a sequence that the draft model takes; None is the model's own limit. With pages,
+            it uses of a row's table what covers so many tokens.
         temperature: the temperature of drafts, for requests that are not greedy. None takes the temperature of the
             request. A number, or one number per row [B], replaces it. 0 makes greedy drafts for all requests; these are
             deterministic and report no distribution.

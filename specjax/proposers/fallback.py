@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specjax import distributions
 from specjax.proposers.draft_model import DraftModel
 from specjax.proposers.split import run_where
-from specjax.types import Array, Categorical, Context, Draft, Proposer, PyTree, Verified
+from specjax.types import Array, Categorical, Chunk, Context, Draft, Proposer, PyTree, Verified
 from specjax.verifiers import canonical
 
 
@@ -34,13 +34,17 @@ class Fallback:
     def num_draft_tokens(self) -> int:
         return max(self.first.num_draft_tokens, self.second.num_draft_tokens)
 
-    def init(self, batch_size: int, max_length: int) -> Both:
-        states = (proposer.init(batch_size, max_length) for proposer in (self.first, self.second))
+    @property
+    def takes_pages(self) -> bool:
+        return all(getattr(proposer, "takes_pages", False) for proposer in (self.first, self.second))
+
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Both:
+        states = (proposer.init(batch_size, max_length, pool) for proposer in (self.first, self.second))
         return Both(*states, jnp.zeros(batch_size, bool))
 
-    def prefill(self, context: Context, features: Any, state: Both) -> Both:
-        first = self.first.prefill(context, features, state.first)
-        return Both(first, self.second.prefill(context, features, state.second), state.is_first)
+    def prefill(self, chunk: Chunk, features: Any, state: Both) -> Both:
+        first = self.first.prefill(chunk, features, state.first)
+        return Both(first, self.second.prefill(chunk, features, state.second), state.is_first)
 
     def propose(self, keys: Array, context: Context, sampling: Any, state: Both) -> tuple[Draft, Both]:
         draft, first = self._propose(self.first, keys, context, sampling, state.first)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Context, Draft, PyTree, Verified, is_integer
+from specjax.types import Array, Chunk, Context, Draft, PyTree, Verified, is_integer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "min_n", "max_n"])
@@ -18,11 +18,12 @@ class NGram:
     num_draft_tokens: int
     min_n: int
     max_n: int
+    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int) -> PyTree:
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree:
         return ()
 
-    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree:
+    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree:
         return state
 
     def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:

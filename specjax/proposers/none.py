@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Context, Draft, PyTree, Verified
+from specjax.types import Array, Chunk, Context, Draft, PyTree, Verified
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
@@ -16,11 +16,12 @@ class NoDrafts:
     """A proposer that makes no drafts: K is 0."""
 
     num_draft_tokens = 0
+    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int) -> PyTree:
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree:
         return ()
 
-    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree:
+    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree:
         return state
 
     def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:

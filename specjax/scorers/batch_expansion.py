@@ -22,7 +22,15 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
     Returns:
         ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the cache of
         the copies that were fed all drafts.
+
+    Raises:
+        ValueError: the context has pages, which no copy of a sequence may write.
     """
+    if context.pages is not None:
+        shape = context.pages.shape
+        raise ValueError(
+            f"context.pages must be None for batch expansion, which copies cache rows, got a table {shape}"
+        )
     batch_size, num_draft_tokens = draft.tokens.shape
     num_copies = num_draft_tokens + 1
     context, cache = jax.tree.map(lambda x: jnp.repeat(x, num_copies, axis=0), (context, cache))

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from specjax import distributions
 from specjax.keys import DRAFT, stream
-from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
+from specjax.types import Array, Categorical, Chunk, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
 
 
 def bigram_model(logits: Array) -> Model:
     """Return a target in which only the last token decides the next: row v of logits [V, V] follows token v."""
-    return Model(params=logits, apply=_bigram_apply, init_cache=_no_cache, vocab_size=logits.shape[-1])
+    return Model(logits, _bigram_apply, _no_cache, vocab_size=logits.shape[-1], takes_pages=True)
 
 
 def _bigram_apply(params: Array, inputs: ModelInput, cache: tuple) -> tuple[ModelOutput, tuple]:
@@ -46,11 +46,12 @@ class BigramProposer:
     num_draft_tokens: int
     drafter: Callable[[Array, Categorical], tuple[Array, Categorical | None]] = sample_draft
     is_ragged: bool = False  # whether a row of length n has n modulo (K+1) drafts, in place of K
+    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int) -> PyTree:
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree:
         return ()
 
-    def prefill(self, context: Context, features: Any, state: PyTree) -> PyTree:
+    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree:
         return state
 
     def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:

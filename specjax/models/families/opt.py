@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.models.attention import attend, attend_to_cache, attention_mask
+from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
 from specjax.models.network import network_model
@@ -125,7 +125,7 @@ class OPT(nnx.Module):
             if config.embedding_size != config.hidden_size:
                 x = x @ self.project_in[...]
             x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
-            mask = None if cache is None else attention_mask(inputs, cache[0]["key"].shape[1])
+            mask = None if cache is None else attention_mask(inputs, num_slots(cache[0], inputs))
             new_cache = None if cache is None else []
             for i, layer in enumerate(self.layers):
                 x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])

@@ -1,0 +1,118 @@
+"""Caches in pages: the table that says where the slots of each row are, and what may stand in it."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree, is_integer
+from specjax.verifiers.core import check_array
+
+__all__ = ["Pages", "copy_pages"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["num_pages", "page_size"])
+@dataclass(frozen=True)
+class Pages:
+    """A page table, and the sizes of the pools that it points into: one of the target, and one of each drafter.
+
+    Slot s of row b is `leaf[table[b, s // page_size], s % page_size]` in every leaf of a cache.
+    """
+
+    table: Array  # [B, P] int32, the pages of each row in order; num_pages stands for no page
+    num_pages: int
+    page_size: int
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """The arguments of `Model.init_cache` for a pool of this size."""
+        return self.num_pages, self.page_size
+
+
+def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
+    """Copy pages of a pool onto other pages.
+
+    Args:
+        cache: a pytree whose leaves are [num_pages, page_size, ...].
+        source: int32 of any shape, the pages to copy.
+        target: int32 of the same shape, where each goes; no page may stand here twice.
+
+    Returns:
+        The cache. Where source or target is not in the pool, nothing is copied.
+    """
+
+    def copy(leaf: Array) -> Array:
+        num_pages = leaf.shape[0]
+        is_copied = (source >= 0) & (source < num_pages) & (target >= 0)
+        return leaf.at[jnp.where(is_copied, target, NO_PAGE)].set(leaf[jnp.where(is_copied, source, 0)], mode="drop")
+
+    return jax.tree.map(copy, cache)
+
+
+def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int, max_length: int) -> None:
+    """Raise ValueError unless target and proposer take pages, and the table can be that of B rows of max_length tokens.
+
+    Under jit the table has no values, so that only its shape is checked.
+    """
+    if not isinstance(pages, Pages):
+        raise ValueError(f"pages must be None or Pages(table, num_pages, page_size), got {type(pages).__name__}")
+    for name, taker in (("model", model), ("proposer", proposer)):
+        if not getattr(taker, "takes_pages", False):
+            raise ValueError(f"pages must be None for a {name} whose takes_pages is False, got Pages")
+    for name in ("num_pages", "page_size"):
+        number = getattr(pages, name)
+        if not (is_integer(number) and number >= 1):
+            raise ValueError(f"pages.{name} must be an integer >= 1, got {number!r}")
+    check_array("pages.table", pages.table, "[B, P]", (batch_size, None), jnp.integer)
+    least = -(-max_length // pages.page_size)
+    if pages.table.shape[1] < least:
+        raise ValueError(
+            f"pages.table must have at least {least} pages a row, as max_length is {max_length} and page_size "
+            f"{pages.page_size}, got {pages.table.shape[1]}"
+        )
+    if isinstance(pages.table, jax.core.Tracer):
+        return
+    table = np.asarray(pages.table)
+    if not ((table >= 0) & (table <= pages.num_pages)).all():
+        raise ValueError(
+            f"pages.table must be in [0, num_pages = {pages.num_pages}], got {table.min()} to {table.max()}"
+        )
+    for b, row in enumerate(table):
+        own, counts = np.unique(row[row < pages.num_pages], return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(f"pages.table must have a page once in a row, got {own[counts > 1][0]} twice in row {b}")
+
+
+def check_pages_of_prompts(pages: Pages, prompts: Array, lengths: Array, rows: Array | None) -> None:
+    """Raise ValueError unless each prompt has its pages, and rows share only what no step will write.
+
+    Steps feed the last token of a prompt again, and a draft model the last two. So rows may share the pages that lie
+    before these, if they hold the same prompt tokens. Under jit nothing has values, and nothing is checked.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in (pages.table, prompts, lengths, rows)):
+        return
+    table, prompts, lengths = (np.asarray(x) for x in (pages.table, prompts, lengths))
+    rows = np.arange(len(prompts)) if rows is None else np.asarray(rows)
+    lengths, size = lengths[rows], pages.page_size
+    is_missing = (table == pages.num_pages) & (np.arange(table.shape[1]) * size < lengths[:, None])
+    if is_missing.any():
+        b, p = np.argwhere(is_missing)[0]
+        raise ValueError(f"pages.table must have a page for every token of a prompt, got none at [{b}, {p}]")
+    owned, counts = np.unique(table[table < pages.num_pages], return_counts=True)
+    for page in owned[counts > 1]:
+        owners, places = np.nonzero(table == page)
+        end = (places[0] + 1) * size
+        beginnings = prompts[rows[owners], : min(end, prompts.shape[1])]
+        if (places != places[0]).any() or (end > lengths[owners] - 2).any() or (beginnings != beginnings[0]).any():
+            raise ValueError(
+                "pages.table must give two rows the same page only where they have the same prompt up to its end, and "
+                f"this end is before the last two tokens of both, got page {page} in rows {owners.tolist()}"
+            )
+
+
+def first_rows(rows: Array, num_prompts: int) -> Array:
+    """Return the first of the rows [B] that has each prompt, [num_prompts] int32; B where none has it."""
+    batch_size = rows.shape[0]
+    return jnp.full(num_prompts, batch_size, jnp.int32).at[rows].min(jnp.arange(batch_size, dtype=jnp.int32))
