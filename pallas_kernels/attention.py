@@ -115,12 +115,13 @@ def walk(
     Args:
         cached: where their keys and values lie.
         begin: the first slot, a multiple of `width`.
-        end: the slot after the last one. Slots from it on are not read and give zeros.
+        end: the slot after the last one. Slots from it on are not read and give zeros, as those without a page do.
         width: number of slots of a visit, a power of two.
         visit: function of what was attended to before, the keys and the values [width, lanes], and the slots [width],
             which returns what was attended to after it.
         attended: what was attended to before.
-        has_part: whether `end` may not be a multiple of `width`.
+        has_part: whether `end` may not be a multiple of `width`, or slots may have no page. Where neither is so, loads
+            need no mask and are faster.
     """
     layout = cached.layout
 
@@ -129,16 +130,19 @@ def walk(
         if cached.pages_ref is None:
             return cached.sequence
         slot = first if layout.page_size % width == 0 else first + lax.iota(jnp.int32, width)
-        return jnp.clip(locate(cached, slot)[0], 0, layout.num_pages - 1)  # what a slot without a page gives is unseen
+        return locate(cached, slot)[0]
 
     def body(index, carry):
         attended, page = carry
         first = begin + index * width
         slot = first + lax.iota(jnp.int32, width)
-        at = page[:, None] if page.ndim else page
-        place = slot if cached.pages_ref is None else slot % layout.page_size
-        mask = (slot < end)[:, None] if has_part else None
-        where = (at, place[:, None], cached.kv_head), layout, mask
+        place, mask = slot, slot < end
+        if cached.pages_ref is not None:
+            place = slot % layout.page_size
+            mask &= (page >= 0) & (page < layout.num_pages)
+            page = jnp.clip(page, 0, layout.num_pages - 1)
+        index = page[:, None] if page.ndim else page, place[:, None], cached.kv_head
+        where = index, layout, mask[:, None] if has_part else None
         attended = visit(attended, load_heads(cached.key_ref, *where), load_heads(cached.value_ref, *where), slot)
         return attended, page_of(first + width)  # looked up a block ahead, so that no load waits for another
 

@@ -6,7 +6,8 @@ The S slots of a row are its row of a dense cache, or the pages that `ModelInput
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode_attention import decode_attention, unsupported
+from pallas_kernels import decode_attention as of_few
+from pallas_kernels import prompt_attention as of_many
 from specjax.dispatch import dispatch
 from specjax.models.rope import Rotation, rotate
 from specjax.types import NO_PAGE, Array, ModelInput
@@ -116,7 +117,8 @@ def attend_to_cache(
 ) -> tuple[Array, Cache]:
     """Write the keys and values of a call to its slots, and attend from its queries to the cache.
 
-    The kernel takes a few queries of 16 bits in a chain, and reads no more of the cache than it holds.
+    The kernels take queries of 16 bits and read no more of the cache than it holds: one takes a few tokens, in a chain
+    or a tree, and one many tokens in a chain.
 
     Args:
         query: [B, T, H, D].
@@ -141,8 +143,17 @@ def attend_to_cache(
     def by_kernel(query, key, value, cache, inputs, mask, rotation, *, interpret):
         caches, start = (cache["key"], cache["value"]), inputs.positions[:, 0]
         options = {"window": window, "interpret": interpret, **of_scores}
-        attended, *updated = decode_attention(query, key, value, *caches, start, rotation, **options)
-        return attended, dict(zip(("key", "value"), updated, strict=True))
+        if _has_few(query):
+            tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
+            attended, *updated = of_few.decode_attention(
+                query, key, value, *caches, start, rotation, inputs.pages, tree, **options
+            )
+            return attended, dict(zip(("key", "value"), updated, strict=True))
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        cache = update_cache(cache, key, value, inputs)
+        attended = of_many.prompt_attention(query, cache["key"], cache["value"], start, inputs.pages, **options)
+        return attended, cache
 
     def by_xla(query, key, value, cache, inputs, mask, rotation):
         if rotation is not None:
@@ -154,11 +165,11 @@ def attend_to_cache(
         return attend(query, keys, values, mask & is_filled, **of_scores), cache
 
     def reason(query, key, value, cache, inputs, mask, rotation):
+        if _has_few(query):
+            return of_few.unsupported(query, cache["key"])
         if inputs.mask is not None:
-            return "the kernel takes a chain of tokens, got a ModelInput with a mask"
-        if inputs.pages is not None:
-            return "the kernel takes a dense cache, got a ModelInput with pages"
-        return unsupported(query, cache["key"])
+            return f"the kernel of more than {of_few.MAX_TOKENS} tokens takes a chain, got a ModelInput with a mask"
+        return of_many.unsupported(query, cache["key"])
 
     return dispatch(
         (query, key, value, cache, inputs, mask, rotation),
@@ -167,3 +178,7 @@ def attend_to_cache(
         reason=reason,
         implementation=implementation,
     )
+
+
+def _has_few(query: Array) -> bool:
+    return query.shape[1] <= of_few.MAX_TOKENS
