@@ -135,6 +135,13 @@ def test_a_parent_goes_after_its_children():
     assert chunks.find("11223300") == [] and chunks.find("4400") == ["44"]
 
 
+def test_the_first_of_several_children_goes_first():
+    chunks = Chunks(3)
+    chunks.pool.free([chunks.add("11"), chunks.add("1133"), chunks.add("1122")])
+    assert chunks.cache.make_room(1)
+    assert chunks.find("113300") == ["11"] and chunks.find("112200") == ["11", "1122"]
+
+
 def test_a_child_in_use_is_no_longer_found_when_its_parent_goes():
     chunks = Chunks(2)
     parent, child = chunks.add("11"), chunks.add("1122")

@@ -36,9 +36,9 @@ class PageStats(NamedTuple):
 class PageTables:
     """Give pages to rows as they grow, and let rows share what they have in common.
 
-    It touches no device: a caller hands tables to its calls of the model, and copies the pages that `fork` names. Pages
-    freed here may be given to another row at once, as a device runs its calls in the order of their dispatch. Not safe
-    for several threads.
+    It touches no device: a caller hands copies of the tables, which change in place, to its calls of the model, and
+    copies the pages that `fork` names. Pages freed here may be given to another row at once, as a device runs its calls
+    in the order of their dispatch. Not safe for several threads.
 
     Args:
         num_pages: number of pages of the device's pool; in tables it stands for "no page".
