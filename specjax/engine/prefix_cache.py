@@ -1,0 +1,150 @@
+"""Find the pages of prompts whose beginning another request has computed."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.engine.page_pool import PagePool
+
+
+class ChunkKey(NamedTuple):
+    """What a chunk of a prompt is found by."""
+
+    digest: bytes  # of this chunk and all before it
+    content: bytes  # tokens of this chunk as int32; the first chunk has the salt before them
+
+
+@dataclass(eq=False)
+class CachedChunk:
+    """A computed chunk that rows may share. Chunks form trees: each continues its parent."""
+
+    key: ChunkKey
+    parent: "CachedChunk | None"  # None for the first chunk of a prompt
+    pages: list[int]
+    value: Any  # what was stored with it
+    children: dict["CachedChunk", None] = field(default_factory=dict)  # in the order of their registration
+
+
+class PrefixCache:
+    """Keep computed chunks of prompts until their pages are needed.
+
+    A chunk is found by a chain of hashes, SHA-256 of the digest of the chunk before and the chunk's own tokens, which
+    begins with a secret seed. Its tokens and its parent are compared as well, so equal hashes of different prompts do
+    no harm.
+
+    Args:
+        pool: the pages.
+        chunk_size: number of tokens of a chunk.
+        seed: the secret that hashes begin with; drawn from the operating system if None.
+    """
+
+    def __init__(self, pool: PagePool, chunk_size: int, seed: bytes | None = None):
+        self._pool = pool
+        self._chunk_size = chunk_size
+        self._seed = os.urandom(32) if seed is None else seed
+        self._chunks: dict[bytes, CachedChunk] = {}
+
+    def keys(self, tokens: np.ndarray, salt: bytes) -> list[ChunkKey]:
+        """Return the keys of the chunks that a sequence may share, first to last.
+
+        The first step of a sequence feeds its last token again and drafters feed its last two, so these are the whole
+        chunks that end at or before slot length - 2.
+
+        Args:
+            tokens: the sequence, [length] int32.
+            salt: whatever else changes what the cache holds.
+        """
+        num_chunks = max(len(tokens) - 2, 0) // self._chunk_size
+        keys, digest = [], self._seed
+        for chunk in tokens[: num_chunks * self._chunk_size].reshape(num_chunks, self._chunk_size):
+            content = chunk.tobytes() if keys else salt + chunk.tobytes()
+            digest = _hash(digest + content)
+            keys.append(ChunkKey(digest, content))
+        return keys
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[CachedChunk]:
+        """Return the longest known chain of chunks that a sequence begins with."""
+        chain = []
+        for key in keys:
+            chunk = self._chunks.get(key.digest)
+            if chunk is None or not _is_same(chunk, key, chain[-1] if chain else None):
+                break
+            chain.append(chunk)
+        return chain
+
+    def register(
+        self, key: ChunkKey, parent: CachedChunk | None, pages: Sequence[int], value: Any
+    ) -> CachedChunk | None:
+        """Make a computed chunk known, unless it already is.
+
+        Args:
+            key: its key.
+            parent: the chunk before it, None for the first.
+            pages: the pages that hold it, in use.
+            value: anything to keep with it.
+
+        Returns:
+            The chunk that is found by this key from now on, which may have other pages; None where there is none, as
+            the parent was evicted or another prompt has the same hash.
+        """
+        if parent is not None and self._chunks.get(parent.key.digest) is not parent:
+            return None
+        known = self._chunks.get(key.digest)
+        if known is not None:
+            return known if _is_same(known, key, parent) else None
+        chunk = CachedChunk(key, parent, list(pages), value)
+        self._pool.keep(chunk.pages, chunk)
+        self._chunks[key.digest] = chunk
+        if parent is not None:
+            parent.children[chunk] = None
+        return chunk
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict the least recently used chunks until so many pages are free.
+
+        A chain never has a hole: what continues a chunk is evicted before it. That includes chunks that rows still use,
+        where these have a copy of their own of the chunk or do not need it any more. Such rows keep their pages.
+
+        Returns:
+            Whether so many pages are free. If not, nothing has changed.
+        """
+        if num_pages > self._pool.num_free + self._pool.num_cached:
+            return False
+        while self._pool.num_free < num_pages:
+            chunk = self._pool.oldest_content()
+            while chunk.children:
+                chunk = next(iter(chunk.children))
+            self._evict(chunk)
+        return True
+
+    def check(self) -> None:
+        """Assert that every chunk can be found and that no other page is kept. For tests; takes time in all chunks."""
+        for digest, chunk in self._chunks.items():
+            keys, ancestor = [], chunk
+            while ancestor is not None:
+                keys.insert(0, ancestor.key)
+                ancestor = ancestor.parent
+            assert digest == chunk.key.digest and self.find(keys)[-1:] == [chunk], "a chunk cannot be found"
+            assert chunk.parent is None or chunk in chunk.parent.children, "a parent does not know its child"
+            assert all(child.parent is chunk for child in chunk.children), "a child does not know its parent"
+        held = {page: chunk for chunk in self._chunks.values() for page in chunk.pages}
+        assert held == self._pool._contents, "other pages are kept than those of chunks"
+
+    def _evict(self, chunk: CachedChunk) -> None:
+        del self._chunks[chunk.key.digest]
+        if chunk.parent is not None:
+            del chunk.parent.children[chunk]
+        self._pool.drop(reversed(chunk.pages))
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _is_same(chunk: CachedChunk, key: ChunkKey, parent: CachedChunk | None) -> bool:
+    """Say whether a chunk found by its digest is the one that was looked for."""
+    return chunk.parent is parent and chunk.key.content == key.content

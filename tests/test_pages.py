@@ -1,0 +1,616 @@
+"""Rows of a paged cache: tables, shared prefixes, forks and windows, alone and against a slow, obvious model."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from specjax.engine import prefix_cache
+from specjax.engine.pages import PageTables
+
+
+def tables(num_pages=16, page_size=2, pages_per_row=8, chunk_size=4):
+    return PageTables(num_pages, page_size, pages_per_row, chunk_size, seed=b"seed")
+
+
+def prompt(length, first=0):
+    return np.arange(first, first + length, dtype=np.int32)
+
+
+def compute(pages, row, num_tokens):
+    """Register what a prefill of so many tokens does."""
+    for end in range(row.num_cached_tokens + pages.chunk_size, num_tokens + 1, pages.chunk_size):
+        pages.register(row, end, end)
+
+
+def numbers(pages):
+    pages.check()
+    return pages.stats()[:3]
+
+
+def test_a_table_grows_and_is_padded_with_num_pages():
+    pages = tables()
+    row = pages.insert(prompt(3), 3)
+    assert row.table.dtype == np.int32 and row.table.tolist() == [0, 1, 16, 16, 16, 16, 16, 16]
+    assert pages.ensure(row, 4) and row.table.tolist() == [0, 1, 16, 16, 16, 16, 16, 16]
+    assert pages.ensure(row, 5) and row.table.tolist() == [0, 1, 2, 16, 16, 16, 16, 16]
+    assert pages.ensure(row, 2) and numbers(pages) == (13, 3, 0)
+    pages.free(row)
+    assert row.table.tolist() == [16] * 8 and numbers(pages) == (16, 0, 0)
+
+
+def test_too_few_pages_are_a_result_that_changes_nothing():
+    pages = tables(num_pages=3)
+    row = pages.insert(prompt(3), 4)
+    assert pages.insert(prompt(3), 3) is None
+    assert not pages.ensure(row, 7)
+    assert row.table.tolist() == [0, 1] + [3] * 6 and numbers(pages) == (1, 2, 0)
+    assert pages.ensure(row, 6)
+    assert pages.fork(row, 3) is None
+    assert numbers(pages) == (0, 3, 0)
+
+
+def test_a_computed_prefix_is_shared():
+    pages = tables()
+    first = pages.insert(prompt(11), 11)
+    assert first.num_cached_tokens == 0 and first.value is None
+    pages.register(first, 4, "four")
+    half = pages.insert(prompt(11), 11)  # the second chunk is not computed yet
+    assert half.num_cached_tokens == 4 and half.value == "four"
+    pages.register(first, 8, "eight")
+    whole = pages.insert(prompt(11), 11)
+    assert whole.num_cached_tokens == 8 and whole.value == "eight"
+    assert first.table[:4].tolist() == whole.table[:4].tolist()
+    assert first.table[:2].tolist() == half.table[:2].tolist()
+    assert not set(half.table[2:6]) & set(first.table[:6]) and not set(whole.table[4:6]) & set(first.table[:6])
+    assert pages.stats() == (16 - 6 - 4 - 2, 6 + 4 + 2, 0, 33, 12)
+    for row in (first, half, whole):
+        pages.free(row)
+    assert numbers(pages) == (12, 0, 4)
+    again = pages.insert(np.append(prompt(8), 0).astype(np.int32), 9)
+    assert again.num_cached_tokens == 4 and again.value == "four"
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_no_step_writes_what_is_shared(length):
+    """Steps write from slot length - 2 on, and the last chunk before it is shared."""
+    pages = tables()
+    row = pages.insert(prompt(length), length + 2)
+    assert pages.may_write(row, 0)
+    compute(pages, row, length)
+    num_shared = max(length - 2, 0) // 4 * 4
+    assert pages.may_write(row, length - 2)
+    assert not num_shared or not pages.may_write(row, num_shared - 1)
+    other = pages.insert(prompt(length), length + 2)
+    assert other.num_cached_tokens == num_shared
+    pages.free(row)
+    assert pages.may_write(other, length - 2)
+    assert not num_shared or not pages.may_write(other, num_shared - 1)
+
+
+def test_the_second_row_goes_on_with_its_own_pages():
+    pages = tables()
+    first, second = (pages.insert(prompt(11), 11) for _ in range(2))
+    pages.register(first, 4, "first")
+    pages.register(second, 4, "second")
+    pages.register(second, 8, "second")
+    assert not set(first.table[:6]) & set(second.table[:6])
+    assert pages.may_write(second, 0) is False and pages.may_write(first, 4)
+    third = pages.insert(prompt(11), 11)
+    assert third.table[:4].tolist() == [*first.table[:2], *second.table[2:4]] and third.value == "second"
+    pages.check()
+
+
+def test_a_row_that_ends_halfway_leaves_what_was_computed():
+    pages = tables()
+    row = pages.insert(prompt(15), 15)
+    compute(pages, row, 8)
+    pages.free(row)
+    assert numbers(pages) == (12, 0, 4)
+    assert pages.insert(prompt(15), 15).num_cached_tokens == 8
+
+
+def test_rows_that_do_not_share():
+    pages = tables()
+    row = pages.insert(prompt(7), 7, salt=None)
+    compute(pages, row, 6)
+    assert pages.insert(prompt(7), 7).num_cached_tokens == 0
+    salted = pages.insert(prompt(7), 7, salt=b"salt")
+    compute(pages, salted, 6)
+    assert pages.insert(prompt(7), 7, salt=b"salt").num_cached_tokens == 4
+    assert pages.insert(prompt(7), 0, salt=None).num_cached_tokens == 0
+    assert pages.stats()[3:] == (21, 4)
+
+
+def test_cached_pages_are_given_away_when_no_page_is_free():
+    pages = tables(num_pages=8)
+    for first in (0, 100):
+        row = pages.insert(prompt(7, first), 8)
+        compute(pages, row, 7)
+        pages.free(row)
+    assert numbers(pages) == (4, 0, 4)
+    row = pages.insert(prompt(9, 50), 9, salt=None)
+    assert numbers(pages) == (1, 5, 2)  # the older chunk has gone, as a whole
+    assert pages.ensure(row, 13)
+    assert numbers(pages) == (1, 7, 0)
+    assert pages.insert(prompt(7), 7) is None
+    pages.free(row)
+    assert numbers(pages) == (8, 0, 0)
+    assert pages.insert(prompt(7, 100), 7).num_cached_tokens == 0
+
+
+def test_what_is_found_is_not_evicted_for_the_rest_of_its_row():
+    pages = tables(num_pages=4)
+    row = pages.insert(prompt(7), 8)
+    compute(pages, row, 7)
+    pages.free(row)
+    assert pages.insert(prompt(7), 10) is None
+    assert numbers(pages) == (2, 0, 2)
+    row = pages.insert(prompt(7), 8)
+    assert row.num_cached_tokens == 4 and row.table[:4].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_fork(length):
+    pages = tables(num_pages=24)
+    row = pages.insert(prompt(length), length + 1)
+    compute(pages, row, length)
+    fork, copies = pages.fork(row, length + 3)
+    num_shared = max(length - 2, 0) // 2
+    assert fork.table[:num_shared].tolist() == row.table[:num_shared].tolist()
+    assert not set(fork.table[num_shared : (length + 4) // 2]) & set(row.table)
+    assert copies == [(row.table[num_shared], fork.table[num_shared])] * (length > 1)
+    assert pages.may_write(row, length - 2) and pages.may_write(fork, length - 2)
+    assert not num_shared or not pages.may_write(fork, 2 * num_shared - 1)
+    third, copies = pages.fork(fork, 0)  # which has pages for what it copies, at least
+    assert copies == [(fork.table[num_shared], third.table[num_shared])] * (length > 1)
+    assert 24 not in third.table[: length // 2]
+    pages.check()
+    for each in (row, fork, third):
+        pages.free(each)
+    assert pages.stats().num_used == 0
+
+
+def test_pages_before_a_window_are_freed():
+    pages = tables()
+    row = pages.insert(prompt(11), 12)
+    compute(pages, row, 8)
+    pages.free_before(row, 5)
+    assert row.table.tolist() == [16, 16, 2, 3, 4, 5, 16, 16] and numbers(pages) == (10, 4, 2)
+    pages.free_before(row, 3)
+    pages.free_before(row, 9)
+    assert row.table.tolist() == [16] * 4 + [4, 5, 16, 16] and numbers(pages) == (10, 2, 4)
+    assert pages.insert(prompt(11), 8).num_cached_tokens == 8
+    assert pages.may_write(row, 0)
+    fork, copies = pages.fork(row, 12)
+    assert fork.table[:4].tolist() == [16] * 4 and copies == [(4, fork.table[4])]
+    pages.free_before(row, 100)
+    assert pages.ensure(row, 14) and row.table[:6].tolist() == [16] * 6 and row.table[6] < 16
+    pages.free(row)
+    pages.free(fork)
+    pages.check()
+
+
+def test_a_chunk_that_was_freed_in_part_is_not_registered():
+    pages = tables()
+    row = pages.insert(prompt(11), 11)
+    pages.free_before(row, 2)
+    compute(pages, row, 8)
+    assert numbers(pages) == (11, 5, 0)
+    assert pages.insert(prompt(11), 11).num_cached_tokens == 0
+
+
+def test_bad_arguments_are_refused():
+    pages = tables()
+    for chunk_size in (0, 3, -4):
+        with pytest.raises(
+            ValueError, match=f"chunk_size must be a positive multiple of page_size 2, got {chunk_size}"
+        ):
+            tables(chunk_size=chunk_size)
+    with pytest.raises(ValueError, match="page_size and pages_per_row must be at least 1, got 0 and 8"):
+        tables(page_size=0)
+    for tokens in (np.zeros(0, np.int32), np.zeros(3, np.int64), np.zeros((1, 3), np.int32)):
+        with pytest.raises(ValueError, match=r"tokens must be int32 \[length\], length >= 1, got "):
+            pages.insert(tokens, 3)
+    with pytest.raises(ValueError, match="a row has at most 16 slots, got 17"):
+        pages.insert(prompt(17), 0)
+    row = pages.insert(prompt(11), 7)
+    compute(pages, row, 4)
+    with pytest.raises(ValueError, match="a row has at most 16 slots, got 17"):
+        pages.insert(prompt(11), 17)
+    with pytest.raises(ValueError, match="a row has at most 16 slots, got 18"):
+        pages.ensure(row, 18)
+    with pytest.raises(ValueError, match="a row to fork must have pages for its computed sequence"):
+        pages.fork(row, 11)
+    short = pages.insert(prompt(11, 50), 2)
+    with pytest.raises(ValueError, match="num_computed must be within the row's 2 slots"):
+        compute(pages, short, 4)
+    pages.free(short)
+    assert pages.ensure(row, 11)
+    with pytest.raises(ValueError, match="a row has at most 16 slots, got 17"):
+        pages.fork(row, 17)
+    pages.free(row)
+    assert numbers(pages) == (14, 0, 2)  # nothing that was refused has left a page in use
+    for call in (pages.free, lambda row: pages.ensure(row, 1), lambda row: pages.fork(row, 1)):
+        with pytest.raises(ValueError, match="the row has ended, or belongs to other tables"):
+            call(row)
+    with pytest.raises(ValueError, match="the row has ended, or belongs to other tables"):
+        tables().free(pages.insert(prompt(3), 3))
+
+
+class Reference:
+    """Which pages are free, in use and cached, with lists that are searched from end to end.
+
+    A prefix is known by all that its slots depend on: its salt and its tokens from the first on.
+    """
+
+    def __init__(self, num_pages, chunk_size):
+        self.chunk_size = chunk_size
+        self.free = set(range(num_pages))
+        self.counts = Counter()
+        self.cached = []  # least recently used first
+        self.known = []  # (serial number, prefix, pages), in the order of registration
+        self.num_evicted = self.num_evicted_in_use = self.num_registered = self.num_duplicates = 0
+
+    def entries(self, salt, tokens):
+        """The known entries that a sequence begins with."""
+        found = []
+        for end in range(self.chunk_size, len(tokens) - 1, self.chunk_size):
+            same = [entry for entry in self.known if entry[1] == (salt, tokens[:end])]
+            if not same:
+                break
+            found += same
+        return found
+
+    def share(self, pages):
+        for page in pages:
+            assert self.counts[page] > 0 or page in self.cached
+            self.counts[page] += 1
+            if page in self.cached:
+                self.cached.remove(page)
+
+    def allocate(self, pages):
+        assert self.make_room(len(pages)) and set(pages) <= self.free
+        self.free -= set(pages)
+        self.counts.update(pages)
+
+    def make_room(self, num_pages):
+        if num_pages > len(self.free) + len(self.cached):
+            return False
+        while len(self.free) < num_pages:
+            (entry,) = (entry for entry in self.known if self.cached[0] in entry[2])
+            while longer := [e for e in self.known if self.continues(e[1], entry[1])]:
+                entry = longer[0]
+            self.known.remove(entry)
+            self.num_evicted += 1
+            freed = [page for page in self.cached if page in entry[2]]
+            self.num_evicted_in_use += not freed
+            self.cached = [page for page in self.cached if page not in freed]
+            self.free |= set(freed)
+        return True
+
+    def continues(self, longer, prefix):
+        size = len(prefix[1])
+        return longer[0] == prefix[0] and longer[1][:size] == prefix[1] and len(longer[1]) == size + self.chunk_size
+
+    def release(self, pages):
+        for page in pages:
+            self.counts[page] -= 1
+            assert self.counts[page] >= 0
+            if self.counts[page] == 0:
+                if self.is_known(page):
+                    self.cached.append(page)
+                else:
+                    self.free.add(page)
+
+    def is_known(self, page):
+        return any(page in entry[2] for entry in self.known)
+
+    def register(self, parent, prefix, pages):
+        """The serial number of the entry, or None where its parent is gone."""
+        if parent is not None and parent not in [entry[0] for entry in self.known]:
+            return None
+        for serial, other, _ in self.known:
+            if other == prefix:
+                self.num_duplicates += 1
+                return serial
+        self.num_registered += 1
+        self.known.append((self.num_registered, prefix, pages))
+        return self.num_registered
+
+
+class Sequence:
+    """What a request has in the simulation."""
+
+    def __init__(self, row, salt, tokens):
+        self.row, self.salt, self.tokens = row, salt, tokens
+        self.prompt_length = len(tokens)
+        self.num_computed = row.num_cached_tokens
+        self.chain = []  # serial numbers of its chunks in the reference
+        self.has_stepped = False
+
+    @property
+    def is_prefilling(self):
+        return self.num_computed < self.prompt_length - 1
+
+    @property
+    def write_start(self):
+        """The first slot that its next call writes."""
+        return self.num_computed if self.is_prefilling else max(len(self.tokens) - 2, 0)
+
+
+class Simulation:
+    """Requests come and go at random on a small pool, whose slots hold all that a real one would depend on."""
+
+    MAX_LENGTH, NUM_DRAFTS = 24, 2
+
+    def __init__(self, seed, window=None, is_exact=True):
+        self.random = random.Random(seed)
+        self.page_size = self.random.choice([1, 2])
+        self.chunk_size = self.page_size * self.random.choice([1, 2])
+        pages_per_row = self.MAX_LENGTH // self.page_size
+        self.num_pages = self.random.randint(pages_per_row, 4 * pages_per_row)
+        self.tables = PageTables(self.num_pages, self.page_size, pages_per_row, self.chunk_size, seed=b"seed")
+        self.reference = Reference(self.num_pages, self.chunk_size) if is_exact else None
+        self.window = window
+        self.slots = {}  # what (page, offset) holds
+        self.sequences, self.waiting = [], []
+        self.documents = [self.draw(16) for _ in range(2)]
+        self.happened = Counter()
+        self.num_query_tokens = self.num_hit_tokens = 0
+
+    def draw(self, length):
+        return tuple(self.random.randrange(2) for _ in range(length))
+
+    def run(self, num_operations):
+        operations = [self.arrive] * 2 + [self.prefill] * 6 + [self.step] * 6 + [self.fork] + [self.cancel]
+        for _ in range(num_operations):
+            self.random.choice(operations)()
+            self.check()
+        while self.sequences:
+            self.end(self.sequences[0])
+            self.check()
+        assert self.tables.stats().num_used == 0
+
+    # What an engine does, on the tables and on the reference.
+
+    def arrive(self):
+        """One or two equal requests come, or one goes on that was refused or preempted."""
+        if self.waiting:
+            self.insert(*self.waiting.pop(0))
+        else:
+            salt = self.random.choice([b""] * 6 + [b"salt", None])
+            document = self.random.choice(self.documents)[: self.random.choice([0, 4, 8, 13, 16])]
+            tokens = document + self.draw(self.random.randint(1, 4))
+            for _ in range(self.random.randint(1, 2)):
+                self.insert(salt, tokens)
+
+    def insert(self, salt, tokens):
+        num_slots = len(tokens) + self.random.randint(-3, self.NUM_DRAFTS)
+        row = self.tables.insert(np.array(tokens, np.int32), num_slots, salt)
+        if self.reference:
+            entries = [] if salt is None else self.reference.entries(salt, tokens)
+            found = [page for entry in entries for page in entry[2]]
+            self.reference.share(found)
+            if row is None:
+                assert not self.reference.make_room(-(-num_slots // self.page_size) - len(found))
+                self.reference.release(found[::-1])
+            else:
+                assert row.table[: len(found)].tolist() == found
+                assert row.num_cached_tokens == len(entries) * self.chunk_size
+                self.reference.allocate(row.table[len(found) : row.stop].tolist())
+        if row is None:
+            self.happened["refused"] += 1
+            if self.random.random() < 0.5:
+                self.waiting.append((salt, tokens))
+            return
+        num_cached = row.num_cached_tokens
+        assert num_cached <= max(len(tokens) - 2, 0)
+        assert row.value == ((salt, tokens[:num_cached]) if num_cached else None)
+        self.happened["hits"] += num_cached > 0
+        self.num_hit_tokens += num_cached
+        self.num_query_tokens += len(tokens) if salt is not None else 0
+        sequence = Sequence(row, salt, tokens)
+        if self.reference:
+            sequence.chain = [entry[0] for entry in entries]
+        self.sequences.append(sequence)
+
+    def prefill(self):
+        sequence = self.pick(lambda sequence: sequence.is_prefilling)
+        if sequence is None:
+            return
+        end = min(sequence.num_computed + self.chunk_size, sequence.prompt_length - 1)
+        if not self.ensure(sequence, end):
+            return
+        self.read(sequence)
+        self.write(sequence, sequence.num_computed, sequence.tokens[:end])
+        sequence.num_computed = end
+        prefix = sequence.salt, sequence.tokens[:end]
+        if self.reference and sequence.salt is not None and end % self.chunk_size == 0:
+            index = end // self.chunk_size
+            if end <= sequence.prompt_length - 2 and len(sequence.chain) == index - 1:
+                stop = end // self.page_size
+                pages = sequence.row.table[stop - self.chunk_size // self.page_size : stop].tolist()
+                serial = self.reference.register(sequence.chain[-1] if sequence.chain else None, prefix, pages)
+                if serial is not None:
+                    sequence.chain.append(serial)
+        self.tables.register(sequence.row, end, prefix)
+        self.slide(sequence)
+
+    def step(self):
+        """Feed the last two tokens and drafts, of which some are accepted."""
+        sequence = self.pick(lambda sequence: not sequence.is_prefilling)
+        if sequence is None:
+            return
+        length = len(sequence.tokens)
+        if not self.ensure(sequence, length + self.NUM_DRAFTS):
+            return
+        self.read(sequence)
+        drafted = sequence.tokens + self.draw(self.NUM_DRAFTS)
+        self.write(sequence, sequence.write_start, drafted)
+        sequence.tokens = drafted[: length + self.random.randint(0, self.NUM_DRAFTS)] + self.draw(1)
+        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.has_stepped = True
+        if len(sequence.tokens) + self.NUM_DRAFTS > self.MAX_LENGTH:
+            self.end(sequence)
+        else:
+            self.slide(sequence)
+
+    def fork(self):
+        sequence = self.pick(lambda sequence: not sequence.is_prefilling and not sequence.has_stepped)
+        if sequence is None:
+            return
+        num_slots = len(sequence.tokens) + self.random.randint(-1, self.NUM_DRAFTS)
+        made = self.tables.fork(sequence.row, num_slots)
+        num_shared = max(len(sequence.tokens) - 2, 0) // self.page_size
+        if self.reference:
+            shared = [page for page in sequence.row.table[:num_shared].tolist() if page != self.num_pages]
+            self.reference.share(shared)
+            if made is None:
+                assert not self.reference.make_room(-(-num_slots // self.page_size) - num_shared)
+                self.reference.release(shared[::-1])
+            else:
+                assert [page for page in made[0].table[:num_shared].tolist() if page != self.num_pages] == shared
+                self.reference.allocate(made[0].table[num_shared : made[0].stop].tolist())
+        if made is None:
+            self.happened["refused"] += 1
+            return
+        self.happened["forks"] += 1
+        row, copies = made
+        for source, target in copies:
+            for offset in range(self.page_size):
+                self.slots[target, offset] = self.slots.get((source, offset))
+        fork = Sequence(row, sequence.salt, sequence.tokens)
+        fork.num_computed = sequence.num_computed
+        self.sequences.append(fork)
+
+    def cancel(self):
+        if self.sequences:
+            self.end(self.random.choice(self.sequences))
+
+    # Parts of these.
+
+    def pick(self, condition):
+        fitting = [sequence for sequence in self.sequences if condition(sequence)]
+        return self.random.choice(fitting) if fitting else None
+
+    def ensure(self, sequence, num_slots):
+        """Whether a sequence has its pages now; if not, some sequence has lost all of its own."""
+        row = sequence.row
+        before = row.stop
+        is_enough = self.tables.ensure(row, num_slots)
+        if self.reference and is_enough:
+            self.reference.allocate(row.table[before : row.stop].tolist())
+        elif self.reference:
+            assert not self.reference.make_room(-(-num_slots // self.page_size) - before)
+        if not is_enough:
+            victim = self.random.choice(self.sequences)
+            self.happened["preempted"] += 1
+            self.waiting.append((victim.salt, victim.tokens))
+            self.end(victim)
+        return is_enough
+
+    def end(self, sequence):
+        pages = [page for page in sequence.row.table.tolist() if page != self.num_pages]
+        self.tables.free(sequence.row)
+        self.sequences.remove(sequence)
+        if self.reference:
+            self.reference.release(pages[::-1])
+
+    def slide(self, sequence):
+        if self.window is None:
+            return
+        before = sequence.row.table.copy()
+        self.tables.free_before(sequence.row, self.window_start(sequence))
+        freed = before[before != sequence.row.table].tolist()
+        self.happened["slid"] += len(freed)
+        if self.reference:
+            self.reference.release(freed[::-1])
+
+    def window_start(self, sequence):
+        """The first slot that the next call's first token sees; a drafter feeds the last two tokens."""
+        if self.window is None:
+            return 0
+        return max(min(sequence.num_computed, sequence.write_start, len(sequence.tokens) - 2) - self.window + 1, 0)
+
+    def write(self, sequence, start, tokens):
+        """Write the slots from `start` on, each with all that it depends on."""
+        assert self.tables.may_write(sequence.row, start)
+        users = self.users()
+        for slot in range(start, len(tokens)):
+            page = int(sequence.row.table[slot // self.page_size])
+            assert users[page] == 1
+            assert self.reference is None or not self.reference.is_known(page)
+            self.slots[page, slot % self.page_size] = sequence.salt, tokens[: slot + 1]
+
+    def read(self, sequence):
+        for slot in range(self.window_start(sequence), sequence.num_computed):
+            page = int(sequence.row.table[slot // self.page_size])
+            assert self.slots[page, slot % self.page_size] == (sequence.salt, sequence.tokens[: slot + 1])
+
+    def users(self):
+        users = Counter()
+        for sequence in self.sequences:
+            users.update(page for page in sequence.row.table.tolist() if page != self.num_pages)
+        return users
+
+    def check(self):
+        self.tables.check()
+        users = self.users()
+        for sequence in self.sequences:
+            self.read(sequence)
+            assert self.tables.may_write(sequence.row, sequence.write_start)
+            written = sequence.row.table[sequence.write_start // self.page_size :].tolist()
+            assert all(users[page] == 1 for page in written if page != self.num_pages)
+        if self.reference is None:
+            return
+        reference, pool = self.reference, self.tables._pool
+        assert set(pool._free) == reference.free
+        assert list(pool._cached) == reference.cached
+        assert +reference.counts == users == Counter(dict(enumerate(pool._counts)))
+        numbers = len(reference.free), len(users), len(reference.cached)
+        assert self.tables.stats() == (*numbers, self.num_query_tokens, self.num_hit_tokens)
+        assert sorted(map(sorted, (entry[2] for entry in reference.known))) == sorted(
+            sorted(chunk.pages) for chunk in self.tables._prefixes._chunks.values()
+        )
+        for sequence in self.sequences:
+            slot = self.random.randrange(self.MAX_LENGTH)
+            pages = [p for p in sequence.row.table[slot // self.page_size :].tolist() if p != self.num_pages]
+            expected = all(users[page] == 1 and not reference.is_known(page) for page in pages)
+            assert self.tables.may_write(sequence.row, slot) == expected
+
+
+SEEDS = range(12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_requests(seed, window):
+    Simulation(seed, window).run(400)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_random_requests_meet_every_case(window):
+    happened = Counter()
+    for seed in SEEDS:
+        simulation = Simulation(seed, window)
+        simulation.run(400)
+        happened += simulation.happened
+        happened["evicted"] += simulation.reference.num_evicted
+        happened["evicted in use"] += simulation.reference.num_evicted_in_use
+        happened["duplicates"] += simulation.reference.num_duplicates
+    names = {"hits", "forks", "refused", "preempted", "evicted", "evicted in use", "duplicates"} | (
+        {"slid"} if window else set()
+    )
+    assert set(happened) == names and min(happened.values()) >= 5, happened
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_requests_with_equal_hashes(seed, monkeypatch):
+    """Hashes of one bit: what is found must still be what was looked for."""
+    hash_ = prefix_cache._hash
+    monkeypatch.setattr(prefix_cache, "_hash", lambda data: bytes([hash_(data)[0] % 2]))
+    simulation = Simulation(seed, is_exact=False)
+    simulation.run(400)
+    assert simulation.happened["hits"] > 0
