@@ -4,7 +4,7 @@ A cache is a pool of pages, [num_pages, page_size, kv heads, head size]. Slot s 
 `pages[sequence, s // page_size]`, at s % page_size. Without a table of pages, sequence b has page b alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,6 +41,14 @@ class Cached(NamedTuple):
     sequence: Array
     kv_head: Array
     layout: Layout
+
+
+class New(NamedTuple):
+    """References to what a call brings: queries, keys and values, and how queries and keys are turned."""
+
+    heads_ref: Any  # [B, T, H + 2 kv heads, head size]: queries, then keys, then values
+    rotation_ref: Any  # cosine and sine [B, T, head size / 2] float32, or None
+    start_ref: Any  # [B] int32, the slot of the first token
 
 
 class Scores(NamedTuple):
@@ -92,12 +100,12 @@ def scores_of(layout: Layout, scale: float | None, softcap: float | None, window
 
 
 def locate(cached: Cached, slot: Array) -> tuple[Array, Array]:
-    """Return the pages and the indices in them of slots [N]; a slot past the last one gets the last page."""
+    """Return the pages and the indices in them of slots [N]; slots past the last one lie past the end of its page."""
     layout = cached.layout
     if cached.pages_ref is None:
         return jnp.broadcast_to(cached.sequence, slot.shape), slot
     index = jnp.minimum(slot // layout.page_size, layout.num_slots // layout.page_size - 1)
-    return plgpu.load(cached.pages_ref.at[cached.sequence, index]), slot % layout.page_size
+    return plgpu.load(cached.pages_ref.at[cached.sequence, index]), slot - index * layout.page_size
 
 
 def walk(
@@ -147,6 +155,47 @@ def walk(
         return attended, page_of(first + width)  # looked up a block ahead, so that no load waits for another
 
     return lax.fori_loop(0, pl.cdiv(end - begin, width), body, (attended, page_of(begin)))[0]
+
+
+def load_turned(new: New, sequence: Array, token: Array, head: Array, layout: Layout) -> Array:
+    """Load heads [N, lanes] of new tokens [N], turned where there is a rotation; zeros for tokens past the last."""
+    exists, index = (token < new.heads_ref.shape[1])[:, None], (sequence, token[:, None], head)
+    x = load_heads(new.heads_ref, index, layout, exists)
+    if new.rotation_ref is None:
+        return x
+    lane, size = lax.iota(jnp.int32, layout.lanes)[None], layout.head_size
+    half = size // 2
+    cos, sin = (load_heads(ref, index[:2], layout, exists, lane % half) for ref in new.rotation_ref)
+    partner = load_heads(new.heads_ref, index, layout, exists, (lane + half) % size).astype(jnp.float32)
+    turned = x.astype(jnp.float32) * cos + jnp.where(lane < half, -partner, partner) * sin
+    return turned.astype(x.dtype)
+
+
+def write_new(
+    new: New, caches_out: Sequence[Any], cached: Cached, token: Array, is_writer: Array | bool = True
+) -> tuple[Array, Array]:
+    """Store the turned keys and the values of new tokens [N] in their slots, and return them [N, lanes].
+
+    Tokens that do not exist, lie past the last slot or have no page are not stored.
+
+    Args:
+        new: what the call brings.
+        caches_out: references to the caches of keys and values.
+        cached: where the slots lie.
+        token: indices of the tokens.
+        is_writer: whether this program stores anything.
+    """
+    layout, sequence, kv_head = cached.layout, cached.sequence, cached.kv_head
+    (num_tokens, num_heads), kv_heads = new.heads_ref.shape[1:3], cached.key_ref.shape[2]
+    exists, slot = token < num_tokens, new.start_ref[sequence] + token
+    keys = load_turned(new, sequence, token, num_heads - 2 * kv_heads + kv_head, layout)
+    value_index = sequence, token[:, None], num_heads - kv_heads + kv_head
+    values = load_heads(new.heads_ref, value_index, layout, exists[:, None])
+    page, place = locate(cached, slot)
+    fits = exists & (slot < layout.num_slots) & (page >= 0) & (page < layout.num_pages) & is_writer
+    for ref, heads in zip(caches_out, (keys, values), strict=True):
+        store_heads(ref, (page[:, None], place[:, None], kv_head), heads, layout, fits[:, None])
+    return keys, values
 
 
 def load_heads(ref: Any, index: tuple, layout: Layout, mask: Array | None, lane: Array | None = None) -> Array:

@@ -18,14 +18,15 @@ from pallas_kernels.attention import (
     Attended,
     Cached,
     Layout,
+    New,
     Scores,
     attend,
     layout_of,
-    load_heads,
-    locate,
+    load_turned,
     scores_of,
     store_heads,
     walk,
+    write_new,
 )
 from pallas_kernels.launch import NUM_MULTIPROCESSORS, out_shapes
 from pallas_kernels.triton import plgpu
@@ -53,14 +54,11 @@ class _Plan(NamedTuple):
 class _Inputs(NamedTuple):
     """References to the inputs."""
 
-    heads: Any  # [B, T, H + 2 kv heads, D]: queries, keys, values
+    new: New
     key_cache: Any
     value_cache: Any
-    start: Any
-    rotation: Any
     pages: Any
-    mask: Any
-    positions: Any
+    tree: Any
 
 
 class _Queries(NamedTuple):
@@ -132,15 +130,17 @@ def decode_attention(
         results = tuple(
             jax.ShapeDtypeStruct((batch_size, plan.splits, *rest), jnp.float32) for rest in (shape, shape[:-1])
         )
-    mask, positions = (None, None) if tree is None else (tree[0].astype(jnp.int32), tree[1])
-    heads = jnp.concatenate([query, key, value], axis=2)
-    inputs = _Inputs(heads, key_cache, value_cache, start, rotation, pages, mask, positions)
+    if tree is not None:
+        tree = tree[0].astype(jnp.int32), tree[1]
+    new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
+    inputs = _Inputs(new, key_cache, value_cache, pages, tree)
+    first_cache = len(jax.tree.leaves(new))
     ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
         partial(_attention_kernel, plan=plan),
         grid=(batch_size, key_cache.shape[2] * plan.row_blocks, plan.splits),
         out_shape=(out_shapes((*results, key_cache, value_cache), inputs),),
-        input_output_aliases={1: 2, 2: 3},
-        compiler_params=plgpu.CompilerParams(num_warps=2 if plan.splits == 1 else 4, num_stages=3),
+        input_output_aliases={first_cache: 2, first_cache + 1: 3},
+        compiler_params=plgpu.CompilerParams(num_warps=2 if plan.splits == 1 and plan.num_rows <= 32 else 4, num_stages=3),
         interpret=interpret,
         name="decode_attention",
     )(inputs)
@@ -177,10 +177,10 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
     token, head = row // plan.group, kv_head * plan.group + row % plan.group
     cached = Cached(inputs.key_cache, inputs.value_cache, inputs.pages, sequence, kv_head, plan.layout)
     queries = _Queries(
-        _load_new(inputs, sequence, token, head[:, None], plan),
+        load_turned(inputs.new, sequence, token, head[:, None], plan.layout),
         token,
         _positions(inputs, sequence, token, plan),
-        inputs.start[sequence],
+        inputs.new.start_ref[sequence],
     )
     begin, end = _slots_of(split, queries.first, plan)
 
@@ -191,7 +191,8 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
         return attend(attended, queries.heads, keys, values, seen, plan.scores)
 
     def new_tokens(so_far):
-        keys, values = _write_new(inputs, caches_out, cached, row_block == 0, plan)
+        token = lax.iota(jnp.int32, plan.num_new)
+        keys, values = write_new(inputs.new, caches_out, cached, token, row_block == 0)
         return attend(so_far, queries.heads, keys, values, _seen_of_new(inputs, sequence, queries, plan), plan.scores)
 
     attended = Attended.nothing(plan.num_rows, plan.layout)
@@ -209,25 +210,11 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
         plgpu.store(log_mass_ref.at[sequence, split, token, head], log_mass, mask=is_row)
 
 
-def _load_new(inputs: _Inputs, sequence: Array, token: Array, head: Array, plan: _Plan) -> Array:
-    """Load heads [N, lanes] of new tokens [N], and turn them where there is a rotation."""
-    exists, layout = (token < plan.num_tokens)[:, None], plan.layout
-    index = sequence, token[:, None], head
-    x = load_heads(inputs.heads, index, layout, exists)
-    if inputs.rotation is None:
-        return x
-    lane, half = lax.iota(jnp.int32, layout.lanes)[None], layout.head_size // 2
-    cos, sin = (load_heads(ref, (sequence, token[:, None]), layout, exists, lane % half) for ref in inputs.rotation)
-    partner = load_heads(inputs.heads, index, layout, exists, (lane + half) % layout.head_size).astype(jnp.float32)
-    turned = x.astype(jnp.float32) * cos + jnp.where(lane < half, -partner, partner) * sin
-    return turned.astype(x.dtype)
-
-
 def _positions(inputs: _Inputs, sequence: Array, token: Array, plan: _Plan) -> Array:
     """Return the positions [N] of new tokens [N]."""
-    if inputs.positions is None:
-        return inputs.start[sequence] + token
-    return plgpu.load(inputs.positions.at[sequence, token], mask=token < plan.num_tokens, other=0)
+    if inputs.tree is None:
+        return inputs.new.start_ref[sequence] + token
+    return plgpu.load(inputs.tree[1].at[sequence, token], mask=token < plan.num_tokens, other=0)
 
 
 def _slots_of(split: Array, first: Array, plan: _Plan) -> tuple[Array, Array]:
@@ -240,30 +227,14 @@ def _slots_of(split: Array, first: Array, plan: _Plan) -> tuple[Array, Array]:
     return begin, jnp.minimum(begin + chunk, length)
 
 
-def _write_new(inputs: _Inputs, caches_out: list, cached: Cached, is_writer: Array, plan: _Plan) -> tuple[Array, Array]:
-    """Return the keys and values [new, lanes] of the new tokens; the writer among the programs stores them."""
-    layout, sequence, kv_head = plan.layout, cached.sequence, cached.kv_head
-    kv_heads = inputs.key_cache.shape[2]
-    i = lax.iota(jnp.int32, plan.num_new)
-    slot = inputs.start[sequence] + i
-    keys = _load_new(inputs, sequence, i, kv_heads * plan.group + kv_head, plan)
-    index = sequence, i[:, None], kv_heads * (plan.group + 1) + kv_head
-    values = load_heads(inputs.heads, index, layout, (i < plan.num_tokens)[:, None])
-    page, place = locate(cached, slot)
-    fits = (i < plan.num_tokens) & (slot < layout.num_slots) & (page >= 0) & (page < layout.num_pages) & is_writer
-    for ref, heads in zip(caches_out, (keys, values), strict=True):
-        store_heads(ref, (page[:, None], place[:, None], kv_head), heads, layout, fits[:, None])
-    return keys, values
-
-
 def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Plan) -> Array:
     """Return which of the new tokens each query sees, [rows, new] bool."""
     i, token = lax.iota(jnp.int32, plan.num_new), queries.token
     exists = (i < plan.num_tokens)[None]
-    if inputs.mask is None:
+    if inputs.tree is None:
         seen = (i[None] <= token[:, None]) & exists
     else:
-        index = inputs.mask.at[sequence, token[:, None], i[None]]
+        index = inputs.tree[0].at[sequence, token[:, None], i[None]]
         seen = plgpu.load(index, mask=(token < plan.num_tokens)[:, None] & exists, other=0) != 0
     if plan.scores.window is not None:
         position = _positions(inputs, sequence, i, plan)

@@ -1,8 +1,8 @@
-"""Attention of many new tokens a sequence to a cache, dense or in pages, that already holds them: for prompts.
+"""Attention of many new tokens a sequence to a cache, dense or in pages: for prompts.
 
-A program holds a block of queries, those of one kv head for a few tokens, and walks over the slots that these tokens
-see, a block at a time. No score leaves the program, and no slot is read that no query of the block sees, so the length
-of the buffer costs nothing.
+One kernel writes the new tokens to the cache, in place. A program of the other holds a block of queries, those of one
+kv head for a few tokens, and walks over the slots that these tokens see, a block at a time. No score leaves the
+program, and no slot is read that no query of the block sees, so the length of the buffer costs nothing.
 """
 
 from functools import partial
@@ -17,20 +17,23 @@ from pallas_kernels.attention import (
     Attended,
     Cached,
     Layout,
+    New,
     Scores,
     attend,
     layout_of,
-    load_heads,
+    load_turned,
     scores_of,
     store_heads,
     unsupported,
     walk,
+    write_new,
 )
 from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
 
 __all__ = ["prompt_attention", "unsupported"]
 
 _BLOCK = 64  # slots that are read at a time, half of it for the largest heads
+_TOKENS = 32  # that a program writes to the cache
 _SIZES = ((256, 8), (128, 4), (64, 4))  # queries and warps of a program, from the fewest programs to the most
 
 
@@ -47,32 +50,38 @@ class _Plan(NamedTuple):
 
 def prompt_attention(
     query: Array,
+    key: Array,
+    value: Array,
     key_cache: Array,
     value_cache: Array,
     start: Array,
+    rotation: tuple[Array, Array] | None = None,
     pages: Array | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     interpret: bool = False,
-) -> Array:
-    """Attend from the tokens in the slots from `start` on to the slots up to each token's own.
+) -> tuple[Array, Array, Array]:
+    """Write new tokens to the slots from `start` on, and attend from each to the slots up to its own.
 
     Args:
         query: [B, T, H, D] bfloat16 or float16.
-        key_cache: [B, S, kv heads, D] of the same dtype; with `pages`, [num_pages, page_size, kv heads, D]. It holds
-            the new tokens already.
+        key: [B, T, kv heads, D] of the new tokens, of the same dtype.
+        value: as `key`.
+        key_cache: [B, S, kv heads, D] of the same dtype; with `pages`, [num_pages, page_size, kv heads, D].
         value_cache: as `key_cache`.
-        start: [B] int32, the slot of the first token.
-        pages: [B, P] int32, the page of each page_size slots; None for a dense cache.
+        start: [B] int32, the slot of the first new token. Tokens past the end of the cache are not written.
+        rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
+        pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
+            [0, num_pages) are not written.
         window: number of slots that a query sees, its own included; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
-        What the queries attended to [B, T, H, D]. Tokens past the end of the cache attend to all of it.
+        What the queries attended to [B, T, H, D], and the two caches.
 
     Raises:
         NotImplementedError: for dtypes and sizes that the kernel does not take.
@@ -87,15 +96,26 @@ def prompt_attention(
     num_rows, num_warps = _program_size(batch_size * kv_heads, num_tokens * group, layout.lanes)
     block_size = _BLOCK if layout.lanes <= 128 else _BLOCK // 2
     plan = _Plan(num_tokens, group, num_rows, block_size, layout, scores_of(layout, scale, softcap, window))
-    return call(
+    new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
+    caches = call(
+        partial(_write_kernel, layout=layout),
+        (key_cache, value_cache),
+        (new, pages, key_cache, value_cache),
+        grid=(kv_heads, pl.cdiv(num_tokens, _TOKENS), batch_size),
+        num_warps=4,
+        interpret=interpret,
+        begun=(key_cache, value_cache),
+    )
+    attended = call(
         partial(_prompt_attention_kernel, plan=plan),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        (query, key_cache, value_cache, start, pages),
+        (new, *caches, pages),
         grid=(kv_heads, batch_size, pl.cdiv(num_tokens * group, num_rows)),
         num_warps=num_warps,
         num_stages=3,
         interpret=interpret,
     )
+    return attended, *caches
 
 
 def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int, int]:
@@ -112,17 +132,23 @@ def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int
     )
 
 
+def _write_kernel(inputs, caches_out, *, layout: Layout):
+    new, pages_ref, *caches = inputs
+    kv_head, block, sequence = (pl.program_id(axis) for axis in range(3))
+    cached = Cached(*caches, pages_ref, sequence, kv_head, layout)
+    write_new(new, caches_out, cached, block * _TOKENS + lax.iota(jnp.int32, _TOKENS))
+
+
 def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
-    query_ref, key_ref, value_ref, start_ref, pages_ref = inputs
+    new, *caches, pages_ref = inputs
     kv_head, sequence = pl.program_id(0), pl.program_id(1)
+    cached = Cached(*caches, pages_ref, sequence, kv_head, plan.layout)
     first_row = (pl.num_programs(2) - 1 - pl.program_id(2)) * plan.num_rows  # the last tokens see most: they come first
     row = first_row + lax.iota(jnp.int32, plan.num_rows)
     token, head = row // plan.group, kv_head * plan.group + row % plan.group
-    index, exists = (sequence, token[:, None], head[:, None]), (token < plan.num_tokens)[:, None]
-    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
-    heads = load_heads(query_ref, index, plan.layout, exists)
+    heads = load_turned(new, sequence, token, head[:, None], plan.layout)
 
-    start = start_ref[sequence]
+    start = new.start_ref[sequence]
     first = start + first_row // plan.group
     last = start + jnp.minimum((first_row + plan.num_rows - 1) // plan.group, plan.num_tokens - 1)
     end = jnp.minimum(last + 1, plan.layout.num_slots)
@@ -142,4 +168,5 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
     else:
         begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
     attended = walk(cached, begin, end, width, visit, attended)
+    index, exists = (sequence, token[:, None], head[:, None]), (token < plan.num_tokens)[:, None]
     store_heads(out_ref, index, attended.mean(), plan.layout, exists)

@@ -141,19 +141,14 @@ def attend_to_cache(
     of_scores = {"scale": scale, "softcap": softcap}
 
     def by_kernel(query, key, value, cache, inputs, mask, rotation, *, interpret):
-        caches, start = (cache["key"], cache["value"]), inputs.positions[:, 0]
+        tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
         options = {"window": window, "interpret": interpret, **of_scores}
         if _has_few(query):
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
-            attended, *updated = of_few.decode_attention(
-                query, key, value, *caches, start, rotation, inputs.pages, tree, **options
-            )
-            return attended, dict(zip(("key", "value"), updated, strict=True))
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        cache = update_cache(cache, key, value, inputs)
-        attended = of_many.prompt_attention(query, cache["key"], cache["value"], start, inputs.pages, **options)
-        return attended, cache
+            attended, *updated = of_few.decode_attention(*tokens, tree, **options)
+        else:
+            attended, *updated = of_many.prompt_attention(*tokens, **options)
+        return attended, dict(zip(("key", "value"), updated, strict=True))
 
     def by_xla(query, key, value, cache, inputs, mask, rotation):
         if rotation is not None:

@@ -1,0 +1,285 @@
+"""The kernels of attention to a cache, against float32 attention over a dense cache updated by a scatter."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import compile_for_sm90, triton_kernels
+
+from pallas_kernels.decode_attention import MAX_TOKENS, decode_attention, unsupported
+from pallas_kernels.prompt_attention import prompt_attention
+from specjax import SamplingParams, decode, proposers, sampling
+from specjax.models.attention import attend
+from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.models.rope import rotate, rotation
+
+CASES = {  # B, T, H, kv heads, D, S, start of each row
+    "empty and full": (2, 3, 4, 2, 16, 48, [0, 45]),
+    "past the end": (3, 6, 8, 2, 64, 192, [189, 191, 192]),
+    "one token": (1, 1, 4, 1, 32, 304, [257]),
+    "one split": (40, 2, 8, 8, 16, 80, [i % 69 for i in range(40)]),
+    "blocks of several splits": (1, 2, 4, 2, 16, 3008, [2900]),
+    "several blocks of queries": (2, 35, 8, 2, 32, 304, [150, 0]),
+    "odd sizes": (1, 11, 7, 1, 80, 304, [150]),
+}
+PROMPTS = {
+    "from the start": (1, 150, 4, 1, 32, 160, [0]),
+    "in the middle": (3, 70, 8, 2, 16, 304, [3, 150, 234]),
+    "past the end": (2, 70, 4, 2, 16, 208, [150, 137]),
+    "large programs": (8, 270, 16, 8, 16, 304, [0, 1, 2, 3, 31, 32, 33, 34]),
+    "odd sizes": (2, 66, 14, 2, 96, 304, [100, 0]),
+    "large heads": (1, 80, 2, 1, 256, 304, [150]),
+}
+
+
+def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.bfloat16):
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+    new, cached = (batch, num_tokens, kv_heads, size), (batch, slots, kv_heads, size)
+    query = normal(0, batch, num_tokens, heads, size)
+    return query, normal(1, *new), normal(2, *new), normal(3, *cached), normal(4, *cached), jnp.array(start, jnp.int32)
+
+
+def expected(
+    query, key, value, key_cache, value_cache, start, turns=None, tree=None, *, window=None, scale=None, softcap=None
+):
+    if turns is not None:
+        query, key = rotate(query, turns), rotate(key, turns)
+    num_tokens, num_slots = query.shape[1], key_cache.shape[1]
+    slot = start[:, None] + jnp.arange(num_tokens)[None]
+    row = jnp.arange(len(start))[:, None]
+    caches = key_cache.at[row, slot].set(key, mode="drop"), value_cache.at[row, slot].set(value, mode="drop")
+    position = jnp.broadcast_to(jnp.arange(num_slots)[None], (len(start), num_slots))
+    mask = slot[..., None] >= position[:, None]
+    if tree is not None:
+        sees, slot = tree  # the positions of the tokens take the place of their slots
+        index = jnp.arange(num_slots)[None] - start[:, None]
+        is_new = (index >= 0) & (index < num_tokens)
+        index = jnp.clip(index, 0, num_tokens - 1)
+        position = jnp.where(is_new, jnp.take_along_axis(slot, index, axis=1), position)
+        mask = jnp.where(is_new[:, None], jnp.take_along_axis(sees, index[:, None], axis=2), mask)
+    if window is not None:
+        mask &= slot[..., None] - position[:, None] < window
+    wide = (x.astype(jnp.float32) for x in (query, *caches))
+    with jax.default_matmul_precision("highest"):
+        return attend(*wide, mask[:, None], scale, softcap), *caches
+
+
+def in_pages(cache, table, num_pages):
+    """A pool with the rows of a dense cache [B, S, ...] in the pages of a table, and NaN in the others."""
+    batch, slots, *rest = cache.shape
+    pages = cache.reshape(table.size, batch * slots // table.size, *rest)
+    return jnp.full((num_pages, *pages.shape[1:]), jnp.nan, cache.dtype).at[table.ravel()].set(pages)
+
+
+def random_tree(batch, num_tokens, start):
+    """Ancestors [B, T, T] and positions [B, T] of trees in which the parent of each node is an earlier one."""
+    random, sees = np.random.default_rng(0), np.zeros((batch, num_tokens, num_tokens), bool)
+    for row in sees:
+        for i in range(num_tokens):
+            if i:
+                row[i] = row[random.integers(i)]
+            row[i, i] = True
+    return jnp.array(sees), jnp.array(start)[:, None] + jnp.array(sees.sum(axis=2) - 1)
+
+
+def check(case, interpret, page_size=None, turned=False, tree=False, **options):
+    arrays = operands(*case)
+    batch, num_tokens, _, _, size, slots, start = case
+    turns = rotation(jnp.arange(batch)[:, None] * 7 + jnp.arange(num_tokens)[None], size, 100.0) if turned else None
+    trees = [random_tree(batch, num_tokens, start)] if tree else []
+    reference, *caches = expected(*arrays, turns, *trees, **options)
+    table, given = None, arrays
+    if page_size is not None:
+        num_pages = batch * slots // page_size + 3
+        table = jax.random.permutation(jax.random.key(5), num_pages)[: batch * slots // page_size]
+        table = table.reshape(batch, -1).astype(jnp.int32)
+        caches = [in_pages(cache, table, num_pages) for cache in caches]
+        given = *arrays[:3], *(in_pages(cache, table, num_pages) for cache in arrays[3:5]), arrays[5]
+    kernel = decode_attention if num_tokens <= MAX_TOKENS else prompt_attention
+    attended, *updated = jax.jit(partial(kernel, interpret=interpret, **options))(*given, turns, table, *trees)
+    fits = (np.array(start)[:, None] + np.arange(num_tokens) < slots)[..., None, None]
+    difference = np.where(fits, np.asarray(attended, np.float32) - reference, 0)
+    assert np.linalg.norm(difference) < 5e-3 * np.linalg.norm(np.where(fits, reference, 0))
+    for cache, reference_cache in zip(updated, caches, strict=True):
+        cache, reference_cache = (np.asarray(x, np.float32) for x in (cache, reference_cache))
+        # Keys are turned elsewhere, where a product and a sum may be rounded once or twice, and then to 8 bits.
+        np.testing.assert_allclose(cache, reference_cache, rtol=2**-7 if turned else 0)
+
+
+TURNED, WINDOW = {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}
+TREE = {"tree": True, "window": 6, "turned": True}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("empty and full", TURNED),
+        ("past the end", WINDOW),
+        ("one token", {"page_size": 16}),
+        slow("one token", TURNED),
+        slow("one split", {"page_size": 16}),
+        slow("one split", WINDOW | {"page_size": 80}),
+        slow("blocks of several splits", TURNED),
+        slow("blocks of several splits", {"page_size": 64}),
+        ("several blocks of queries", {"page_size": 16, "turned": True}),
+        slow("several blocks of queries", TREE),
+        ("odd sizes", TREE | {"page_size": 152}),
+    ],
+)
+def test_few_tokens(case, options):
+    check(CASES[case], True, **options)
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("from the start", {"turned": True}),
+        slow("from the start", {"page_size": 32}),
+        ("in the middle", TURNED | {"page_size": 16}),
+        slow("in the middle", WINDOW | {"page_size": 152}),
+        ("past the end", {"page_size": 208}),
+        slow("large programs", WINDOW),
+        slow("odd sizes", TURNED | {"page_size": 76}),
+        slow("large heads", {"softcap": 3.0}),
+    ],
+)
+def test_many_tokens(case, options):
+    check(PROMPTS[case], True, **options)
+
+
+@pytest.mark.parametrize("num_tokens", [4, *(slow(n) for n in (2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 63, 64, 65))])
+def test_no_token_sees_a_later_one(num_tokens):
+    """In the middle of a long cache, whatever the number of tokens."""
+    check((1, num_tokens, 2, 1, 16, 240, [150]), True, turned=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, TURNED, WINDOW, TREE], ids=["plain", "turned", "window", "tree"])
+@pytest.mark.parametrize("page_size", [None, 16, "all"])
+@pytest.mark.parametrize("case", [*CASES.values(), *PROMPTS.values()], ids=[*CASES, *PROMPTS])
+def test_on_a_gpu(case, page_size, options):
+    if "tree" in options and case[1] > MAX_TOKENS:
+        pytest.skip("the kernel of many tokens takes chains")
+    check(case, False, case[5] if page_size == "all" else page_size, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", range(1, 67))
+def test_no_token_sees_a_later_one_on_a_gpu(num_tokens):
+    check((2, num_tokens, 8, 2, 64, 640, [400, 64]), False, 64, turned=True)
+
+
+def test_padding_is_not_read():
+    """NaN in a slot past a row's length reaches no output."""
+    query, key, value, key_cache, value_cache, start = operands(*CASES["empty and full"])
+    unseen = jnp.arange(48)[None, :, None, None] >= start[:, None, None, None]
+    poisoned = (jnp.where(unseen, jnp.nan, cache) for cache in (key_cache, value_cache))
+    attended = decode_attention(query, key, value, *poisoned, start, interpret=True)[0]
+    np.testing.assert_array_equal(
+        attended, decode_attention(query, key, value, key_cache, value_cache, start, interpret=True)[0]
+    )
+
+
+@pytest.mark.parametrize("kernel, num_tokens", [(decode_attention, 20), slow(prompt_attention, 70)])
+@pytest.mark.parametrize("nothing", [6, -1, slow(2**31 - 1)])
+def test_a_token_without_a_page_is_not_written(kernel, num_tokens, nothing):
+    query, key, value, *_ = operands(1, num_tokens, 2, 1, 16, 16, [0])
+    pool = jnp.zeros((6, 16, 1, 16), jnp.bfloat16)
+    table = jnp.array([[4, nothing, 2, 0, nothing]], jnp.int32)
+    start = jnp.array([12], jnp.int32)
+    attended, keys, values = kernel(query, key, value, pool, pool, start, None, table, interpret=True)
+    for cache, new in ((keys, key), (values, value)):
+        written = np.zeros((80, 1, 16), np.float32)
+        written[12 : 12 + num_tokens] = np.asarray(new[0], np.float32)[: 80 - 12]
+        expected = np.zeros((6, 16, 1, 16), np.float32)
+        for p, page in enumerate([4, None, 2, 0, None]):
+            if page is not None:
+                expected[page] = written[16 * p : 16 * p + 16]
+        np.testing.assert_array_equal(np.asarray(cache, np.float32), expected)
+    assert np.isfinite(np.asarray(attended, np.float32)).all()
+
+
+def test_windows_hide_pages_that_were_freed():
+    """The pages of a row that no query sees any more may be another's, and hold NaN."""
+    case = (1, 2, 2, 1, 16, 160, [140])
+    query, key, value, key_cache, value_cache, start = operands(*case)
+    whole = jnp.arange(5, dtype=jnp.int32)[None]
+    caches = [in_pages(cache, whole, 6) for cache in (key_cache, value_cache)]
+    freed = jnp.array([[5, 6, -1, 3, 4]], jnp.int32)
+    attended = [
+        decode_attention(query, key, value, *caches, start, None, table, window=40, interpret=True)[0]
+        for table in (whole, freed)
+    ]
+    np.testing.assert_array_equal(*attended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)])
+def test_lowers_for_cuda(case):
+    names = [kernel.name for kernel in triton_kernels(decode_attention, *jax.eval_shape(lambda: operands(*case)))]
+    assert names == ["decode_attention", "join_splits"][: 2 if case[0] == 1 else 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, page_size",
+    [
+        ((1, 6, 32, 8, 128, 640, [0]), 64),
+        ((64, 64, 32, 8, 64, 640, [0] * 64), None),
+        ((1, 64, 16, 8, 256, 640, [0]), 16),
+        ((1, 512, 32, 8, 128, 640, [0]), None),
+        ((8, 2048, 32, 8, 128, 2048, [0] * 8), 64),
+        ((8, 2048, 16, 8, 256, 2048, [0] * 8), None),
+        ((1, 512, 28, 4, 96, 640, [0]), 16),
+    ],
+)
+def test_compiles_for_an_h200(case, page_size, tmp_path):
+    """Every kernel fits the shared memory of a multiprocessor, and its registers but for a few numbers."""
+    pytest.importorskip("triton")
+    kernel = decode_attention if case[1] <= MAX_TOKENS else prompt_attention
+    arrays = list(jax.eval_shape(lambda: operands(*case)))
+    turns = (jax.ShapeDtypeStruct((*case[:2], case[4] // 2), jnp.float32),) * 2
+    table = None
+    if page_size is not None:
+        pages = case[0] * case[5] // page_size
+        arrays[3] = arrays[4] = jax.ShapeDtypeStruct((pages, page_size, case[3], case[4]), jnp.bfloat16)
+        table = jax.ShapeDtypeStruct((case[0], pages // case[0]), jnp.int32)
+    for lowered in triton_kernels(partial(kernel, window=300), *arrays, turns, table):
+        resources = compile_for_sm90(lowered, tmp_path)
+        assert resources.shared_bytes <= 227 * 1024, (lowered.name, resources)
+        assert resources.spilled_bytes <= 2048, (lowered.name, resources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_decoding_lowers_for_cuda(num_drafts):
+    """The whole loop: the kernel in the layers of target and draft, in place of XLA's attention."""
+    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), param_shapes(config))
+    model = decoder_model(config, params)
+    proposer = proposers.draft_model(model, num_drafts) if num_drafts else proposers.none()
+    rows = sampling.batch([SamplingParams(max_tokens=9)])
+    state = decode.prefill(
+        model, proposer, jnp.ones((1, 3), int), jnp.array([3]), rows, jax.random.key(0), max_length=64
+    )
+
+    def step(model, proposer, state):
+        return decode.step(model, proposer, state)
+
+    names = [kernel.name for kernel in triton_kernels(step, model, proposer, state)]
+    assert names.count("decode_attention") == (3 if num_drafts else 1)  # a call of each width; layers share a function
+
+
+def test_unsupported():
+    arrays = operands(1, 2, 4, 2, 16, 40, [0], jnp.float32)
+    assert "got float32 and float32" in unsupported(arrays[0], arrays[3])
+    with pytest.raises(NotImplementedError, match="float32"):
+        decode_attention(*arrays)
