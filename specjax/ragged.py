@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.distributions import as_categorical
-from specjax.types import Array, Categorical, Draft, Verified, Verifier, is_integer
-from specjax.verifiers.core import check_array
+from specjax.types import Array, Categorical, Draft, Verified, Verifier
+from specjax.validation import check_array, is_integer, is_traced
 
 __all__ = ["Packed", "expand_to_tokens", "pack", "parse_output", "verify"]
 
@@ -115,7 +114,7 @@ def verify(
     if not (is_integer(max_draft_tokens) and max_draft_tokens >= 0):
         raise ValueError(f"max_draft_tokens must be an integer >= 0, got {max_draft_tokens!r}")
     _check_packed("target", target, "[num_tokens + B, V]", (num_tokens + batch_size, None))
-    if not isinstance(counts, jax.core.Tracer):
+    if not is_traced(counts):
         _check_counts(np.asarray(counts), num_tokens, max_draft_tokens)
 
     draft_tokens, counts = draft_tokens.astype(jnp.int32), counts.astype(jnp.int32)

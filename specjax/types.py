@@ -10,17 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Array = jax.Array
 PyTree = Any
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that logits may have
-
-
-def is_integer(value: object) -> bool:
-    """Return whether `value` is an integer of Python or NumPy; True and False do not count as integers."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Categorical(NamedTuple):
@@ -127,7 +121,10 @@ class Proposer(Protocol):
     `num_accepted` that it gets is 0 in rows that had no drafts of this proposer.
     """
 
-    num_draft_tokens: int  # K, the width of every draft
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, the width of every draft."""
+        ...
 
     def init(self, batch_size: int, max_length: int) -> PyTree: ...
 

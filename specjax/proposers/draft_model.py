@@ -12,7 +12,8 @@ from specjax import distributions, prompts
 from specjax.keys import DRAFT, stream
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling, process
-from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified, is_integer
+from specjax.types import Array, Categorical, Context, Draft, Model, ModelInput, PyTree, Verified
+from specjax.validation import is_integer
 
 CATCH_UP = 16  # tokens in each call that feeds what was committed while the draft model did not run
 
@@ -135,7 +136,9 @@ class DraftModel:
         Greedy drafts are deterministic, so the distribution is None.
         """
         if self.is_greedy:
-            return distributions.normalize(row, argmax=True).argmax, None
+            best = distributions.normalize(row, argmax=True).argmax
+            assert best is not None, "it was asked for"
+            return best, None
         return distributions.sample(key, row), row._replace(temperature=None)
 
 

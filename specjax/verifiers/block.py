@@ -62,8 +62,9 @@ def block(
         return accept_matches(draw, draft, target, bonus_tokens, log_probs)
     num_draft_tokens = draft.tokens.shape[1]
     law = distributions.normalize(target)
-    draft = common.canonical(draft._replace(num_tokens=jnp.minimum(draft.num_tokens, num_usable_rows(law))))
     draft_law = distributions.of_drafts(draft.distribution)
+    draft = common.canonical(draft._replace(num_tokens=jnp.minimum(common.num_drafts(draft), num_usable_rows(law))))
+    num_drafts = common.num_drafts(draft)
     log_joint = jax.vmap(joint_log_ratio)(common.log_ratio(draft, draft_law, law))
     joint = jnp.exp(log_joint)
 
@@ -74,12 +75,12 @@ def block(
     )
     one_hot_mass = joint[:, :-1] * -jnp.expm1(distributions.token_log_prob(next_target, draft.tokens[:, 1:]))
     mass = jnp.where(common.is_deterministic(draft)[:, None], one_hot_mass, mass)
-    accept = jax.vmap(acceptance_probabilities)(joint, mass, draft.num_tokens)
+    accept = jax.vmap(acceptance_probabilities)(joint, mass, num_drafts)
     if target.temperature is not None:
         accept = jnp.where(target.temperature[:, None] == 0, joint, accept)
 
     index = jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None]
-    accepted = draw.flip(accept) & (index <= draft.num_tokens[:, None])
+    accepted = draw.flip(accept) & (index <= num_drafts[:, None])
     num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1)
     log_scale = jnp.take_along_axis(jnp.pad(log_joint, ((0, 0), (1, 0))), num_accepted[:, None], axis=1)[:, 0]
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted, jnp.exp(log_scale)))
