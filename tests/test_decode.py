@@ -550,7 +550,7 @@ def test_scorer_feeds_token_0_for_missing_drafts(target):
 
 
 class TestSeveralSteps:
-    """The distribution of six tokens of several steps, through the public keys. One step would not show reused noise."""
+    """Six tokens of several steps, through the public keys, follow the target. One step would not show reused noise."""
 
     @pytest.mark.parametrize("name", ["block", pytest.param("match", marks=pytest.mark.slow)])
     def test_lossless(self, name):
