@@ -80,16 +80,13 @@ def sample(
     if tile_size is None:
         tile_size = tile_of_blocks(batch_size * num_rows, batch.target.vocab_size)
     num_tiles = pl.cdiv(batch.target.vocab_size, tile_size)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-    numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
-    counts = jax.ShapeDtypeStruct((batch_size,), jnp.int32) if has_drafts else None
-    blocks = jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32)
+    outputs = _outputs(shape, num_tiles * (tile_size // BLOCK_SIZE), has_drafts, log_probs)
     masses = drawn = verdict = None
     for first, end in in_parts(batch.target, num_rows) if has_drafts else [(0, num_rows)]:
         num_accepted = None if verdict is None else verdict.num_accepted
         masses = call(
             partial(_block_mass_kernel, first=first, tile_size=tile_size, interpret=interpret),
-            _Masses(blocks, blocks, counts),
+            outputs[0],
             (batch._replace(bonus_tokens=None), num_accepted, masses),
             begun=masses,
             grid=(batch_size, end - first, num_tiles),
@@ -99,7 +96,7 @@ def sample(
         begun = masses.arrivals, drawn
         arrivals, drawn, verdict = call(
             partial(_draw_kernel, first=first, end=end, purpose=purpose, interpret=interpret),
-            (counts, _Drawn(ids, numbers), Verdict(ids, counts, numbers) if has_drafts else None),
+            (outputs[0].arrivals, *outputs[1:]),
             (key_data, batch, masses._replace(arrivals=None), num_accepted, begun),
             begun=begun,
             grid=(batch_size, end - first),
@@ -111,6 +108,18 @@ def sample(
         return verdict
     assert drawn is not None, "at least one range of rows is drawn"
     return Verdict(drawn.tokens, None, drawn.log_probs)
+
+
+def _outputs(
+    shape: tuple[int, int], num_blocks: int, has_drafts: bool, log_probs: bool
+) -> tuple[_Masses[jax.ShapeDtypeStruct], _Drawn[jax.ShapeDtypeStruct], Verdict[jax.ShapeDtypeStruct] | None]:
+    """Return the shapes and dtypes of what the two launches store for the rows [B, T]."""
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
+    counts = jax.ShapeDtypeStruct(shape[:1], jnp.int32) if has_drafts else None
+    blocks = jax.ShapeDtypeStruct((*shape, num_blocks), jnp.float32)
+    verdict = Verdict(ids, counts, numbers) if has_drafts else None
+    return _Masses(blocks, blocks, counts), _Drawn(ids, numbers), verdict
 
 
 def _is_needed(batch: Batch[Ref], sequence: Array, row: Array) -> tuple[Array | None, Array]:

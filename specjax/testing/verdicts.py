@@ -70,24 +70,28 @@ def assert_lossless(
         assert_rows_independent(verifier, **options)
         return
     bound = jax.tree_util.Partial(verifier, **options) if options else verifier
-    sampled = list(_sampled_cases())
-    for name, target, draft in sampled:
+    for name, target, draft in _sampled_cases():
         proposer = BigramProposer(jnp.log(draft), num_draft_tokens, drafter or sample_draft)
         tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples)
         assert_sampled_distribution(name, tokens, target)
     if drafter is None:
         assert_rows_independent(verifier, **options)
-        temperature = jnp.where(jnp.arange(num_samples) % 2 == 0, 1.7, 0.5)
-        _, target, draft = sampled[-1]
-        proposers = {
-            "ragged rows": BigramProposer(jnp.log(draft), num_draft_tokens, is_ragged=True),
-            "deterministic drafts": BigramProposer(jnp.log(draft), num_draft_tokens, first_token),
-        }
-        for name, proposer in proposers.items():
-            tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples, temperature=temperature)
-            for start, value in enumerate((1.7, 0.5)):
-                expected = probabilities(np.log(target), value)
-                assert_sampled_distribution(f"{name} at temperature {value} among others", tokens[start::2], expected)
+        _assert_mixed_batches(bound, num_draft_tokens, num_samples)
+
+
+def _assert_mixed_batches(verifier: Callable[..., Verified], num_draft_tokens: int, num_samples: int) -> None:
+    """Raise AssertionError unless batches of two temperatures follow the target, with fewer or deterministic drafts."""
+    *_, (_, target, draft) = _sampled_cases()
+    temperature = jnp.where(jnp.arange(num_samples) % 2 == 0, 1.7, 0.5)
+    proposers = {
+        "ragged rows": BigramProposer(jnp.log(draft), num_draft_tokens, is_ragged=True),
+        "deterministic drafts": BigramProposer(jnp.log(draft), num_draft_tokens, first_token),
+    }
+    for name, proposer in proposers.items():
+        tokens = sampled_tokens(verifier, jnp.log(target), proposer, num_samples=num_samples, temperature=temperature)
+        for start, value in enumerate((1.7, 0.5)):
+            expected = probabilities(np.log(target), value)
+            assert_sampled_distribution(f"{name} at temperature {value} among others", tokens[start::2], expected)
 
 
 def assert_proposer_lossless(
