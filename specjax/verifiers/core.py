@@ -17,9 +17,10 @@ from specjax.dispatch import dispatch
 from specjax.distributions import Law, Residual
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_array as check_array
-from specjax.validation import check_bonus_tokens, check_shapes
+from specjax.validation import check_bonus_tokens as check_bonus_tokens
 from specjax.validation import check_categorical as check_categorical
 from specjax.validation import check_number as check_number
+from specjax.validation import check_shapes as check_shapes
 from specjax.verifiers import kernels
 
 
