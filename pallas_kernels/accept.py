@@ -6,14 +6,14 @@ their rows.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import call, runtime_zero
+from pallas_kernels.launch import Leaf, Ref, call, runtime_zero
 from pallas_kernels.rows import Batch, Rows, count_drafts, exp, finite, inverse
 from pallas_kernels.rules import Evidence, log_ratio
 from pallas_kernels.statistics import Statistics
@@ -22,42 +22,40 @@ from pallas_kernels.triton import plgpu
 MAX_DRAFT_TOKENS = 64  # the drafts of a sequence are the lanes of one program
 
 
-class Decision(NamedTuple):
+class Decision(NamedTuple, Generic[Leaf]):
     """How many drafts each sequence accepts, and the M rows that its next token may come from.
 
     M is 1 under rules that accept the drafts one by one. Under block verification M is K: where the drafts as a whole
     fail, the residuals decide which prefix stays, and row i is for the case that i drafts stay. A row stands for the
-    target distribution at `position` where position = count, and for the residual there where position < count.
+    target distribution at `position` where position = num_drafts, and for the residual there where it is smaller.
     """
 
-    count: Array  # [B] int32 number of drafts; under block verification those before a target row without mass
-    num_accepted: Array  # [B] int32; -1 where the residuals of the rows decide
-    log_prob: Array  # [B, K] log-probability of each draft under the target
-    position: Array  # [B, M] int32 position of each row; -1 where the row is not needed
-    top: Array  # [B, M] log p(v) = (logit - top) / temperature - log_mass under the target, where position < count
-    log_mass: Array  # [B, M]
-    joint: Array  # [B, M] probability to accept the drafts before the row as a whole; 1 if they are accepted one by one
-    draft_top: Array | None  # [B, M] as `top`, under the draft distribution
-    draft_log_mass: Array | None  # [B, M]
-    arrivals: Array  # [B] int32 zeros, for the programs of the next launch
+    num_drafts: Leaf  # [B] int32 number of drafts; under block verification those before a target row without mass
+    num_accepted: Leaf  # [B] int32; -1 where the residuals of the rows decide
+    log_prob: Leaf  # [B, K] log-probability of each draft under the target
+    position: Leaf  # [B, M] int32 position of each row; -1 where the row is not needed
+    target: "Normalizer[Leaf]"  # [B, M] of each row under the target, where position < num_drafts
+    joint: Leaf  # [B, M] probability to accept the drafts before the row as a whole; 1 if they are accepted one by one
+    draft: "Normalizer[Leaf] | None"  # [B, M] of each row under the draft distribution
+    arrivals: Leaf  # [B] int32 zeros, for the programs of the next launch
 
 
-class _Normalizer(NamedTuple):
-    """log p(v) = (logit - top) / temperature - log_mass, one row a lane."""
+class Normalizer(NamedTuple, Generic[Leaf]):
+    """log p(v) = (logit - top) / temperature - log_mass, one row a lane inside a kernel."""
 
-    top: Array
-    log_mass: Array
+    top: Leaf
+    log_mass: Leaf
 
 
 def accept(
-    batch: Batch,
-    statistics: Statistics,
+    batch: Batch[Array],
+    statistics: Statistics[Array],
     options: Any,
     *,
     rule: Callable[[Evidence, Any], Array] | None,
     num_warps: int = 1,
     interpret: bool = False,
-) -> Decision:
+) -> Decision[Array]:
     """Accept drafts.
 
     Args:
@@ -72,22 +70,20 @@ def accept(
     Returns:
         Decision, with arrays of float32 where it does not say int32.
     """
-    batch_size, num_drafts = batch.tokens.shape
+    batch_size, num_drafts = batch.target.shape[0], batch.num_drafts
     num_rows = num_drafts if rule is None else 1
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
 
     outputs = Decision(
-        count=array(dtype=jnp.int32),
+        num_drafts=array(dtype=jnp.int32),
         num_accepted=array(dtype=jnp.int32),
         log_prob=array(num_drafts),
         position=array(num_rows, dtype=jnp.int32),
-        top=array(num_rows),
-        log_mass=array(num_rows),
+        target=Normalizer(array(num_rows), array(num_rows)),
         joint=array(num_rows),
-        draft_top=None if batch.draft is None else array(num_rows),
-        draft_log_mass=None if batch.draft is None else array(num_rows),
+        draft=None if batch.draft is None else Normalizer(array(num_rows), array(num_rows)),
         arrivals=array(dtype=jnp.int32),
     )
     return call(
@@ -100,9 +96,9 @@ def accept(
     )
 
 
-def _accept_kernel(inputs, out: Decision, *, rule):
+def _accept_kernel(inputs, out: Decision[Ref], *, rule):
     batch, statistics, options = inputs
-    num_drafts, num_rows = batch.tokens.shape[1], out.position.shape[1]
+    num_drafts, num_rows = batch.num_drafts, out.position.shape[1]
     sequence = pl.program_id(0)
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_drafts))
     count = count_drafts(batch, sequence)
@@ -133,26 +129,27 @@ def _accept_kernel(inputs, out: Decision, *, rule):
     is_row, is_rejected = lane < num_rows, position < count
     needed = jnp.where(is_decided, lane == 0, needed & is_rejected)
     plgpu.store(out.arrivals.at[sequence], runtime_zero(count))
-    plgpu.store(out.count.at[sequence], count)
+    plgpu.store(out.num_drafts.at[sequence], count)
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     plgpu.store(out.log_prob.at[sequence, lane], evidence.log_prob, mask=lane < num_drafts)
     plgpu.store(out.position.at[sequence, lane], jnp.where(needed, position, -1), mask=is_row)
     plgpu.store(out.joint.at[sequence, lane], jnp.where(is_decided, 1, joint_before), mask=is_row)
-    plgpu.store(out.top.at[sequence, lane], of_row(target.top), mask=is_row)
-    plgpu.store(out.log_mass.at[sequence, lane], jnp.where(is_rejected, of_row(target.log_mass), 0), mask=is_row)
-    if draft is not None:
-        plgpu.store(out.draft_top.at[sequence, lane], of_row(draft.top), mask=is_row)
-        plgpu.store(out.draft_log_mass.at[sequence, lane], of_row(draft.log_mass), mask=is_row)
+    plgpu.store(out.target.top.at[sequence, lane], of_row(target.top), mask=is_row)
+    log_mass = jnp.where(is_rejected, of_row(target.log_mass), 0)
+    plgpu.store(out.target.log_mass.at[sequence, lane], log_mass, mask=is_row)
+    if draft is not None and out.draft is not None:
+        plgpu.store(out.draft.top.at[sequence, lane], of_row(draft.top), mask=is_row)
+        plgpu.store(out.draft.log_mass.at[sequence, lane], of_row(draft.log_mass), mask=is_row)
 
 
 def _weigh(
-    batch: Batch, statistics: Statistics, sequence: Array, lane: Array
-) -> tuple[Array, _Normalizer, _Normalizer | None, Evidence]:
+    batch: Batch[Ref], statistics: Statistics[Ref], sequence: Array, lane: Array
+) -> tuple[Array, Normalizer[Array], Normalizer[Array] | None, Evidence]:
     """Return whether the sequence is greedy, the normalizers of its target and draft rows, and what a rule sees.
 
     Rows past the drafts hold anything: to wait until it is known which they are would cost as much as to read them.
     """
-    num_drafts = batch.tokens.shape[1]
+    num_drafts = batch.num_drafts
     temperature = batch.target.load_temperature(sequence)
     is_greedy = temperature == 0
     target, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
@@ -174,11 +171,11 @@ def _weigh(
     return is_greedy, target, draft, Evidence(log_prob, draft_log_prob, entropy, lane)
 
 
-def _load(ref, sequence: Array, index: Array, size: int) -> Array:
+def _load(ref: Ref, sequence: Array, index: Array, size: int) -> Array:
     return plgpu.load(ref.at[sequence, index], mask=index < size, other=0)
 
 
-def _load_tiles(ref, sequence: Array, lane: Array, num_rows: int, first_row: int, other: float) -> Array:
+def _load_tiles(ref: Ref, sequence: Array, lane: Array, num_rows: int, first_row: int, other: float) -> Array:
     """Load a statistic [lanes, tiles] of `num_rows` rows from `first_row` on."""
     num_tiles = ref.shape[2]
     shape = lane.shape[0], pl.next_power_of_2(num_tiles)
@@ -188,8 +185,8 @@ def _load_tiles(ref, sequence: Array, lane: Array, num_rows: int, first_row: int
 
 
 def _combine(
-    statistics: Statistics, sequence: Array, lane: Array, num_rows: int, first_row: int, temperature: Array
-) -> tuple[_Normalizer, Array | None]:
+    statistics: Statistics[Ref], sequence: Array, lane: Array, num_rows: int, first_row: int, temperature: Array
+) -> tuple[Normalizer[Array], Array | None]:
     """Combine the statistics of the tiles of each row to the row's normalizer and, where asked for, its entropy."""
     tile_tops = _load_tiles(statistics.top, sequence, lane, num_rows, first_row, -jnp.inf)
     masses = _load_tiles(statistics.mass, sequence, lane, num_rows, first_row, 0)
@@ -198,15 +195,15 @@ def _combine(
     factors = exp(distance, inverse(temperature))
     mass = jnp.sum(masses * factors, axis=1)
     if statistics.weighted is None:
-        return _Normalizer(top, jnp.log(mass)), None
+        return Normalizer(top, jnp.log(mass)), None
     weighted = _load_tiles(statistics.weighted, sequence, lane, num_rows, first_row, 0)
     moved = jnp.where(masses > 0, factors * (weighted + masses * distance * inverse(temperature)), 0)
-    return _Normalizer(top, jnp.log(mass)), jnp.log(mass) - jnp.sum(moved, axis=1) / mass
+    return Normalizer(top, jnp.log(mass)), jnp.log(mass) - jnp.sum(moved, axis=1) / mass
 
 
 def _draft_normalizer(
-    draft: Rows, statistics: Statistics, sequence: Array, lane: Array, temperature: Array
-) -> _Normalizer:
+    draft: Rows[Ref], statistics: Statistics[Ref], sequence: Array, lane: Array, temperature: Array
+) -> Normalizer[Array]:
     """Return the normalizers of the draft rows; in a row without mass every token gets probability 0."""
     num_drafts = statistics.token.shape[1] // 2
     if draft.log_normalizer is None:
@@ -215,7 +212,7 @@ def _draft_normalizer(
         at = draft.locate(jnp.broadcast_to(sequence, lane.shape), jnp.minimum(lane, num_drafts - 1))
         top, log_mass = jnp.zeros(lane.shape, jnp.float32), plgpu.load(draft.log_normalizer.at[at])
         log_mass = log_mass.astype(jnp.float32)
-    return _Normalizer(top, jnp.where(log_mass == -jnp.inf, 0, log_mass))
+    return Normalizer(top, jnp.where(log_mass == -jnp.inf, 0, log_mass))
 
 
 def _joint(log_ratio: Array, lane: Array, num_drafts: int) -> tuple[Array, Array]:

@@ -11,14 +11,14 @@ Rows that ask for nothing are not read.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import call, runtime_zero
+from pallas_kernels.launch import Leaf, Ref, call, runtime_zero
 from pallas_kernels.rows import exp, finite, inverse, unsupported_dtype
 from pallas_kernels.triton import plgpu
 
@@ -33,53 +33,56 @@ _UNUSED_BITS = {"float32": 0, "bfloat16": 16, "float16": 13}  # bits of a float3
 _SUBNORMAL = 0x7FFFFF  # largest bit pattern of a subnormal float32
 
 
-class Limits(NamedTuple):
+class Limits(NamedTuple, Generic[Leaf]):
     """What each row asks for: arrays outside a kernel, references inside it, and scalars once a row is chosen."""
 
-    temperature: Array | None  # [R], positive where anything is on; None is 1
-    top_k: Array | None  # [R] int32, 0 where off
-    top_p: Array | None  # [R], at least 1 where off
-    min_p: Array | None  # [R], 0 or less where off
+    temperature: Leaf | None  # [R], positive where anything is on; None is 1
+    top_k: Leaf | None  # [R] int32, 0 where off
+    top_p: Leaf | None  # [R], at least 1 where off
+    min_p: Leaf | None  # [R], 0 or less where off
 
-    def of(self, row: Array) -> "Limits":
+    def of(self: "Limits[Ref]", row: Array) -> "Limits[Array]":
         """Load the limits of one row."""
         return Limits(*(None if ref is None else plgpu.load(ref.at[row]) for ref in self))
 
     @property
-    def is_restricted(self) -> Array:
+    def is_restricted(self: "Limits[Array]") -> Array:
         """Whether min-p or top-k is on, so that top-p works on a part of the row."""
-        if self.top_k is None and self.min_p is None:
-            return self.top_p > jnp.inf  # false for every row; a constant would not lower
-        if self.min_p is None:
+        if self.min_p is not None:
+            return self.min_p > 0 if self.top_k is None else (self.top_k > 0) | (self.min_p > 0)
+        if self.top_k is not None:
             return self.top_k > 0
-        return self.min_p > 0 if self.top_k is None else (self.top_k > 0) | (self.min_p > 0)
+        assert self.top_p is not None, "at least one limit must be given"
+        return self.top_p > jnp.inf  # false for every row; a constant would not lower
 
     @property
-    def is_asked(self) -> Array:
+    def is_asked(self: "Limits[Array]") -> Array:
         """Whether any limit is on."""
         return self.is_restricted if self.top_p is None else self.is_restricted | (self.top_p < 1)
 
     @property
-    def scale(self) -> Array:
+    def scale(self: "Limits[Array]") -> Array:
         """1 / temperature, and 1 without temperatures."""
         return jnp.float32(1) if self.temperature is None else inverse(self.temperature)
 
     @property
-    def min_distance(self) -> Array:
-        """The least distance of a kept logit from the best one under min-p, a negative number."""
+    def min_distance(self: "Limits[Array]") -> Array:
+        """The least distance of a kept logit from the best one under min-p, which must be given; a negative number."""
+        assert self.min_p is not None
         log_min_p = jnp.log(self.min_p)
         return log_min_p if self.temperature is None else log_min_p * self.temperature
 
 
-class _Blocks(NamedTuple):
+class _Blocks(NamedTuple, Generic[Leaf]):
     """What launch 1 stores of the M blocks of each row, and of its N tiles, which hold some blocks each."""
 
-    top: Array  # [R, M] largest logit
-    tile_top: Array | None  # [R, N] largest logit, in rows where top-p works on the whole row
-    tile_mass: Array | None  # [R, N] sum of exp((logit - tile_top) / temperature)
+    top: Leaf  # [R, M] largest logit
+    tile_top: Leaf | None  # [R, N] largest logit, in rows where top-p works on the whole row
+    tile_mass: Leaf | None  # [R, N] sum of exp((logit - tile_top) / temperature)
 
-    def mass(self, row: Array, top: Array, scale: Array) -> Array:
+    def mass(self: "_Blocks[Ref]", row: Array, top: Array, scale: Array) -> Array:
         """Return the mass of a row relative to its largest logit, which is `top`."""
+        assert self.tile_top is not None and self.tile_mass is not None, "the mass is stored for top-p alone"
         num_tiles = self.tile_top.shape[1]
         tile = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_tiles))
         tops = plgpu.load(self.tile_top.at[row, tile], mask=tile < num_tiles, other=-jnp.inf)
@@ -90,7 +93,7 @@ class _Blocks(NamedTuple):
 class _Scratch(NamedTuple):
     """A list of at most C numbers for each row. Slot C takes the stores that are masked out."""
 
-    values: Any  # reference to [R, C + 1]
+    values: Ref  # [R, C + 1]
     interpret: bool
 
     @property
@@ -116,12 +119,12 @@ class _Scratch(NamedTuple):
         return self.load(row, count, jax.lax.iota(jnp.int32, self.capacity), -jnp.inf)
 
 
-class _Found(NamedTuple):
+class _Found(NamedTuple, Generic[Leaf]):
     """What launch 2 stores: its cuts, and the lists that it works with."""
 
-    cut: Array  # [R]; NaN where the whole row must be searched
-    blocks: Array  # [R, C + 1] int32 indices of blocks
-    tokens: Array  # [R, N + 1] logits
+    cut: Leaf  # [R]; NaN where the whole row must be searched
+    blocks: Leaf  # [R, C + 1] int32 indices of blocks
+    tokens: Leaf  # [R, N + 1] logits
 
 
 def unsupported(logits: Array) -> str | None:
@@ -133,7 +136,7 @@ def unsupported(logits: Array) -> str | None:
 
 def find_cut(
     logits: Array,
-    limits: Limits,
+    limits: Limits[Array],
     *,
     block_size: int = 64,
     num_candidates: int = 128,
@@ -190,7 +193,7 @@ def find_cut(
     return cut
 
 
-def _load(logits, row: Array, ids: Array, where: Array | bool = True) -> Array:
+def _load(logits: Ref, row: Array, ids: Array, where: Array | bool = True) -> Array:
     """Load logits of a row in float32, NaN as -inf."""
     x = plgpu.load(logits.at[row, ids], mask=(ids < logits.shape[1]) & where, other=-jnp.inf).astype(jnp.float32)
     return jnp.where(jnp.isnan(x), -jnp.inf, x)
@@ -262,7 +265,7 @@ def _bisect(
     return jnp.where(low < high, only, low_value)
 
 
-def _block_kernel(inputs, out: _Blocks, *, block_size: int, tile_size: int):
+def _block_kernel(inputs, out: _Blocks[Ref], *, block_size: int, tile_size: int):
     logits, limits = inputs
     row, tile = pl.program_id(0), pl.program_id(1)
     limits = limits.of(row)
@@ -273,24 +276,25 @@ def _block_kernel(inputs, out: _Blocks, *, block_size: int, tile_size: int):
         num_blocks = tile_size // block_size
         tops = jnp.max(x.reshape(num_blocks, block_size), axis=1)
         plgpu.store(out.top.at[row, tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)], tops)
-        if limits.top_p is None:
+        tile_top, tile_mass = out.tile_top, out.tile_mass
+        if tile_top is None or tile_mass is None:
             return
 
         @pl.when(~limits.is_restricted)
         def _():
             top = jnp.max(tops)
-            plgpu.store(out.tile_top.at[row, tile], top)
-            plgpu.store(out.tile_mass.at[row, tile], jnp.sum(exp(x - finite(top), limits.scale)))
+            plgpu.store(tile_top.at[row, tile], top)
+            plgpu.store(tile_mass.at[row, tile], jnp.sum(exp(x - finite(top), limits.scale)))
 
 
-def _load_tops(blocks: _Blocks, row: Array) -> Array:
+def _load_tops(blocks: _Blocks[Ref], row: Array) -> Array:
     """Load the maxima of all blocks of a row, -inf past the last block."""
     num_blocks = blocks.top.shape[1]
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
     return plgpu.load(blocks.top.at[row, block], mask=block < num_blocks, other=-jnp.inf)
 
 
-def _candidate_kernel(inputs, out: _Found, *, block_size: int, interpret: bool):
+def _candidate_kernel(inputs, out: _Found[Ref], *, block_size: int, interpret: bool):
     logits, limits, blocks = inputs
     row = pl.program_id(0)
     limits, dtype = limits.of(row), logits.dtype
@@ -369,7 +373,9 @@ def _append_largest(
     return scratch.append(row, runtime_zero(low), values, is_chosen), floor, jnp.max(jnp.where(is_chosen, -jnp.inf, x))
 
 
-def _search_candidates(x: Array, rest: Array, top: Array, limits: Limits, dtype, row_mass) -> tuple[Array, Array]:
+def _search_candidates(
+    x: Array, rest: Array, top: Array, limits: Limits[Array], dtype, row_mass
+) -> tuple[Array, Array]:
     """Find the cut of a row from its largest logits.
 
     Args:
@@ -410,9 +416,9 @@ def _row_kernel(inputs, out, *, interpret: bool):
     plgpu.store(out_cut.at[row], jax.lax.cond(jnp.isnan(cut), find, lambda: cut))
 
 
-def _search_row(logits, row: Array, limits: Limits, blocks: _Blocks, scratch: _Scratch) -> Array:
+def _search_row(logits: Ref, row: Array, asked: Limits[Ref], blocks: _Blocks[Ref], scratch: _Scratch) -> Array:
     """Find the cut of a row by reading all of it."""
-    limits = limits.of(row)
+    limits = asked.of(row)
     tops = _load_tops(blocks, row)
     top = jnp.max(tops)
     cut = jnp.minimum(top, -jnp.inf)  # -inf; a constant would not lower
@@ -450,7 +456,7 @@ def _search_row(logits, row: Array, limits: Limits, blocks: _Blocks, scratch: _S
 
 
 def _search_between(
-    logits,
+    logits: Ref,
     row: Array,
     low: Array,
     high: Array,
@@ -510,7 +516,7 @@ def _search_between(
     return jax.lax.cond(low_key < high_key, search_list, lambda: low)
 
 
-def _sums(logits, row: Array, thresholds: list[Array], weigh: Callable[[Array], Array]) -> list[Array]:
+def _sums(logits: Ref, row: Array, thresholds: list[Array], weigh: Callable[[Array], Array]) -> list[Array]:
     """Sum the weights of a row from each threshold up."""
 
     def add(x: Array, sums: list[Array]) -> list[Array]:
@@ -522,7 +528,7 @@ def _sums(logits, row: Array, thresholds: list[Array], weigh: Callable[[Array], 
 
 
 def _over_row(
-    logits, row: Array, step: Callable[[Array, Any], Any], carry: Any, size: int = _CHUNK, unroll: int = _UNROLL
+    logits: Ref, row: Array, step: Callable[[Array, Any], Any], carry: Any, size: int = _CHUNK, unroll: int = _UNROLL
 ) -> Any:
     """Fold `step(x [size], carry)` over a row, with `unroll` loads in flight."""
     lane = jax.lax.iota(jnp.int32, size)

@@ -47,6 +47,7 @@ class _Plan(NamedTuple):
     num_new: int  # new tokens, padded
     splits: int
     block_size: int  # slots that are read at a time
+    num_warps: int
     layout: Layout
     scores: Scores
 
@@ -140,7 +141,9 @@ def decode_attention(
         grid=(batch_size, key_cache.shape[2] * plan.row_blocks, plan.splits),
         out_shape=(out_shapes((*results, key_cache, value_cache), inputs),),
         input_output_aliases={first_cache: 2, first_cache + 1: 3},
-        compiler_params=plgpu.CompilerParams(num_warps=2 if plan.splits == 1 and plan.num_rows <= 32 else 4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=2 if plan.splits == 1 and plan.num_rows <= 32 else 4, num_stages=3
+        ),
         interpret=interpret,
         name="decode_attention",
     )(inputs)
@@ -164,6 +167,7 @@ def _plan(query_shape: tuple[int, ...], kv_heads: int, layout: Layout, scores: S
         num_new=max(_MIN_DOT, pl.next_power_of_2(num_tokens)),
         splits=splits,
         block_size=32 if splits == 1 else 64,
+        num_warps=2 if splits == 1 and num_rows <= 32 else 4,
         layout=layout,
         scores=scores,
     )

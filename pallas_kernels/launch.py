@@ -1,7 +1,7 @@
 """How a kernel is started, and what its programs may ask of the machine that they run on."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,23 @@ from jax.experimental import pallas as pl
 from pallas_kernels.triton import plgpu
 
 NUM_MULTIPROCESSORS = 132  # of an H200; a GPU with fewer or more of them runs the same programs, less evenly spread
+
+
+class Shaped(Protocol):
+    """What arrays, references and descriptions of outputs have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+# A field of the records that kernels work with: jax.Array outside a kernel, Ref inside it, and jax.ShapeDtypeStruct
+# where the record describes outputs.
+Leaf = TypeVar("Leaf", bound=Shaped)
+# A reference to an array that a kernel gets. JAX's own class `Ref` does not describe `ref.at[...]`.
+Ref: TypeAlias = Any
 
 
 def call(

@@ -133,16 +133,16 @@ def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int
 
 
 def _write_kernel(inputs, caches_out, *, layout: Layout):
-    new, pages_ref, *caches = inputs
+    new, pages_ref, key_ref, value_ref = inputs
     kv_head, block, sequence = (pl.program_id(axis) for axis in range(3))
-    cached = Cached(*caches, pages_ref, sequence, kv_head, layout)
+    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, layout)
     write_new(new, caches_out, cached, block * _TOKENS + lax.iota(jnp.int32, _TOKENS))
 
 
 def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
-    new, *caches, pages_ref = inputs
+    new, key_ref, value_ref, pages_ref = inputs
     kv_head, sequence = pl.program_id(0), pl.program_id(1)
-    cached = Cached(*caches, pages_ref, sequence, kv_head, plan.layout)
+    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
     first_row = (pl.num_programs(2) - 1 - pl.program_id(2)) * plan.num_rows  # the last tokens see most: they come first
     row = first_row + lax.iota(jnp.int32, plan.num_rows)
     token, head = row // plan.group, kv_head * plan.group + row % plan.group

@@ -9,7 +9,7 @@ token and writes the verdict, which saves a launch.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.accept import Decision
-from pallas_kernels.launch import call, is_last
+from pallas_kernels.launch import Leaf, Ref, call, is_last
 from pallas_kernels.rows import (
     BLOCK_SIZE,
     Batch,
@@ -38,38 +38,38 @@ from pallas_kernels.statistics import Statistics
 from pallas_kernels.triton import plgpu
 
 
-class _Inputs(NamedTuple):
-    tokens: Array  # [B, K]
-    target: Rows
-    draft: Rows | None
-    statistics: Statistics
-    decision: Decision
-    bonus_tokens: Array | None  # [B]
-    arrivals: Array  # [B]
+class _Inputs(NamedTuple, Generic[Leaf]):
+    tokens: Leaf  # [B, K]
+    target: Rows[Leaf]
+    draft: Rows[Leaf] | None
+    statistics: Statistics[Leaf]
+    decision: Decision[Leaf]
+    bonus_tokens: Leaf | None  # [B]
+    arrivals: Leaf  # [B]
 
 
-class _Masses(NamedTuple):
+class _Masses(NamedTuple, Generic[Leaf]):
     """Masses of the P blocks of the M rows of a decision, where the tiles pad the vocabulary to P blocks.
 
     Rows that are not needed are not written.
     """
 
-    top: Array  # [B, M, P] logit that the masses of the block are relative to; -inf if the block is empty
-    residual: Array  # [B, M, P] mass of max(joint * target - draft, 0) in each block
-    plain: Array  # [B, M, P] mass of the target row in each block
+    top: Leaf  # [B, M, P] logit that the masses of the block are relative to; -inf if the block is empty
+    residual: Leaf  # [B, M, P] mass of max(joint * target - draft, 0) in each block
+    plain: Leaf  # [B, M, P] mass of the target row in each block
 
 
 def recover(
-    batch: Batch,
-    statistics: Statistics,
-    decision: Decision,
+    batch: Batch[Array],
+    statistics: Statistics[Array],
+    decision: Decision[Array],
     *,
     recover_best: bool = False,
     log_probs: bool = False,
     tile_size: int | None = None,
     num_warps: int = 4,
     interpret: bool = False,
-) -> Verdict:
+) -> Verdict[Array]:
     """Emit the accepted drafts and one more token.
 
     Args:
@@ -85,8 +85,9 @@ def recover(
     Returns:
         Verdict.
     """
+    assert batch.tokens is not None, "without drafts nothing is recovered"
     batch_size, num_rows = decision.position.shape
-    vocab_size, width = batch.target.vocab_size, batch.tokens.shape[1] + 1
+    vocab_size, width = batch.target.vocab_size, batch.num_drafts + 1
     if tile_size is None:
         tile_size = tile_of_blocks(batch_size * num_rows, vocab_size)
     num_tiles = pl.cdiv(vocab_size, tile_size)
@@ -119,7 +120,7 @@ def recover(
 class _Density(NamedTuple):
     """The distribution of one row: log p(v) = (logit - top) * scale - log_mass."""
 
-    rows: Rows
+    rows: Rows[Ref]
     scale: Array  # 1 / temperature
     top: Array
     log_mass: Array
@@ -160,46 +161,55 @@ class _Source(NamedTuple):
 
         The weights are relative to the logit `top` and to the mass of the row, or to 1 where that is not known.
         """
-        logits, draft_logits = logits
-        plain = exp(logits - top, self.target.scale, self.target.log_mass, flush=not self.interpret)
+        target_logits, draft_logits = logits
+        plain = exp(target_logits - top, self.target.scale, self.target.log_mass, flush=not self.interpret)
         weights = jnp.where(ids == self.excluded, 0, self.joint * plain)
-        if self.draft is not None:
+        if self.draft is not None and draft_logits is not None:
             distance = draft_logits - self.draft.top
             probs = exp(distance, self.draft.scale, self.draft.log_mass, flush=not self.interpret)
             weights = jnp.where(self.has_draft, weights - probs, weights)
-        return tuple(jnp.where(x > 0, x, 0) for x in (plain, weights))
+        return jnp.where(plain > 0, plain, 0), jnp.where(weights > 0, weights, 0)
 
 
 def _source(
-    inputs: _Inputs, sequence: Array, row: Array, position: Array, *, recover_best: bool, interpret: bool
+    inputs: _Inputs[Ref], sequence: Array, row: Array, position: Array, *, recover_best: bool, interpret: bool
 ) -> _Source:
     """Read what is known of a row of the decision, whose place in the target is `position`."""
     tokens, target, draft, decision = inputs.tokens, inputs.target, inputs.draft, inputs.decision
 
-    def of_row(field) -> Array | None:
-        return None if field is None else plgpu.load(field.at[sequence, row])
+    def of_row(field: Ref) -> Array:
+        return plgpu.load(field.at[sequence, row])
 
     temperature = target.load_temperature(sequence)
-    is_rejected = position < plgpu.load(decision.count.at[sequence])
+    is_rejected = position < plgpu.load(decision.num_drafts.at[sequence])
     token = plgpu.load(tokens.at[sequence, jnp.clip(position, 0, tokens.shape[1] - 1)])
     wants_best = None
     if target.temperature is not None or recover_best:
         wants_best = (temperature == 0) | (is_rejected & recover_best)
-    has_draft, draft_scale = is_rejected & (draft is not None), None
-    if draft is not None:
+    has_draft, draft_density = is_rejected & (draft is not None), None
+    if draft is not None and decision.draft is not None:
         draft_temperature = draft.load_temperature(sequence)
-        has_draft, draft_scale = is_rejected & (draft_temperature != 0), inverse(draft_temperature)
+        has_draft = is_rejected & (draft_temperature != 0)
+        top, log_mass = (of_row(field) for field in decision.draft)
+        draft_density = _Density(draft, inverse(draft_temperature), top, log_mass)
     excluded = jnp.where(is_rejected & ~has_draft, token, -1)
-    target = _Density(target, inverse(temperature), of_row(decision.top), of_row(decision.log_mass))
-    joint = of_row(decision.joint)
-    if draft is not None:
-        draft = _Density(draft, draft_scale, of_row(decision.draft_top), of_row(decision.draft_log_mass))
+    top, log_mass = (of_row(field) for field in decision.target)
     return _Source(
-        sequence, row, position, target, draft, is_rejected, has_draft, wants_best, excluded, joint, interpret
+        sequence,
+        row,
+        position,
+        target=_Density(target, inverse(temperature), top, log_mass),
+        draft=draft_density,
+        is_rejected=is_rejected,
+        has_draft=has_draft,
+        wants_best=wants_best,
+        excluded=excluded,
+        joint=of_row(decision.joint),
+        interpret=interpret,
     )
 
 
-def _recover_kernel(inputs: _Inputs, out, *, recover_best: bool, tile_size: int, interpret: bool):
+def _recover_kernel(inputs: _Inputs[Ref], out, *, recover_best: bool, tile_size: int, interpret: bool):
     decision = inputs.decision
     arrivals, masses, verdict = out
     sequence, row, tile = (pl.program_id(axis) for axis in range(3))
@@ -220,7 +230,7 @@ def _recover_kernel(inputs: _Inputs, out, *, recover_best: bool, tile_size: int,
                 _emit(inputs, masses, verdict, _choose(inputs, masses, sequence, source_of))
 
 
-def _count_needed(decision: Decision, sequence: Array) -> Array | int:
+def _count_needed(decision: Decision[Ref], sequence: Array) -> Array | int:
     """Count the rows of a sequence that are needed."""
     num_rows = decision.position.shape[1]
     if num_rows == 1:
@@ -230,7 +240,7 @@ def _count_needed(decision: Decision, sequence: Array) -> Array | int:
     return jnp.sum((positions >= 0).astype(jnp.float32)).astype(jnp.int32)
 
 
-def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
+def _store_masses(source: _Source, tile: Array, out: _Masses[Ref], tile_size: int):
     """Store the masses of the blocks of a tile, or only their maxima where the argmax is wanted."""
     parts, blocks = in_blocks(tile, tile_size, source.target.rows.logits.dtype)
     at = source.sequence, source.row, blocks
@@ -255,7 +265,7 @@ def _store_masses(source: _Source, tile: Array, out: _Masses, tile_size: int):
         plgpu.store(out.top.at[at], block_max([source.load_ordered(ids) for ids in parts]))
 
 
-def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, source_of: Callable[..., _Source]) -> _Source:
+def _choose(inputs: _Inputs[Ref], masses: _Masses[Ref], sequence: Array, source_of: Callable[..., _Source]) -> _Source:
     """Choose, under block verification, the row that the token comes from."""
     num_accepted = plgpu.load(inputs.decision.num_accepted.at[sequence])
     is_decided = num_accepted >= 0
@@ -267,7 +277,7 @@ def _choose(inputs: _Inputs, masses: _Masses, sequence: Array, source_of: Callab
     return source_of(jnp.where(is_decided, 0, num_accepted), num_accepted)
 
 
-def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
+def _emit(inputs: _Inputs[Ref], masses: _Masses[Ref], out: Verdict[Ref], source: _Source):
     """Write the verdict of a sequence, whose last token comes from `source`."""
     tokens, bonus_tokens, target = inputs.tokens, inputs.bonus_tokens, source.target
     sequence, num_accepted, num_drafts = source.sequence, source.position, tokens.shape[1]
@@ -288,6 +298,7 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
     accepted = plgpu.load(tokens.at[sequence, lane], mask=lane < num_accepted, other=-1).astype(jnp.int32)
     emitted = jnp.where(lane == num_accepted, last, accepted)
     plgpu.store(out.tokens.at[sequence, lane], emitted, mask=lane <= num_drafts)
+    assert out.num_accepted is not None, "a verification counts"
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     if out.log_probs is None:
         return
@@ -301,7 +312,9 @@ def _emit(inputs: _Inputs, masses: _Masses, out: Verdict, source: _Source):
     plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane <= num_drafts)
 
 
-def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: int) -> tuple[Array, Array, Array]:
+def _draw(
+    source: _Source, masses: _Masses[Ref], statistics: Statistics[Ref], num_drafts: int
+) -> tuple[Array, Array, Array]:
     """Draw a token; return it with the `top` and `log_mass` of its row, as in `_Density`."""
     sequence, target = source.sequence, source.target
     tops = _load_blocks(masses.top, source, -jnp.inf)
@@ -317,7 +330,7 @@ def _draw(source: _Source, masses: _Masses, statistics: Statistics, num_drafts: 
     return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
 
 
-def _best(source: _Source, masses: _Masses) -> Array:
+def _best(source: _Source, masses: _Masses[Ref]) -> Array:
     """Return the lowest id of the largest target logit."""
     tops = _load_blocks(masses.top, source, -jnp.inf)
     first = jax.lax.argmax(tops, 0, jnp.int32) * BLOCK_SIZE
@@ -325,14 +338,16 @@ def _best(source: _Source, masses: _Masses) -> Array:
     return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.rows.vocab_size - 1)
 
 
-def _load_blocks(field, source: _Source, other: float) -> Array:
+def _load_blocks(field: Ref, source: _Source, other: float) -> Array:
     """Load a field of the masses of all blocks of a row, and `other` past the last block."""
     size = field.shape[2]
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(size))
     return plgpu.load(field.at[source.sequence, source.row, block], mask=block < size, other=other)
 
 
-def _longest_accepted_prefix(decision: Decision, masses: _Masses, statistics: Statistics, sequence: Array) -> Array:
+def _longest_accepted_prefix(
+    decision: Decision[Ref], masses: _Masses[Ref], statistics: Statistics[Ref], sequence: Array
+) -> Array:
     """Return the length of the longest prefix that block verification accepts, of those shorter than the drafts."""
     num_rows, size = masses.residual.shape[1:]
     shape = pl.next_power_of_2(num_rows), pl.next_power_of_2(size)

@@ -2,13 +2,15 @@
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from pallas_kernels.launch import Leaf, Ref
 from pallas_kernels.triton import plgpu
 
 BLOCK_SIZE = 512  # tokens in a block of the vocabulary: a draw chooses a block first, then a token inside it
@@ -16,17 +18,17 @@ LARGE_READ = 9e7  # bytes of logits from which on a second pass over the rows of
 LOG2_E = math.log2(math.e)
 
 
-class Rows(NamedTuple):
+class Rows(NamedTuple, Generic[Leaf]):
     """The distributions softmax(logits / temperature) of T rows for each of B sequences, over the logits that are kept.
 
     The fields are arrays outside a kernel, and references to these arrays inside.
     """
 
-    logits: Array  # [B, T, V] float32, bfloat16 or float16, or [R, V] with `rows`
-    temperature: Array | None = None  # [B]; None is 1; 0 puts all mass on the argmax
-    min_logit: Array | None = None  # [B, T] or [R]: the smallest logit that is kept
-    log_normalizer: Array | None = None  # [B, T] or [R]: logsumexp of the kept logits / temperature
-    rows: Array | None = None  # [B, T] int32: row (b, t) is logits[rows[b, t]]
+    logits: Leaf  # [B, T, V] float32, bfloat16 or float16, or [R, V] with `rows`
+    temperature: Leaf | None = None  # [B]; None is 1; 0 puts all mass on the argmax
+    min_logit: Leaf | None = None  # [B, T] or [R]: the smallest logit that is kept
+    log_normalizer: Leaf | None = None  # [B, T] or [R]: logsumexp of the kept logits / temperature
+    rows: Leaf | None = None  # [B, T] int32: row (b, t) is logits[rows[b, t]]
 
     @property
     def vocab_size(self) -> int:
@@ -35,9 +37,10 @@ class Rows(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of sequences and of rows per sequence, (B, T)."""
-        return self.logits.shape[:2] if self.rows is None else self.rows.shape
+        batch_size, num_rows = self.logits.shape[:2] if self.rows is None else self.rows.shape
+        return batch_size, num_rows
 
-    def locate(self, sequence: Array, position: Array) -> tuple[Array, ...]:
+    def locate(self: "Rows[Ref]", sequence: Array, position: Array) -> tuple[Array, ...]:
         """Return the index of a row in `logits`, for `load`."""
         if self.rows is None:
             return sequence, position
@@ -45,7 +48,7 @@ class Rows(NamedTuple):
         # Past the drafts of a sequence `rows` may hold any number.
         return (jnp.clip(row, 0, self.logits.shape[0] - 1).astype(jnp.int32),)
 
-    def load(self, at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
+    def load(self: "Rows[Ref]", at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
         """Load the logits of tokens of the row `at`, in float32.
 
         They are -inf for ids outside the vocabulary, for tokens that are not kept, and where `where` is false.
@@ -57,29 +60,34 @@ class Rows(NamedTuple):
         cut = plgpu.load(self.min_logit.at[at]).astype(jnp.float32)
         return jnp.where(logits >= cut, logits, -jnp.inf)
 
-    def load_temperature(self, sequence: Array) -> Array:
+    def load_temperature(self: "Rows[Ref]", sequence: Array) -> Array:
         """Load the temperature of a sequence in float32; it is 1 where there are no temperatures."""
         if self.temperature is None:
             return jnp.float32(1)
         return plgpu.load(self.temperature.at[sequence]).astype(jnp.float32)
 
 
-class Batch(NamedTuple):
+class Batch(NamedTuple, Generic[Leaf]):
     """The drafts of B sequences and the distributions that they are verified against."""
 
-    tokens: Array | None  # [B, K] int32 draft tokens, -1 where a sequence has fewer; None: there are no drafts
-    num_tokens: Array | None  # [B] int32, at most so many of the drafts count; None: all of them
-    bonus_tokens: Array | None  # [B] int32, emitted after full acceptance; None: a token is drawn
-    target: Rows  # K+1 rows a sequence
-    draft: Rows | None  # K rows a sequence; None: the drafts are deterministic
+    tokens: Leaf | None  # [B, K] int32 draft tokens, -1 where a sequence has fewer; None: there are no drafts
+    num_tokens: Leaf | None  # [B] int32, at most so many of the drafts count; None: all of them
+    bonus_tokens: Leaf | None  # [B] int32, emitted after full acceptance; None: a token is drawn
+    target: Rows[Leaf]  # K+1 rows a sequence
+    draft: Rows[Leaf] | None  # K rows a sequence; None: the drafts are deterministic
+
+    @property
+    def num_drafts(self) -> int:
+        """K, the width of the drafts; 0 without drafts."""
+        return 0 if self.tokens is None else self.tokens.shape[1]
 
 
-class Verdict(NamedTuple):
+class Verdict(NamedTuple, Generic[Leaf]):
     """What the verification of a batch emits for its K+1 rows a sequence."""
 
-    tokens: Array  # [B, K+1] int32: accepted drafts, one more token, then -1
-    num_accepted: Array | None  # [B] int32 number of accepted drafts
-    log_probs: Array | None  # [B, K+1] float32 log-probability of each token under the target
+    tokens: Leaf  # [B, K+1] int32: accepted drafts, one more token, then -1
+    num_accepted: Leaf | None  # [B] int32 number of accepted drafts
+    log_probs: Leaf | None  # [B, K+1] float32 log-probability of each token under the target
 
 
 def unsupported_dtype(name: str, logits: Array) -> str | None:
@@ -89,7 +97,7 @@ def unsupported_dtype(name: str, logits: Array) -> str | None:
     return f"the kernels take {name} of dtype float32, bfloat16 or float16, got {logits.dtype}"
 
 
-def in_parts(rows: Rows, num_rows: int) -> list[tuple[int, int]]:
+def in_parts(rows: Rows[Array], num_rows: int) -> list[tuple[int, int]]:
     """Return the ranges [first, end) of rows of a sequence that are read one range after the other.
 
     A second range costs two more launches; it is read only for sequences that accepted the whole first range.
@@ -122,7 +130,7 @@ def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array
     return parts, tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
 
 
-def block_max(parts: list[Array]) -> Array:
+def block_max(parts: Sequence[Array]) -> Array:
     """Return the maximum [N] of each block of parts [N, width].
 
     In a block that holds a NaN, it is the maximum of the other numbers on a GPU, and -inf in an interpreted kernel.
@@ -131,7 +139,7 @@ def block_max(parts: list[Array]) -> Array:
     return jnp.where(top > -jnp.inf, top, -jnp.inf)
 
 
-def block_sum(parts: list[Array]) -> Array:
+def block_sum(parts: Sequence[Array]) -> Array:
     """Return the sum [N] of each block of parts [N, width]."""
     return jnp.sum(functools.reduce(jnp.add, parts), axis=1)
 
@@ -205,9 +213,10 @@ def first_above(weights: Array, uniform: Array) -> Array:
     return jnp.min(jnp.where((weights > 0) & (total > bound), index, last))
 
 
-def count_drafts(batch: Batch, sequence: Array) -> Array:
+def count_drafts(batch: Batch[Ref], sequence: Array) -> Array:
     """Count the drafts of a sequence inside a kernel: up to the first negative id, and at most its `num_tokens`."""
-    width = batch.tokens.shape[1]
+    assert batch.tokens is not None, "without drafts there is nothing to count"
+    width = batch.num_drafts
     index = jax.lax.iota(jnp.int32, pl.next_power_of_2(width))
     ids = plgpu.load(batch.tokens.at[sequence, index], mask=index < width, other=-1)
     count = jnp.min(jnp.where(ids < 0, index, width))

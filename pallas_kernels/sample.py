@@ -8,7 +8,7 @@ The second launch is bound by its random numbers, of which a row takes one a blo
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import threefry
-from pallas_kernels.launch import call, is_last
+from pallas_kernels.launch import Leaf, Ref, call, is_last
 from pallas_kernels.rows import (
     BLOCK_SIZE,
     Batch,
@@ -35,22 +35,22 @@ from pallas_kernels.rows import (
 from pallas_kernels.triton import plgpu
 
 
-class _Masses(NamedTuple):
+class _Masses(NamedTuple, Generic[Leaf]):
     """Masses of the P blocks of each row. Rows past the drafts of a sequence are not written."""
 
-    top: Array  # [B, T, P] largest kept logit of the block
-    mass: Array  # [B, T, P] sum of exp((logit - top) / temperature)
-    arrivals: Array | None  # [B] int32 zeros, for the programs of the next launch; None without drafts
+    top: Leaf  # [B, T, P] largest kept logit of the block
+    mass: Leaf  # [B, T, P] sum of exp((logit - top) / temperature)
+    arrivals: Leaf | None  # [B] int32 zeros, for the programs of the next launch; None without drafts
 
 
-class _Drawn(NamedTuple):
-    tokens: Array  # [B, T] int32
-    log_probs: Array | None  # [B, T] float32
+class _Drawn(NamedTuple, Generic[Leaf]):
+    tokens: Leaf  # [B, T] int32
+    log_probs: Leaf | None  # [B, T] float32
 
 
 def sample(
     key_data: Array,
-    batch: Batch,
+    batch: Batch[Array],
     *,
     purpose: int | None = None,
     log_probs: bool = False,
@@ -58,7 +58,7 @@ def sample(
     num_warps: int = 4,
     draw_num_warps: int = 8,
     interpret: bool = False,
-) -> Verdict:
+) -> Verdict[Array]:
     """Draw a token from every target row; where there are drafts, emit the draws up to the first that differs.
 
     Args:
@@ -80,16 +80,13 @@ def sample(
     if tile_size is None:
         tile_size = tile_of_blocks(batch_size * num_rows, batch.target.vocab_size)
     num_tiles = pl.cdiv(batch.target.vocab_size, tile_size)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-    numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
-    counts = jax.ShapeDtypeStruct((batch_size,), jnp.int32) if has_drafts else None
-    blocks = jax.ShapeDtypeStruct((*shape, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32)
+    outputs = _outputs(shape, num_tiles * (tile_size // BLOCK_SIZE), has_drafts, log_probs)
     masses = drawn = verdict = None
     for first, end in in_parts(batch.target, num_rows) if has_drafts else [(0, num_rows)]:
         num_accepted = None if verdict is None else verdict.num_accepted
         masses = call(
             partial(_block_mass_kernel, first=first, tile_size=tile_size, interpret=interpret),
-            _Masses(blocks, blocks, counts),
+            outputs[0],
             (batch._replace(bonus_tokens=None), num_accepted, masses),
             begun=masses,
             grid=(batch_size, end - first, num_tiles),
@@ -99,7 +96,7 @@ def sample(
         begun = masses.arrivals, drawn
         arrivals, drawn, verdict = call(
             partial(_draw_kernel, first=first, end=end, purpose=purpose, interpret=interpret),
-            (counts, _Drawn(ids, numbers), Verdict(ids, counts, numbers) if has_drafts else None),
+            (outputs[0].arrivals, *outputs[1:]),
             (key_data, batch, masses._replace(arrivals=None), num_accepted, begun),
             begun=begun,
             grid=(batch_size, end - first),
@@ -107,10 +104,25 @@ def sample(
             interpret=interpret,
         )
         masses = masses._replace(arrivals=arrivals)
-    return verdict if has_drafts else Verdict(drawn.tokens, None, drawn.log_probs)
+    if verdict is not None:
+        return verdict
+    assert drawn is not None, "at least one range of rows is drawn"
+    return Verdict(drawn.tokens, None, drawn.log_probs)
 
 
-def _is_needed(batch: Batch, sequence: Array, row: Array) -> tuple[Array | None, Array]:
+def _outputs(
+    shape: tuple[int, int], num_blocks: int, has_drafts: bool, log_probs: bool
+) -> tuple[_Masses[jax.ShapeDtypeStruct], _Drawn[jax.ShapeDtypeStruct], Verdict[jax.ShapeDtypeStruct] | None]:
+    """Return the shapes and dtypes of what the two launches store for the rows [B, T]."""
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
+    counts = jax.ShapeDtypeStruct(shape[:1], jnp.int32) if has_drafts else None
+    blocks = jax.ShapeDtypeStruct((*shape, num_blocks), jnp.float32)
+    verdict = Verdict(ids, counts, numbers) if has_drafts else None
+    return _Masses(blocks, blocks, counts), _Drawn(ids, numbers), verdict
+
+
+def _is_needed(batch: Batch[Ref], sequence: Array, row: Array) -> tuple[Array | None, Array]:
     """Return the number of drafts of the sequence, None without drafts, and whether the row is one of its own."""
     if batch.tokens is None:
         return None, row >= 0
@@ -118,16 +130,17 @@ def _is_needed(batch: Batch, sequence: Array, row: Array) -> tuple[Array | None,
     return count, row <= count
 
 
-def _block_mass_kernel(inputs, out: _Masses, *, first: int, tile_size: int, interpret: bool):
+def _block_mass_kernel(inputs, out: _Masses[Ref], *, first: int, tile_size: int, interpret: bool):
     batch, num_accepted, _ = inputs
     rows = batch.target
     sequence, row, tile = pl.program_id(0), first + pl.program_id(1), pl.program_id(2)
     parts, blocks = in_blocks(tile, tile_size, rows.logits.dtype)
     temperature = rows.load_temperature(sequence)
-    if out.arrivals is not None:
-        pl.when((row == first) & (tile == 0))(lambda: plgpu.store(out.arrivals.at[sequence], tile))
-    _, is_needed = _is_needed(batch, sequence, row)
-    may_read = None
+    arrivals = out.arrivals
+    if arrivals is not None:
+        pl.when((row == first) & (tile == 0))(lambda: plgpu.store(arrivals.at[sequence], tile))
+    is_needed = _is_needed(batch, sequence, row)[1]
+    may_read: Array | None = None
     if num_accepted is not None:
         is_needed &= plgpu.load(num_accepted.at[sequence]) >= first
     if num_accepted is not None or rows.rows is not None:
@@ -197,12 +210,13 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
             _match(batch, drawn, verdict, sequence, end)
 
 
-def _match(batch: Batch, drawn: _Drawn, out: Verdict, sequence: Array, end: int):
+def _match(batch: Batch[Ref], drawn: _Drawn[Ref], out: Verdict[Ref], sequence: Array, end: int):
     """Emit the draws up to the first that differs from its draft.
 
     Only the rows before `end` have been drawn. Where all of these agree and more rows follow, the launches for those
     write the verdict again.
     """
+    assert batch.tokens is not None and out.num_accepted is not None, "without drafts nothing agrees"
     num_rows = drawn.tokens.shape[1]
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
     draft = plgpu.load(batch.tokens.at[sequence, lane], mask=lane < num_rows - 1, other=-1)
@@ -212,6 +226,6 @@ def _match(batch: Batch, drawn: _Drawn, out: Verdict, sequence: Array, end: int)
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     is_emitted = lane <= num_accepted
     plgpu.store(out.tokens.at[sequence, lane], jnp.where(is_emitted, sampled, -1), mask=lane < num_rows)
-    if out.log_probs is not None:
+    if out.log_probs is not None and drawn.log_probs is not None:
         log_prob = plgpu.load(drawn.log_probs.at[sequence, lane], mask=is_emitted & (lane < end), other=0)
         plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane < num_rows)

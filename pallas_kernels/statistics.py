@@ -5,7 +5,7 @@ also draws the uniforms of its draft, while the loads of the other programs are 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,23 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import threefry
-from pallas_kernels.launch import call
+from pallas_kernels.launch import Leaf, Ref, call
 from pallas_kernels.rows import Batch, Rows, count_drafts, default_tile_size, exp, finite, inverse
 from pallas_kernels.triton import plgpu
 
 
-class Statistics(NamedTuple):
+class Statistics(NamedTuple, Generic[Leaf]):
     """Statistics of the N tiles of the K target rows, then of the K draft rows, as one array of R = 2K rows.
 
     Where the log-normalisers of the draft rows are known, these rows are left out, and R = K. Rows at and after the
     number of drafts of a sequence are not written.
     """
 
-    top: Array  # [B, R, N] largest kept logit of the tile
-    mass: Array  # [B, R, N] sum of exp((logit - top) / temperature); in greedy rows 1 if a token beats the draft's
-    weighted: Array | None  # [B, R, N] sum of exp(x) x with x = (logit - top) / temperature, for the entropy
-    token: Array  # [B, 2K] logit of the draft token in the target rows, then in the draft rows; -inf if it is not kept
-    uniforms: Array  # [B, K + 2] one uniform to accept each draft, then two to draw the token after them
+    top: Leaf  # [B, R, N] largest kept logit of the tile
+    mass: Leaf  # [B, R, N] sum of exp((logit - top) / temperature); in greedy rows 1 if a token beats the draft's
+    weighted: Leaf | None  # [B, R, N] sum of exp(x) x with x = (logit - top) / temperature, for the entropy
+    token: Leaf  # [B, 2K] logit of the draft token in the target rows, then in the draft rows; -inf if it is not kept
+    uniforms: Leaf  # [B, K + 2] one uniform to accept each draft, then two to draw the token after them
 
 
 class Streams(NamedTuple):
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     first: int
     end: int
-    statistics: Statistics | None = None  # of the drafts before `first`; the launch continues them in place
+    statistics: Statistics[Array] | None = None  # of the drafts before `first`; the launch continues them in place
     num_accepted: Array | None = None  # [B] int32; a sequence that accepted fewer than `first` drafts is skipped
 
 
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
 def row_statistics(
     key_data: Array,
-    batch: Batch,
+    batch: Batch[Array],
     *,
     streams: Streams,
     part: Part | None = None,
@@ -68,7 +68,7 @@ def row_statistics(
     tile_size: int | None = None,
     num_warps: int = 4,
     interpret: bool = False,
-) -> Statistics:
+) -> Statistics[Array]:
     """Reduce the rows that drafts stand in.
 
     Args:
@@ -84,7 +84,7 @@ def row_statistics(
     Returns:
         Statistics, with arrays of float32.
     """
-    batch_size, num_drafts = batch.tokens.shape
+    batch_size, num_drafts = batch.target.shape[0], batch.num_drafts
     part = part or Part(0, num_drafts)
     num_sides = 1 if batch.draft is None or batch.draft.log_normalizer is not None else 2  # target, and draft
     if tile_size is None:
@@ -111,7 +111,7 @@ def row_statistics(
 
 
 def _statistics_kernel(
-    inputs, out: Statistics, *, first: int, end: int, streams: Streams, tile_size: int, interpret: bool
+    inputs, out: Statistics[Ref], *, first: int, end: int, streams: Streams, tile_size: int, interpret: bool
 ):
     key_data, batch, num_accepted, _ = inputs
     target, draft, num_drafts = batch.target, batch.draft, batch.tokens.shape[1]
@@ -154,13 +154,13 @@ def _statistics_kernel(
 
 
 def _reduce_tile(
-    rows: Rows,
+    rows: Rows[Ref],
     place: _Place,
     token: Array,
     is_needed: Array,
     may_read: Array | None,
     *,
-    out: Statistics,
+    out: Statistics[Ref],
     tile_size: int,
     interpret: bool,
 ):

@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "scripts" / "breaks.toml"
 PAGE = ROOT / "docs" / "breaks.md"
-COPIED = ("specjax", "pallas_kernels", "tests", "scripts", "docs", "pyproject.toml", "README.md")
+FOLDERS = "specjax", "pallas_kernels", "tests", "scripts", "docs"
+FILES = "pyproject.toml", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"
 XLA_FLAGS = "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 NOT_RUN, MISSED = "not run", "**not found**"
 HEADER = """# Deliberate breaks
@@ -66,11 +67,10 @@ def find(name: str, entry: dict[str, str], tier: str) -> str:
     """
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
-        for item in COPIED:
-            if (ROOT / item).is_dir():
-                shutil.copytree(ROOT / item, copy / item, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-            else:
-                shutil.copy(ROOT / item, copy / item)
+        for folder in FOLDERS:
+            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+        for file in FILES:
+            shutil.copy(ROOT / file, copy / file)
         (copy / entry["file"]).write_text(broken_text(name, entry))
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", tier, "-rf", "--tb=no"]
         environment = os.environ | {"PYTHONPATH": str(copy), "XLA_FLAGS": XLA_FLAGS}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
-from specjax.verifiers.core import check_array
+from specjax.validation import check_array
 
 
 def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:

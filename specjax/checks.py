@@ -5,10 +5,11 @@ Verifiers check shapes and dtypes. They cannot check values, which are traced.
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specjax.distributions import as_categorical
 from specjax.types import Array, Categorical, Draft
-from specjax.verifiers import core as common
+from specjax.validation import check_bonus_tokens, check_shapes, is_traced
 
 __all__ = ["validate"]
 
@@ -50,14 +51,33 @@ def validate(
             ...
         ValueError: draft.tokens[0, 1] must be -1 or in [0, V = 2), got 5
     """
-    target = as_categorical(target)
-    common.check_shapes(draft, target, bonus_tokens)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((draft, target, bonus_tokens))):
+    scored = as_categorical(target)
+    check_shapes(draft, scored, bonus_tokens)
+    if is_traced(draft, scored, bonus_tokens):
         raise ValueError("draft, target and bonus_tokens must be concrete arrays, got traced ones: call outside jit")
-    draft, target = jax.tree.map(np.asarray, (draft, target))
-    tokens, (batch_size, num_draft_tokens), vocab_size = draft.tokens, draft.tokens.shape, target.logits.shape[-1]
+    draft, scored = jax.tree.map(np.asarray, (draft, scored))
+    vocab_size, reported = scored.logits.shape[-1], draft.distribution
+    is_draft = _validate_tokens(draft, vocab_size, strict)
+    check_bonus_tokens(bonus_tokens, vocab_size)
+    if strict:
+        _validate_numbers("target", scored)
+        if reported is not None:
+            _validate_numbers("draft.distribution", reported)
 
-    num_tokens = np.full(batch_size, num_draft_tokens) if draft.num_tokens is None else draft.num_tokens
+    is_read = np.arange(is_draft.shape[1] + 1) <= is_draft.sum(axis=1)[:, None]
+    _validate_categorical("target", scored, is_read)
+    if reported is not None and is_draft.shape[1]:
+        is_sampled = is_draft
+        if reported.temperature is not None:
+            is_sampled = is_draft & (np.asarray(reported.temperature) != 0)[:, None]
+        _validate_categorical("draft.distribution", reported, is_sampled, draft.tokens)
+
+
+def _validate_tokens(draft: Draft, vocab_size: int, strict: bool) -> np.ndarray:
+    """Raise ValueError for wrong ids or numbers of drafts; return which ids [B, K] are drafts."""
+    tokens = np.asarray(draft.tokens)
+    batch_size, num_draft_tokens = tokens.shape
+    num_tokens = np.full(batch_size, num_draft_tokens) if draft.num_tokens is None else np.asarray(draft.num_tokens)
     is_valid = (num_tokens >= 0) & (num_tokens <= num_draft_tokens)
     _require("draft.num_tokens", num_tokens, is_valid, f"in [0, K = {num_draft_tokens}]")
     is_unread = np.arange(num_draft_tokens) >= num_tokens[:, None]
@@ -66,19 +86,7 @@ def validate(
     _require("draft.tokens", tokens, is_valid, f"-1 or in [0, V = {vocab_size})")
     is_before_end = np.logical_and.accumulate(tokens >= 0, axis=1)
     _require("draft.tokens", tokens, is_exempt | is_before_end | (tokens == -1), "-1 after a -1")
-    is_draft = is_before_end & ~is_unread
-    common.check_bonus_tokens(bonus_tokens, vocab_size)
-    if strict:
-        _validate_numbers("target", target)
-        if draft.distribution is not None:
-            _validate_numbers("draft.distribution", draft.distribution)
-
-    is_read = np.arange(num_draft_tokens + 1) <= is_draft.sum(axis=1)[:, None]
-    _validate_categorical("target", target, is_read)
-    if draft.distribution is not None and num_draft_tokens:
-        temperature = draft.distribution.temperature
-        is_sampled = is_draft if temperature is None else is_draft & (temperature != 0)[:, None]
-        _validate_categorical("draft.distribution", draft.distribution, is_sampled, tokens)
+    return is_before_end & ~is_unread
 
 
 def _validate_numbers(name: str, distribution: Categorical) -> None:
@@ -90,15 +98,14 @@ def _validate_numbers(name: str, distribution: Categorical) -> None:
 
 
 def _validate_categorical(
-    name: str, distribution: Categorical, is_read: np.ndarray, tokens: np.ndarray | None = None
+    name: str, distribution: Categorical, is_read: np.ndarray, tokens: Array | None = None
 ) -> None:
     """Raise ValueError for wrong parameters, or wrong values in the rows where `is_read` [B, T] is true.
 
     The tokens [B, T], if given, must have been drawn from these rows.
     """
     logits, temperature, min_logit, log_normalizer, rows = distribution
-    if temperature is None:
-        temperature = np.ones(is_read.shape[:1])
+    temperature = np.ones(is_read.shape[:1]) if temperature is None else np.asarray(temperature)
     is_valid = np.isfinite(temperature) & (temperature >= 0)
     _require(f"{name}.temperature", temperature, is_valid, "finite and >= 0")
     if rows is not None:
@@ -126,7 +133,7 @@ def _validate_categorical(
             _require(f"{name}.log_normalizer", log_normalizer[at], is_valid, f"{expected:.6g}, as its logits say", at)
 
 
-def _require(name: str, values: np.ndarray, is_valid: np.ndarray, expected: str, at: tuple[int, ...] = ()) -> None:
+def _require(name: str, values: ArrayLike, is_valid: ArrayLike, expected: str, at: tuple[int, ...] = ()) -> None:
     if not np.all(is_valid):
-        index = tuple(np.argwhere(~is_valid)[0].tolist())
-        raise ValueError(f"{name}{[*at, *index]} must be {expected}, got {values[index]}")
+        index = tuple(np.argwhere(np.logical_not(is_valid))[0].tolist())
+        raise ValueError(f"{name}{[*at, *index]} must be {expected}, got {np.asarray(values)[index]}")

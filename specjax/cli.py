@@ -194,7 +194,7 @@ def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], An
 
 def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> dict[str, Any]:
     """Time the same request with and without drafts, each after a warm-up run."""
-    speculative, plain = ([other.generate(prompt, params) for _ in range(2)][1][0] for other in (llm, llm.plain()))
+    speculative, plain = ([other.generate([prompt], params) for _ in range(2)][1][0] for other in (llm, llm.plain()))
     speed, plain_speed = speculative.metrics.tokens_per_second, plain.metrics.tokens_per_second
     return {
         "tokens_per_second": speed,

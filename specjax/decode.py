@@ -28,8 +28,9 @@ from specjax.types import (
     Scorer,
     Verified,
     Verifier,
-    is_integer,
 )
+from specjax.validation import is_integer, is_traced
+from specjax.verifiers import core
 
 RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # values of State.finished
 
@@ -223,20 +224,20 @@ def _check_rows(rows: Array, num_prompts: int) -> int:
     """Return the number of rows; raise ValueError where one is not the index of a prompt."""
     if jnp.ndim(rows) != 1 or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
         raise ValueError(f"rows must be int32 [B], got {jnp.result_type(rows)} {jnp.shape(rows)}")
-    if not isinstance(rows, jax.core.Tracer) and not np.all((np.asarray(rows) >= 0) & (np.asarray(rows) < num_prompts)):
+    if not is_traced(rows) and not np.all((np.asarray(rows) >= 0) & (np.asarray(rows) < num_prompts)):
         raise ValueError(f"rows must be in [0, {num_prompts}), the number of prompts, got {np.asarray(rows).tolist()}")
     return len(rows)
 
 
 def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
     """Raise ValueError for lengths or token ids out of range. Under jit they have no values, so nothing is checked."""
-    if isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+    if is_traced(prompts, lengths):
         return
-    prompts, lengths = np.asarray(prompts), np.asarray(lengths)
-    width = prompts.shape[1]
-    if not ((lengths >= 1) & (lengths <= width)).all():
-        raise ValueError(f"lengths must be in [1, P = {width}], got {lengths.tolist()}")
-    ids = prompts[np.arange(width) < lengths[:, None]]
+    values, sizes = np.asarray(prompts), np.asarray(lengths)
+    width = values.shape[1]
+    if not ((sizes >= 1) & (sizes <= width)).all():
+        raise ValueError(f"lengths must be in [1, P = {width}], got {sizes.tolist()}")
+    ids = values[np.arange(width) < sizes[:, None]]
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"prompts must have token ids in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
 
@@ -313,8 +314,7 @@ def _reported(target: Categorical) -> Categorical:
 
 
 def _num_drafts(draft: Draft, active: Array) -> Array:
-    num_drafts = verifiers.canonical(draft).num_tokens
-    return jnp.where(active, num_drafts, 0)
+    return jnp.where(active, core.num_drafts(core.canonical(draft)), 0)
 
 
 def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
@@ -348,7 +348,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
     )
     finished = jnp.where(context.active, reason, state.finished).astype(jnp.int32)
     guided_state = context.guided_state
-    if guided_state is not None:
+    if guided_state is not None and sampling.guide is not None:
         guided_state = guided.advance(sampling.guide, guided_state, tokens)[:, -1]
     context = context._replace(
         tokens=buffer,
@@ -419,8 +419,8 @@ def stream(
 
 def _as_pytrees(verifier: Verifier, scorer: Scorer, proposer: Proposer | None) -> tuple[Partial, Partial]:
     """Return verifier and scorer as arguments of jit. Bound options, which have no values under jit, are checked."""
-    if isinstance(verifier, Partial) and hasattr(verifier.func, "check_options"):
-        verifier.func.check_options((proposer or proposers.none()).num_draft_tokens, **verifier.keywords)
+    if isinstance(verifier, Partial) and (check_options := getattr(verifier.func, "check_options", None)):
+        check_options((proposer or proposers.none()).num_draft_tokens, **verifier.keywords)
     return as_pytree(verifier), as_pytree(scorer)
 
 

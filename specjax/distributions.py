@@ -63,6 +63,7 @@ def pack(distribution: Categorical) -> Categorical:
 def take(distribution: Categorical, index: Array) -> Categorical:
     """Return row `index` [B] of each sequence, as a packed distribution with T = 1 over the same logits."""
     packed = pack(distribution)
+    assert packed.rows is not None, "packed logits have rows"
     return packed._replace(rows=jnp.take_along_axis(packed.rows, index[:, None], axis=1))
 
 
@@ -102,7 +103,8 @@ def normalize(distribution: Categorical, argmax: bool = False) -> Law:
         shift = jnp.where(jnp.isfinite(top), top, 0)
         mass = jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1)
         log_mass = jnp.where(mass == 0, -jnp.inf, jnp.log(jnp.where(mass == 0, 1, mass)))
-    return Law(distribution, *(f if f is None else _by_row(distribution, f) for f in (shift, log_mass, best)))
+    best = None if best is None else _by_row(distribution, best)
+    return Law(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best)
 
 
 def _stored(distribution: Categorical) -> Categorical:
@@ -247,6 +249,7 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
     window = None if ids is None else ids[:, None]
     weight = target = jnp.exp(log_probs(residual.target, window)[:, 0])
     if residual.draft is not None:
+        assert residual.has_draft is not None, "has_draft is given with draft"
         scaled = target if residual.scale is None else residual.scale[:, None] * target
         difference = jnp.maximum(scaled - jnp.exp(log_probs(residual.draft, window)[:, 0]), 0)
         weight = jnp.where(residual.has_draft[:, None], difference, target)

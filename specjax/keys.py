@@ -23,7 +23,7 @@ NUM_PURPOSES = 4
 
 def check(keys: Array) -> None:
     """Raise ValueError unless `keys` is an array of typed threefry keys."""
-    if not jax.dtypes.issubdtype(getattr(keys, "dtype", None), jax.dtypes.prng_key):
+    if not (hasattr(keys, "dtype") and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         raise ValueError(f"keys must be typed keys (jax.random.key), got {getattr(keys, 'dtype', type(keys).__name__)}")
     if "fry" not in str(keys.dtype):
         raise ValueError(f"keys must be threefry keys: other generators change under vmap; got {keys.dtype}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax import distributions
 from specjax.types import Array, Categorical
-from specjax.verifiers.core import check_array, check_categorical
+from specjax.validation import check_array, check_categorical
 
 __all__ = ["LogProbs", "logprobs", "record", "zeros"]
 

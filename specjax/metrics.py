@@ -209,11 +209,11 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
     """
     if isinstance(outcomes, Totals):
         return float(_ratio(_sum(outcomes.passed), _sum(outcomes.tested)))
-    is_accepted, num_drafts = np.asarray(outcomes, bool), np.asarray(num_drafts)
-    if num_drafts.shape != is_accepted.shape[:-1]:
-        raise ValueError(f"num_drafts must have shape {is_accepted.shape[:-1]}, got {num_drafts.shape}")
-    is_draft = np.arange(is_accepted.shape[-1]) < num_drafts[..., None]
-    return float(_ratio(np.sum(is_accepted & is_draft), np.sum(num_drafts)))
+    is_accepted, counts = np.asarray(outcomes, bool), np.asarray(num_drafts)
+    if counts.shape != is_accepted.shape[:-1]:
+        raise ValueError(f"num_drafts must have shape {is_accepted.shape[:-1]}, got {counts.shape}")
+    is_draft = np.arange(is_accepted.shape[-1]) < counts[..., None]
+    return float(_ratio(np.sum(is_accepted & is_draft), np.sum(counts)))
 
 
 def _sum(count):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree, is_integer
-from specjax.verifiers.core import check_array
+from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree
+from specjax.validation import check_array, is_integer
 
 __all__ = ["Pages", "copy_pages"]
 

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.distributions import as_categorical
-from specjax.types import Array, Categorical, Draft, Verified, Verifier, is_integer
-from specjax.verifiers.core import check_array
+from specjax.types import Array, Categorical, Draft, Verified, Verifier
+from specjax.validation import check_array, is_integer, is_traced
 
 __all__ = ["Packed", "expand_to_tokens", "pack", "parse_output", "verify"]
 
@@ -108,39 +107,72 @@ def verify(
                [ 1, -1, -1],
                [ 0,  1, -1]], dtype=int32)
     """
-    draft_tokens, counts, target = jnp.asarray(draft_tokens), jnp.asarray(cu_num_draft_tokens), as_categorical(target)
-    check_array("draft_tokens", draft_tokens, "[num_tokens]", (None,), jnp.integer)
+    tokens, counts = _checked_tokens(draft_tokens, cu_num_draft_tokens, max_draft_tokens)
+    target = as_categorical(target)
+    _check_packed("target", target, "[num_tokens + B, V]", (tokens.shape[0] + counts.shape[0], None))
+    rows = _rows(counts, tokens.shape[0], max_draft_tokens)
+    if draft_distribution is not None:
+        draft_distribution = _unpacked(as_categorical(draft_distribution), rows, tokens, counts, target)
+    padded = jnp.where(rows.is_draft, jnp.pad(tokens, (0, 1))[rows.draft], -1)
+    draft = Draft(padded, draft_distribution, rows.num_drafts)
+    return verifier(keys, draft, target._replace(rows=rows.target), **options)
+
+
+def _checked_tokens(draft_tokens: Array, cu_num_draft_tokens: Array, max_draft_tokens: int) -> tuple[Array, Array]:
+    """Return the tokens [num_tokens] and the cumulative counts [B] in int32, after the checks."""
+    tokens, counts = jnp.asarray(draft_tokens), jnp.asarray(cu_num_draft_tokens)
+    check_array("draft_tokens", tokens, "[num_tokens]", (None,), jnp.integer)
     check_array("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
-    num_tokens, batch_size = draft_tokens.shape[0], counts.shape[0]
     if not (is_integer(max_draft_tokens) and max_draft_tokens >= 0):
         raise ValueError(f"max_draft_tokens must be an integer >= 0, got {max_draft_tokens!r}")
-    _check_packed("target", target, "[num_tokens + B, V]", (num_tokens + batch_size, None))
-    if not isinstance(counts, jax.core.Tracer):
-        _check_counts(np.asarray(counts), num_tokens, max_draft_tokens)
+    if not is_traced(counts):
+        _check_counts(np.asarray(counts), tokens.shape[0], max_draft_tokens)
+    return tokens.astype(jnp.int32), counts.astype(jnp.int32)
 
-    draft_tokens, counts = draft_tokens.astype(jnp.int32), counts.astype(jnp.int32)
+
+class _Rows(NamedTuple):
+    """Where the rows of each sequence lie in the packed arrays.
+
+    A sequence without drafts has no draft row, so its index points at another sequence's, which it does not read.
+    """
+
+    num_drafts: Array  # [B] int32, at most K
+    is_draft: Array  # [B, K] bool
+    first: Array  # [B] int32, the row of the first draft
+    draft: Array  # [B, K] int32, the row of each draft, and past the drafts that of the last one
+    target: Array  # [B, K+1] int32, the row that verifies each draft, then that of the bonus token
+
+
+def _rows(counts: Array, num_tokens: int, max_draft_tokens: int) -> _Rows:
+    """Compute the rows from the cumulative counts [B]."""
+    batch_size = counts.shape[0]
     num_drafts = jnp.diff(counts, prepend=0)[:, None]
     start = counts[:, None] - num_drafts
     index = jnp.arange(max_draft_tokens + 1, dtype=jnp.int32)[None]
     target_rows = start + jnp.arange(batch_size, dtype=jnp.int32)[:, None] + jnp.minimum(index, num_drafts)
-    # A sequence without drafts has no draft row, so its index points at another sequence's, which it does not read.
     index = index[:, :max_draft_tokens]
     first = jnp.minimum(start, max(num_tokens, 1) - 1)
-    draft_rows = first + jnp.clip(num_drafts - 1, 0, index)
-    tokens = jnp.where(index < num_drafts, jnp.pad(draft_tokens, (0, 1))[draft_rows], -1)
-    if draft_distribution is not None:
-        packed = as_categorical(draft_distribution)
-        _check_packed("draft_distribution", packed, "[num_tokens, V]", (num_tokens, target.logits.shape[1]))
-        temperature = packed.temperature
-        if temperature is not None and batch_size:
-            # Sequences that point at the same row must have the same temperature: that of the row's own sequence.
-            check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
-            temperature = expand_to_tokens(temperature, counts, max(num_tokens, 1))[first[:, 0]]
-        if num_tokens == 0:
-            packed = Categorical(target.logits)  # the rows must point at something
-        draft_distribution = packed._replace(temperature=temperature, rows=draft_rows)
-    draft = Draft(tokens, draft_distribution, jnp.minimum(num_drafts[:, 0], max_draft_tokens))
-    return verifier(keys, draft, target._replace(rows=target_rows), **options)
+    return _Rows(
+        num_drafts=jnp.minimum(num_drafts[:, 0], max_draft_tokens),
+        is_draft=index < num_drafts,
+        first=first[:, 0],
+        draft=first + jnp.clip(num_drafts - 1, 0, index),
+        target=target_rows,
+    )
+
+
+def _unpacked(packed: Categorical, rows: _Rows, tokens: Array, counts: Array, target: Categorical) -> Categorical:
+    """Return the packed distribution of the drafts with its rows, and with the temperature of each sequence."""
+    num_tokens, batch_size = tokens.shape[0], counts.shape[0]
+    _check_packed("draft_distribution", packed, "[num_tokens, V]", (num_tokens, target.logits.shape[1]))
+    temperature = packed.temperature
+    if temperature is not None and batch_size:
+        # Sequences that point at the same row must have the same temperature: that of the row's own sequence.
+        check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
+        temperature = expand_to_tokens(temperature, counts, max(num_tokens, 1))[rows.first]
+    if num_tokens == 0:
+        packed = Categorical(target.logits)  # the rows must point at something
+    return packed._replace(temperature=temperature, rows=rows.draft)
 
 
 def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int | None = None) -> Array:

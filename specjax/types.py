@@ -10,18 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Array = jax.Array
 PyTree = Any
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # the dtypes that logits may have
-NO_PAGE = np.int32(2**31 - 1)  # the number of a page that no pool has
-
-
-def is_integer(value: object) -> bool:
-    """Return whether `value` is an integer of Python or NumPy; True and False do not count as integers."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+NO_PAGE = 2**31 - 1  # the number of a page that no pool has
 
 
 class Categorical(NamedTuple):
@@ -162,8 +156,15 @@ class Proposer(Protocol):
     drafts of this proposer.
     """
 
-    num_draft_tokens: int  # K, the width of every draft
-    takes_pages: bool  # whether `init` takes a pool, and `prefill` chunks with rows and pages
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, the width of every draft."""
+        ...
+
+    @property
+    def takes_pages(self) -> bool:
+        """Whether `init` takes a pool, and `prefill` chunks with rows and pages."""
+        ...
 
     def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree: ...
 

@@ -80,8 +80,11 @@ class TestText:
         directory = shutil.copytree(model, tmp_path / "model")
         template = "<s>{{ messages[0].role[4:] + messages[0].content }}{% if add_generation_prompt %}東{% endif %}"
         (directory / "chat_template.jinja").write_text(template)
-        assert main(["generate", "go", "--model", str(directory), "--chat", "--max-length", "64"]) == 0
-        assert capsys.readouterr().out == TEXT.removeprefix("o東") + "\n"
+        models = "--model", str(directory), "--draft", str(directory)
+        assert main(["generate", "go", *models, "--chat", "--compare", "--max-length", "64"]) == 0
+        out, err = capsys.readouterr()
+        assert out == TEXT.removeprefix("o東") + "\n"
+        assert err.endswith("; the texts agree\n")
         result = LLM(directory).chat([{"role": "user", "content": "go"}], SamplingParams(temperature=0))
         assert result.text == TEXT.removeprefix("o東")
 

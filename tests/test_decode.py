@@ -28,7 +28,7 @@ MATCH, REJECTION = one_of("match"), one_of("rejection")
 
 
 def model(config: DecoderConfig, seed: int) -> Model:
-    """Random weights, scaled up so that laws are neither flat nor one-hot."""
+    """Random weights, scaled up so that distributions are neither flat nor one-hot."""
     return decoder_model(config, jax.tree.map(lambda x: 4 * x, init_params(config, seed)))
 
 
@@ -549,7 +549,7 @@ def test_scorer_feeds_token_0_for_missing_drafts(target):
 
 
 class TestSeveralSteps:
-    """The law of six tokens over several steps, through the public keys. One step alone would not show reused noise."""
+    """Six tokens of several steps, through the public keys, follow the target. One step would not show reused noise."""
 
     @pytest.mark.parametrize("name", ["block", pytest.param("match", marks=pytest.mark.slow)])
     def test_lossless(self, name):
@@ -559,7 +559,7 @@ class TestSeveralSteps:
         "name", ["rejection", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "match"))]
     )
     def test_draft_model_reports_what_it_sampled(self, name):
-        """A draft model at the request's temperature and cut: the output has the target's law at both."""
+        """A draft model at the request's temperature and cut: the output has the target's distribution at both."""
         rows, table = 200_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
         target = testing.bigram_model(jnp.log(jnp.broadcast_to(jnp.asarray(table, jnp.float32)[None], (8, 8))))
         proposer = proposers.draft_model(replace(target, params=target.params[:, ::-1]), 3)
@@ -570,24 +570,24 @@ class TestSeveralSteps:
         state = prefill(target, proposer, prompts, lengths, requests, jax.random.key(0), max_length=5)
         tokens = np.asarray(decode.generate(target, proposer, state, verifier=one_of(name)).context.tokens)
         kept = np.where(table >= np.sort(table)[-6], table, 0) ** 2  # all ties of the sixth
-        law = np.broadcast_to(kept / kept.sum(), (8, 8))
+        distribution = np.broadcast_to(kept / kept.sum(), (8, 8))
         counts = np.bincount(8 * tokens[:, 2] + tokens[:, 3], minlength=64)
-        test = testing.chi_square(counts, (law[0][:, None] * law).ravel())
+        test = testing.chi_square(counts, (distribution[0][:, None] * distribution).ravel())
         assert test.statistic < test.bound
 
     @pytest.mark.slow
     @pytest.mark.parametrize("purpose", [streams.ACCEPT, streams.DRAFT])
     def test_noise_named_by_its_own_position_fails(self, purpose):
         """Block verification looks at noise past the last accepted token, and would meet it again in the next step."""
-        target, draft = (np.broadcast_to(law, (3, 3)) for law in ([0.6, 0.3, 0.1], [0.3, 0.4, 0.3]))
+        target, draft = (np.broadcast_to(distribution, (3, 3)) for distribution in ([0.6, 0.3, 0.1], [0.3, 0.4, 0.3]))
         if purpose == streams.ACCEPT:
             verifier, proposer = block_with_own_positions, testing.BigramProposer(jnp.log(draft), 3)
         else:
             verifier, proposer = verifiers.block, OwnPositions(jnp.log(draft), 2)
         tokens = testing.sampled_tokens(verifier, jnp.log(target), proposer, num_samples=600_000)
         counts = np.bincount(np.ravel_multi_index(tuple(tokens.T), (3,) * 6), minlength=3**6)
-        law = testing.product_law([np.broadcast_to(target[0], (3,) * (i + 1)) for i in range(6)])
-        test = testing.chi_square(counts, law.ravel())
+        distribution = testing.product_law([np.broadcast_to(target[0], (3,) * (i + 1)) for i in range(6)])
+        test = testing.chi_square(counts, distribution.ravel())
         assert (test.statistic - test.degrees) / (2 * test.degrees) ** 0.5 > 25
 
     @pytest.mark.slow

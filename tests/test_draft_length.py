@@ -72,8 +72,8 @@ def test_counts_trials():
     assert (choice._accepted, choice._trials) == (1 + num_drafts, 1 + 2 + num_drafts)
 
 
-def test_law_is_the_targets():
-    """Chunks of one step whose number of drafts follows acceptance: pairs of tokens have the target's law."""
+def test_distribution_is_the_targets():
+    """Chunks of one step whose number of drafts follows acceptance: pairs of tokens have the target's distribution."""
     target, draft, batch_size = bigram(0, 40), proposers.draft_model(bigram(4), 8), 20000
     rows = sampling.batch([SamplingParams(max_tokens=12)] * batch_size)
     choice = DraftLength(target, draft, batch_size)
@@ -95,13 +95,13 @@ def test_law_is_the_targets():
 
     tokens = np.asarray(state.context.tokens)
     step = np.asarray(jax.nn.softmax(target.params["table"], axis=-1), np.float64)
-    law = np.eye(3)[0]
+    distribution = np.eye(3)[0]
     for i in range(12):
         counts = np.zeros((3, 3))
         np.add.at(counts, (tokens[:, i], tokens[:, i + 1]), 1)
-        expected = law[:, None] * step
+        expected = distribution[:, None] * step
         assert np.abs(counts / batch_size - expected).max() < 5 * 0.5 / batch_size**0.5
-        law = law @ step
+        distribution = distribution @ step
 
 
 def write_deep_pair(directory, num_layers=8):

@@ -63,7 +63,7 @@ def random_case(
     cut: bool = False,
     normalised: bool = True,
 ) -> tuple[Draft, Categorical]:
-    """Drafts drawn from a law close to the target's, rows of random numbers of drafts."""
+    """Drafts drawn from a distribution close to the target's, rows of random numbers of drafts."""
     keys = jax.random.split(jax.random.key(seed), 4)
     target = (2 * jax.random.normal(keys[0], (batch_size, num_drafts + 1, vocab_size))).astype(dtype)
     noise = jax.random.normal(keys[1], (batch_size, num_drafts, vocab_size))
@@ -162,15 +162,15 @@ def test_edges_of_the_vocabulary(verifier, vocab_size):
     draft, target = random_case(1, batch_size=2, num_drafts=2, vocab_size=vocab_size, dtype=jnp.bfloat16)
     last = draft._replace(tokens=draft.tokens.at[:, 0].set(vocab_size - 1))
     peaked = target._replace(logits=target.logits.at[:, :, vocab_size - 1].add(40))
-    for drafts, laws in ((draft, target), (last, peaked)):
-        arguments = jax.random.split(jax.random.key(4), 2), drafts, laws
+    for drafts, scored in ((draft, target), (last, peaked)):
+        arguments = jax.random.split(jax.random.key(4), 2), drafts, scored
         xla = run(verifier, "xla", *arguments)
         assert_same(run(verifier, on_this_device(), *arguments), xla)
     assert np.all(np.asarray(xla.tokens[:, 0]) == vocab_size - 1)
 
 
 class TestThresholds:
-    """What is drawn changes where the law says, to 2e-5: tokens that agree with XLA's would hide an error of 1e-3."""
+    """Draws change where the distribution says, to 2e-5: tokens that agree with XLA's would hide an error of 1e-3."""
 
     BATCH, SLACK = 256, 2e-5
     SIDE = np.where(np.arange(BATCH) % 2 == 0, 1, -1)  # on which side of its threshold a sequence lies
@@ -182,12 +182,12 @@ class TestThresholds:
         accept = streams.uniform(streams.stream(of_step[:, 0], streams.ACCEPT, 0))
         return keys, accept, streams.uniform(streams.stream(of_step[:, 0], streams.RESIDUAL), (2,))
 
-    def law(self, vocab_size: int, probs: dict[int, jax.Array]) -> jax.Array:
+    def logits(self, vocab_size: int, probs: dict[int, jax.Array]) -> jax.Array:
         """Logits [B, 1, V] of probabilities [B] of some tokens, which add up to 1."""
-        law = jnp.zeros((self.BATCH, vocab_size))
+        probabilities = jnp.zeros((self.BATCH, vocab_size))
         for token, prob in probs.items():
-            law = law.at[:, token].set(prob)
-        return jnp.log(law)[:, None]
+            probabilities = probabilities.at[:, token].set(prob)
+        return jnp.log(probabilities)[:, None]
 
     def share(self, uniform: jax.Array) -> jax.Array:
         return jnp.clip(uniform + self.SIDE * self.SLACK, 0, 1)
@@ -202,18 +202,18 @@ class TestThresholds:
     def test_acceptance(self, verifier):
         """A draft is accepted iff u < target / draft."""
         keys, accept, _ = self.chance()
-        drawn_from = Categorical(self.law(600, {7: 0.4 * jnp.ones(self.BATCH), 90: 0.6 * jnp.ones(self.BATCH)}))
+        drawn_from = Categorical(self.logits(600, {7: 0.4 * jnp.ones(self.BATCH), 90: 0.6 * jnp.ones(self.BATCH)}))
         prob = 0.4 * self.share(accept)
-        num_accepted, _ = self.verify(verifier, keys, 7, drawn_from, self.law(600, {7: prob, 90: 1 - prob}))
+        num_accepted, _ = self.verify(verifier, keys, 7, drawn_from, self.logits(600, {7: prob, 90: 1 - prob}))
         np.testing.assert_array_equal(num_accepted, self.SIDE > 0)
 
     def test_joint_acceptance(self):
         """The first of two drafts stays where the second fails iff u < target / draft, if the second row gives all."""
         keys, accept, _ = self.chance()
         one = jnp.ones(self.BATCH)
-        drawn_from = [self.law(600, {7: 0.4 * one, 90: 0.6 * one}), self.law(600, {8: one})]
+        drawn_from = [self.logits(600, {7: 0.4 * one, 90: 0.6 * one}), self.logits(600, {8: one})]
         prob = 0.4 * self.share(accept)
-        target = [self.law(600, {7: prob, 90: 1 - prob}), self.law(600, {9: one}), self.law(600, {5: one})]
+        target = [self.logits(600, {7: prob, 90: 1 - prob}), self.logits(600, {9: one}), self.logits(600, {5: one})]
         draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
         verified = run("block", on_this_device(), keys, draft, Categorical(jnp.concatenate(target, axis=1)))
         np.testing.assert_array_equal(verified.num_accepted, self.SIDE > 0)
@@ -224,9 +224,12 @@ class TestThresholds:
         keys, _, _ = self.chance()
         of_step = streams.of_step(keys, self.BATCH, 2)
         one, share = jnp.ones(self.BATCH), self.share(streams.uniform(streams.stream(of_step[:, 0], streams.ACCEPT, 1)))
-        drawn_from = [self.law(600, {7: 0.4 * one, 90: 0.6 * one}), self.law(600, {8: 0.5 * one, 9: 0.5 * one})]
-        target = [self.law(600, {7: 0.8 * one, 90: 0.2 * one}), self.law(600, {8: 0.5 * share, 9: 1 - 0.5 * share})]
-        target.append(self.law(600, {5: one}))
+        drawn_from = [self.logits(600, {7: 0.4 * one, 90: 0.6 * one}), self.logits(600, {8: 0.5 * one, 9: 0.5 * one})]
+        target = [
+            self.logits(600, {7: 0.8 * one, 90: 0.2 * one}),
+            self.logits(600, {8: 0.5 * share, 9: 1 - 0.5 * share}),
+        ]
+        target.append(self.logits(600, {5: one}))
         draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
         verified = run("block", on_this_device(), keys, draft, Categorical(jnp.concatenate(target, axis=1)))
         np.testing.assert_array_equal(verified.num_accepted, np.where(self.SIDE > 0, 2, 1))
@@ -235,8 +238,8 @@ class TestThresholds:
         """The first of two drafts stays iff u < target / draft where the second has a target row without mass."""
         keys, accept, _ = self.chance()
         one, prob = jnp.ones(self.BATCH), 0.4 * self.share(accept)
-        drawn_from = [self.law(600, {7: 0.4 * one, 90: 0.6 * one}), self.law(600, {8: one})]
-        target = [self.law(600, {7: prob, 90: 1 - prob}), self.law(600, {}), self.law(600, {5: one})]
+        drawn_from = [self.logits(600, {7: 0.4 * one, 90: 0.6 * one}), self.logits(600, {8: one})]
+        target = [self.logits(600, {7: prob, 90: 1 - prob}), self.logits(600, {}), self.logits(600, {5: one})]
         draft = Draft(jnp.tile(jnp.array([[7, 8]]), (self.BATCH, 1)), Categorical(jnp.concatenate(drawn_from, axis=1)))
         verified = run("block", on_this_device(), keys, draft, Categorical(jnp.concatenate(target, axis=1)))
         np.testing.assert_array_equal(verified.num_accepted, self.SIDE > 0)
@@ -247,8 +250,8 @@ class TestThresholds:
         keys, _, uniforms = self.chance()
         share = self.share(uniforms[:, level])
         drawn_from = {450: 0.7, tokens[0]: 0.2, tokens[1]: 0.1}
-        drawn_from = Categorical(self.law(600, {k: v * jnp.ones(self.BATCH) for k, v in drawn_from.items()}))
-        target = self.law(600, {tokens[0]: 0.2 + 0.7 * share, tokens[1]: 0.1 + 0.7 * (1 - share)})
+        drawn_from = Categorical(self.logits(600, {k: v * jnp.ones(self.BATCH) for k, v in drawn_from.items()}))
+        target = self.logits(600, {tokens[0]: 0.2 + 0.7 * share, tokens[1]: 0.1 + 0.7 * (1 - share)})
         num_accepted, drawn = self.verify("rejection", keys, 450, drawn_from, target)
         assert not num_accepted.any()
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
@@ -273,7 +276,7 @@ class TestThresholds:
         index = [rows.BLOCK_SIZE + token // rows.BLOCK_SIZE for token in tokens]
         first, second = (noise[:, i] for i in (index if index[1] > index[0] else tokens))
         odds = second - first + self.SIDE * self.SLACK
-        target = self.law(vocab_size, {tokens[0]: jax.nn.sigmoid(odds), tokens[1]: jax.nn.sigmoid(-odds)})
+        target = self.logits(vocab_size, {tokens[0]: jax.nn.sigmoid(odds), tokens[1]: jax.nn.sigmoid(-odds)})
         _, drawn = self.verify("match", keys, 10, None, target)
         np.testing.assert_array_equal(drawn, np.where(self.SIDE > 0, *tokens))
 
@@ -479,13 +482,17 @@ def test_a_mesh_of_explicit_axes(verifier, is_traced, implementation):
 def test_rows_without_mass(verifier, temperature):
     """Of target and draft, in every place: the same tokens, and no log-probability that is not a number."""
     draft, target = random_case(21, 16, target_temperature=temperature, vocab_size=600)
-    law, sequence = draft.distribution, np.arange(16)[:, None, None]
+    distribution, sequence = draft.distribution, np.arange(16)[:, None, None]
     is_empty = sequence % 4 == np.arange(4)[None, :, None]
     target = target._replace(logits=jnp.where(is_empty & (sequence < 8), -jnp.inf, target.logits))
-    drawn = jnp.where(is_empty[:, :3] & (sequence >= 8), -jnp.inf, law.logits)
-    law = law._replace(logits=drawn)
+    drawn = jnp.where(is_empty[:, :3] & (sequence >= 8), -jnp.inf, distribution.logits)
+    distribution = distribution._replace(logits=drawn)
     for normalizer in (None, jax.scipy.special.logsumexp(drawn, axis=-1)):
-        arguments = jax.random.key(4), draft._replace(distribution=law._replace(log_normalizer=normalizer)), target
+        arguments = (
+            jax.random.key(4),
+            draft._replace(distribution=distribution._replace(log_normalizer=normalizer)),
+            target,
+        )
         by_xla, by_kernel = (run(verifier, i, *arguments, log_probs=True) for i in ("xla", on_this_device()))
         np.testing.assert_array_equal(by_kernel.tokens, by_xla.tokens)
         accepted = np.arange(4)[None] < by_xla.num_accepted[:, None]

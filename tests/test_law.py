@@ -29,10 +29,10 @@ def random_tables(seed: int, levels: int, zeros: bool = False) -> list[np.ndarra
 
 def error(verifier, target, draft, temperature=None, **options) -> float:
     """Total variation between what the verifier emits and the target."""
-    law = testing.enumerate_law(verifier, target, draft, target_temperature=temperature, **options)
+    distribution = testing.enumerate_law(verifier, target, draft, target_temperature=temperature, **options)
     exact = testing.product_law([testing.probabilities(t, temperature) for t in target])
-    assert abs(law.sum() - 1) < 1e-5
-    return testing.total_variation(law, exact)
+    assert abs(distribution.sum() - 1) < 1e-5
+    return testing.total_variation(distribution, exact)
 
 
 def expected_accepted(verifier, target, draft) -> float:
@@ -84,9 +84,9 @@ def test_one_hot_drafts_of_a_sampled_batch(name):
         garbage = distributions.Categorical(jnp.full((1, 3, V), jnp.nan), jnp.zeros(1))
         draft = verifiers.core.Draft(jnp.array([drafts], jnp.int32), garbage)
         verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), draft, rows)
-        law = testing.completed_law(verified.tokens, weight[0], [testing.probabilities(t) for t in target])
+        distribution = testing.completed_law(verified.tokens, weight[0], [testing.probabilities(t) for t in target])
         exact = testing.product_law([testing.probabilities(t) for t in target])
-        assert testing.total_variation(law, exact) < 1e-6
+        assert testing.total_variation(distribution, exact) < 1e-6
 
 
 def test_a_draft_longer_than_the_support():
@@ -146,19 +146,21 @@ def test_resampling_from_the_target_fails():
 def test_a_row_without_mass(name, empty):
     """Block verification looks ahead; a target row without mass, as after a stop token, ends what it looks at."""
     target, draft = np.log([0.5, 0.5]), np.log([0.9, 0.1])
-    law, rows = np.zeros(2), jnp.asarray(np.stack([target, np.full(2, empty), target])[None], jnp.float32)
+    distribution, rows = np.zeros(2), jnp.asarray(np.stack([target, np.full(2, empty), target])[None], jnp.float32)
     for path in np.ndindex(2, 2):
         drawn_from = distributions.Categorical(jnp.asarray(np.stack([draft, draft])[None], jnp.float32))
         drafted = verifiers.core.Draft(jnp.array([path], jnp.int32), drawn_from)
         verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), drafted, rows)
         by_token = np.exp(draft[list(path)].sum()) * np.nan_to_num(weight[0])
-        # A draw from the empty row has no law; what came before it has.
+        # A draw from the empty row has no distribution; what came before it has one.
         first = np.asarray(verified.tokens)[:, 0]
         accepted = np.asarray(verified.num_accepted)
-        np.add.at(law, path[0], np.exp(draft[list(path)].sum()) * min(1, np.exp(target[path[0]] - draft[path[0]])))
-        np.add.at(law, first[accepted == 0], by_token[accepted == 0])
+        np.add.at(
+            distribution, path[0], np.exp(draft[list(path)].sum()) * min(1, np.exp(target[path[0]] - draft[path[0]]))
+        )
+        np.add.at(distribution, first[accepted == 0], by_token[accepted == 0])
         assert by_token[accepted > 1].sum() == 0
-    np.testing.assert_allclose(law, [0.5, 0.5], atol=1e-6)
+    np.testing.assert_allclose(distribution, [0.5, 0.5], atol=1e-6)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -167,15 +169,15 @@ def test_a_draft_row_without_mass(name, known):
     """A token that its own row calls impossible is rejected, and takes no part in what becomes of the one before it."""
     target, draft = np.log([0.7, 0.2, 0.1]), np.log([0.2, 0.3, 0.5])
     logits = jnp.asarray(np.stack([draft, np.full(V, -np.inf)])[None], jnp.float32)
-    law = np.zeros(V)
+    distribution = np.zeros(V)
     for path in np.ndindex(V, V):
         drawn_from = distributions.Categorical(logits, None, None, jnp.array([[0.0, -jnp.inf]]) if known else None)
         drafted = verifiers.core.Draft(jnp.array([path], jnp.int32), drawn_from)
         rows = jnp.asarray(np.stack([target] * 3)[None], jnp.float32)
         verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), drafted, rows)
-        np.add.at(law, np.asarray(verified.tokens)[:, 0], np.exp(draft[path[0]]) / V * weight[0])
+        np.add.at(distribution, np.asarray(verified.tokens)[:, 0], np.exp(draft[path[0]]) / V * weight[0])
         assert weight[0][np.asarray(verified.num_accepted) > 1].sum() == 0
-    np.testing.assert_allclose(law, np.exp(target), atol=1e-6)
+    np.testing.assert_allclose(distribution, np.exp(target), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", verifiers.LOSSY)
@@ -187,7 +189,7 @@ def test_lossy_verifiers_are_lossy(name):
 def test_length_chosen_by_the_token_it_cuts_off_is_biased():
     """Cutting a row where token 1 was drafted conditions on it; masks must leave a forbidden draft in place."""
     target, draft = np.log([[0.7, 0.3]]), np.log([[0.5, 0.5]])
-    law = np.zeros(2)
+    distribution = np.zeros(2)
     for token in range(2):
         drafted = verifiers.core.Draft(
             jnp.array([[token]], jnp.int32),
@@ -196,8 +198,8 @@ def test_length_chosen_by_the_token_it_cuts_off_is_biased():
         )
         rows = jnp.asarray(np.stack([target[0], target[0]])[None], jnp.float32)
         verified, weight = testing.enumerate_outcomes(verifiers.rejection, drafted, rows)
-        np.add.at(law, np.asarray(verified.tokens)[:, 0], 0.5 * weight[0])
-    np.testing.assert_allclose(law, [0.85, 0.15], atol=1e-6)
+        np.add.at(distribution, np.asarray(verified.tokens)[:, 0], 0.5 * weight[0])
+    np.testing.assert_allclose(distribution, [0.85, 0.15], atol=1e-6)
 
 
 def test_a_forbidden_draft_stays_in_place():

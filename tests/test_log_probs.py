@@ -50,8 +50,8 @@ def test_worked_by_hand():
 def test_of_a_distribution():
     """Temperature and cut shape it; temperature 0 is one-hot."""
     logits = jnp.log(jnp.array([[[0.4, 0.3, 0.2, 0.1]]] * 2))
-    law = Categorical(logits, jnp.array([0.5, 0.0]), jnp.log(jnp.full((2, 1), 0.25)))
-    found = logprobs(law, jnp.array([[1], [0]]), n=3)
+    distribution = Categorical(logits, jnp.array([0.5, 0.0]), jnp.log(jnp.full((2, 1), 0.25)))
+    found = logprobs(distribution, jnp.array([[1], [0]]), n=3)
     np.testing.assert_allclose(found.top[0, 0], [np.log(0.16 / 0.25), np.log(0.09 / 0.25), -np.inf], rtol=1e-5)
     np.testing.assert_allclose(found.chosen, [[np.log(0.09 / 0.25)], [0]], rtol=1e-5)
     np.testing.assert_array_equal(found.rank, [[2], [1]])

@@ -178,8 +178,8 @@ class TestOutcomes:
 
     def case(self, batch: int, num_drafts: int):
         logits = (
-            jnp.broadcast_to(jnp.log(law), (batch, num_drafts + i, 3))
-            for i, law in enumerate([self.DRAFT, self.TARGET])
+            jnp.broadcast_to(jnp.log(distribution), (batch, num_drafts + i, 3))
+            for i, distribution in enumerate([self.DRAFT, self.TARGET])
         )
         drawn_from, target = (Categorical(x) for x in logits)
         tokens = jax.random.categorical(jax.random.key(0), drawn_from.logits).astype(jnp.int32)
@@ -222,11 +222,11 @@ class TestOutcomes:
             verifiers.block(jax.random.key(0), draft, target, outcomes=True)
 
     def test_a_loop_counts_them(self):
-        def model(law):
+        def model(distribution):
             def apply(params, inputs, cache):
                 return ModelOutput(jnp.broadcast_to(jnp.log(params), (*inputs.tokens.shape, 3))), cache
 
-            return Model(law, apply, lambda batch_size, max_length: (), vocab_size=3)
+            return Model(distribution, apply, lambda batch_size, max_length: (), vocab_size=3)
 
         target, proposer = model(self.TARGET), proposers.draft_model(model(self.DRAFT), 3)
         rows = sampling.batch([SamplingParams(max_tokens=400)] * 2)

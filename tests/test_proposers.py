@@ -185,7 +185,7 @@ class TestDraftModel:
             np.testing.assert_allclose(draft.distribution.temperature, expected)
 
     @pytest.mark.slow
-    def test_the_law_is_the_targets_at_any_draft_temperature(self):
+    def test_the_distribution_is_the_targets_at_any_draft_temperature(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         testing.assert_proposer_lossless(proposers.draft_model(draft, 2, temperature=0.6), num_samples=30_000)
 
@@ -256,7 +256,7 @@ class Sometimes:
 
 
 class TestFallback:
-    def test_the_law_is_the_targets(self):
+    def test_the_distribution_is_the_targets(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         proposer = proposers.fallback(Sometimes(ONES, 3, 3), proposers.draft_model(draft, 2))
         testing.assert_proposer_lossless(proposer, num_samples=30_000)
@@ -318,7 +318,7 @@ class TestFallback:
 
 
 def uniform_claim(keys, distribution):
-    """Draws from one law and reports another."""
+    """Draws from one distribution and reports another."""
     return testing.sample_draft(keys, distribution)[0], distribution._replace(logits=0 * distribution.logits)
 
 

@@ -163,10 +163,10 @@ def test_rows_of_a_sequence(counts, num_tokens):
     target = Categorical(jnp.zeros((size + 4, V)), jnp.arange(1.0, 5.0))
     args = jnp.zeros(size, jnp.int32), jnp.cumsum(jnp.array(counts)), distribution, target
     _, draft, scored = ragged.verify(lambda *args: args, None, *args, max_draft_tokens=K)
-    for law in (draft.distribution, scored):
-        assert law.rows.min() >= 0 and law.rows.max() < len(law.logits)
-        for row in np.unique(law.rows):
-            assert len(np.unique(law.temperature[np.any(law.rows == row, axis=1)])) == 1
+    for distribution in (draft.distribution, scored):
+        assert distribution.rows.min() >= 0 and distribution.rows.max() < len(distribution.logits)
+        for row in np.unique(distribution.rows):
+            assert len(np.unique(distribution.temperature[np.any(distribution.rows == row, axis=1)])) == 1
     own = [np.unique(row) for row in np.asarray(scored.rows)]
     np.testing.assert_array_equal(np.concatenate(own), np.arange(sum(counts) + 4))
 
@@ -187,8 +187,8 @@ def repacked(verifier):
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "match"])
-def test_exact_law(name):
-    """Sequences of 0 to 2 drafts in one packed batch, each of its own temperature, emit the target's law."""
+def test_exact_distribution(name):
+    """Sequences of 0 to 2 drafts in one packed batch, each of its own temperature, emit the target's distribution."""
     rng = np.random.default_rng(5)
     vocab_size, temperature = 3, [1.0, 0.7, 1.6]
     target = [2 * rng.normal(size=(vocab_size,) * level) for level in (1, 2, 3)]
@@ -206,10 +206,12 @@ def test_exact_law(name):
     verified, weight = testing.enumerate_outcomes(repacked(VERIFIERS[name]), draft, scored)
     emitted = np.asarray(verified.tokens).reshape(3, -1, 3)
     for row, value in enumerate(temperature):
-        law = [testing.probabilities(t, value) for t in target]
+        distribution = [testing.probabilities(t, value) for t in target]
         path_weight = testing.product_law([testing.probabilities(t, value) for t in drafted]).reshape(-1, 1)
-        found = testing.completed_law(emitted[row], (path_weight * weight.reshape(3, 9, -1)[row]).reshape(-1), law)
-        assert testing.total_variation(found, testing.product_law(law)) < 1e-6
+        found = testing.completed_law(
+            emitted[row], (path_weight * weight.reshape(3, 9, -1)[row]).reshape(-1), distribution
+        )
+        assert testing.total_variation(found, testing.product_law(distribution)) < 1e-6
 
 
 @pytest.mark.parametrize(

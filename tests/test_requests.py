@@ -37,10 +37,11 @@ def forward(model, inputs):
     return model.apply(model.params, inputs, None)[0].logits
 
 
-def laws(llm, prompt, output, params=None):
+def expected_log_probs(llm, prompt, output, params=None):
     """Log-probabilities [N, V] of all tokens after the first, in float64.
 
-    With params those of the output are of the law it is drawn from, by presence_penalty, temperature and top_k.
+    With params those of the output are of the distribution that it is drawn from, by presence_penalty, temperature and
+    top_k.
     """
     size = len(prompt) + len(output)
     sequence = np.array([prompt + output + [0] * (80 - size)], np.int32)
@@ -54,10 +55,10 @@ def laws(llm, prompt, output, params=None):
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
-def check_listed(listed, law, token_ids, n):
-    """Each entry is the token itself, then the n most likely, by the law of that token."""
-    assert len(listed) == len(token_ids) == len(law)
-    for entry, row, token in zip(listed, law, token_ids, strict=True):
+def check_listed(listed, distribution, token_ids, n):
+    """Each entry is the token itself, then the n most likely, by the distribution of that token."""
+    assert len(listed) == len(token_ids) == len(distribution)
+    for entry, row, token in zip(listed, distribution, token_ids, strict=True):
         likely = np.argsort(-row, kind="stable")[:n].tolist()
         assert next(iter(entry)) == token
         assert set(entry) == {token} | {i for i in likely if row[i] > -math.inf}
@@ -73,17 +74,17 @@ MIX = [
 
 
 class TestLogProbs:
-    def test_of_the_law_that_tokens_are_drawn_from(self, llm):
+    def test_of_the_distribution_that_tokens_are_drawn_from(self, llm):
         for prompt, params, result in zip(PROMPTS, MIX, llm.generate(PROMPTS, MIX), strict=True):
             ids = encode(llm, prompt)
-            law = laws(llm, ids, result.token_ids, params)[len(ids) - 1 :]
-            check_listed(result.completions[0].logprobs, law, result.token_ids, params.logprobs)
+            distribution = expected_log_probs(llm, ids, result.token_ids, params)[len(ids) - 1 :]
+            check_listed(result.completions[0].logprobs, distribution, result.token_ids, params.logprobs)
             if params.prompt_logprobs is None:
                 assert result.prompt_logprobs is None
                 continue
             assert result.prompt_logprobs[0] is None
-            law = laws(llm, ids, [])
-            check_listed(result.prompt_logprobs[1:], law, ids[1:], params.prompt_logprobs)
+            distribution = expected_log_probs(llm, ids, [])
+            check_listed(result.prompt_logprobs[1:], distribution, ids[1:], params.prompt_logprobs)
 
     @pytest.mark.slow
     def test_with_match_they_are_those_of_plain_decoding(self, matching):
@@ -203,8 +204,8 @@ class TestSamples:
         ids = encode(llm, PROMPTS[0])
         for completion in result.completions:
             assert len(completion.logprobs) == len(completion.token_ids)
-            law = laws(llm, ids, completion.token_ids, sampled())[len(ids) - 1 :]
-            check_listed(completion.logprobs, law, completion.token_ids, 0)
+            distribution = expected_log_probs(llm, ids, completion.token_ids, sampled())[len(ids) - 1 :]
+            check_listed(completion.logprobs, distribution, completion.token_ids, 0)
             assert any(c.token_ids[: len(completion.token_ids)] == completion.token_ids for c in whole.completions)
 
     def test_a_stream_has_one(self, llm):

@@ -161,17 +161,17 @@ def check(params, num_drafts, seed=0):
     rows = sampling.batch(params, [EOS], V)
     context = make_context(PROMPTS[:size], OUTPUTS[:size], guided_state(rows, OUTPUTS[:size]))
     tokens = jnp.asarray(drafts, jnp.int32)
-    law = jax.jit(sampling.process)(rows, jnp.asarray(logits), context, tokens)
-    kept = np.asarray(distributions.kept_logits(law))
+    distribution = jax.jit(sampling.process)(rows, jnp.asarray(logits), context, tokens)
+    kept = np.asarray(distributions.kept_logits(distribution))
     for i, one in enumerate(params):
         for j in range(num_drafts + 1):
             expected = oracle_logits(one, logits[i, j], PROMPTS[i], OUTPUTS[i] + drafts[i, :j].tolist())
             message = f"row {i}, position {j}"
-            np.testing.assert_allclose(law.logits[i, j], expected, rtol=2e-6, atol=2e-6, err_msg=message)
+            np.testing.assert_allclose(distribution.logits[i, j], expected, rtol=2e-6, atol=2e-6, err_msg=message)
             np.testing.assert_allclose(
                 kept[i, j], oracle_kept(one, expected), rtol=2e-6, atol=2e-6, err_msg=message + ", kept"
             )
-    return rows, context, tokens, logits, law
+    return rows, context, tokens, logits, distribution
 
 
 # Of each feature, the values of some rows; the other rows of the batch do not use it.
@@ -212,12 +212,12 @@ class TestOracle:
     def test_a_row_at_a_time(self):
         """As a draft model asks for its rows."""
         params = [SamplingParams(**{name: values[i] for name, values in FEATURES.items()}) for i in range(3)]
-        rows, context, tokens, logits, law = check(params, 4)
+        rows, context, tokens, logits, distribution = check(params, 4)
         process = jax.jit(sampling.process)
         for j in range(5):
             known = jnp.where(jnp.arange(4)[None] < j, tokens, -1)
             row = process(rows, jnp.asarray(logits[:, j : j + 1]), context, known, jnp.int32(j))
-            np.testing.assert_allclose(row.logits[:, 0], law.logits[:, j], rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(row.logits[:, 0], distribution.logits[:, j], rtol=1e-6, atol=1e-6)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("feature", ["frequency_penalty", "repetition_penalty", "logit_bias"])
@@ -225,18 +225,20 @@ class TestOracle:
         rows = sampling.batch([SamplingParams(**{feature: FEATURES[feature][0]})])
         logits = jax.random.normal(jax.random.key(0), (1, 2, V), jnp.bfloat16)
         context = make_context(PROMPTS[:1], OUTPUTS[:1])
-        law = sampling.process(rows, logits, context, jnp.array([[2]]))
+        distribution = sampling.process(rows, logits, context, jnp.array([[2]]))
         exact = sampling.process(rows, logits.astype(jnp.float32), context, jnp.array([[2]]))
-        assert law.logits.dtype == jnp.float32
-        np.testing.assert_array_equal(law.logits, exact.logits)
+        assert distribution.logits.dtype == jnp.float32
+        np.testing.assert_array_equal(distribution.logits, exact.logits)
 
 
 def kept(logits, **fields):
     """The tokens that one row keeps, and its logits."""
     rows = sampling.batch([SamplingParams(**fields)])
     context = make_context([[0]], [[]])
-    law = sampling.process(rows, jnp.asarray(logits, jnp.float32)[None, None], context, jnp.zeros((1, 0), jnp.int32))
-    return np.flatnonzero(distributions.kept_logits(law)[0, 0] > -np.inf).tolist(), law.logits[0, 0]
+    distribution = sampling.process(
+        rows, jnp.asarray(logits, jnp.float32)[None, None], context, jnp.zeros((1, 0), jnp.int32)
+    )
+    return np.flatnonzero(distributions.kept_logits(distribution)[0, 0] > -np.inf).tolist(), distribution.logits[0, 0]
 
 
 class TestOrder:
@@ -265,42 +267,42 @@ class TestOrder:
     def test_penalties_before_temperature_and_top_k(self):
         rows = sampling.batch([SamplingParams(presence_penalty=2, temperature=0.5, top_k=1)])
         context = make_context([[1]], [[0]])
-        law = sampling.process(rows, jnp.array([[[2.0, 1.0]]]), context, jnp.zeros((1, 0), jnp.int32))
-        assert distributions.kept_logits(law).tolist() == [[[-np.inf, 1]]]
+        distribution = sampling.process(rows, jnp.array([[[2.0, 1.0]]]), context, jnp.zeros((1, 0), jnp.int32))
+        assert distributions.kept_logits(distribution).tolist() == [[[-np.inf, 1]]]
 
 
 class TestBlock:
     def test_penalties_count_the_drafts_before_a_row(self):
         rows = sampling.batch([SamplingParams(frequency_penalty=0.5)])
         context = make_context([[3, 3]], [[]])
-        law = sampling.process(rows, jnp.zeros((1, 4, V)), context, jnp.array([[3, 3, 3]]))
-        assert law.logits[0, :, 3].tolist() == [0, -0.5, -1, -1.5]
+        distribution = sampling.process(rows, jnp.zeros((1, 4, V)), context, jnp.array([[3, 3, 3]]))
+        assert distribution.logits[0, :, 3].tolist() == [0, -0.5, -1, -1.5]
 
     def test_bad_word_begun_in_the_prompt(self):
         rows = sampling.batch([SamplingParams(bad_words=[[3, 4]])])
-        law = sampling.process(rows, jnp.zeros((1, 2, V)), make_context([[5, 3]], [[]]), jnp.array([[3]]))
-        assert law.logits[0, :, 4].tolist() == [0, -np.inf]
+        distribution = sampling.process(rows, jnp.zeros((1, 2, V)), make_context([[5, 3]], [[]]), jnp.array([[3]]))
+        assert distribution.logits[0, :, 4].tolist() == [0, -np.inf]
 
     def test_what_follows_a_forbidden_or_stop_draft_is_not_empty(self):
         rows = sampling.batch([SamplingParams(guided_decoding=GRAMMAR, min_tokens=3)], [EOS], V)
         for drafts in ([EOS, EOS, 3], [20, 20, 20], [EOS, 1, 9], [-1, -1, -1]):
             context = make_context([[1]], [[]], rows.guide.initial)
-            law = sampling.process(rows, jnp.zeros((1, 4, V)), context, jnp.array([drafts]))
-            assert np.all(np.any(law.logits > -np.inf, axis=-1))
+            distribution = sampling.process(rows, jnp.zeros((1, 4, V)), context, jnp.array([drafts]))
+            assert np.all(np.any(distribution.logits > -np.inf, axis=-1))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("verifier", [verifiers.block, verifiers.match])
     def test_everything_forbidden_gives_ids_in_range(self, verifier):
         rows = sampling.batch([SamplingParams(allowed_token_ids=[3], bad_words=[[3]], top_p=0.9)])
-        law = sampling.process(rows, jnp.zeros((1, 3, V)), make_context([[1]], [[2]]), jnp.array([[3, 3]]))
-        draft = Draft(jnp.array([[3, 3]]), Categorical(law.logits[:, :2]))
-        tokens = jax.jit(verifier)(jax.random.key(0), draft, law).tokens
+        distribution = sampling.process(rows, jnp.zeros((1, 3, V)), make_context([[1]], [[2]]), jnp.array([[3, 3]]))
+        draft = Draft(jnp.array([[3, 3]]), Categorical(distribution.logits[:, :2]))
+        tokens = jax.jit(verifier)(jax.random.key(0), draft, distribution).tokens
         assert np.all((tokens >= -1) & (tokens < V)) and tokens[0, 0] >= 0
 
     def test_min_tokens_yields_where_nothing_else_is_allowed(self):
         rows = sampling.batch([SamplingParams(min_tokens=3, allowed_token_ids=[EOS, 2], bad_words=[[3, 2]])], [EOS])
-        law = sampling.process(rows, jnp.zeros((1, 2, V)), make_context([[1]], [[]]), jnp.array([[3]]))
-        assert np.argwhere(law.logits > -np.inf).tolist() == [[0, 0, 2], [0, 1, EOS]]
+        distribution = sampling.process(rows, jnp.zeros((1, 2, V)), make_context([[1]], [[]]), jnp.array([[3]]))
+        assert np.argwhere(distribution.logits > -np.inf).tolist() == [[0, 0, 2], [0, 1, EOS]]
 
 
 class TestProcessors:
@@ -314,8 +316,8 @@ class TestProcessors:
         params = [SamplingParams(logits_processors=f) for f in ([double, add], [add, double], [add], [double, double])]
         rows = sampling.batch([*params, SamplingParams()])
         context = make_context([[1]] * 5, [[]] * 5)
-        law = sampling.process(rows, jnp.ones((5, 1, V)), context, jnp.zeros((5, 0), jnp.int32))
-        assert law.logits[:, 0, 0].tolist() == [3, 4, 2, 4, 1]
+        distribution = sampling.process(rows, jnp.ones((5, 1, V)), context, jnp.zeros((5, 0), jnp.int32))
+        assert distribution.logits[:, 0, 0].tolist() == [3, 4, 2, 4, 1]
         assert len(rows.logits_processors) == 4
 
     def test_bound_arrays_are_traced(self):

@@ -307,8 +307,8 @@ class TestStrictPromotion:
 
     def test_enumeration(self):
         with jax.numpy_dtype_promotion("strict"):
-            law = testing.enumerate_law(verifiers.match, [np.zeros(2), np.zeros((2, 2))], [np.zeros(2)])
-        np.testing.assert_allclose(law, 0.25, rtol=1e-6)
+            distribution = testing.enumerate_law(verifiers.match, [np.zeros(2), np.zeros((2, 2))], [np.zeros(2)])
+        np.testing.assert_allclose(distribution, 0.25, rtol=1e-6)
 
 
 DTYPES = "must be of one of the dtypes float32, bfloat16, float16, float64, got "
@@ -410,8 +410,10 @@ class TestNumPy:
         params = sampling.batch(EVERYTHING, vocab_size=V)
         context = Context(np.ones((3, 4), np.int64), np.array([4, 3, 2]), np.ones(3, bool), None, params.guide.initial)
         arguments = params, np.zeros((3, K + 1, V)), context, np.ones((3, K), np.int64)
-        law = jax.eval_shape(lambda: sampling.process(*jax.tree.map(np.asarray, arguments)))  # traced, not compiled
-        assert law.logits.dtype == law.min_logit.dtype == jnp.float32
+        distribution = jax.eval_shape(
+            lambda: sampling.process(*jax.tree.map(np.asarray, arguments))
+        )  # traced, not compiled
+        assert distribution.logits.dtype == distribution.min_logit.dtype == jnp.float32
 
     def test_unsigned_tokens(self):
         """-1 has a form of its own in them."""

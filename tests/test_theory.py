@@ -10,12 +10,12 @@ from specjax import theory
 TARGET, DRAFT = np.array([1, 2]) / 3, np.array([2, 1]) / 3
 
 
-def random_laws(rng, shape, concentration=1.0):
+def random_distributions(rng, shape, concentration=1.0):
     return rng.dirichlet(np.full(shape[-1], concentration), size=shape[:-1])
 
 
-def context_free(law, num_draft_tokens):
-    return [np.broadcast_to(law, law.shape * (i + 1)) for i in range(num_draft_tokens)]
+def context_free(distribution, num_draft_tokens):
+    return [np.broadcast_to(distribution, distribution.shape * (i + 1)) for i in range(num_draft_tokens)]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_speed_up_counts_the_time_of_verification():
 
 def test_acceptance_rate_is_one_less_total_variation():
     rng = np.random.default_rng(0)
-    target, draft = random_laws(rng, (4, 7)), random_laws(rng, (4, 7))
+    target, draft = random_distributions(rng, (4, 7)), random_distributions(rng, (4, 7))
     rates = theory.acceptance_rate(target, draft)
     np.testing.assert_allclose(rates, 1 - np.abs(target - draft).sum(axis=-1) / 2)
     assert theory.acceptance_rate([0.5, 0.5, 0], [0, 0.25, 0.75]) == 0.25
@@ -100,15 +100,15 @@ def test_acceptance_rate_is_one_less_total_variation():
 
 def test_coupled_acceptance_rate_is_the_double_sum():
     rng = np.random.default_rng(1)
-    target, draft = random_laws(rng, (50, 6), 0.5), random_laws(rng, (50, 6), 0.5)
-    ratios = [law[:, None, :] / law[:, :, None] for law in (target, draft)]
+    target, draft = random_distributions(rng, (50, 6), 0.5), random_distributions(rng, (50, 6), 0.5)
+    ratios = [distribution[:, None, :] / distribution[:, :, None] for distribution in (target, draft)]
     rates = theory.coupled_acceptance_rate(target, draft)
     np.testing.assert_allclose(rates, (1 / np.maximum(*ratios).sum(axis=-1)).sum(axis=-1), rtol=1e-12)
     overlap = theory.acceptance_rate(target, draft)  # 1 - TV
     assert np.all(rates <= overlap) and np.all(rates >= overlap / (2 - overlap))
 
 
-def test_coupled_acceptance_rate_of_zeros_and_of_equal_laws():
+def test_coupled_acceptance_rate_of_zeros_and_of_equal_distributions():
     # Only token 1 can be both: 1 / (1 + max(.5/.5, 0) + max(0, .75/.25)) = 1 / 5.
     assert theory.coupled_acceptance_rate([0.5, 0.5, 0, 0], [0, 0.25, 0.75, 0]) == pytest.approx(0.2)
     assert theory.coupled_acceptance_rate([1.0, 0.0], [0.0, 1.0]) == 0
@@ -117,7 +117,7 @@ def test_coupled_acceptance_rate_of_zeros_and_of_equal_laws():
 
 def test_coupled_acceptance_rate_is_the_agreement_of_draws_with_the_same_gumbel_noise():
     rng = np.random.default_rng(2)
-    target, draft = random_laws(rng, (2, 5))
+    target, draft = random_distributions(rng, (2, 5))
     noise = rng.gumbel(size=(100_000, 5))
     agree = (np.log(target) + noise).argmax(axis=-1) == (np.log(draft) + noise).argmax(axis=-1)
     rate = theory.coupled_acceptance_rate(target, draft)
@@ -159,7 +159,7 @@ def test_expected_accepted_where_the_residuals_of_block_and_token_differ(rule, e
 
 
 def rejection_rule(target_rows, draft_rows, path):
-    """The law of the number of accepted drafts, each tested until the first failure."""
+    """The distribution of the number of accepted drafts, each tested until the first failure."""
     tests = [min(1, t[x] / d[x]) for t, d, x in zip(target_rows, draft_rows, path, strict=True)]
     reach = np.cumprod([1, *tests])
     return reach * (1 - np.array([*tests, 0]))
@@ -171,7 +171,7 @@ def match_rule(target_rows, draft_rows, path):
 
 
 def block_rule(target_rows, draft_rows, path):
-    """The law of the last index whose test passes, with the thresholds of Sun et al., algorithm 2."""
+    """The distribution of the last index whose test passes, with the thresholds of Sun et al., algorithm 2."""
     weight, tests = 1.0, [1.0]  # index 0 always passes
     for i, token in enumerate(path, start=1):
         weight = min(1, weight * target_rows[i - 1][token] / draft_rows[i - 1][token])
@@ -191,20 +191,25 @@ def block_rule(target_rows, draft_rows, path):
 def test_expected_accepted_is_that_of_the_enumerated_rule(name, rule, num_draft_tokens):
     rng = np.random.default_rng(num_draft_tokens)
     shapes = [(3,) * (i + 1) for i in range(num_draft_tokens)]
-    target, draft = [random_laws(rng, shape) for shape in shapes], [random_laws(rng, shape) for shape in shapes]
+    target, draft = (
+        [random_distributions(rng, shape) for shape in shapes],
+        [random_distributions(rng, shape) for shape in shapes],
+    )
     expected = 0.0
     for path in itertools.product(range(3), repeat=num_draft_tokens):
-        target_rows, draft_rows = ([law[path[:i]] for i, law in enumerate(laws)] for laws in (target, draft))
+        target_rows, draft_rows = (
+            [distribution[path[:i]] for i, distribution in enumerate(tables)] for tables in (target, draft)
+        )
         num_accepted = rule(target_rows, draft_rows, path)
         assert num_accepted.sum() == pytest.approx(1)
-        mass = np.prod([law[token] for law, token in zip(draft_rows, path, strict=True)])
+        mass = np.prod([distribution[token] for distribution, token in zip(draft_rows, path, strict=True)])
         expected += mass * num_accepted @ np.arange(num_draft_tokens + 1)
     assert theory.expected_accepted(target, draft, name) == pytest.approx(expected, rel=1e-12)
 
 
 def test_rules_agree_where_they_must():
     rng = np.random.default_rng(3)
-    target, draft = random_laws(rng, (2, 5))
+    target, draft = random_distributions(rng, (2, 5))
     one = [theory.expected_accepted([target], [draft], rule) for rule in ("rejection", "block")]
     assert one == pytest.approx([theory.acceptance_rate(target, draft)] * 2)
     assert theory.expected_accepted(context_free(target, 3), context_free(target, 3), "block") == pytest.approx(3)

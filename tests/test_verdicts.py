@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from wrong_verifiers import WRONG, Changed
 
-from specjax import Categorical, Draft, testing, verifiers
+from specjax import Categorical, Draft, testing, validation, verifiers
 from specjax.verifiers import core
 from specjax.verifiers.rejection import rejection
 
@@ -165,3 +165,14 @@ def test_too_many_outcomes_are_refused():
     draft, target, _ = batch(200_000, True)
     with pytest.raises(ValueError, match="the core must have at most 4000000 outcomes"):
         testing.enumerate_outcomes(two_picks, draft, target)
+
+
+def test_a_verifier_without_a_core_cannot_be_enumerated():
+    draft, target, _ = batch(2, True)
+    with pytest.raises(ValueError, match="verifier must be one that from_core made, got <function"):
+        testing.enumerate_outcomes(lambda keys, draft, target: None, draft, target)
+
+
+def test_writers_of_verifiers_find_the_checks_in_core():
+    for name in ("check_array", "check_bonus_tokens", "check_categorical", "check_number", "check_shapes"):
+        assert getattr(core, name) is getattr(validation, name)

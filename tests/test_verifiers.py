@@ -469,7 +469,7 @@ def test_the_ends_of_the_vocabulary(vocab, uniform):
 class TestTheDraw:
     """The inverse CDF in float32, over all points of the grids of its two uniforms."""
 
-    def first_above_law(self, weights):
+    def first_above_probabilities(self, weights):
         """Probability of each index of `_first_above`: how many of the 2**24 uniforms give it."""
         total = np.asarray(jnp.cumsum(jnp.asarray(weights)[None], axis=-1))[0]
         mass = total[-1]
@@ -482,7 +482,7 @@ class TestTheDraw:
         count = np.where(np.asarray(weights) > 0, count, 0)
         return np.diff(np.maximum.accumulate(count), prepend=0) / 2**24
 
-    def laws(self):
+    def logits_rows(self):
         vocab = 128256
         rng = np.random.default_rng(0)
         yield np.zeros(vocab)
@@ -491,20 +491,20 @@ class TestTheDraw:
         yield np.where(np.arange(vocab) == 77_777, 14.0, 0.0)
 
     def test_counted_on_the_grid(self):
-        for logits in self.laws():
+        for logits in self.logits_rows():
             logits = jnp.asarray(logits, jnp.float32)[None, None]
             residual = distributions.Residual(distributions.normalize(Categorical(logits)))
             weights = np.asarray(distributions.residual_weights(residual))[0]
             blocks = np.pad(weights, (0, -len(weights) % distributions.BLOCK_SIZE)).reshape(
                 -1, distributions.BLOCK_SIZE
             )
-            block_law = self.first_above_law(np.asarray(jnp.sum(jnp.asarray(blocks), axis=-1)))
-            law = np.concatenate([p * self.first_above_law(b) for p, b in zip(block_law, blocks, strict=True)])[
-                : len(weights)
-            ]
+            block_probabilities = self.first_above_probabilities(np.asarray(jnp.sum(jnp.asarray(blocks), axis=-1)))
+            distribution = np.concatenate(
+                [p * self.first_above_probabilities(b) for p, b in zip(block_probabilities, blocks, strict=True)]
+            )[: len(weights)]
             exact = testing.probabilities(np.asarray(logits[0, 0], np.float64))
-            assert law.sum() == pytest.approx(1, abs=1e-6)
-            assert testing.total_variation(law, exact) < 5e-5
+            assert distribution.sum() == pytest.approx(1, abs=1e-6)
+            assert testing.total_variation(distribution, exact) < 5e-5
 
     def test_the_count_is_of_the_function(self):
         rng = np.random.default_rng(1)
@@ -513,11 +513,11 @@ class TestTheDraw:
             jnp.broadcast_to(weights, (200_000, 37)), jnp.asarray(rng.integers(0, 2**24, 200_000) / 2**24, jnp.float32)
         )
         counts = np.bincount(np.asarray(drawn), minlength=37)
-        test = testing.chi_square(counts, self.first_above_law(weights))
+        test = testing.chi_square(counts, self.first_above_probabilities(weights))
         assert test.statistic < test.bound
 
     def test_gumbel_noise_has_a_resolved_tail(self):
-        """The largest of many draws follows its law past the 16.6 where a 23-bit uniform ends."""
+        """The largest of many draws follows its distribution past the 16.6 where a 23-bit uniform ends."""
         draw = jax.jit(lambda keys: streams.gumbel(keys, (1 << 20,)))
         noise = np.asarray(draw(jax.random.split(jax.random.key(0), 64)))
         assert noise.max() > 16.8
@@ -563,7 +563,7 @@ def first_tokens(name):
 @pytest.mark.parametrize("temperature, top_p", [(0.0, 0.9), (0.6, 1.0), (1.0, 0.9), (1.7, 1.0)])
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_sampled_distribution(name, temperature, top_p):
-    """200,000 first tokens of a vocabulary of 4096 against the law, by chi-square.
+    """200,000 first tokens of a vocabulary of 4096 against the distribution, by chi-square.
 
     Drafts are sampled for rejection and block; deterministic ones they verify by match.
     """
@@ -572,14 +572,16 @@ def test_sampled_distribution(name, temperature, top_p):
     draft_logits = 0.5 * (target_logits + draft_logits)
     logits = jnp.stack([target_logits] * 2)
     cut = min_logit(logits, temperature=jnp.full(2, temperature), top_p=jnp.full(2, top_p))
-    law = testing.probabilities(np.where(target_logits >= np.asarray(cut)[0], target_logits, -np.inf), temperature)
+    distribution = testing.probabilities(
+        np.where(target_logits >= np.asarray(cut)[0], target_logits, -np.inf), temperature
+    )
     draft_sums = jnp.asarray(np.cumsum(testing.probabilities(draft_logits)), jnp.float32)
     chunks = 1 if temperature == 0 else SAMPLES // CHUNK
     tokens = [
         first_tokens(name)(key, logits, temperature, cut, draft_logits[None], draft_sums)
         for key in jax.random.split(jax.random.key(0), chunks)
     ]
-    test = testing.chi_square(np.bincount(np.concatenate(tokens), minlength=VOCAB_SAMPLED), law)
+    test = testing.chi_square(np.bincount(np.concatenate(tokens), minlength=VOCAB_SAMPLED), distribution)
     assert test.statistic < test.bound
 
 

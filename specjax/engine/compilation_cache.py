@@ -30,13 +30,15 @@ def enable(folder: str | Path | Literal[False] | None) -> None:
         return
     if not (folder is None or isinstance(folder, str | Path)):
         raise ValueError(f"compilation_cache must be a path, None or False, got {folder!r}")
-    used = jax.config.jax_compilation_cache_dir
+    # JAX adds the attributes of its options at run time.
+    used = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    is_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     if used is not None and folder is not None and Path(folder).expanduser().absolute() != Path(used).absolute():
         raise ValueError(
             f"compilation_cache must be None or {used!r}, which JAX uses already (jax_compilation_cache_dir), "
             f"got {str(folder)!r}"
         )
-    if used is not None or not jax.config.jax_enable_compilation_cache:
+    if used is not None or not is_enabled:
         return
     try:
         path = default_folder() if folder is None else Path(folder).expanduser().absolute()

@@ -98,7 +98,7 @@ class Detokenizer:
         self._window = self._window[-num_new:]
         self._known = self._decode(self._window)
 
-        stops = self.params.stop if len(self.token_ids) > self.params.min_tokens else ()
+        stops = self.params.stop or () if len(self.token_ids) > self.params.min_tokens else ()
         found = [(start, stop) for stop in stops if (start := self._text.find(stop, self._certain)) >= 0]
         if found:
             self._cut(*min(found))

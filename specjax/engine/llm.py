@@ -19,7 +19,8 @@ from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
-from specjax.types import Model, Proposer, Verifier, is_integer
+from specjax.types import Model, Proposer, Verifier
+from specjax.validation import is_integer
 
 __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
@@ -76,21 +77,22 @@ class LLM:
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)
-        dtype = jnp.float32 if dtype is None else dtype
+        weights_dtype: DTypeLike = jnp.float32 if dtype is None else dtype
         self._directory = find_checkpoint("model", model)
         draft = _find_draft(draft, num_draft_tokens)
 
         self.verifier = verifier
-        self.model = models.load(self._directory, dtype=dtype)
+        self.model = models.load(self._directory, dtype=weights_dtype)
         self.tokenizer = load_tokenizer(self._directory)
         self.eos_token_ids = eos_token_ids(self._directory, self.tokenizer)
         limit = self.model.max_length
+        assert limit is not None, "every checkpoint says how long its sequences may be"
         self.max_length = limit if max_length is None else max_length
         if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
         if isinstance(draft, Path):
-            draft = proposers.draft_model(self._load_draft(draft, dtype), num_draft_tokens)
+            draft = proposers.draft_model(self._load_draft(draft, weights_dtype), num_draft_tokens)
         if isinstance(draft, DraftModel) and draft.model.vocab_size != self.model.vocab_size:
             raise ValueError(
                 f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, "
@@ -110,7 +112,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,

@@ -14,6 +14,7 @@ from specjax import decode, metrics, sampling
 from specjax import keys as streams
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import DraftLength
+from specjax.proposers import DraftModel
 from specjax.sampling import SamplingParams
 from specjax.sampling.guided.tables import round_up
 
@@ -126,7 +127,7 @@ class Batch:
         self._start = time.perf_counter()
         self._llm, self._prompts, self._params = llm, prompts, params
         counts = [p.num_samples for p in params]
-        request = np.repeat(np.arange(len(params)), counts)  # index of each row's request
+        request = np.repeat(np.arange(len(params)), counts).tolist()  # index of each row's request
         sample = np.concatenate([np.arange(count) for count in counts])  # index of each row within its request
         self._request_rows = np.split(np.arange(len(request)), np.cumsum(counts)[:-1])
         row_ids, row_params = [prompt_ids[i] for i in request], [params[i] for i in request]
@@ -149,7 +150,7 @@ class Batch:
         has_logprobs = bool(listed) or max(counts) > 1
         num_logprobs = min(round_up(max(listed)), llm.model.vocab_size) if any(listed) else 0
         self._draft_length = None
-        if llm.chooses_draft_length:
+        if llm.chooses_draft_length and isinstance(llm.proposer, DraftModel):
             self._draft_length = DraftLength(llm.model, llm.proposer, len(request))
         self._state = _prefill(
             llm.model,
@@ -190,6 +191,7 @@ class Batch:
             if np.any(is_done & (finished == decode.RUNNING)):
                 self._state = decode.deactivate(self._state, jnp.asarray(is_done))
             if self._draft_length is not None:
+                assert num_steps is not None, "K is chosen between chunks of steps"
                 num_taken += num_steps
                 if num_taken % STEPS_PER_CHUNK == 1:  # after steps 1, 9, 17, ..., in chunks or one at a time
                     self._draft_length.update(self.totals)

@@ -50,7 +50,8 @@ def _from_json(path: Path) -> "Tokenizer":
 
 def _from_transformers(path: Path) -> "Tokenizer":
     try:
-        from transformers import AutoTokenizer
+        # The extra `hf` installs it.
+        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise ValueError(
             f'{path.parent} has no tokenizer.json; to read {path.name}, install transformers: pip install "specjax[hf]"'

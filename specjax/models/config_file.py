@@ -134,15 +134,15 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be {kind.__name__}, got {value!r}")
         return value
 
-    def size(self, name: str, default: Any = _REQUIRED, *, most: int = MAX_INT) -> int:
-        """Return a field that must be an integer in [1, most]."""
+    def size(self, name: str, default: Any = _REQUIRED, *, most: int = MAX_INT) -> Any:
+        """Return a field that must be an integer in [1, most], or its default, which may be None."""
         value = self.get(name, int, default)
         if value is not None and not 1 <= value <= most:
             raise ValueError(f"{self.where(name)} must be in [1, {most}], got {value}")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """Return a field that must be a positive, finite number, as a float."""
+    def number(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a field that must be a positive, finite number, as a float; or its default, which may be None."""
         value = self._read(name)
         if type(value) is not int:
             value = self.get(name, float, default)

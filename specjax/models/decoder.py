@@ -166,6 +166,7 @@ class Layer(nnx.Module):
         if cache is None:
             attended = attend(rotate(query, rotation), rotate(key, rotation), value, mask, scale, softcap)
         else:
+            assert mask is not None, "with a cache no mask is left out"
             attended, cache = attend_to_cache(query, key, value, cache, inputs, mask, rotation, window, scale, softcap)
         return attended.reshape(batch_size, num_tokens, heads * size), cache
 
@@ -217,20 +218,19 @@ class Decoder(nnx.Module):
                 window: None if cache is None and window is None else attention_mask(inputs, size, window)
                 for window in dict.fromkeys(windows)
             }
-            new_cache = None if cache is None else []
+            new_cache = []
             head = (self.embedding if config.tie_embeddings else self.head)[...]
             turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
             for i, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
                 layer_cache = None if cache is None else cache[i]
                 x, layer_cache = layer(x, inputs, turns, masks[window], window, layer_cache)
-                if cache is not None:
-                    new_cache.append(layer_cache)
+                new_cache.append(layer_cache)
             norm = norm_of(self.norm[...], config)
             features = rms_norm(x, norm)
             logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-        return ModelOutput(logits, features), new_cache
+        return ModelOutput(logits, features), None if cache is None else new_cache
 
 
 def init_params(config: DecoderConfig, seed: int) -> PyTree:

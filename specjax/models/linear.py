@@ -118,12 +118,12 @@ def _by_kernel(
     **static,
 ) -> Array:
     static["interpret"] = interpret
+    norm = None if scale is None or epsilon is None else (scale, epsilon)
     if _kernel_of(x, weight) is one_row:
-        norm = None if scale is None else (scale, epsilon)
         residual = None if residual is None else residual.ravel()
         return one_row.linear(x.ravel(), weight, norm=norm, residual=residual, **static)[None, None]
-    if scale is not None:
-        x = rms_norm(x, (scale, epsilon))
+    if norm is not None:
+        x = rms_norm(x, norm)
     rows = x.reshape(-1, x.shape[2])
     if residual is not None:
         residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(rows.shape[0], -1)

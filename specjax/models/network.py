@@ -3,9 +3,10 @@
 The functions are frozen dataclasses that compare by value, so a model that is built again does not retrace.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,20 @@ from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 class NetworkConfig(Protocol):
     """Fields that every network's config has; a config is a frozen dataclass."""
 
-    vocab_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    max_length: int
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def max_length(self) -> int: ...
 
 
-Network = type[nnx.Module]  # a class: Network(config, rngs)(inputs, cache) -> (ModelOutput, cache)
+# The class of a network, an nnx.Module: Network(config, rngs)(inputs, cache) -> (ModelOutput, cache).
+Network = Callable[[Any, nnx.Rngs], nnx.Module]
 
 
 @cache

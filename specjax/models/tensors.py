@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -143,7 +144,8 @@ class Tensors:
         if transpose:
             whole = whole[::-1]
 
-        def read_part(index: tuple[slice, ...]) -> np.ndarray:
+        def read_part(index: tuple[slice, ...] | None = None) -> np.ndarray:
+            index = (slice(None),) * len(whole) if index is None else index
             bounds = [axis.indices(size)[:2] for axis, size in zip(index, whole, strict=True)]
             result = _aligned_empty([stop - start for start, stop in bounds], self._dtype)
             if transpose:
@@ -153,7 +155,7 @@ class Tensors:
             return result
 
         if self._sharding is None:
-            array = jax.device_put(read_part((slice(None),) * len(whole)))
+            array = jax.device_put(read_part())
         else:
             array = jax.make_array_from_callback(whole, self._sharding, read_part)
         array.block_until_ready()  # the host then holds one array at a time
@@ -204,7 +206,7 @@ def _files(directory: Path) -> list[Path]:
     if not index.is_file():
         raise FileNotFoundError(f"directory must hold model.safetensors or {index.name}, got {directory}")
     weight_map = read_json(index).get("weight_map")
-    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    names: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ValueError(f"weight_map in {index} must map names of tensors to names of files, got {weight_map!r}")
     paths = [directory / name for name in sorted(set(names))]

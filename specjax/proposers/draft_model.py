@@ -24,8 +24,8 @@ from specjax.types import (
     ModelOutput,
     PyTree,
     Verified,
-    is_integer,
 )
+from specjax.validation import is_integer
 
 CATCH_UP = 16  # tokens in each call that feeds what was committed while the draft model did not run
 
@@ -163,7 +163,9 @@ class DraftModel:
         Greedy drafts are deterministic, so the distribution is None.
         """
         if self.is_greedy:
-            return distributions.normalize(row, argmax=True).argmax, None
+            best = distributions.normalize(row, argmax=True).argmax
+            assert best is not None, "it was asked for"
+            return best, None
         return distributions.sample(key, row), row._replace(temperature=None)
 
 

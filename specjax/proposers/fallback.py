@@ -11,7 +11,7 @@ from specjax import distributions
 from specjax.proposers.draft_model import DraftModel
 from specjax.proposers.split import run_where
 from specjax.types import Array, Categorical, Chunk, Context, Draft, Proposer, PyTree, Verified
-from specjax.verifiers import canonical
+from specjax.verifiers.core import canonical, num_drafts
 
 
 class Both(NamedTuple):
@@ -39,8 +39,8 @@ class Fallback:
         return all(getattr(proposer, "takes_pages", False) for proposer in (self.first, self.second))
 
     def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Both:
-        states = (proposer.init(batch_size, max_length, pool) for proposer in (self.first, self.second))
-        return Both(*states, jnp.zeros(batch_size, bool))
+        first, second = (proposer.init(batch_size, max_length, pool) for proposer in (self.first, self.second))
+        return Both(first, second, jnp.zeros(batch_size, bool))
 
     def prefill(self, chunk: Chunk, features: Any, state: Both) -> Both:
         first = self.first.prefill(chunk, features, state.first)
@@ -50,12 +50,12 @@ class Fallback:
         draft, first = self._propose(self.first, keys, context, sampling, state.first)
         if draft.distribution is not None:
             raise ValueError("first must make deterministic drafts, whose distribution is None, got a distribution")
-        is_first = draft.num_tokens > 0
+        is_first = num_drafts(draft) > 0
         rest = context._replace(active=context.active & ~is_first)
         propose = partial(self._propose, self.second)
         other, second = run_where(rest.active, propose, keys, rest, sampling, state.second)
         tokens = jnp.where(rest.active[:, None], other.tokens, draft.tokens)
-        num_tokens = jnp.where(rest.active, other.num_tokens, draft.num_tokens)
+        num_tokens = jnp.where(rest.active, num_drafts(other), num_drafts(draft))
         distribution = other.distribution
         if distribution is not None:
             temperature = 1.0 if distribution.temperature is None else distribution.temperature
@@ -87,6 +87,7 @@ class Fallback:
 def _widened(distribution: Categorical, width: int) -> Categorical:
     """Return the distribution with `width` rows per sequence, which repeat the last row without copying its logits."""
     packed = distributions.pack(distribution)
+    assert packed.rows is not None, "packed logits have rows"
     index = jnp.minimum(jnp.arange(width), packed.rows.shape[1] - 1)
     return packed._replace(rows=packed.rows[:, index])
 

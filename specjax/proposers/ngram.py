@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Chunk, Context, Draft, PyTree, Verified, is_integer
+from specjax.types import Array, Chunk, Context, Draft, PyTree, Verified
+from specjax.validation import is_integer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "min_n", "max_n"])

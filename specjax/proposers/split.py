@@ -25,8 +25,9 @@ def rows_to_draft(
     """
     rows = context.active
     longest = context.tokens.shape[1] - 1  # an active row has room for at least one more token
-    is_limited = max_length is not None and longest + num_draft_tokens >= max_length
-    if is_limited:
+    is_limited = False
+    if max_length is not None and longest + num_draft_tokens >= max_length:
+        is_limited = True
         rows &= context.length + num_draft_tokens < max_length
     if speculate_below is not None:
         rows &= jnp.sum(context.active) < speculate_below

@@ -58,13 +58,18 @@ def batch(
     Raises:
         ValueError: a token id is outside the vocabulary, or bad words are strings and `tokenize` is None.
     """
-    stops = [p.stop_token_ids + (() if p.ignore_eos else tuple(eos_token_ids)) for p in params]
-    biases = [list(p.logit_bias) for p in params]
+    stops = [(*(p.stop_token_ids or ()), *(() if p.ignore_eos else eos_token_ids)) for p in params]
+    biases = [p.logit_bias or {} for p in params]
     allowed = [p.allowed_token_ids or () for p in params]
-    bad_words = [_tokenized(p.bad_words, tokenize) for p in params]
+    bad_words = [_tokenized(p.bad_words or (), tokenize) for p in params]
     if vocab_size is not None:
         words = [word for row in bad_words for word in row]
-        named = {"stop_token_ids": stops, "logit_bias": biases, "allowed_token_ids": allowed, "bad_words": words}
+        named = {
+            "stop_token_ids": stops,
+            "logit_bias": [list(bias) for bias in biases],
+            "allowed_token_ids": allowed,
+            "bad_words": words,
+        }
         _check_vocabulary(params, named, vocab_size)
 
     def column(name: str, dtype: type, unused: float) -> Array | None:
@@ -83,11 +88,11 @@ def batch(
         presence_penalty=column("presence_penalty", jnp.float32, 0),
         frequency_penalty=column("frequency_penalty", jnp.float32, 0),
         repetition_penalty=column("repetition_penalty", jnp.float32, 1),
-        bias_tokens=_padded(biases),
-        bias_values=_padded([list(p.logit_bias.values()) for p in params], 0, jnp.float32),
+        bias_tokens=_padded([list(bias) for bias in biases]),
+        bias_values=_padded([list(bias.values()) for bias in biases], 0, jnp.float32),
         allowed_tokens=_padded(allowed),
         bad_words=_padded_words(bad_words),
-        logits_processors=_shared_processors([p.logits_processors for p in params]),
+        logits_processors=_shared_processors([p.logits_processors or () for p in params]),
         guide=guided.batch([p.guided_decoding for p in params], vocab_size),
     )
 
@@ -107,13 +112,13 @@ def _check_vocabulary(
 
 
 def _tokenized(
-    words: Sequence[str | tuple[int, ...]], tokenize: Callable[[str], Sequence[int]] | None
+    words: Sequence[str | Sequence[int]], tokenize: Callable[[str], Sequence[int]] | None
 ) -> list[tuple[int, ...]]:
     """Return the token sequences of bad words; a string has one at the start of a text and one after a space."""
     sequences = []
     for word in words:
         if not isinstance(word, str):
-            sequences.append(word)
+            sequences.append(tuple(word))
             continue
         if tokenize is None:
             raise ValueError(f"bad_words must be sequences of token ids where batch has no tokenize, got {word!r}")
@@ -124,7 +129,7 @@ def _tokenized(
     return list(dict.fromkeys(sequences))
 
 
-def _shared_processors(rows: Sequence[tuple[LogitsProcessor, ...]]) -> tuple[tuple[Partial, Array], ...] | None:
+def _shared_processors(rows: Sequence[Sequence[LogitsProcessor]]) -> tuple[tuple[Partial, Array], ...] | None:
     """Return every logits processor with the rows [B] bool that use it, in an order that keeps the order of each row.
 
     A function stands at the place that it has in the rows, and once for each of its places.

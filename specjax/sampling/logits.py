@@ -15,7 +15,7 @@ from specjax.sampling.arrays import Sampling
 from specjax.sampling.cut import min_logit
 from specjax.sampling.guided.tables import Guide
 from specjax.types import Array, Categorical, Context
-from specjax.verifiers import core as common
+from specjax.validation import check_array
 
 
 def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int = 0) -> Categorical:
@@ -39,13 +39,13 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
             state, or a logits processor returns another shape.
     """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
-    common.check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
-    common.check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
+    check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
+    check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
     shape = logits.shape
     row = (first + jnp.arange(shape[1]))[None]  # [1, T], number of drafts before each row
     if sampling.logits_processors is not None:
         logits = _run_processors(sampling.logits_processors, logits, context, drafts, row)
-    if sampling.bias_tokens is not None:
+    if sampling.bias_tokens is not None and sampling.bias_values is not None:
         logits = widen(logits)
         logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None].astype(logits.dtype)
     logits = _mask(sampling, logits, context, drafts, first)
@@ -115,7 +115,7 @@ def _mask(sampling: Sampling, logits: Array, context: Context, drafts: Array, fi
         banned = _completing(sampling.bad_words, context, drafts, row)
         index = jnp.arange(batch_size)[:, None, None], jnp.arange(num_rows)[None, :, None]
         logits = logits.at[*index, jnp.where(banned < 0, vocab_size, banned)].set(-jnp.inf, mode="drop")
-    if sampling.min_tokens is not None:
+    if sampling.min_tokens is not None and sampling.stop_tokens is not None:
         is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
         is_stop = _contains(sampling.stop_tokens, vocab_size)
         masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from specjax.sampling.guided.tables import Grammar
-from specjax.types import Array, Context, is_integer
+from specjax.types import Array, Context
+from specjax.validation import is_integer
 
 LogitsProcessor = Callable[[Array, Context], Array]
 
@@ -198,14 +199,14 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
 
-def _are_ids(values: Iterable[object]) -> bool:
+def _are_ids(values: Iterable[Any]) -> bool:
     return all(is_integer(value) and 0 <= value <= _MAX_INT for value in values)
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: Any) -> bool:
     """Return whether a number is positive and finite in float32, where devices may treat denormal numbers as 0."""
     return _is_number(value) and _LEAST <= float(value) <= _MOST
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return (is_integer(value) or isinstance(value, float | np.floating)) and math.isfinite(value)

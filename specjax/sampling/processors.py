@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Context, is_integer
+from specjax.types import Array, Context
+from specjax.validation import is_integer
 
 
 @dataclass(frozen=True)

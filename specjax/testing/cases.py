@@ -5,9 +5,10 @@ from itertools import product
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specjax.testing.enumeration import Table, path_probabilities, probabilities, rows_along
+from specjax.testing.enumeration import Table, draft_tables, path_probabilities, probabilities, rows_along
 from specjax.types import Categorical, Draft
 
 VOCAB_SIZE = 3
@@ -30,7 +31,7 @@ BLOCK_INSTANCE = (
 
 
 class Case(NamedTuple):
-    """The arguments of a verifier in NumPy, with one row for each possible draft, and the expected distribution."""
+    """The arguments of a verifier, with one row for each possible draft, and the expected distribution."""
 
     name: str
     draft: Draft  # N rows
@@ -46,13 +47,11 @@ def make_case(
     *,
     num_tokens: int | None = None,
     ends_by_id: bool = False,
-    is_mixed: bool = True,
     target_temperature: float = 1.0,
     draft_temperature: float = 1.0,
     min_logit: float = -np.inf,
-    hidden_rows: Sequence[int] = (),
 ) -> Case:
-    """Build a case from conditional logits.
+    """Build a case from conditional logits, in which every field of the records has a value.
 
     Everything that no verifier may read is garbage: the token ids and the NaN logits of the draft behind a row's own
     drafts, and the NaN logits of the target behind the row of its bonus token.
@@ -63,16 +62,13 @@ def make_case(
         draft: conditional logits of the draft, levels 0 to K-1; or K token ids of deterministic drafts.
         num_tokens: the number of drafts that the row has; None is K.
         ends_by_id: whether the id -1 ends a row with fewer drafts, in place of `Draft.num_tokens`.
-        is_mixed: whether every field of the records gets a value, so that different cases fit into one batch.
         target_temperature: the temperature of the target.
         draft_temperature: the temperature of the draft.
         min_logit: the cut of all rows.
-        hidden_rows: indices of drafts whose reported distribution has no mass.
     """
-    num_drafts = len(target) - 1
-    is_sampled = num_drafts > 0 and np.ndim(draft[0]) > 0
+    num_drafts, drafted = len(target) - 1, draft_tables(draft)
     kept = num_drafts if num_tokens is None else num_tokens
-    heads = list(product(range(VOCAB_SIZE), repeat=kept)) if is_sampled else [tuple(draft[:kept])]
+    heads = [tuple(map(int, draft[:kept]))] if drafted is None else product(range(VOCAB_SIZE), repeat=kept)
     paths = [head + (0,) * (num_drafts - kept) for head in heads]
     size = len(paths)
     past = np.arange(num_drafts) >= kept
@@ -82,23 +78,36 @@ def make_case(
 
     def rows(tables: Sequence[Table], is_unread: np.ndarray, temperature: float) -> Categorical:
         logits = np.where(is_unread[:, None], np.nan, rows_along(tables, paths))
-        fields = [np.full(size, temperature), np.full((size, len(tables)), min_logit)] if is_mixed else []
-        return Categorical(*(np.asarray(x, np.float32) for x in (logits, *fields)))
+        fields = logits, np.full(size, temperature), np.full((size, len(tables)), min_logit)
+        return Categorical(*(jnp.asarray(x, jnp.float32) for x in fields))
 
     reported, weight = None, np.ones(1)
-    if is_sampled:
-        reported = rows(draft, past, draft_temperature)
-        is_hidden = np.isin(np.arange(num_drafts), hidden_rows)[:, None]
-        reported = reported._replace(logits=np.where(is_hidden, np.float32(-np.inf), reported.logits))
-        weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in draft[:kept]], paths)
-    counts = np.full(size, num_drafts if ends_by_id else kept, np.int32) if is_mixed else None
+    if drafted is not None:
+        reported = rows(drafted, past, draft_temperature)
+        weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in drafted[:kept]], paths)
+    counts = jnp.full(size, num_drafts if ends_by_id else kept, jnp.int32)
     return Case(
         name,
-        Draft(tokens.astype(np.int32), reported, counts),
+        Draft(jnp.asarray(tokens, jnp.int32), reported, counts),
         rows(target, np.arange(num_drafts + 1) > kept, target_temperature),
         weight,
         [probabilities(table, target_temperature, min_logit) for table in target],
     )
+
+
+def _plain(case: Case) -> Case:
+    """Return the case with records that have only the fields that they must have."""
+    tokens, reported, _ = case.draft
+    draft = Draft(tokens, None if reported is None else Categorical(reported.logits))
+    return case._replace(draft=draft, target=Categorical(case.target.logits))
+
+
+def _without_mass(case: Case, row: int) -> Case:
+    """Return the case with a row of the reported draft distribution in which no token has mass."""
+    reported = case.draft.distribution
+    assert reported is not None, "the drafts are sampled"
+    reported = reported._replace(logits=reported.logits.at[:, row].set(-jnp.inf))
+    return case._replace(draft=case.draft._replace(distribution=reported))
 
 
 def batches(num_drafts: int) -> Iterator[list[Case]]:
@@ -115,13 +124,13 @@ def batches(num_drafts: int) -> Iterator[list[Case]]:
 
     target, draft = tables(num_drafts + 1), tables(num_drafts)
     plain = [
-        make_case("sampled drafts", target, draft, is_mixed=False),
-        make_case("drafts of the target itself", target, target[:-1], is_mixed=False),
+        make_case("sampled drafts", target, draft),
+        make_case("drafts of the target itself", target, target[:-1]),
     ]
     if num_drafts == 2:
-        plain.append(make_case("the instance of block verification", *BLOCK_INSTANCE, is_mixed=False))
+        plain.append(make_case("the instance of block verification", *BLOCK_INSTANCE))
     if num_drafts:
-        yield plain
+        yield [_plain(case) for case in plain]
 
     tied = [np.round(table / 2) for table in target]  # many logits of a row are equal
     ids = [token % VOCAB_SIZE for token in range(num_drafts)]
@@ -152,10 +161,10 @@ def batches(num_drafts: int) -> Iterator[list[Case]]:
                 instance = BLOCK_INSTANCE[0] + flat[3:], BLOCK_INSTANCE[1] + flat[2:-1]
                 mixed.append(make_case("the instance of block verification", *instance, num_tokens=2))
             mixed += [
-                make_case(f"draft row {i} without mass", target, draft, hidden_rows=[i]) for i in range(num_drafts)
+                _without_mass(make_case(f"draft row {i} without mass", target, draft), i) for i in range(num_drafts)
             ]
         yield mixed
-    yield [make_case("deterministic drafts", target, ids, is_mixed=False)]
+    yield [_plain(make_case("deterministic drafts", target, ids))]
 
 
 def _kept(target: list[Table], drafts: list) -> tuple[list[Table], list]:

@@ -113,31 +113,36 @@ def enumerate_outcomes(
 
     Raises:
         AssertionError: two calls of the core get the same noise.
-        ValueError: there are more than MAX_ROWS outcomes, or a call inside a loop has no index.
+        ValueError: `from_core` did not make the verifier, there are more than MAX_ROWS outcomes, or a call inside a
+            loop has no index.
     """
+    core = getattr(verifier, "core", None)
+    if core is None:
+        raise ValueError(f"verifier must be one that from_core made, got {verifier!r}")
     batch_size = draft.tokens.shape[0]
     static = tuple((k, v) for k, v in options.items() if v is None or isinstance(v, bool | str))
     traced = {k: v for k, v in options.items() if (k, v) not in static}
     rows = draft, distributions.as_categorical(target), bonus_tokens
 
-    def trace_calls() -> None:
-        nonlocal traced_draw
-        traced_draw = _Enumerated([])
-        _run(verifier.core, traced_draw, options, *rows)
+    draws: list[_Enumerated] = []
 
-    traced_draw = None
+    def trace_calls() -> None:
+        draws.append(_Enumerated([]))
+        _run(core, draws[-1], options, *rows)
+
     jax.eval_shape(trace_calls)
-    choices = [] if traced_draw.has_loop else traced_draw.unknown
+    has_loop = draws[-1].has_loop
+    choices = [] if has_loop else draws[-1].unknown
     while True:
         outcomes, num_outcomes = _product(choices, batch_size)
         repeated = jax.tree.map(lambda x: np.repeat(np.asarray(x), num_outcomes, axis=0), rows)  # noqa: B023
-        if traced_draw.has_loop:
+        if has_loop:
             draw = _Enumerated(outcomes)
             with jax.disable_jit():
-                verified, weight = _run(verifier.core, draw, options, *repeated), draw.weight
+                verified, weight = _run(core, draw, options, *repeated), draw.weight
             unknown = draw.unknown
         else:
-            (verified, weight), unknown = _replay(verifier.core, static, traced, outcomes, *repeated), []
+            (verified, weight), unknown = _replay(core, static, traced, outcomes, *repeated), []
         if not unknown:
             weight = jnp.broadcast_to(weight, (batch_size * num_outcomes,))
             return verified, np.asarray(weight).reshape(batch_size, num_outcomes)
@@ -214,8 +219,8 @@ def enumerate_law(
         ValueError: there are more than MAX_ROWS outcomes, or a call inside a loop has no index.
     """
     num_draft_tokens, vocab_size = len(target) - 1, target[0].shape[-1]
-    deterministic = len(draft) == 0 or np.ndim(draft[0]) == 0
-    paths = [tuple(draft)] if deterministic else list(product(range(vocab_size), repeat=num_draft_tokens))
+    drafted = draft_tables(draft)
+    paths = [tuple(map(int, draft))] if drafted is None else list(product(range(vocab_size), repeat=num_draft_tokens))
     batch_size = len(paths)
 
     def constant(value: float | int | None, kind: Any) -> Array | None:
@@ -225,18 +230,24 @@ def enumerate_law(
         cut = None if min_logit is None else jnp.full((batch_size, len(tables)), min_logit, jnp.float32)
         return Categorical(jnp.asarray(rows_along(tables, paths), dtype), constant(temperature, jnp.float32), cut)
 
-    drafted = Draft(
+    rows = Draft(
         jnp.asarray(np.array(paths, np.int32).reshape(batch_size, num_draft_tokens)),
-        None if deterministic else distribution(draft, draft_temperature),
+        None if drafted is None else distribution(drafted, draft_temperature),
         constant(num_tokens, jnp.int32),
     )
     scored = distribution(target, target_temperature)
-    verified, weight = enumerate_outcomes(verifier, drafted, scored, **options)
+    verified, weight = enumerate_outcomes(verifier, rows, scored, **options)
     target_probs = [probabilities(t, target_temperature, min_logit) for t in target]
     path_weight = np.ones(1)
-    if not deterministic:
-        path_weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in draft], paths)
+    if drafted is not None:
+        path_weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in drafted], paths)
     return completed_law(verified.tokens, (path_weight[:, None] * weight).reshape(-1), target_probs)
+
+
+def draft_tables(draft: Sequence[Table] | Sequence[int]) -> list[Table] | None:
+    """Return the conditional tables of a sampled draft, and None for the token ids of deterministic drafts."""
+    tables = [np.asarray(level) for level in draft]
+    return tables if tables and tables[0].ndim > 0 else None
 
 
 def rows_along(tables: Sequence[Table], paths: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -262,9 +273,9 @@ def completed_law(tokens: Array, weight: np.ndarray, target: Sequence[Table]) ->
     """
     joint = np.zeros((target[0].shape[-1],) * len(target))
     is_possible = weight != 0
-    tokens, weight = np.asarray(tokens)[is_possible], weight[is_possible]
-    emitted, inverse = np.unique(tokens, axis=0, return_inverse=True)
-    for row, mass in zip(emitted, np.bincount(inverse.reshape(-1), np.asarray(weight, np.float64)), strict=True):
+    emitted, inverse = np.unique(np.asarray(tokens)[is_possible], axis=0, return_inverse=True)
+    masses = np.bincount(inverse.reshape(-1), np.asarray(weight[is_possible], np.float64))
+    for row, mass in zip(emitted, masses, strict=True):
         prefix = tuple(int(t) for t in row if t >= 0)
         joint[prefix] += mass * product_law(target, prefix)
     return joint

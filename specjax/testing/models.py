@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.calls import check_result
-from specjax.types import Model, ModelInput, ModelOutput, PyTree, is_integer
+from specjax.types import Model, ModelInput, ModelOutput, PyTree
+from specjax.validation import is_integer
 
 BATCH_SIZE, NUM_TOKENS, CHUNK = 3, 12, 4  # the cache has NUM_TOKENS slots; a call feeds all tokens, CHUNK or one
 FAR = 2**16  # the slots of a long cache, whose shape alone is computed
@@ -170,8 +171,7 @@ def _start(model: Model, tolerance: float | None) -> _Trial:
 
 def _inputs(batch_size: int, num_tokens: int) -> ModelInput:
     """Return the shapes of the inputs of a call."""
-    array = jax.ShapeDtypeStruct((batch_size, num_tokens), jnp.int32)
-    return ModelInput(array, array)
+    return jax.eval_shape(lambda: ModelInput(*[jnp.zeros((batch_size, num_tokens), jnp.int32)] * 2))
 
 
 def _check_forms(model: Model) -> None:

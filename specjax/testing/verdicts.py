@@ -76,13 +76,22 @@ def assert_lossless(
         assert_sampled_distribution(name, tokens, target)
     if drafter is None:
         assert_rows_independent(verifier, **options)
-        temperature = jnp.where(jnp.arange(num_samples) % 2 == 0, 1.7, 0.5)
-        for name, kind in (("ragged rows", {"is_ragged": True}), ("deterministic drafts", {"drafter": first_token})):
-            proposer = BigramProposer(jnp.log(draft), num_draft_tokens, **kind)
-            tokens = sampled_tokens(bound, jnp.log(target), proposer, num_samples=num_samples, temperature=temperature)
-            for start, value in enumerate((1.7, 0.5)):
-                expected = probabilities(np.log(target), value)
-                assert_sampled_distribution(f"{name} at temperature {value} among others", tokens[start::2], expected)
+        _assert_mixed_batches(bound, num_draft_tokens, num_samples)
+
+
+def _assert_mixed_batches(verifier: Callable[..., Verified], num_draft_tokens: int, num_samples: int) -> None:
+    """Raise AssertionError unless batches of two temperatures follow the target, with fewer or deterministic drafts."""
+    *_, (_, target, draft) = _sampled_cases()
+    temperature = jnp.where(jnp.arange(num_samples) % 2 == 0, 1.7, 0.5)
+    proposers = {
+        "ragged rows": BigramProposer(jnp.log(draft), num_draft_tokens, is_ragged=True),
+        "deterministic drafts": BigramProposer(jnp.log(draft), num_draft_tokens, first_token),
+    }
+    for name, proposer in proposers.items():
+        tokens = sampled_tokens(verifier, jnp.log(target), proposer, num_samples=num_samples, temperature=temperature)
+        for start, value in enumerate((1.7, 0.5)):
+            expected = probabilities(np.log(target), value)
+            assert_sampled_distribution(f"{name} at temperature {value} among others", tokens[start::2], expected)
 
 
 def assert_proposer_lossless(
@@ -131,7 +140,8 @@ def _sampled_cases():
 def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], tolerance: float, options: dict) -> None:
     """Raise AssertionError unless the verifier gives every case of a batch the expected distribution."""
     draft, target = cases.stack(batch)
-    verified, weight = enumerate_outcomes(verifier, draft, target, **({"log_probs": True} | options))
+    given: dict[str, Any] = {"log_probs": True} | options
+    verified, weight = enumerate_outcomes(verifier, draft, target, **given)
     start = 0
     for case in batch:
         rows = slice(start, start + len(case.weight))
@@ -139,14 +149,14 @@ def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], toleranc
         outputs = slice(rows.start * weight.shape[1], rows.stop * weight.shape[1])
         own = jax.tree.map(lambda x: np.asarray(x)[outputs], verified)  # noqa: B023
         mass = (case.weight[:, None] * weight[rows]).reshape(-1)
-        repeated = jax.tree.map(lambda x: np.repeat(x, weight.shape[1], axis=0), (case.draft, case.target))
+        repeated = jax.tree.map(lambda x: np.repeat(np.asarray(x), weight.shape[1], axis=0), (case.draft, case.target))
         _assert_form(case.name, own, repeated[0], mass)
         _assert_distribution(case.name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
         if own.log_probs is None:
             if options.get("log_probs", True):
                 raise AssertionError(f"{case.name!r}: log_probs=True must fill Verified.log_probs, got None")
             continue
-        _assert_log_probs(case.name, own, repeated[1], mass)
+        _assert_log_probs(case.name, own.tokens, own.log_probs, repeated[1], mass)
 
 
 def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, tolerance: float, options: dict) -> None:
@@ -160,7 +170,7 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
     draft, target = jax.tree.map(lambda x: np.repeat(x, size, axis=0), (draft, target))
     bonus = np.tile(np.arange(size, dtype=np.int32), draft.tokens.shape[0] // size)
     try:
-        verified, weight = enumerate_outcomes(verifier, draft, target, bonus_tokens=bonus, **options)
+        verified, weight = enumerate_outcomes(verifier, draft, target, bonus_tokens=jnp.asarray(bonus), **options)
     except ValueError as error:
         if "bonus_tokens" in str(error):
             return
@@ -214,18 +224,18 @@ def _assert_distribution(name: str, found: np.ndarray, expected: list[Table], to
         )
 
 
-def _assert_log_probs(name: str, verified: Verified, target: Categorical, mass: np.ndarray) -> None:
+def _assert_log_probs(name: str, tokens: Array, log_probs: Array, target: Categorical, mass: np.ndarray) -> None:
     """Raise AssertionError unless `log_probs` are the log-probabilities of the tokens under their target rows."""
     expected = np.take_along_axis(
-        row_probabilities(target), np.clip(verified.tokens, 0, cases.VOCAB_SIZE - 1)[..., None], axis=-1
+        row_probabilities(target), np.clip(tokens, 0, cases.VOCAB_SIZE - 1)[..., None], axis=-1
     )[..., 0]
-    error = np.abs(np.exp(verified.log_probs) - expected)
-    wrong = np.argwhere((verified.tokens >= 0) & (mass > 0)[:, None] & ~(error < 1e-5))
+    error = np.abs(np.exp(np.asarray(log_probs)) - expected)
+    wrong = np.argwhere((tokens >= 0) & (mass > 0)[:, None] & ~(error < 1e-5))
     if wrong.size:
         row, index = wrong[0]
         raise AssertionError(
             f"{name!r}: log_probs must be those of the target, {np.log(expected[row, index]):.5f} for token {index} of "
-            f"{verified.tokens[row].tolist()}, got {verified.log_probs[row, index]:.5f}"
+            f"{tokens[row].tolist()}, got {log_probs[row, index]:.5f}"
         )
 
 
@@ -281,7 +291,9 @@ def _assert_equivariant(verify: Callable[..., Verified]) -> None:
     straight = jax.tree.map(lambda x: np.asarray(x)[permutation], verify(keys, *arguments))
     permuted = verify(keys[permutation], *jax.tree.map(lambda x: x[permutation], arguments))
     for name, first, second in zip(Verified._fields, straight, permuted, strict=True):
-        if first is not None and not np.array_equal(first, second, equal_nan=first.dtype.kind == "f"):
+        if first is None and second is None:
+            continue
+        if first is None or second is None or not np.array_equal(first, second, equal_nan=first.dtype.kind == "f"):
             raise AssertionError(f"{name} depends on the order of the batch: {first} became {second}")
 
 
@@ -289,7 +301,7 @@ def _on_key_data(verifier: Callable[..., Verified], options: dict) -> Callable[.
     """Return the verifier as a compiled function that takes keys as raw words [B, K+1, 2], which NumPy can hold."""
 
     @jax.jit
-    def verify(key_data: np.ndarray, draft: Draft, target: Categorical) -> Verified:
+    def verify(key_data: Array, draft: Draft, target: Categorical) -> Verified:
         return verifier(jax.random.wrap_key_data(key_data, impl="threefry2x32"), draft, target, **options)
 
     return verify
@@ -307,8 +319,6 @@ def _mixed_batch() -> tuple[np.ndarray, Draft, Categorical]:
     tokens = np.argmax(logits + rng.gumbel(size=logits.shape), axis=-1).astype(np.int32)
     num_tokens = np.arange(batch_size, dtype=np.int32) % (num_draft_tokens + 1)
     keys = rng.integers(1 << 32, size=(batch_size, num_draft_tokens + 1, 2), dtype=np.uint32)
-    return (
-        keys,
-        Draft(tokens, Categorical(logits, temperature[::-1].copy()), num_tokens),
-        Categorical(scores, temperature),
-    )
+    reported = Categorical(jnp.asarray(logits), jnp.asarray(temperature[::-1]))
+    draft = Draft(jnp.asarray(tokens), reported, jnp.asarray(num_tokens))
+    return jax.device_get((keys, draft, Categorical(jnp.asarray(scores), jnp.asarray(temperature))))

@@ -60,26 +60,13 @@ def block(
     """
     if draft.distribution is None:
         return accept_matches(draw, draft, target, bonus_tokens, log_probs)
-    num_draft_tokens = draft.tokens.shape[1]
     law = distributions.normalize(target)
-    draft = common.canonical(draft._replace(num_tokens=jnp.minimum(draft.num_tokens, num_usable_rows(law))))
     draft_law = distributions.of_drafts(draft.distribution)
+    draft = common.canonical(draft._replace(num_tokens=jnp.minimum(common.num_drafts(draft), num_usable_rows(law))))
     log_joint = jax.vmap(joint_log_ratio)(common.log_ratio(draft, draft_law, law))
     joint = jnp.exp(log_joint)
-
-    # Entry i is the mass of the residual after i + 1 drafts, of the target row and the draft row of the next token.
-    next_target = distributions.slice_law(law, 1, num_draft_tokens)
-    mass = distributions.residual_mass(
-        next_target, distributions.slice_law(draft_law, 1, num_draft_tokens), joint[:, :-1]
-    )
-    one_hot_mass = joint[:, :-1] * -jnp.expm1(distributions.token_log_prob(next_target, draft.tokens[:, 1:]))
-    mass = jnp.where(common.is_deterministic(draft)[:, None], one_hot_mass, mass)
-    accept = jax.vmap(acceptance_probabilities)(joint, mass, draft.num_tokens)
-    if target.temperature is not None:
-        accept = jnp.where(target.temperature[:, None] == 0, joint, accept)
-
-    index = jnp.arange(1, num_draft_tokens + 1, dtype=jnp.int32)[None]
-    accepted = draw.flip(accept) & (index <= draft.num_tokens[:, None])
+    index = jnp.arange(1, joint.shape[1] + 1, dtype=jnp.int32)[None]
+    accepted = draw.flip(accept_prefixes(draft, draft_law, law, joint)) & (index <= common.num_drafts(draft)[:, None])
     num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1)
     log_scale = jnp.take_along_axis(jnp.pad(log_joint, ((0, 0), (1, 0))), num_accepted[:, None], axis=1)[:, 0]
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted, jnp.exp(log_scale)))
@@ -106,6 +93,20 @@ def joint_log_ratio(log_ratio: Array) -> Array:
         return carry, carry
 
     return jax.lax.scan(step, jnp.zeros_like(log_ratio, shape=()), log_ratio)[1]
+
+
+def accept_prefixes(draft: Draft, draft_law: distributions.Law, law: distributions.Law, joint: Array) -> Array:
+    """Compute the acceptance probability [B, K] of each prefix, from P [B, K]."""
+    num_draft_tokens = joint.shape[1]
+    # Entry i is the mass of the residual after i + 1 drafts, of the target row and the draft row of the next token.
+    next_target = distributions.slice_law(law, 1, num_draft_tokens)
+    next_draft = distributions.slice_law(draft_law, 1, num_draft_tokens)
+    mass = distributions.residual_mass(next_target, next_draft, joint[:, :-1])
+    one_hot_mass = joint[:, :-1] * -jnp.expm1(distributions.token_log_prob(next_target, draft.tokens[:, 1:]))
+    mass = jnp.where(common.is_deterministic(draft)[:, None], one_hot_mass, mass)
+    accept = jax.vmap(acceptance_probabilities)(joint, mass, common.num_drafts(draft))
+    temperature = law.distribution.temperature
+    return accept if temperature is None else jnp.where(temperature[:, None] == 0, joint, accept)
 
 
 def acceptance_probabilities(joint: Array, mass: Array, num_tokens: Array) -> Array:

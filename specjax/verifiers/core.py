@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,7 +15,12 @@ from specjax import distributions
 from specjax import keys as streams
 from specjax.dispatch import dispatch
 from specjax.distributions import Law, Residual
-from specjax.types import FLOATS, Array, Categorical, Draft, Verified
+from specjax.types import Array, Categorical, Draft, Verified
+from specjax.validation import check_array as check_array
+from specjax.validation import check_bonus_tokens as check_bonus_tokens
+from specjax.validation import check_categorical as check_categorical
+from specjax.validation import check_number as check_number
+from specjax.validation import check_shapes as check_shapes
 from specjax.verifiers import kernels
 
 
@@ -31,12 +35,15 @@ class Draw(Protocol):
 
     def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
         """Flip a coin for every draft: return [B, K] bool, true with the given probabilities [B, K]."""
+        ...
 
     def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
         """Draw a token [B] int32 for every sequence from its residual."""
+        ...
 
     def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
         """Draw a token [B, T] int32 from every row, with the noise of the row's own position."""
+        ...
 
 
 class CallNumbers:
@@ -93,7 +100,10 @@ class KeyDraw:
 
 
 def from_core(
-    core: Callable[..., Verified], *, kernel: Callable[..., Verified] | None = None
+    core: Callable[..., Verified],
+    *,
+    kernel: Callable[..., Verified] | None = None,
+    check_options: Callable[..., None] | None = None,
 ) -> Callable[..., Verified]:
     """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
 
@@ -104,9 +114,11 @@ def from_core(
         core: the rule of the verifier, whose random choices all go through `draw`.
         kernel: a function `(keys, draft, target, *, interpret, **options) -> Verified` that runs in place of the core
             on CUDA where it supports the case; None is none.
+        check_options: a function `(num_draft_tokens, **options)` that raises ValueError for a wrong value of an option.
+            Decoding loops call it before jit takes the values away; None checks nothing.
 
     Returns:
-        The verifier. Its attribute `core` is the core.
+        The verifier. Its attributes `core` and `check_options` are the given functions.
     """
 
     @wraps(core, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
@@ -121,58 +133,74 @@ def from_core(
         implementation: str | None = None,
         **options: Any,
     ) -> Verified:
-        if not isinstance(draft, Draft):
-            raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
-        target = target if isinstance(target, Categorical) else jnp.asarray(target)
-        given = bonus_tokens  # it has values also where jit would turn it into a traced constant
-        draft, target, bonus_tokens = jax.tree.map(
-            jnp.asarray, (draft, distributions.as_categorical(target), bonus_tokens)
-        )
-        check_shapes(draft, target, bonus_tokens)
-        check_bonus_tokens(given, target.logits.shape[-1])
-        batch_size, num_draft_tokens = draft.tokens.shape
-        streams.check_step(keys, batch_size, num_draft_tokens)
-
-        def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
-            draw = KeyDraw(streams.of_step(keys, batch_size, num_draft_tokens))
-            own = {"outcomes": True} if outcomes else {}
-            common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs}
-            return core(draw, canonical(draft), target, **common, **own, **options)
-
-        def by_kernel(
-            keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
-        ) -> Verified:
-            common = {"bonus_tokens": bonus_tokens, "log_probs": log_probs, "interpret": interpret}
-            return kernel(keys, draft, target, **common, **options)
-
-        def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
-            if kernel is None:
-                return "this verifier has no kernels"
-            if outcomes:
-                return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
-            return kernels.unsupported(draft, target)
-
-        def by_either(*operands: Any) -> Verified:
-            return dispatch(
-                operands,
-                xla=by_core,
-                pallas=by_kernel,
-                reason=reason,
-                is_worthwhile=lambda keys, draft, target, bonus_tokens: kernels.is_worthwhile(target),
-                implementation=implementation,
-            )
-
+        operands = keys, *_checked(keys, draft, target, bonus_tokens)
+        run = _core_or_kernel(core, kernel, options | {"log_probs": log_probs}, outcomes, implementation)
         # The choice of tokens has no gradient, but their log-probabilities have one.
-        verified = _with_auto_axes(by_either, *jax.lax.stop_gradient((keys, draft, target, bonus_tokens)))
+        verified = _with_auto_axes(run, *jax.lax.stop_gradient(operands))
         if verified.log_probs is None:
             return verified
-        log_prob = distributions.with_gradient(verified.log_probs, target, verified.tokens)
+        log_prob = distributions.with_gradient(verified.log_probs, operands[2], verified.tokens)
         return verified._replace(log_probs=log_prob)
 
-    del verify.__wrapped__  # help() shows what callers pass, not what the core takes
-    verify.__signature__ = _public_signature(core, verify)
-    verify.core = core
+    attributes = vars(verify)
+    del attributes["__wrapped__"]  # help() shows what callers pass, not what the core takes
+    attributes.update(__signature__=_public_signature(core, verify), core=core, check_options=check_options)
     return verify
+
+
+def _checked(
+    keys: Array, draft: Draft, target: Categorical | Array, bonus_tokens: Array | None
+) -> tuple[Draft, Categorical, Array | None]:
+    """Return the arguments of a verifier as records of JAX arrays, after the checks."""
+    if not isinstance(draft, Draft):
+        raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
+    target = target if isinstance(target, Categorical) else Categorical(jnp.asarray(target))
+    arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
+    check_shapes(*arrays)
+    # What the caller gave has values also where jit would turn it into a traced constant.
+    check_bonus_tokens(bonus_tokens, arrays[1].logits.shape[-1])
+    streams.check_step(keys, *arrays[0].tokens.shape)
+    return arrays
+
+
+def _core_or_kernel(
+    core: Callable[..., Verified],
+    kernel: Callable[..., Verified] | None,
+    options: dict[str, Any],
+    outcomes: bool,
+    implementation: str | None,
+) -> Callable[..., Verified]:
+    """Return the function `(keys, draft, target, bonus_tokens)` that verifies by the core or by its kernel."""
+
+    def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
+        draw = KeyDraw(streams.of_step(keys, *draft.tokens.shape))
+        own = {"outcomes": True} if outcomes else {}
+        return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **own, **options)
+
+    def by_kernel(
+        keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
+    ) -> Verified:
+        assert kernel is not None, "without a kernel there is a reason against it"
+        return kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **options)
+
+    def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
+        if kernel is None:
+            return "this verifier has no kernels"
+        if outcomes:
+            return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
+        return kernels.unsupported(draft, target)
+
+    def run(*operands: Any) -> Verified:
+        return dispatch(
+            operands,
+            xla=by_core,
+            pallas=by_kernel,
+            reason=reason,
+            is_worthwhile=lambda keys, draft, target, bonus_tokens: kernels.is_worthwhile(target),
+            implementation=implementation,
+        )
+
+    return run
 
 
 def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verified]) -> inspect.Signature:
@@ -217,12 +245,17 @@ def canonical(draft: Draft) -> Draft:
     return Draft(jnp.where(is_draft, draft.tokens.astype(jnp.int32), -1), distribution, num_tokens)
 
 
+def num_drafts(draft: Draft) -> Array:
+    """Return the number [B] int32 of drafts of each row of a `canonical` draft."""
+    assert draft.num_tokens is not None, "a canonical draft has num_tokens"
+    return draft.num_tokens
+
+
 def is_deterministic(draft: Draft) -> Array:
     """Return which rows [B] bool have deterministic drafts because their draft temperature is 0."""
-    temperature = draft.distribution.temperature
-    if temperature is None:
+    if draft.distribution is None or draft.distribution.temperature is None:
         return jnp.zeros(draft.tokens.shape[:1], bool)
-    return temperature == 0
+    return draft.distribution.temperature == 0
 
 
 def evidence(draft: Draft, draft_law: Law | None, target: Law, *, entropy: bool = False) -> rules.Evidence:
@@ -255,7 +288,7 @@ def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
 
 def count_accepted(draft: Draft, accepted: Array) -> Array:
     """Return the number [B] of drafts before the first one that is not accepted."""
-    is_draft = jnp.arange(draft.tokens.shape[1])[None] < draft.num_tokens[:, None]
+    is_draft = jnp.arange(draft.tokens.shape[1])[None] < num_drafts(draft)[:, None]
     return jnp.sum(jnp.cumprod((accepted & is_draft).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
@@ -273,7 +306,7 @@ def recovery(
         num_accepted: [B] int32.
         scale: [B], the factor of the target in the residual; None is 1.
     """
-    rejected = num_accepted < draft.num_tokens
+    rejected = num_accepted < num_drafts(draft)
     row = take_row(draft.tokens, num_accepted)
     target = distributions.take_law(target, num_accepted)
     if draft_law is None:
@@ -314,7 +347,7 @@ def emit(
         accepted: [B, K] bool, the outcome of each draft's own test, or None.
     """
     if bonus_tokens is not None:
-        last = jnp.where(num_accepted == draft.num_tokens, bonus_tokens.astype(jnp.int32), last)
+        last = jnp.where(num_accepted == num_drafts(draft), bonus_tokens.astype(jnp.int32), last)
     index = jnp.arange(draft.tokens.shape[1] + 1)[None]
     tokens = jnp.where(index < num_accepted[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))), -1)
     tokens = jnp.where(index == num_accepted[:, None], last[:, None], tokens).astype(jnp.int32)
@@ -322,82 +355,3 @@ def emit(
     if law is not None:
         log_prob = jnp.where(tokens >= 0, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32)
     return Verified(tokens, num_accepted, log_prob, accepted)
-
-
-def check_shapes(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> None:
-    """Raise ValueError if an argument of a verifier has a wrong shape or dtype."""
-    check_array("draft.tokens", draft.tokens, "[B, K]", (None, None), jnp.integer)
-    batch_size, num_draft_tokens = draft.tokens.shape
-    if draft.num_tokens is not None:
-        check_array("draft.num_tokens", draft.num_tokens, "[B]", (batch_size,), jnp.integer)
-    if bonus_tokens is not None:
-        check_array("bonus_tokens", bonus_tokens, "[B]", (batch_size,), jnp.integer)
-    vocab_size = check_categorical("target", target, "K+1", (batch_size, num_draft_tokens + 1))
-    if draft.distribution is not None:
-        if not isinstance(draft.distribution, Categorical):
-            got = type(draft.distribution).__name__
-            raise ValueError(f"draft.distribution must be a Categorical or None (deterministic drafts), got {got}")
-        shape = (batch_size, num_draft_tokens)
-        check_categorical("draft.distribution", draft.distribution, "K", shape, vocab_size)
-
-
-def check_bonus_tokens(bonus_tokens: Array | None, vocab_size: int) -> None:
-    """Raise ValueError for an id outside [0, V). Ids are not checked under jit, nor where other hosts hold some."""
-    if bonus_tokens is None or isinstance(bonus_tokens, jax.core.Tracer):
-        return
-    if isinstance(bonus_tokens, jax.Array) and not bonus_tokens.is_fully_addressable:
-        return
-    values = np.asarray(bonus_tokens)
-    is_valid = (values >= 0) & (values < vocab_size)
-    if not is_valid.all():
-        index = is_valid.argmin()
-        raise ValueError(f"bonus_tokens[{index}] must be in [0, V = {vocab_size}), got {values[index]}")
-
-
-def check_categorical(
-    name: str, distribution: Categorical, rows: str, shape: tuple[int | None, int | None], vocab_size: int | None = None
-) -> int:
-    """Raise ValueError unless the fields describe rows of this shape, where None is any size; return V."""
-    logits, temperature, min_logit, log_normalizer, row_index = distribution
-    if row_index is None:
-        check_array(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
-        field_axes, field_shape, shape = f"[B, {rows}]", logits.shape[:2], logits.shape[:2]
-    else:
-        check_array(f"{name}.logits", logits, "[R, V]", (None, vocab_size), jnp.floating)
-        check_array(f"{name}.rows", row_index, f"[B, {rows}]", shape, jnp.integer)
-        field_axes, field_shape, shape = "[R]", logits.shape[:1], row_index.shape
-    if temperature is not None:
-        check_array(f"{name}.temperature", temperature, "[B]", shape[:1], jnp.floating)
-    if min_logit is not None:
-        check_array(f"{name}.min_logit", min_logit, field_axes, field_shape, jnp.floating)
-    if log_normalizer is not None:
-        check_array(f"{name}.log_normalizer", log_normalizer, field_axes, field_shape, jnp.floating)
-    if logits.shape[-1] == 0:
-        raise ValueError(f"{name} must have at least one token in its vocabulary, got shape {logits.shape}")
-    return logits.shape[-1]
-
-
-def check_number(name: str, value: Any, expected: str, least: float, most: float) -> None:
-    """Raise ValueError unless `value` is one number in [least, most]. Of a traced value only the shape is checked."""
-    if isinstance(value, jax.core.Tracer):
-        is_valid = value.shape == ()
-    else:
-        array = np.asarray(value)
-        is_valid = array.shape == () and jnp.issubdtype(array.dtype, jnp.number) and least <= array <= most
-    if not is_valid:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def check_array(name: str, array: Array, axes: str, shape: tuple[int | None, ...], kind: type) -> None:
-    """Raise ValueError unless `array` has this shape, where None is any size, and a supported dtype of this kind."""
-    if not hasattr(array, "dtype"):
-        raise ValueError(f"{name} must be an array, got {type(array).__name__}")
-    got = jnp.shape(array)
-    expected = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
-    if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
-        raise ValueError(f"{name} must have shape {axes} = {expected}, got {got}")
-    dtype = jnp.result_type(array)
-    if kind is jnp.floating and dtype.name not in FLOATS:
-        raise ValueError(f"{name} must be of one of the dtypes {', '.join(FLOATS)}, got {dtype}")
-    if not jnp.issubdtype(dtype, kind):
-        raise ValueError(f"{name} must be of {kind.__name__} dtype, got {dtype}")

@@ -97,7 +97,10 @@ def by_residual(
         )
         decision = accept(batch, statistics, rule.options, rule=rule.probability, interpret=interpret)
     options = {"recover_best": rule.recover_best, "log_probs": log_probs, "interpret": interpret}
-    return Verified(*recover(batch, statistics, decision, **options))
+    assert statistics is not None and decision is not None, "there is at least one range"
+    tokens, num_accepted, log_prob = recover(batch, statistics, decision, **options)
+    assert num_accepted is not None, "a verification counts"
+    return Verified(tokens, num_accepted, log_prob)
 
 
 def by_draft(keys: Array, draft: Draft, target: Categorical, *, rule: Rule, **common: Any) -> Verified:

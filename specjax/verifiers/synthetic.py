@@ -4,14 +4,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
+from specjax.validation import check_number, is_traced
 from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+
+
+def _check_options(num_draft_tokens: int, **options: Any) -> None:
+    _rates(options.get("acceptance_rates"), options.get("acceptance_length"), num_draft_tokens)
 
 
 def _kernel(
@@ -32,7 +36,7 @@ def _accept(evidence: kernels.Evidence, rates: Any) -> Array:
     return rates[jnp.minimum(evidence.lane, rates.shape[0] - 1)]
 
 
-@partial(common.from_core, kernel=_kernel)
+@partial(common.from_core, kernel=_kernel, check_options=_check_options)
 def synthetic(
     draw: common.Draw,
     draft: Draft,
@@ -95,13 +99,13 @@ def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draf
         raise ValueError(f"exactly one of acceptance_rates and acceptance_length must be given, got {given}")
     if length is not None:
         most = num_draft_tokens + 1
-        common.check_number("acceptance_length", length, f"in [1, K+1 = {most}]", 1, most)
+        check_number("acceptance_length", length, f"in [1, K+1 = {most}]", 1, most)
         return jnp.clip(length - 1 - jnp.arange(num_draft_tokens, dtype=jnp.float32), 0, 1)
-    is_traced = any(isinstance(rate, jax.core.Tracer) for rate in jax.tree.leaves(rates))
+    has_values = not is_traced(rates)
     rates = jnp.asarray(rates, jnp.float32)
     if rates.shape != (num_draft_tokens,):
         raise ValueError(f"acceptance_rates must have shape [K] = ({num_draft_tokens},), got {rates.shape}")
-    if not is_traced:
+    if has_values:
         values = np.asarray(rates)
         if not (np.all((values >= 0) & (values <= 1)) and np.all(np.diff(values) <= 0)):
             raise ValueError(f"acceptance_rates must be non-increasing and in [0, 1], got {values.tolist()}")
@@ -112,10 +116,3 @@ def _conditional(rates: Array) -> Array:
     """Return the acceptance rate [K] of each draft in the steps where all drafts before it are accepted."""
     before = jnp.concatenate([jnp.ones((min(1, len(rates)),)), rates[:-1]])
     return jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
-
-
-def _check_options(num_draft_tokens: int, **options: Any) -> None:
-    _rates(options.get("acceptance_rates"), options.get("acceptance_length"), num_draft_tokens)
-
-
-synthetic.check_options = _check_options

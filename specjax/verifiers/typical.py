@@ -7,8 +7,14 @@ import jax.numpy as jnp
 
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
+from specjax.validation import check_number
 from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+
+
+def _check_options(num_draft_tokens: int, **options: Any) -> None:
+    for name, most in (("posterior_threshold", 1), ("posterior_alpha", float("inf"))):
+        check_number(name, options.get(name, 0), f"in [0, {most}]", 0, most)
 
 
 def _kernel(
@@ -28,11 +34,12 @@ def _kernel(
 
 def _accept(evidence: kernels.Evidence, options: Any) -> Array:
     """The acceptance probability of each draft, 0 or 1, from the threshold and its scale alpha."""
+    assert evidence.entropy is not None, "the rule asks for it"
     bound = jnp.minimum(options[0], options[1] * jnp.exp(-evidence.entropy))
     return (jnp.exp(evidence.log_prob) > bound).astype(jnp.float32)
 
 
-@partial(common.from_core, kernel=_kernel)
+@partial(common.from_core, kernel=_kernel, check_options=_check_options)
 def typical(
     draw: common.Draw,
     draft: Draft,
@@ -86,17 +93,10 @@ def typical(
     evidence = common.evidence(draft, None, law, entropy=True)
     accepted = _accept(evidence, (posterior_threshold, posterior_alpha)) > 0
     num_accepted = common.count_accepted(draft, accepted)
-    bonus = draw.pick(distributions.Residual(distributions.take_law(law, draft.num_tokens)))
+    bonus = draw.pick(distributions.Residual(distributions.take_law(law, common.num_drafts(draft))))
+    assert law.argmax is not None, "it was asked for"
     best = jnp.take_along_axis(law.argmax, num_accepted[:, None], axis=1)[:, 0]
-    last = jnp.where(num_accepted == draft.num_tokens, bonus, best)
+    last = jnp.where(num_accepted == common.num_drafts(draft), bonus, best)
     return common.emit(
         draft, num_accepted, last, law if log_probs else None, bonus_tokens, accepted if outcomes else None
     )
-
-
-def _check_options(num_draft_tokens: int, **options: Any) -> None:
-    for name, most in (("posterior_threshold", 1), ("posterior_alpha", float("inf"))):
-        common.check_number(name, options.get(name, 0), f"in [0, {most}]", 0, most)
-
-
-typical.check_options = _check_options

@@ -89,6 +89,7 @@ class Layer(nnx.Module):
         if cache is None:
             attended = attend(query, key, value, mask)
         else:
+            assert mask is not None, "with a cache no mask is left out"
             attended, cache = attend_to_cache(query, key, value, cache, inputs, mask)
         x = x + self.attention_out(attended.reshape(x.shape))
         if not config.norm_first:
@@ -126,15 +127,14 @@ class OPT(nnx.Module):
                 x = x @ self.project_in[...]
             x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
             mask = None if cache is None else attention_mask(inputs, num_slots(cache[0], inputs))
-            new_cache = None if cache is None else []
+            new_cache = []
             for i, layer in enumerate(self.layers):
                 x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])
-                if cache is not None:
-                    new_cache.append(layer_cache)
+                new_cache.append(layer_cache)
             features = self.norm(x) if config.final_norm else x
             projected = features @ self.project_out[...] if config.embedding_size != config.hidden_size else features
             logits = jnp.einsum("btd,vd->btv", projected, self.embedding[...], preferred_element_type=jnp.float32)
-        return ModelOutput(logits, features), new_cache
+        return ModelOutput(logits, features), None if cache is None else new_cache
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:

@@ -68,7 +68,8 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
     Raises:
         ValueError: the schema is not supported, the vocabulary cannot make a text of it, or an id is wrong.
     """
-    from outlines_core.json_schema import build_regex_from_schema
+    # A compiled module, which pyright cannot see.
+    from outlines_core.json_schema import build_regex_from_schema  # pyright: ignore[reportMissingImports]
 
     return from_regex(build_regex_from_schema(json.dumps(schema)), vocabulary, eos_token_ids)
 

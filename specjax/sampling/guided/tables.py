@@ -86,7 +86,9 @@ def batch(grammars: Sequence[Grammar | None], vocab_size: int | None = None) -> 
     token_classes = np.zeros((round_up(1 + len(unique)), vocab_size), np.int32)
     transitions = np.full((round_up(num_states), round_up(num_classes)), -1, np.int32)
     transitions[0] = 0
-    index, initial, offset = {None: 0}, {None: 0}, 1
+    index: dict[Grammar | None, int] = {None: 0}
+    initial: dict[Grammar | None, int] = {None: 0}
+    offset = 1
     for grammar in unique:
         known, (size, width) = len(grammar.token_classes), grammar.transitions.shape
         if known > vocab_size:
