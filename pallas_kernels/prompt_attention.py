@@ -1,8 +1,9 @@
 """Attention of many new tokens a sequence to a cache, dense or in pages: for prompts.
 
-One kernel writes the new tokens to the cache, in place. A program of the other holds a block of queries, those of one
-kv head for a few tokens, and walks over the slots that these tokens see, a block at a time. No score leaves the
-program, and no slot is read that no query of the block sees, so the length of the buffer costs nothing.
+One kernel writes the new tokens to the cache, in place, and turns the queries. A program of the other holds a block of
+queries, those of one kv head for a few tokens, and walks over the slots that these tokens see, a block at a time. No
+score leaves the program, and no slot is read that no query of the block sees, so the length of the buffer costs
+nothing.
 """
 
 from functools import partial
@@ -21,6 +22,7 @@ from pallas_kernels.attention import (
     Scores,
     attend,
     layout_of,
+    load_heads,
     load_turned,
     scores_of,
     store_heads,
@@ -97,9 +99,9 @@ def prompt_attention(
     block_size = _BLOCK if layout.lanes <= 128 else _BLOCK // 2
     plan = _Plan(num_tokens, group, num_rows, block_size, layout, scores_of(layout, scale, softcap, window))
     new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
-    caches = call(
-        partial(_write_kernel, layout=layout),
-        (key_cache, value_cache),
+    key_cache, value_cache, query = call(
+        partial(_write_kernel, plan=plan),
+        (key_cache, value_cache, jax.ShapeDtypeStruct(query.shape, query.dtype)),
         (new, pages, key_cache, value_cache),
         grid=(kv_heads, pl.cdiv(num_tokens, _TOKENS), batch_size),
         num_warps=4,
@@ -109,13 +111,13 @@ def prompt_attention(
     attended = call(
         partial(_prompt_attention_kernel, plan=plan),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        (new, *caches, pages),
+        (query, key_cache, value_cache, start, pages),
         grid=(kv_heads, batch_size, pl.cdiv(num_tokens * group, num_rows)),
         num_warps=num_warps,
         num_stages=3,
         interpret=interpret,
     )
-    return attended, *caches
+    return attended, key_cache, value_cache
 
 
 def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int, int]:
@@ -132,23 +134,30 @@ def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int
     )
 
 
-def _write_kernel(inputs, caches_out, *, layout: Layout):
+def _write_kernel(inputs, outputs, *, plan: _Plan):
+    """Write the new keys and values to the cache, and turn the queries."""
     new, pages_ref, key_ref, value_ref = inputs
+    *caches_out, query_ref = outputs
     kv_head, block, sequence = (pl.program_id(axis) for axis in range(3))
-    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, layout)
+    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
     write_new(new, caches_out, cached, block * _TOKENS + lax.iota(jnp.int32, _TOKENS))
+    for i in range(plan.group):
+        token, head = block * _TOKENS + lax.iota(jnp.int32, _TOKENS), kv_head * plan.group + i
+        heads = load_turned(new, sequence, token, head, plan.layout)
+        store_heads(query_ref, (sequence, token[:, None], head), heads, plan.layout, (token < plan.num_tokens)[:, None])
 
 
 def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
-    new, key_ref, value_ref, pages_ref = inputs
+    query_ref, key_ref, value_ref, start_ref, pages_ref = inputs
     kv_head, sequence = pl.program_id(0), pl.program_id(1)
     cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
     first_row = (pl.num_programs(2) - 1 - pl.program_id(2)) * plan.num_rows  # the last tokens see most: they come first
     row = first_row + lax.iota(jnp.int32, plan.num_rows)
     token, head = row // plan.group, kv_head * plan.group + row % plan.group
-    heads = load_turned(new, sequence, token, head[:, None], plan.layout)
+    index, exists = (sequence, token[:, None], head[:, None]), (token < plan.num_tokens)[:, None]
+    heads = load_heads(query_ref, index, plan.layout, exists)
 
-    start = new.start_ref[sequence]
+    start = start_ref[sequence]
     first = start + first_row // plan.group
     last = start + jnp.minimum((first_row + plan.num_rows - 1) // plan.group, plan.num_tokens - 1)
     end = jnp.minimum(last + 1, plan.layout.num_slots)
@@ -168,5 +177,4 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
     else:
         begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
     attended = walk(cached, begin, end, width, visit, attended)
-    index, exists = (sequence, token[:, None], head[:, None]), (token < plan.num_tokens)[:, None]
     store_heads(out_ref, index, attended.mean(), plan.layout, exists)

@@ -7,8 +7,8 @@
 A row is BxP or BxP@S: B prompts of P tokens, in a cache of S slots a row (P where it is left out). The script prints
 each row as soon as it is measured.
 
-* The time is that of `specjax.prompts.feed` into a cache that exists: the median of RUNS runs, each of which feeds the
-  same slots again.
+* The time is that of `specjax.prompts.feed` into a cache that exists: the median of REPEATS runs, each of which feeds
+  the same slots RUNS times and divides by it.
 * With --pages, the same prompts also go through pools of pages of these sizes, with a table in random order.
 * With --peers, transformers with its SDPA attention feeds a model of the same shape, in the same run, where it fits.
 * The floor is the time of the matrix products at PEAK FLOP/s.
@@ -30,7 +30,7 @@ from bench_decode import SHAPES, loop_slope, random_model
 from specjax import Context, Draft, Model, models, prompts, proposers, scorers
 
 PEAK = 7.9e14  # FLOP/s that a large matrix product reaches on an H200
-RUNS = 5
+REPEATS, RUNS = 3, 4
 ROWS = ("1x512", "1x2048", "1x2048@32768", "1x8192", "8x2048", "64x512", "1x32768")
 STEPS = ("1x512", "8x512", "64x512", "1x4096", "8x4096", "64x4096")
 
@@ -62,10 +62,12 @@ def prefill_seconds(model: Model, row: str, page_size: int | None, chunk_size: i
     """Return the seconds that feeding the prompts of a row takes."""
     context, cache = prompts_of(model, *parse(row), page_size)
     times = []
-    for _ in range(RUNS + 1):
+    for _ in range(REPEATS + 1):
         start = time.perf_counter()
-        cache = jax.block_until_ready(feed(model, context, cache, chunk_size))
-        times.append(time.perf_counter() - start)
+        for _ in range(RUNS):
+            cache = feed(model, context, cache, chunk_size)
+        jax.block_until_ready(cache)
+        times.append((time.perf_counter() - start) / RUNS)
     return statistics.median(times[1:])
 
 
@@ -122,16 +124,16 @@ def peer_seconds(model, row: str) -> float | None:
     batch, width, _ = parse(row)
     tokens = torch.randint(0, model.config.vocab_size, (batch, width), device="cuda")
     times = []
-    for _ in range(RUNS + 1):
-        torch.cuda.synchronize()
+    for _ in range(REPEATS + 1):
         start = time.perf_counter()
         try:
             with torch.inference_mode():
-                model(tokens, use_cache=True, logits_to_keep=1)
+                for _ in range(RUNS):
+                    model(tokens, use_cache=True, logits_to_keep=1)
         except torch.OutOfMemoryError:
             return None
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / RUNS)
     return statistics.median(times[1:])
 
 
