@@ -1,4 +1,8 @@
-"""Caches in pages: the table that says where the slots of each row are, and what may stand in it."""
+"""Caches in pages: the slots of each row, found by a page table, and what may stand in such a table.
+
+A cache is a pool of pages. Slot s of row b is `leaf[table[b, s // page_size], s % page_size]` in every leaf of it. A
+number outside the pool stands for no page. A dense cache [B, S, ...] is a pool too, where row b owns page b alone.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,18 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree, is_integer
-from specjax.verifiers.core import check_array
 
-__all__ = ["Pages", "copy_pages"]
+__all__ = ["Pages", "copy_pages", "read_slots", "write_slots"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["num_pages", "page_size"])
 @dataclass(frozen=True)
 class Pages:
-    """A page table, and the sizes of the pools that it points into: one of the target, and one of each drafter.
-
-    Slot s of row b is `leaf[table[b, s // page_size], s % page_size]` in every leaf of a cache.
-    """
+    """A page table, and the sizes of the pools that it points into: one of the target, and one of each drafter."""
 
     table: Array  # [B, P] int32, the pages of each row in order; num_pages stands for no page
     num_pages: int
@@ -29,6 +29,58 @@ class Pages:
     def pool(self) -> tuple[int, int]:
         """The arguments of `Model.init_cache` for a pool of this size."""
         return self.num_pages, self.page_size
+
+
+def write_slots(leaf: Array, slots: Array, values: Array, table: Array | None = None) -> Array:
+    """Write to slots of each row. What would lie past the last slot, or has no page, is dropped.
+
+    Args:
+        leaf: [num_pages, page_size, ...]; a dense one [B, S, ...] without a table.
+        slots: [B, T] int32, never negative.
+        values: [B, T, ...], which get the dtype of the leaf.
+        table: [B, P] int32.
+
+    Returns:
+        The leaf.
+
+    Example:
+        >>> pool, table = jnp.zeros((3, 2)), jnp.array([[2, 0]])
+        >>> write_slots(pool, jnp.array([[1, 2]]), jnp.array([[5, 6]]), table)
+        Array([[6., 0.],
+               [0., 0.],
+               [0., 5.]], dtype=float32)
+    """
+    num_pages, size = leaf.shape[:2]
+    row = jnp.arange(slots.shape[0])[:, None]
+    if table is not None:
+        table = jnp.where(in_pool(table, num_pages), table, NO_PAGE)  # a negative index would count from the end
+        row = jnp.take_along_axis(table, slots // size, axis=1, mode="fill", fill_value=NO_PAGE)
+        slots = slots % size
+    return leaf.at[row, slots].set(values.astype(leaf.dtype), mode="drop")
+
+
+def read_slots(leaf: Array, table: Array | None = None) -> Array:
+    """Return the slots of each row in order [B, S, ...], and zeros where a row has no page.
+
+    Args:
+        leaf: [num_pages, page_size, ...]; a dense one [B, S, ...] without a table.
+        table: [B, P] int32; S is then P * page_size.
+
+    Example:
+        >>> read_slots(jnp.array([[6, 0], [0, 0], [0, 5]]), jnp.array([[2, 0], [1, 3]]))
+        Array([[0, 5, 6, 0],
+               [0, 0, 0, 0]], dtype=int32)
+    """
+    if table is None:
+        return leaf
+    table = jnp.where(in_pool(table, leaf.shape[0]), table, NO_PAGE)
+    rows = leaf.at[table].get(mode="fill", fill_value=0)
+    return rows.reshape(table.shape[0], -1, *leaf.shape[2:])
+
+
+def in_pool(table: Array, num_pages: int) -> Array:
+    """Return which entries of a table are pages of the pool."""
+    return (table >= 0) & (table < num_pages)
 
 
 def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
@@ -45,7 +97,7 @@ def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
 
     def copy(leaf: Array) -> Array:
         num_pages = leaf.shape[0]
-        is_copied = (source >= 0) & (source < num_pages) & (target >= 0)
+        is_copied = in_pool(source, num_pages) & in_pool(target, num_pages)
         return leaf.at[jnp.where(is_copied, target, NO_PAGE)].set(leaf[jnp.where(is_copied, source, 0)], mode="drop")
 
     return jax.tree.map(copy, cache)
@@ -65,12 +117,14 @@ def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int,
         number = getattr(pages, name)
         if not (is_integer(number) and number >= 1):
             raise ValueError(f"pages.{name} must be an integer >= 1, got {number!r}")
-    check_array("pages.table", pages.table, "[B, P]", (batch_size, None), jnp.integer)
+    shape, dtype = jnp.shape(pages.table), jnp.result_type(pages.table)
+    if len(shape) != 2 or shape[0] != batch_size or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"pages.table must be int32 of shape [B, P] with B = {batch_size}, got {dtype} {shape}")
     least = -(-max_length // pages.page_size)
-    if pages.table.shape[1] < least:
+    if shape[1] < least:
         raise ValueError(
             f"pages.table must have at least {least} pages a row, as max_length is {max_length} and page_size "
-            f"{pages.page_size}, got {pages.table.shape[1]}"
+            f"{pages.page_size}, got {shape[1]}"
         )
     if isinstance(pages.table, jax.core.Tracer):
         return
