@@ -92,12 +92,12 @@ def feed_both(model, page_size, num_pages, calls, mask=None):
     return outputs
 
 
-SLOW_FAMILIES = set(CONFIGS) - {"llama", "gemma2", "opt_post_norm"}
+def slow_but(fast, names):
+    """Parameters of a test of which one belongs to the fast tier: the others compile much and find the same."""
+    return [pytest.param(name, marks=[] if name == fast else [pytest.mark.slow]) for name in names]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW_FAMILIES else []) for case in CONFIGS]
-)
+@pytest.mark.parametrize("case", slow_but("opt_post_norm", CONFIGS))
 def test_families(case, tmp_path):
     """Rows at different lengths, calls across pages, tokens that are fed again, in a pool of NaN."""
     model = load(write(tmp_path / case, case))
@@ -109,7 +109,7 @@ def test_families(case, tmp_path):
         assert_same(output, expected)
 
 
-@pytest.mark.parametrize("page_size", [16, 64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page_size", slow_but(16, (16, 64, 256)))
 def test_page_sizes(page_size):
     """The last call passes the end."""
     rng, calls = np.random.default_rng(0), []
@@ -121,6 +121,7 @@ def test_page_sizes(page_size):
         assert_same(output[columns < 256], expected[columns < 256])
 
 
+@pytest.mark.slow
 def test_a_tree(target):
     ids, positions = np.arange(10).reshape(2, 5), np.broadcast_to(np.arange(5), (2, 5))
     mask = jnp.broadcast_to(jnp.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], bool), (2, 3, 3))
@@ -203,23 +204,21 @@ def floats(pools, rows):
     return [np.asarray(x)[rows] for x in jax.tree.leaves(pools) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_decoding(target, draft, name):
-    """Prompts of all lengths, rows that share a prefix and diverge, ends at different steps, and all verifiers."""
-    state = run_both(target, every_proposer(target, draft)["fallback"], one_of(name))
+def test_verifiers(target, draft, name):
+    run_both(target, every_proposer(target, draft)["fallback"], one_of(name))
+
+
+PROPOSERS = ("none", "ngram", "draft_model", "the target itself", "greedy", "a short draft", "few rows")
+
+
+@pytest.mark.parametrize("name", slow_but("draft_model", PROPOSERS))
+def test_proposers(target, draft, name):
+    """Prompts of all lengths, rows that share a prefix and diverge, and ends at different steps."""
+    state = run_both(target, every_proposer(target, draft)[name], REJECTION)
     assert len(set(state.totals.steps.tolist())) > 2
     assert state.context.length.tolist() == [n + m for n, m in zip(LENGTHS, MAX_TOKENS, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "draft_model" else [pytest.mark.slow])
-        for name in ("none", "ngram", "draft_model", "the target itself", "greedy", "a short draft", "few rows")
-    ],
-)
-def test_proposers(target, draft, name):
-    state = run_both(target, every_proposer(target, draft)[name], REJECTION)
     if name == "the target itself":
         assert (state.totals.accepted == state.totals.drafted).all()
 
@@ -263,7 +262,8 @@ class TestSamplesOfAPrompt:
         assert_same(paged.context._replace(pages=None), dense.context)
 
 
-def test_the_law_through_pages():
+@pytest.mark.parametrize("name", slow_but("block", LOSSLESS))
+def test_the_law_through_pages(name):
     """Several steps of many rows, with pages of two slots: target and draft read their last tokens from their pools."""
     size, rows, length = 3, 60_000, 7
     logits = jax.random.normal(jax.random.key(0), (size,) * 3)
@@ -276,13 +276,12 @@ def test_the_law_through_pages():
     law = probs[0, 1]
     for _ in range(length - 2):
         law = law[..., None] * (probs[1] if law.ndim == 1 else probs)
-    for name in ("rejection", "block"):
-        state = prefill(target, proposer, ids, one, params, jax.random.key(2), max_length=length, pages=paged)
-        state = decode.generate(target, proposer, state, verifier=one_of(name))
-        assert state.totals.accepted.sum() > rows
-        index = np.ravel_multi_index(tuple(np.asarray(state.context.tokens)[:, 1:].T), (size,) * (length - 1))
-        test = testing.chi_square(np.bincount(index, minlength=size ** (length - 1)), law.ravel())
-        assert test.statistic < test.bound
+    state = prefill(target, proposer, ids, one, params, jax.random.key(2), max_length=length, pages=paged)
+    state = decode.generate(target, proposer, state, verifier=getattr(verifiers, name))
+    assert state.totals.accepted.sum() > rows
+    index = np.ravel_multi_index(tuple(np.asarray(state.context.tokens)[:, 1:].T), (size,) * (length - 1))
+    test = testing.chi_square(np.bincount(index, minlength=size ** (length - 1)), law.ravel())
+    assert test.statistic < test.bound
 
 
 class TestBadTables:
