@@ -51,8 +51,8 @@ def test_short_rows_do_not_pay_for_long_ones(monkeypatch, takes_pages):
     bigram = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
 
     def apply(params, inputs, cache):
-        note = lambda first: calls.append((int(first), len(inputs.tokens)))  # noqa: E731
-        jax.debug.callback(note, inputs.positions[0, 0], ordered=True)
+        num_rows = len(inputs.tokens)
+        jax.debug.callback(lambda first: calls.append((int(first), num_rows)), inputs.positions[0, 0], ordered=True)
         return bigram.apply(params, inputs, cache)
 
     start(replace(bigram, apply=apply, takes_pages=takes_pages), None, chunk_size=5)
