@@ -220,7 +220,7 @@ class Paged:
         slots = inputs.positions[:, :1] + jnp.arange(inputs.tokens.shape[1])[None]
         x = params["embedding"][inputs.tokens]
         if self.wrong == "wraps" and table is not None:
-            page = jnp.take_along_axis(table, slots // cache.shape[1], axis=1, mode="clip")
+            page = jnp.take_along_axis(table, slots // cache.shape[1], axis=1, mode="fill", fill_value=len(cache))
             cache = cache.at[page, slots % cache.shape[1]].set(x, mode="drop")
         elif self.wrong == "clips":
             cache = write_slots(cache, slots, x, None if table is None else jnp.clip(table, 0, num_pages - 1))
