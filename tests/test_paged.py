@@ -325,6 +325,13 @@ class TestBadTables:
         with pytest.raises(ValueError, match=r"the same prompt up to its end, .* got page 0 in rows \[0, 1\]"):
             self.start(target, np.array([[0, 1, 2, 3], [0, 4, 5, 6]], np.int32), prompts=ids)
 
+    def test_pages_that_a_draft_model_feeds_again_are_not_shared(self, target):
+        """It feeds the last two tokens of a prompt: those in slots 18 and 19 of 20, those in 17 and 18 of 19."""
+        table, sizes = np.array([[0, 1, 2, 3], [0, 4, 5, 6]], np.int32), {"page_size": 18}
+        self.start(target, table, lengths=np.array([20, 20]), **sizes)
+        with pytest.raises(ValueError, match=r"before the last two tokens of both, got page 0 in rows \[0, 1\]"):
+            self.start(target, table, lengths=np.array([20, 19]), **sizes)
+
     @pytest.mark.parametrize("name, number", [("num_pages", 0), ("page_size", 2.0), ("page_size", True)])
     def test_sizes_are_positive_integers(self, target, name, number):
         with pytest.raises(ValueError, match=rf"pages.{name} must be an integer >= 1, got {number}"):
