@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 from paged import random_table
 
 from specjax import decode, log_probs, prompts, proposers, sampling, testing
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages
 from specjax.sampling import SamplingParams
-from specjax.types import Chunk
+from specjax.types import Chunk, Context
 
 VOCAB, MAX_LENGTH, PAGE_SIZE = 61, 32, 4
 LENGTHS = np.array([5, 1, 22, 6, 22])
@@ -59,6 +60,26 @@ def test_short_rows_do_not_pay_for_long_ones(monkeypatch, takes_pages):
     jax.effects_barrier()
     in_groups = [(5 * i, 2) for count in (5, 2, 1) for i in range(count)]
     assert calls == (in_groups if takes_pages else [(5 * i, 5) for i in range(5)])
+
+
+@pytest.mark.parametrize("num_devices, expected", [(1, 4), (2, 64)])
+def test_rows_on_several_devices_are_fed_together(num_devices, expected):
+    """A call with some of the rows would leave the other devices without work."""
+    mesh, widths = AbstractMesh((num_devices,), ("data",), (AxisType.Auto,)), []
+    bigram = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
+
+    def apply(params, inputs, cache):
+        widths.append(len(inputs.tokens))
+        return bigram.apply(params, inputs, cache)
+
+    def feed(ids, lengths):
+        own = replace(bigram, apply=apply)
+        return prompts.feed(own, proposers.none(), Context(ids, lengths, lengths > 0), (), (), chunk_size=512)
+
+    by_row = NamedSharding(mesh, PartitionSpec("data"))
+    with use_abstract_mesh(mesh):
+        jax.eval_shape(feed, *(jax.ShapeDtypeStruct(x, jnp.int32, sharding=by_row) for x in ((64, 512), (64,))))
+    assert widths == [expected]
 
 
 @pytest.mark.parametrize("in_pages, takes_pages", [(False, True), (True, True), (False, False)])
