@@ -79,7 +79,7 @@ def prefill(
     Args:
         model: the target.
         proposer: the proposer; None is plain decoding.
-        prompts: [B, P] int32, right-padded.
+        prompts: [B, W] int32, right-padded.
         lengths: [B] int32, each >= 1.
         sampling: the sampling parameters of the batch, as `sampling.batch` returns them.
         keys: typed threefry keys, one for each request [B] or one for the batch [].
@@ -194,7 +194,7 @@ def _check_request(
 ) -> int:
     """Return the number of rows B that the arguments of `prefill` describe; raise ValueError where they disagree."""
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
+        raise ValueError(f"prompts must be int32 [B, W], got {prompts.dtype} {prompts.shape}")
     num_prompts, width = prompts.shape
     if lengths.shape != (num_prompts,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths must be int32 of shape [B] = ({num_prompts},), got {lengths.dtype} {lengths.shape}")
@@ -235,7 +235,7 @@ def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
     prompts, lengths = np.asarray(prompts), np.asarray(lengths)
     width = prompts.shape[1]
     if not ((lengths >= 1) & (lengths <= width)).all():
-        raise ValueError(f"lengths must be in [1, P = {width}], got {lengths.tolist()}")
+        raise ValueError(f"lengths must be in [1, W = {width}], got {lengths.tolist()}")
     ids = prompts[np.arange(width) < lengths[:, None]]
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"prompts must have token ids in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
