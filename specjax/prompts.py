@@ -1,6 +1,6 @@
 """Feed prompts to the target and to a proposer, chunk by chunk."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,8 @@ def feed(
     return jax.lax.fori_loop(0, num_groups, body, state)
 
 
-class _Group(NamedTuple):
+@dataclass(frozen=True)
+class _Group:
     """The prompts that share their calls."""
 
     tokens: Array  # [B, W] int32, then -1; W is a multiple of the chunk size, plus 1
