@@ -14,7 +14,7 @@ from specjax import decode, proposers, sampling, scorers, testing, verifiers
 from specjax.calls import run
 from specjax.models import load
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.pages import Pages, copy_pages, read_slots, write_slots
+from specjax.pages import Pages, check_pages_of_prompts, copy_pages, read_slots, write_slots
 from specjax.sampling import SamplingParams
 from specjax.types import NO_PAGE, Context, Draft, ModelInput
 
@@ -325,12 +325,12 @@ class TestBadTables:
         with pytest.raises(ValueError, match=r"the same prompt up to its end, .* got page 0 in rows \[0, 1\]"):
             self.start(target, np.array([[0, 1, 2, 3], [0, 4, 5, 6]], np.int32), prompts=ids)
 
-    def test_pages_that_a_draft_model_feeds_again_are_not_shared(self, target):
+    def test_pages_that_a_draft_model_feeds_again_are_not_shared(self):
         """It feeds the last two tokens of a prompt: those in slots 18 and 19 of 20, those in 17 and 18 of 19."""
-        table, sizes = np.array([[0, 1, 2, 3], [0, 4, 5, 6]], np.int32), {"page_size": 18}
-        self.start(target, table, lengths=np.array([20, 20]), **sizes)
+        paged, ids = Pages(np.array([[0, 1], [0, 2]], np.int32), 24, 18), np.zeros((2, 20), np.int32)
+        check_pages_of_prompts(paged, ids, np.array([20, 20]), None)
         with pytest.raises(ValueError, match=r"before the last two tokens of both, got page 0 in rows \[0, 1\]"):
-            self.start(target, table, lengths=np.array([20, 19]), **sizes)
+            check_pages_of_prompts(paged, ids, np.array([20, 19]), None)
 
     @pytest.mark.parametrize("name, number", [("num_pages", 0), ("page_size", 2.0), ("page_size", True)])
     def test_sizes_are_positive_integers(self, target, name, number):
