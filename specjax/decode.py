@@ -13,7 +13,7 @@ from specjax import log_probs, metrics, proposers, scorers, verifiers
 from specjax.binding import as_pytree
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
-from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_pages, first_rows
+from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, of_prompts
 from specjax.prompts import feed
 from specjax.sampling import Sampling, guided, num_generated, process
 from specjax.types import (
@@ -80,7 +80,7 @@ def prefill(
     Args:
         model: the target.
         proposer: the proposer; None is plain decoding.
-        prompts: [B, P] int32, right-padded.
+        prompts: [B, W] int32, right-padded.
         lengths: [B] int32, each >= 1.
         sampling: the sampling parameters of the batch, as `sampling.batch` returns them.
         keys: typed threefry keys, one for each request [B] or one for the batch [].
@@ -117,14 +117,15 @@ def prefill(
     lengths = jnp.array(lengths, jnp.int32)
     prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(len(prompts), bool), lengths)
     buffer = None if num_logprobs is None else log_probs.zeros(len(prompts), max_length, num_logprobs)
+    rows = None if rows is None else jnp.asarray(rows)
     cache, proposer_state, table, filled = _feed_prompts(
         model, proposer, prompt, rows, pages, max_length, chunk_size, buffer if prompt_logprobs else None
     )
     tokens = jnp.zeros((len(prompts), max_length), jnp.int32).at[:, : prompts.shape[1]].set(prompt.tokens)
-    of_prompts = tokens, lengths, filled if prompt_logprobs else buffer
+    of_each = tokens, lengths, filled if prompt_logprobs else buffer
     if rows is not None:
-        of_prompts = jax.tree.map(lambda x: x[jnp.asarray(rows)], of_prompts)
-    tokens, lengths, buffer = of_prompts
+        of_each = jax.tree.map(lambda x: x[rows], of_each)
+    tokens, lengths, buffer = of_each
     full = lengths >= max_length
     guided_state = None if sampling.guide is None else jnp.copy(sampling.guide.initial)
     return State(  # the state is donated, so no array may stand in it twice
@@ -158,28 +159,15 @@ def _feed_prompts(
         cache = model.init_cache(*(size, max_length) if pool is None else pool)
         return cache, proposer.init(size, max_length, pool)
 
-    own = table
-    if rows is not None and table is not None:
-        own = table.at[first_rows(jnp.asarray(rows), num_prompts)].get(mode="fill", fill_value=NO_PAGE)
+    own = table if rows is None or table is None else of_prompts(table, rows, num_prompts)
     *caches, log_probs = feed(
         model, proposer, prompt._replace(pages=own), *init(num_prompts), chunk_size=chunk_size, log_probs=log_probs
     )
     if rows is not None:
-        rows = jnp.asarray(rows)
-        if table is None:
+        if pages is None or table is None:
             caches = jax.tree.map(lambda leaf: leaf[rows], caches)
         else:
-            # A leaf belongs to a pool if its size does not depend on the number of rows.
-            sizes = (jax.eval_shape(partial(init, size)) for size in (num_prompts, num_prompts + 1))
-            in_pool = jax.tree.map(lambda one, other: one.shape == other.shape, *sizes)
-            used = -(-width // pages.page_size)
-            source, target = own[rows, :used], table[:, :used]
-            target = jnp.where(source == target, NO_PAGE, target)
-            caches = jax.tree.map(
-                lambda is_pool, leaf: copy_pages(leaf, source, target) if is_pool else leaf[rows],
-                in_pool,
-                tuple(caches),
-            )
+            caches = copy_to_rows(tuple(caches), init, table, rows, num_prompts, -(-width // pages.page_size))
     return *caches, table, log_probs
 
 
@@ -195,7 +183,7 @@ def _check_request(
 ) -> int:
     """Return the number of rows B that the arguments of `prefill` describe; raise ValueError where they disagree."""
     if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise ValueError(f"prompts must be int32 [B, P], got {prompts.dtype} {prompts.shape}")
+        raise ValueError(f"prompts must be int32 [B, W], got {prompts.dtype} {prompts.shape}")
     num_prompts, width = prompts.shape
     if lengths.shape != (num_prompts,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths must be int32 of shape [B] = ({num_prompts},), got {lengths.dtype} {lengths.shape}")
@@ -236,7 +224,7 @@ def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
     values, sizes = np.asarray(prompts), np.asarray(lengths)
     width = values.shape[1]
     if not ((sizes >= 1) & (sizes <= width)).all():
-        raise ValueError(f"lengths must be in [1, P = {width}], got {sizes.tolist()}")
+        raise ValueError(f"lengths must be in [1, W = {width}], got {sizes.tolist()}")
     ids = values[np.arange(width) < sizes[:, None]]
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"prompts must have token ids in [0, {vocab_size}), got {ids.min()} to {ids.max()}")

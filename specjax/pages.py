@@ -1,5 +1,10 @@
-"""Caches in pages: the table that says where the slots of each row are, and what may stand in it."""
+"""Caches in pages: the slots of each row, found by a page table, and what may stand in such a table.
 
+A cache is a pool of pages. Slot s of row b is `leaf[table[b, s // page_size], s % page_size]` in every leaf of it. A
+number outside the pool stands for no page. A dense cache [B, S, ...] is a pool too, where row b owns page b alone.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,18 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree
-from specjax.validation import check_array, is_integer
+from specjax.validation import is_integer, is_traced
 
-__all__ = ["Pages", "copy_pages"]
+__all__ = ["Pages", "copy_pages", "read_slots", "write_slots"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["num_pages", "page_size"])
 @dataclass(frozen=True)
 class Pages:
-    """A page table, and the sizes of the pools that it points into: one of the target, and one of each drafter.
-
-    Slot s of row b is `leaf[table[b, s // page_size], s % page_size]` in every leaf of a cache.
-    """
+    """A page table, and the sizes of the pools that it points into: one of the target, and one of each drafter."""
 
     table: Array  # [B, P] int32, the pages of each row in order; num_pages stands for no page
     num_pages: int
@@ -29,6 +31,58 @@ class Pages:
     def pool(self) -> tuple[int, int]:
         """The arguments of `Model.init_cache` for a pool of this size."""
         return self.num_pages, self.page_size
+
+
+def write_slots(leaf: Array, slots: Array, values: Array, table: Array | None = None) -> Array:
+    """Write to slots of each row. What would lie past the last slot, or has no page, is dropped.
+
+    Args:
+        leaf: [num_pages, page_size, ...]; a dense one [B, S, ...] without a table.
+        slots: [B, T] int32, never negative.
+        values: [B, T, ...], which get the dtype of the leaf.
+        table: [B, P] int32.
+
+    Returns:
+        The leaf.
+
+    Example:
+        >>> pool, table = jnp.zeros((3, 2)), jnp.array([[2, 0]])
+        >>> write_slots(pool, jnp.array([[1, 2]]), jnp.array([[5, 6]]), table)
+        Array([[6., 0.],
+               [0., 0.],
+               [0., 5.]], dtype=float32)
+    """
+    num_pages, size = leaf.shape[:2]
+    row = jnp.arange(slots.shape[0])[:, None]
+    if table is not None:
+        table = jnp.where(in_pool(table, num_pages), table, NO_PAGE)  # a negative index would count from the end
+        row = jnp.take_along_axis(table, slots // size, axis=1, mode="fill", fill_value=NO_PAGE)
+        slots = slots % size
+    return leaf.at[row, slots].set(values.astype(leaf.dtype), mode="drop")
+
+
+def read_slots(leaf: Array, table: Array | None = None) -> Array:
+    """Return the slots of each row in order [B, S, ...], and zeros where a row has no page.
+
+    Args:
+        leaf: [num_pages, page_size, ...]; a dense one [B, S, ...] without a table.
+        table: [B, P] int32; S is then P * page_size.
+
+    Example:
+        >>> read_slots(jnp.array([[6, 0], [0, 0], [0, 5]]), jnp.array([[2, 0], [1, 3]]))
+        Array([[0, 5, 6, 0],
+               [0, 0, 0, 0]], dtype=int32)
+    """
+    if table is None:
+        return leaf
+    table = jnp.where(in_pool(table, leaf.shape[0]), table, NO_PAGE)
+    rows = leaf.at[table].get(mode="fill", fill_value=0)
+    return rows.reshape(table.shape[0], -1, *leaf.shape[2:])
+
+
+def in_pool(table: Array, num_pages: int) -> Array:
+    """Return which entries of a table are pages of the pool."""
+    return (table >= 0) & (table < num_pages)
 
 
 def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
@@ -45,7 +99,7 @@ def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
 
     def copy(leaf: Array) -> Array:
         num_pages = leaf.shape[0]
-        is_copied = (source >= 0) & (source < num_pages) & (target >= 0)
+        is_copied = in_pool(source, num_pages) & in_pool(target, num_pages)
         return leaf.at[jnp.where(is_copied, target, NO_PAGE)].set(leaf[jnp.where(is_copied, source, 0)], mode="drop")
 
     return jax.tree.map(copy, cache)
@@ -65,14 +119,16 @@ def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int,
         number = getattr(pages, name)
         if not (is_integer(number) and number >= 1):
             raise ValueError(f"pages.{name} must be an integer >= 1, got {number!r}")
-    check_array("pages.table", pages.table, "[B, P]", (batch_size, None), jnp.integer)
+    shape, dtype = jnp.shape(pages.table), jnp.result_type(pages.table)
+    if len(shape) != 2 or shape[0] != batch_size or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"pages.table must be int32 of shape [B, P] with B = {batch_size}, got {dtype} {shape}")
     least = -(-max_length // pages.page_size)
-    if pages.table.shape[1] < least:
+    if shape[1] < least:
         raise ValueError(
             f"pages.table must have at least {least} pages a row, as max_length is {max_length} and page_size "
-            f"{pages.page_size}, got {pages.table.shape[1]}"
+            f"{pages.page_size}, got {shape[1]}"
         )
-    if isinstance(pages.table, jax.core.Tracer):
+    if is_traced(pages.table):
         return
     table = np.asarray(pages.table)
     if not ((table >= 0) & (table <= pages.num_pages)).all():
@@ -91,12 +147,12 @@ def check_pages_of_prompts(pages: Pages, prompts: Array, lengths: Array, rows: A
     Steps feed the last token of a prompt again, and a draft model the last two. So rows may share the pages that lie
     before these, if they hold the same prompt tokens. Under jit nothing has values, and nothing is checked.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in (pages.table, prompts, lengths, rows)):
+    if is_traced(pages.table, prompts, lengths, rows):
         return
-    table, prompts, lengths = (np.asarray(x) for x in (pages.table, prompts, lengths))
-    rows = np.arange(len(prompts)) if rows is None else np.asarray(rows)
-    lengths, size = lengths[rows], pages.page_size
-    is_missing = (table == pages.num_pages) & (np.arange(table.shape[1]) * size < lengths[:, None])
+    table, size = np.asarray(pages.table), pages.page_size
+    index = np.arange(len(prompts)) if rows is None else np.asarray(rows)
+    tokens, ends = np.asarray(prompts)[index], np.asarray(lengths)[index]
+    is_missing = (table == pages.num_pages) & (np.arange(table.shape[1]) * size < ends[:, None])
     if is_missing.any():
         b, p = np.argwhere(is_missing)[0]
         raise ValueError(f"pages.table must have a page for every token of a prompt, got none at [{b}, {p}]")
@@ -104,15 +160,45 @@ def check_pages_of_prompts(pages: Pages, prompts: Array, lengths: Array, rows: A
     for page in owned[counts > 1]:
         owners, places = np.nonzero(table == page)
         end = (places[0] + 1) * size
-        beginnings = prompts[rows[owners], : min(end, prompts.shape[1])]
-        if (places != places[0]).any() or (end > lengths[owners] - 2).any() or (beginnings != beginnings[0]).any():
+        beginnings = tokens[owners, : min(end, tokens.shape[1])]
+        if (places != places[0]).any() or (end > ends[owners] - 2).any() or (beginnings != beginnings[0]).any():
             raise ValueError(
                 "pages.table must give two rows the same page only where they have the same prompt up to its end, and "
                 f"this end is before the last two tokens of both, got page {page} in rows {owners.tolist()}"
             )
 
 
-def first_rows(rows: Array, num_prompts: int) -> Array:
-    """Return the first of the rows [B] that has each prompt, [num_prompts] int32; B where none has it."""
+def of_prompts(table: Array, rows: Array, num_prompts: int) -> Array:
+    """Return the pages of the first row of each prompt, [N, P] int32; no page for a prompt that no row has.
+
+    Args:
+        table: [B, P] int32, the pages of the rows.
+        rows: [B] int32, the index of each row's prompt.
+        num_prompts: N.
+    """
     batch_size = rows.shape[0]
-    return jnp.full(num_prompts, batch_size, jnp.int32).at[rows].min(jnp.arange(batch_size, dtype=jnp.int32))
+    first = jnp.full(num_prompts, batch_size, jnp.int32).at[rows].min(jnp.arange(batch_size, dtype=jnp.int32))
+    return table.at[first].get(mode="fill", fill_value=NO_PAGE)
+
+
+def copy_to_rows(
+    caches: PyTree, init: Callable[[int], PyTree], table: Array, rows: Array, num_prompts: int, num_pages: int
+) -> PyTree:
+    """Give each row what was computed of its prompt: in pools copies of pages, elsewhere of rows.
+
+    Args:
+        caches: what was computed for the prompts, through the pages that `of_prompts` returns.
+        init: function of the number of rows that makes empty caches.
+        table: [B, P] int32, the pages of the rows.
+        rows: [B] int32, the index of each row's prompt.
+        num_prompts: the number of prompts.
+        num_pages: how many pages of a row may hold tokens of its prompt.
+    """
+    # A leaf belongs to a pool if its size does not depend on the number of rows.
+    sizes = (jax.eval_shape(partial(init, size)) for size in (num_prompts, num_prompts + 1))
+    in_pool = jax.tree.map(lambda one, other: one.shape == other.shape, *sizes)
+    source, target = of_prompts(table, rows, num_prompts)[rows, :num_pages], table[:, :num_pages]
+    target = jnp.where(source == target, NO_PAGE, target)
+    return jax.tree.map(
+        lambda is_pool, leaf: copy_pages(leaf, source, target) if is_pool else leaf[rows], in_pool, caches
+    )

@@ -1,11 +1,12 @@
 """Feed prompts to the target and to a proposer, chunk by chunk."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from specjax.calls import run
+from specjax.dispatch import is_partitioned
 from specjax.log_probs import LogProbs, record
 from specjax.types import NO_PAGE, Array, Chunk, Context, Model, ModelInput, Proposer, PyTree
 
@@ -72,7 +73,7 @@ def feed(
     """Feed prompts to the target and to a proposer, in calls of one static size.
 
     Where both take pages, a call holds some of the rows, and rows of similar length share their calls: short prompts do
-    not pay for long ones. Elsewhere a call holds all rows.
+    not pay for long ones. Elsewhere a call holds all rows, and so it does where they may lie on several devices.
 
     Args:
         model: the target.
@@ -94,7 +95,8 @@ def feed(
     tokens = jnp.pad(tokens, ((0, 0), (0, 1 + -width % size)), constant_values=-1)
     state = cache, proposer_state, log_probs
 
-    in_groups = model.takes_pages and getattr(proposer, "takes_pages", False) and isinstance(batch_size, int)
+    takes_rows = model.takes_pages and getattr(proposer, "takes_pages", False)
+    in_groups = takes_rows and isinstance(batch_size, int) and not is_partitioned((prompts, state))
     num_groups = -(-batch_size // max(1, BUDGET // size)) if in_groups else 1
     if num_groups <= 1:
         return _feed_group(model, proposer, size, _Group(tokens, prompts.length, prompts.pages, None), state)
@@ -115,7 +117,8 @@ def feed(
     return jax.lax.fori_loop(0, num_groups, body, state)
 
 
-class _Group(NamedTuple):
+@dataclass(frozen=True)
+class _Group:
     """The prompts that share their calls."""
 
     tokens: Array  # [B, W] int32, then -1; W is a multiple of the chunk size, plus 1

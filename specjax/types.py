@@ -1,6 +1,7 @@
 """The records that every part of specjax passes around, and the contracts of models, proposers and scorers.
 
-Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows, P pages of a sequence.
+Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows, W tokens of
+the longest prompt, S cache slots and P pages of a sequence.
 """
 
 from collections.abc import Callable

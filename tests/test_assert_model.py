@@ -12,6 +12,7 @@ from families import write
 from specjax import decode, proposers, sampling
 from specjax.models import load
 from specjax.models.vocabulary import resize_vocabulary
+from specjax.pages import read_slots, write_slots
 from specjax.sampling import SamplingParams
 from specjax.testing import assert_model, bigram_model
 from specjax.types import Model, ModelOutput
@@ -206,6 +207,74 @@ def test_own_models(case, tmp_path):
 def test_wrong_models(make, wrong, promise, advice):
     with pytest.raises(AssertionError, match=f"{promise}.*{advice}"):
         assert_model(make(wrong))
+
+
+@dataclass(frozen=True)
+class Paged:
+    """`Model.apply` of a mean over the slots of a pool; `wrong` names a mistake, and "" is right."""
+
+    wrong: str = ""
+
+    def __call__(self, params, inputs, cache):
+        table, num_pages = inputs.pages, len(cache)
+        slots = inputs.positions[:, :1] + jnp.arange(inputs.tokens.shape[1])[None]
+        x = params["embedding"][inputs.tokens]
+        if self.wrong == "wraps" and table is not None:
+            page = jnp.take_along_axis(table, slots // cache.shape[1], axis=1, mode="fill", fill_value=len(cache))
+            cache = cache.at[page, slots % cache.shape[1]].set(x, mode="drop")
+        elif self.wrong == "clips":
+            cache = write_slots(cache, slots, x, None if table is None else jnp.clip(table, 0, num_pages - 1))
+        else:
+            cache = write_slots(cache, slots, x, None if self.wrong == "ignores pages" else table)
+        held = cache[: len(slots)] if self.wrong == "ignores pages" else read_slots(cache, table)
+        if self.wrong == "sorts pages" and table is not None:
+            held = read_slots(cache, jnp.sort(table, axis=1))
+        seen = jnp.arange(held.shape[1])[None, None] <= slots[..., None]
+        if self.wrong == "reads everything" and table is not None:
+            x = x + 0 * jnp.sum(cache)
+        mean = jnp.sum(jnp.where(seen[..., None], held[:, None], 0), axis=2) / (slots + 1)[..., None]
+        return ModelOutput((x + mean) @ params["head"]), cache
+
+
+def paged_cache(num_pages, page_size):
+    return jnp.zeros((num_pages, page_size, SIZE))
+
+
+def heads_before_slots(num_pages, page_size):
+    return jnp.zeros((num_pages, 2, page_size, SIZE))
+
+
+def paged(wrong=""):
+    shapes = {"embedding": (VOCAB, SIZE), "head": (SIZE, VOCAB)}
+    params = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(shapes.items())}
+    return Model(params, Paged(wrong), paged_cache, VOCAB, takes_pages=True)
+
+
+class TestPages:
+    def test_right_ones_pass(self):
+        assert_model(paged())
+        assert_model(bigram_model(jnp.zeros((VOCAB, VOCAB))))
+
+    @pytest.mark.parametrize(
+        "wrong, message",
+        [
+            ("ignores pages", "a logit is off by"),
+            ("sorts pages", "a logit is"),
+            ("reads everything", "a logit is NaN"),
+            ("wraps", "a call changes pages of cache"),
+            ("clips", "a call changes pages of cache"),
+        ],
+    )
+    def test_wrong_ones(self, wrong, message):
+        with pytest.raises(
+            AssertionError, match=rf"slot s of row b must be leaf\[.*{message}.*specjax.pages.write_slots"
+        ):
+            assert_model(paged(wrong))
+
+    def test_the_layout(self):
+        wrong = Model(jnp.zeros((VOCAB, VOCAB)), right, heads_before_slots, VOCAB, takes_pages=True)
+        with pytest.raises(AssertionError, match=r"must be \[num_pages, page_size, ...\]: init_cache\(2, 12\) gives"):
+            assert_model(wrong)
 
 
 def bare_array(table, inputs, cache):

@@ -443,14 +443,14 @@ def test_features_reach_the_proposer():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(prompts=np.zeros(4, np.int32)), r"prompts must be int32 \[B, P\]"),
-        (dict(prompts=np.zeros((2, 4), np.float32)), r"prompts must be int32 \[B, P\]"),
+        (dict(prompts=np.zeros(4, np.int32)), r"prompts must be int32 \[B, W\]"),
+        (dict(prompts=np.zeros((2, 4), np.float32)), r"prompts must be int32 \[B, W\]"),
         (dict(prompts=np.zeros((2, 0), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
         (dict(prompts=np.zeros((2, 17), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
         (dict(lengths=np.ones(3, np.int32)), r"lengths must be int32 of shape \[B\] = \(2,\), got int32 \(3,\)"),
         (dict(lengths=np.ones(2, np.float32)), r"lengths must be int32 of shape \[B\] = \(2,\), got float32"),
-        (dict(lengths=np.array([0, 1])), r"lengths must be in \[1, P = 4\], got \[0, 1\]"),
-        (dict(lengths=[5, 1]), r"lengths must be in \[1, P = 4\], got \[5, 1\]"),
+        (dict(lengths=np.array([0, 1])), r"lengths must be in \[1, W = 4\], got \[0, 1\]"),
+        (dict(lengths=[5, 1]), r"lengths must be in \[1, W = 4\], got \[5, 1\]"),
         (dict(prompts=np.full((2, 4), VOCAB)), r"prompts must have token ids in \[0, 61\), got 61 to 61"),
         (dict(prompts=[[1, 2, 3, -1], [1, 1, 1, 1]]), r"prompts must have token ids in \[0, 61\), got -1 to 3"),
         (dict(max_length=129), r"max_length must be at most the model's 128, got 129"),

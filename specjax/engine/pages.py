@@ -123,9 +123,10 @@ class PageTables:
         num_new = self._num_pages(num_slots) - row.stop
         if num_new <= 0:
             return True
-        if not self._prefixes.make_room(num_new):
+        pages = self._pool.allocate(num_new) if self._prefixes.make_room(num_new) else None
+        if pages is None:
             return False
-        self._append(row, self._pool.allocate(num_new))
+        self._append(row, pages)
         return True
 
     def register(self, row: Row, num_computed: int, value: Any = None) -> None:

@@ -10,7 +10,8 @@ from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
 from specjax.dispatch import dispatch
 from specjax.models.rope import Rotation, rotate
-from specjax.types import NO_PAGE, Array, ModelInput
+from specjax.pages import in_pool, read_slots, write_slots
+from specjax.types import Array, ModelInput
 
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
 
@@ -46,40 +47,28 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
 
 def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> Cache:
     """Write keys and values [B, T, H, D] to the slots of the call; those past the end or without a page are dropped."""
-    num_rows, size = cache["key"].shape[:2]
-    slot = inputs.positions[:, :1] + jnp.arange(key.shape[1])[None]
-    row = jnp.arange(key.shape[0])[:, None]
-    if inputs.pages is not None:
-        pages = _valid(inputs.pages, num_rows)
-        row = jnp.take_along_axis(pages, slot // size, axis=1, mode="fill", fill_value=NO_PAGE)
-        slot = slot % size
+    slots = inputs.positions[:, :1] + jnp.arange(key.shape[1])[None]
     return {
-        "key": cache["key"].at[row, slot].set(key.astype(cache["key"].dtype), mode="drop"),
-        "value": cache["value"].at[row, slot].set(value.astype(cache["value"].dtype), mode="drop"),
+        "key": write_slots(cache["key"], slots, key, inputs.pages),
+        "value": write_slots(cache["value"], slots, value, inputs.pages),
     }
 
 
-def gather_pages(cache: Cache, inputs: ModelInput) -> tuple[Array, Array, Array]:
-    """Return the keys and values [B, S, H, D] of each row, and which slots hold them, [B, 1, 1, S] bool.
+def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Array, Array]:
+    """Return the keys and values [B, S, H, D] of each row, and what each query sees of them [B, 1, T, S] bool.
 
-    These are the slots up to the last of the call that have a page. The others are read as zeros: a page that another
-    sequence used before may hold NaN, which an attention weight of 0 does not hide.
+    From pages, slots past the call are read as zeros: a page that another sequence used before may hold NaN, which an
+    attention weight of 0 does not hide.
     """
+    if inputs.pages is None:
+        return cache["key"], cache["value"], mask
     num_pages, size = cache["key"].shape[:2]
-    pages = _valid(inputs.pages, num_pages)
-    end = inputs.positions[:, :1] + inputs.tokens.shape[1]
-    is_filled = jnp.repeat(pages < num_pages, size, axis=1) & (jnp.arange(num_slots(cache, inputs))[None] < end)
-
-    def gather(leaf: Array) -> Array:
-        rows = leaf.at[pages].get(mode="fill", fill_value=0)
-        return jnp.where(is_filled[:, :, None, None], rows.reshape(*is_filled.shape, *leaf.shape[2:]), 0)
-
-    return gather(cache["key"]), gather(cache["value"]), is_filled[:, None, None]
-
-
-def _valid(pages: Array, num_pages: int) -> Array:
-    """Return the table with NO_PAGE for what is not in the pool; a negative index would count from its end."""
-    return jnp.where((pages >= 0) & (pages < num_pages), pages, NO_PAGE)
+    is_filled = jnp.repeat(in_pool(inputs.pages, num_pages), size, axis=1)
+    is_filled &= jnp.arange(is_filled.shape[1])[None] < inputs.positions[:, :1] + inputs.tokens.shape[1]
+    key, value = (
+        jnp.where(is_filled[:, :, None, None], read_slots(cache[name], inputs.pages), 0) for name in ("key", "value")
+    )
+    return key, value, mask & is_filled[:, None, None]
 
 
 def attend(
@@ -154,10 +143,8 @@ def attend_to_cache(
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
-        if inputs.pages is None:
-            return attend(query, cache["key"], cache["value"], mask, **of_scores), cache
-        keys, values, is_filled = gather_pages(cache, inputs)
-        return attend(query, keys, values, mask & is_filled, **of_scores), cache
+        key, value, mask = read_cache(cache, inputs, mask)
+        return attend(query, key, value, mask, **of_scores), cache
 
     def reason(query, key, value, cache, inputs, mask, rotation):
         if _has_few(query):

@@ -14,6 +14,7 @@ from specjax.types import Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 
 BATCH_SIZE, NUM_TOKENS, CHUNK = 3, 12, 4  # the cache has NUM_TOKENS slots; a call feeds all tokens, CHUNK or one
+PAGE_SIZE, NUM_PAGES = 4, 20  # of a pool, of which the rows have NUM_TOKENS / PAGE_SIZE pages each
 FAR = 2**16  # the slots of a long cache, whose shape alone is computed
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
 SLOT_BY_SLOT = "keep one state a slot, as docs/own-models.md shows"
@@ -24,9 +25,9 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
 
     The model is run on a few random tokens. One call over all of them gives the expected logits. The calls that a
     decoding loop makes must give the same logits: chunks, rows at different lengths, padded prompts, tokens that are
-    fed again, rejected drafts that are overwritten, calls that pass the end of the cache, and trees if the model reads
-    `ModelInput.mask`. Matrices are multiplied with precision "highest" for these calls, so that rounding is not taken
-    for a mistake.
+    fed again, rejected drafts that are overwritten, calls that pass the end of the cache, trees if the model reads
+    `ModelInput.mask`, and a pool of pages if it takes pages. Matrices are multiplied with precision "highest" for these
+    calls, so that rounding is not taken for a mistake.
 
     Args:
         model: the model, with or without a cache; its `max_length` is None or at least 12.
@@ -59,6 +60,8 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
         _check_padded_prompts(trial)
         _check_end_of_cache(trial)
         _check_tree(trial)
+        if model.takes_pages:
+            _check_pages(trial)
     _check_closure(model)
     _check_identity(model)
 
@@ -78,13 +81,14 @@ class _Trial(NamedTuple):
     others: np.ndarray  # [B, N] int32, each different from the token in `tokens`
     expected: np.ndarray  # [B, N, V] logits
     tolerance: float
+    pages: np.ndarray | None = None  # [B, P] int32 the page table; None is a dense cache
 
     def new_cache(self) -> PyTree:
-        return self.model.init_cache(BATCH_SIZE, NUM_TOKENS)
+        return self.model.init_cache(*(BATCH_SIZE, NUM_TOKENS) if self.pages is None else (NUM_PAGES, PAGE_SIZE))
 
     def feed(self, tokens: np.ndarray, starts: int | np.ndarray, cache: PyTree) -> tuple[np.ndarray, PyTree]:
         """Feed tokens [B, T] from the positions `starts`, [] or [B], on; return logits [B, T, V] and the new cache."""
-        return _feed(self.model, tokens, _positions(starts, *tokens.shape), cache)
+        return _feed(self.model, tokens, _positions(starts, *tokens.shape), cache, pages=self.pages)
 
     def run(self, promise: _Promise, calls: list[tuple[int, int]], cache: PyTree) -> PyTree:
         """Feed the tokens in calls of (start, number of tokens), compare the logits of each, and return the cache."""
@@ -113,7 +117,8 @@ class _Trial(NamedTuple):
                     f"{place} a logit is off by {difference[b, t]:.2g} of the largest logit, where rounding may be "
                     f"{self.tolerance:g}"
                 )
-            raise AssertionError(f"{promise.text}: {what}. {_likely_cause(self) or promise.remedy}.")
+            cause = _likely_cause(self) if self.pages is None else None
+            raise AssertionError(f"{promise.text}: {what}. {cause or promise.remedy}.")
 
 
 @jax.jit
@@ -122,9 +127,14 @@ def _call(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput,
 
 
 def _feed(
-    model: Model, tokens: np.ndarray, positions: np.ndarray, cache: PyTree, mask: np.ndarray | None = None
+    model: Model,
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    cache: PyTree,
+    mask: np.ndarray | None = None,
+    pages: np.ndarray | None = None,
 ) -> tuple[np.ndarray, PyTree]:
-    output, cache = _call(model, ModelInput(*jax.tree.map(jnp.asarray, (tokens, positions, mask))), cache)
+    output, cache = _call(model, ModelInput(*jax.tree.map(jnp.asarray, (tokens, positions, mask, pages))), cache)
     return np.asarray(output.logits, np.float64), cache
 
 
@@ -193,6 +203,12 @@ def _check_forms(model: Model) -> None:
                     f"every leaf of the cache must have the batch as its leading axis: init_cache({batch_size}, "
                     f"{NUM_TOKENS}) gives cache{path} of shape {leaf.shape}. Put other axes, as that of the layers, "
                     "behind it, or make a list of them"
+                )
+            if model.takes_pages and leaf.shape[:2] != (batch_size, NUM_TOKENS):
+                raise AssertionError(
+                    f"every leaf of a cache in pages must be [num_pages, page_size, ...]: init_cache({batch_size}, "
+                    f"{NUM_TOKENS}) gives cache{path} of shape {leaf.shape}. Put other axes, as that of the heads, "
+                    "behind these two, or set takes_pages to False"
                 )
     _check_every_token_has_a_slot(model)
     for batch_size, num_tokens in ((BATCH_SIZE, CHUNK), (1, 1)):
@@ -354,6 +370,48 @@ def _check_tree(trial: _Trial) -> None:
     sibling, _ = trial.feed(trial.others[:, CHUNK : CHUNK + 1], CHUNK, cache)
     alone = trial._replace(expected=np.repeat(sibling, NUM_TOKENS, axis=1))
     alone.compare(promise, logits[:, 1:2], CHUNK)
+
+
+def _check_pages(trial: _Trial) -> None:
+    """Feed tokens through tables in mixed order, in which some pages are missing, to a pool with NaN elsewhere."""
+    promise = _Promise(
+        "with inputs.pages, slot s of row b must be leaf[pages[b, s // page_size], s % page_size] in every leaf",
+        "Write with specjax.pages.write_slots(leaf, slots, values, inputs.pages) and read with read_slots(leaf, "
+        "inputs.pages), which gives the slots of each row in order; or set takes_pages to False",
+    )
+    order = np.random.default_rng(1).permutation(NUM_PAGES).astype(np.int32)
+    pages = order[: BATCH_SIZE * NUM_TOKENS // PAGE_SIZE].reshape(BATCH_SIZE, -1)
+    without = pages.copy()
+    without[0], without[2] = NUM_PAGES, -1
+    past = NUM_TOKENS - CHUNK // 2
+    for table, rows in ((pages, np.arange(BATCH_SIZE)), (without, np.array([1]))):
+        paged = trial._replace(pages=table)
+        is_own = np.isin(np.arange(NUM_PAGES), table[rows])
+        before = _poisoned(paged.new_cache(), ~is_own)
+        cache = before
+        for start, num_tokens in ((0, 1), (1, CHUNK), (CHUNK - 1, CHUNK), (2 * CHUNK - 1, CHUNK), (past, CHUNK)):
+            columns = np.minimum(np.arange(start, start + num_tokens), NUM_TOKENS - 1)
+            logits, cache = paged.feed(trial.tokens[:, columns], start, cache)
+            paged.compare(promise, logits[rows], start, rows)
+        for (path, leaf), old in zip(jax.tree_util.tree_leaves_with_path(cache), jax.tree.leaves(before), strict=True):
+            changed = [np.asarray(x)[~is_own] for x in (leaf, old)]
+            if not np.array_equal(*changed, equal_nan=np.issubdtype(changed[0].dtype, np.inexact)):
+                raise AssertionError(
+                    f"{promise.text}: a call changes pages of cache{jax.tree_util.keystr(path)} that are in no row of "
+                    "the table, in which the number of pages, larger numbers and negative ones stand for no page. "
+                    f"{promise.remedy}."
+                )
+
+
+def _poisoned(cache: PyTree, pages: np.ndarray) -> PyTree:
+    """Return the pool with NaN in the floats of some pages [num_pages] bool."""
+
+    def poison(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(pages.reshape(-1, *[1] * (leaf.ndim - 1)), jnp.nan, leaf)
+
+    return jax.tree.map(poison, cache)
 
 
 def _likely_cause(trial: _Trial) -> str | None:

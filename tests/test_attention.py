@@ -1,0 +1,86 @@
+"""Attention of any number of new tokens in the middle of a long cache, against loops over queries in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged import poisoned, random_table
+
+from specjax.models.attention import attend_to_cache, attention_mask, num_slots
+from specjax.models.rope import rotation
+from specjax.types import ModelInput
+
+IMPLEMENTATIONS = {"xla": (jnp.float32, 1e-5)}  # name: dtype, and the error of a result relative to its norm
+BATCH, HEADS, KV_HEADS, SIZE, SLOTS, PAGE_SIZE = 3, 4, 2, 16, 192, 32
+STARTS = np.array([97, 64, 120], np.int32)
+OPTIONS = {"plain": {}, "window": {"window": 21, "scale": 0.4, "softcap": 2.0}}
+FAST = {5, 64}
+
+
+def arrays(num_tokens, dtype):
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+    new, cached = (BATCH, num_tokens, KV_HEADS, SIZE), (BATCH, SLOTS, KV_HEADS, SIZE)
+    query = normal(0, BATCH, num_tokens, HEADS, SIZE)
+    return query, normal(1, *new), normal(2, *new), {"key": normal(3, *cached), "value": normal(4, *cached)}
+
+
+def turn(x, positions):
+    cos, sin = (np.asarray(part, np.float64)[:, :, None] for part in rotation(jnp.asarray(positions), SIZE, 100.0))
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZE**-0.5, softcap=None):
+    """What each query attends to: the slots up to its own, of which the last hold the new tokens."""
+    query, key = (np.asarray(jnp.asarray(turn(x, positions)).astype(dtype), np.float64) for x in (query, key))
+    keys, values = (np.array(cache[name], np.float64) for name in ("key", "value"))
+    for b, slots in enumerate(positions):
+        keys[b, slots], values[b, slots] = key[b], np.asarray(value[b], np.float64)
+    attended = np.zeros(query.shape)
+    for b, t, h in np.ndindex(query.shape[:3]):
+        end = positions[b, t] + 1
+        begin = 0 if window is None else max(0, end - window)
+        kv_head = h // (HEADS // KV_HEADS)
+        scores = scale * keys[b, begin:end, kv_head] @ query[b, t, h]
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        attended[b, t, h] = weights @ values[b, begin:end, kv_head] / weights.sum()
+    return attended
+
+
+def attend_to_slots(query, key, value, cache, inputs, window=None, **options):
+    mask = attention_mask(inputs, num_slots(cache, inputs), window)
+    turns = rotation(inputs.positions, SIZE, 100.0)
+    return attend_to_cache(query, key, value, cache, inputs, mask, turns, window, **options)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layout", ["dense", "pages"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "num_tokens", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in range(1, 65)]
+)
+def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, options):
+    dtype, tolerance = IMPLEMENTATIONS[implementation]
+    query, key, value, cache = arrays(num_tokens, dtype)
+    positions = STARTS[:, None] + np.arange(num_tokens, dtype=np.int32)
+    expected = reference(query, key, value, cache, positions, dtype, **OPTIONS[options])
+    table = None
+    if layout == "pages":
+        table = jnp.asarray(random_table((BATCH, SLOTS // PAGE_SIZE), 40))
+        pool = poisoned({name: jnp.zeros((40, PAGE_SIZE, KV_HEADS, SIZE), dtype) for name in cache})
+        is_held = (np.arange(SLOTS)[None] < STARTS[:, None])[..., None, None]
+        held = jax.tree.map(lambda leaf: jnp.where(is_held, leaf, jnp.nan), cache)
+        cache = jax.tree.map(
+            lambda leaf, rows: leaf.at[table].set(rows.reshape(BATCH, -1, *leaf.shape[1:])), pool, held
+        )
+    inputs = ModelInput(jnp.zeros(positions.shape, jnp.int32), jnp.asarray(positions), pages=table)
+    run = jax.jit(partial(attend_to_slots, implementation=implementation, **OPTIONS[options]))
+    attended = np.asarray(run(query, key, value, cache, inputs), np.float64)
+    error = np.linalg.norm(attended - expected) / np.linalg.norm(expected)
+    assert error < tolerance
