@@ -618,8 +618,9 @@ class TestSeveralSteps:
 
     @staticmethod
     def assert_fails(verifier, drafter):
+        """With a third of the samples that a verdict has: what they show, more would show as well."""
         with pytest.raises(AssertionError, match=r"not lossless on .* expected at most"):
-            testing.assert_lossless(verifier, drafter=drafter)
+            testing.assert_lossless(verifier, drafter=drafter, num_samples=200_000)
 
 
 class OwnPositionFlips(core.KeyDraw):
