@@ -26,7 +26,7 @@ TABLE = ROOT / "scripts" / "breaks.toml"
 PAGE = ROOT / "docs" / "breaks.md"
 COPIED = ("specjax", "pallas_kernels", "tests", "scripts", "docs", "pyproject.toml", "README.md")
 XLA_FLAGS = (  # those of scripts/test
-    "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 NOT_RUN, MISSED = "not run", "**not found**"
 HEADER = """# Deliberate breaks

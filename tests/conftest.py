@@ -4,8 +4,8 @@ import tempfile
 
 # Several processes share a GPU: each takes of its memory what it needs, when it does.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# The processes of one run, and those that tests start, share what they compile. The folder goes when the run ends, and a
-# user's own cache is left alone, unless JAX is told of it: then later runs find what this one compiled.
+# The processes of a run, and those that tests start, share what they compile, in a folder that goes when the run ends.
+# Where a folder is given it stays, and later runs find what this one compiled.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.TemporaryDirectory(prefix="specjax-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name

@@ -63,7 +63,7 @@ def test_kernels_compile_without_spilling(verifier, batch_size, dtype, shaped, t
         lambda *args: getattr(verifiers, verifier)(*args, log_probs=True, **OPTIONS.get(verifier, {})),
         *inputs(batch_size, 128256, dtype, shaped=shaped),
     )
-    assert [kernel.name for kernel in kernels] == KERNELS[verifier]
+    assert {kernel.name for kernel in kernels} >= set(KERNELS[verifier])
     for kernel in kernels:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
