@@ -558,11 +558,12 @@ class TestSeveralSteps:
     def test_lossless(self, name):
         testing.assert_lossless(one_of(name), drafter=testing.sample_draft, num_samples=200_000)
 
-    @pytest.mark.parametrize(
-        "name", ["rejection", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "match"))]
-    )
+    @pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
     def test_draft_model_reports_what_it_sampled(self, name):
-        """A draft model at the request's temperature and cut: the output has the target's law at both."""
+        """A draft model at the request's temperature and cut: the output has the target's law at both.
+
+        Exact match does not read what a draft reports.
+        """
         rows, table = 200_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
         target = testing.bigram_model(jnp.log(jnp.broadcast_to(jnp.asarray(table, jnp.float32)[None], (8, 8))))
         proposer = proposers.draft_model(replace(target, params=target.params[:, ::-1]), 3)
