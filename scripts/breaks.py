@@ -26,7 +26,9 @@ TABLE = ROOT / "scripts" / "breaks.toml"
 PAGE = ROOT / "docs" / "breaks.md"
 FOLDERS = "specjax", "pallas_kernels", "tests", "scripts", "docs"
 FILES = "pyproject.toml", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"
-XLA_FLAGS = "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
+XLA_FLAGS = (  # those of scripts/test
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 NOT_RUN, MISSED = "not run", "**not found**"
 HEADER = """# Deliberate breaks
 
@@ -59,8 +61,8 @@ def broken_text(name: str, entry: dict[str, str], root: Path = ROOT) -> str:
     return text.replace(entry["old"], entry["new"])
 
 
-def find(name: str, entry: dict[str, str], tier: str) -> str:
-    """The test that fails on a break, or MISSED.
+def find(name: str, entry: dict[str, str], tier: str, programs: str) -> str:
+    """The test that fails on a break, or MISSED; `programs` is a folder where later calls find what this one compiles.
 
     Raises:
         RuntimeError: the tests did not run.
@@ -73,7 +75,11 @@ def find(name: str, entry: dict[str, str], tier: str) -> str:
             shutil.copy(ROOT / file, copy / file)
         (copy / entry["file"]).write_text(broken_text(name, entry))
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", tier, "-rf", "--tb=no"]
-        environment = os.environ | {"PYTHONPATH": str(copy), "XLA_FLAGS": XLA_FLAGS}
+        environment = os.environ | {
+            "PYTHONPATH": str(copy),
+            "XLA_FLAGS": XLA_FLAGS,
+            "JAX_COMPILATION_CACHE_DIR": programs,
+        }
         done = subprocess.run(
             command + shlex.split(entry["tests"]), capture_output=True, text=True, cwd=copy, env=environment
         )
@@ -108,11 +114,12 @@ def main() -> None:
     if unknown:
         parser.error(f"NAME must be in {TABLE.name}, got {', '.join(unknown)}")
     found = {}
-    for name in arguments.names or table:
-        found[name] = find(name, table[name], "" if arguments.all else "not slow")
-        print(f"{name}: {found[name]}", flush=True)
-        if arguments.write:
-            write_page(table, found)
+    with tempfile.TemporaryDirectory() as programs:
+        for name in arguments.names or table:
+            found[name] = find(name, table[name], "" if arguments.all else "not slow", programs)
+            print(f"{name}: {found[name]}", flush=True)
+            if arguments.write:
+                write_page(table, found)
     missed = [name for name, test in found.items() if test == MISSED]
     if missed:
         sys.exit(f"{len(missed)} of {len(found)} breaks were not found: {', '.join(missed)}")

@@ -1,9 +1,15 @@
 import argparse
 import os
+import tempfile
 
-# Several processes share a GPU: each takes of its memory what it needs, when it does. A user's cache is left alone.
+# Several processes share a GPU: each takes of its memory what it needs, when it does.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+# The processes of a run, and those that tests start, share what they compile, in a folder that goes when the run ends.
+# Where a folder is given it stays, and later runs find what this one compiled.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = tempfile.TemporaryDirectory(prefix="specjax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest

@@ -29,8 +29,10 @@ def settings(tmp_path, monkeypatch):
     before = {name: getattr(jax.config, name) for name in NAMES}
     for name, value in zip(NAMES, (None, True, 0.0), strict=True):
         jax.config.update(name, value)
+    reset_cache()
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -189,7 +191,7 @@ class TestLLM:
 
     def test_import_has_no_side_effects(self, tmp_path):
         code = "import jax, specjax, specjax.cli; print(jax.config.jax_compilation_cache_dir)"
-        environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true", "XDG_CACHE_HOME": str(tmp_path)}
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.stdout == "None\n", done.stderr
         assert list(tmp_path.iterdir()) == []

@@ -67,10 +67,12 @@ def outputs(state) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
-def test_greedy_equals_plain(target, draft, num_draft_tokens, name):
+def test_greedy_equals_plain(target, draft, stranger, num_draft_tokens, name):
+    """One draft of a model of another form, and four of one of the target's, as other tests have them."""
     params = SamplingParams(temperature=0, max_tokens=40)
     plain = run(target, None, params)
-    fast = run(target, proposers.draft_model(draft, num_draft_tokens), params, one_of(name))
+    drafter = draft if num_draft_tokens == 1 else stranger
+    fast = run(target, proposers.draft_model(drafter, num_draft_tokens), params, one_of(name))
     assert outputs(fast) == outputs(plain)
     assert [len(o) for o in outputs(plain)] == [40, 40, 40]
 
@@ -91,8 +93,8 @@ def test_match_equals_plain_sampling(target, stranger):
 )
 def test_target_as_its_own_draft(target, temperature, name):
     """Every draft of the target's own is accepted, over many steps: no gap in the draft's cache."""
-    params = SamplingParams(temperature=temperature, max_tokens=100)
-    state = run(target, proposers.draft_model(target, 4), params, one_of(name), max_length=128)
+    params = SamplingParams(temperature=temperature, max_tokens=50)
+    state = run(target, proposers.draft_model(target, 4), params, one_of(name))
     assert metrics.acceptance_rate(state.totals) == 1.0
     assert metrics.mean_acceptance_length(state.totals) == 5.0
 
@@ -555,11 +557,12 @@ class TestSeveralSteps:
     def test_lossless(self, name):
         testing.assert_lossless(one_of(name), drafter=testing.sample_draft, num_samples=200_000)
 
-    @pytest.mark.parametrize(
-        "name", ["rejection", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "match"))]
-    )
+    @pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
     def test_draft_model_reports_what_it_sampled(self, name):
-        """A draft model at the request's temperature and cut: the output has the target's distribution at both."""
+        """A draft model at the request's temperature and cut: the output has the target's distribution at both.
+
+        Exact match does not read what a draft reports.
+        """
         rows, table = 200_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
         target = testing.bigram_model(jnp.log(jnp.broadcast_to(jnp.asarray(table, jnp.float32)[None], (8, 8))))
         proposer = proposers.draft_model(replace(target, params=target.params[:, ::-1]), 3)
@@ -617,8 +620,9 @@ class TestSeveralSteps:
 
     @staticmethod
     def assert_fails(verifier, drafter):
+        """With a third of the samples that a verdict has: what they show, more would show as well."""
         with pytest.raises(AssertionError, match=r"not lossless on .* expected at most"):
-            testing.assert_lossless(verifier, drafter=drafter)
+            testing.assert_lossless(verifier, drafter=drafter, num_samples=200_000)
 
 
 class OwnPositionFlips(core.KeyDraw):

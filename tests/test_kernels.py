@@ -52,6 +52,19 @@ def run(verifier: str, implementation: str, keys, draft, target, *, log_probs: b
     return jitted(verifier, implementation, log_probs)(keys, draft, target, **options)
 
 
+@partial(
+    jax.jit,  # or each operation is compiled by itself
+    static_argnames=(
+        "batch_size",
+        "num_drafts",
+        "vocab_size",
+        "dtype",
+        "target_temperature",
+        "draft_temperature",
+        "cut",
+        "normalised",
+    ),
+)
 def random_case(
     seed: int,
     batch_size: int = 4,

@@ -33,29 +33,40 @@ def inputs(batch_size: int, vocab_size: int, dtype, *, shaped: bool, drafts: str
     return keys, Draft(array(NUM_DRAFTS, dtype=jnp.int32), distribution, array(dtype=jnp.int32)), target
 
 
-@pytest.mark.parametrize("vocab_size", [32000, 128256, 151936])
-@pytest.mark.parametrize("verifier", KERNELS)
-def test_verifiers_lower_to_triton(verifier, vocab_size):
-    for batch_size, dtype, shaped in ((1, jnp.bfloat16, False), (16, jnp.float32, True)):
+# Every value with every verifier, and every two values together with one.
+CASES = [
+    (verifier, *case)
+    for number, verifier in enumerate(KERNELS)
+    for case in [
+        ((1, jnp.bfloat16, False), (256, jnp.float32, True)),
+        ((1, jnp.float32, True), (256, jnp.bfloat16, False)),
+        ((1, jnp.bfloat16, True), (256, jnp.float32, False)),
+        ((1, jnp.float32, False), (256, jnp.bfloat16, True)),
+    ][number % 4]
+]
+
+
+@pytest.mark.parametrize("verifier, batch_size, dtype, shaped", CASES)
+def test_verifiers_lower_to_triton(verifier, batch_size, dtype, shaped):
+    for vocab_size in (32000, 151936):
         kernels = triton_kernels(
             lambda *args: getattr(verifiers, verifier)(*args, **OPTIONS.get(verifier, {})),
-            *inputs(batch_size, vocab_size, dtype, shaped=shaped),
+            *inputs(min(batch_size, 16), vocab_size, dtype, shaped=shaped),  # a large batch takes kernels of two forms
         )
         assert [kernel.name for kernel in kernels] == KERNELS[verifier]
 
 
-@pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize("verifier", KERNELS)
-def test_kernels_compile_without_spilling(verifier, shaped, tmp_path):
+@pytest.mark.parametrize("verifier, batch_size, dtype, shaped", CASES)
+def test_kernels_compile_without_spilling(verifier, batch_size, dtype, shaped, tmp_path):
     pytest.importorskip("triton")
-    for batch_size, dtype in ((1, jnp.bfloat16), (256, jnp.float32)):
-        kernels = triton_kernels(
-            lambda *args: getattr(verifiers, verifier)(*args, log_probs=True, **OPTIONS.get(verifier, {})),
-            *inputs(batch_size, 128256, dtype, shaped=shaped),
-        )
-        for kernel in kernels:
-            resources = compile_for_sm90(kernel, tmp_path)
-            assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+    kernels = triton_kernels(
+        lambda *args: getattr(verifiers, verifier)(*args, log_probs=True, **OPTIONS.get(verifier, {})),
+        *inputs(batch_size, 128256, dtype, shaped=shaped),
+    )
+    assert {kernel.name for kernel in kernels} >= set(KERNELS[verifier])
+    for kernel in kernels:
+        resources = compile_for_sm90(kernel, tmp_path)
+        assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
 
 
 def test_draws_of_a_draft_model_lower_to_triton():

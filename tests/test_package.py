@@ -80,12 +80,13 @@ def test_wheel_holds_both_packages_and_the_weights(wheel):
 def test_wheel_works_outside_the_tree(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
-        "import specjax, pallas_kernels; print(specjax.__file__); "
-        "print(specjax.LLM().generate('def f(', specjax.SamplingParams(temperature=0, max_tokens=4))[0].token_ids)"
+        "import specjax, pallas_kernels; print(specjax.__file__); "  # then README's request, which is compiled once
+        "params = specjax.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True); "
+        "print(specjax.LLM().generate('def fibonacci(n):', params)[0].token_ids)"
     )
     file, tokens = python(code, path=tmp_path / "site", cwd=tmp_path).splitlines()
     assert file.startswith(str(tmp_path))
-    assert len(tokens.split(",")) == 4
+    assert len(tokens.split(",")) == 64
 
 
 def test_version_is_that_of_the_package(wheel):

@@ -16,12 +16,25 @@ from specjax.verifiers.rejection import rejection
 ROOT = Path(__file__).parent.parent
 
 
+# The others show with one draft already. A verdict with two goes through those cases too, and takes longer to compile.
+RIGHT_WITH_ONE_DRAFT = {
+    "one_coin_for_all_positions",
+    "one_coin_for_all_iterations",
+    "looks_past_num_tokens",
+    "counts_minus_one_as_token_0",
+    "accepts_any_of_the_tied",
+    "counts_the_accepted_behind_a_rejection",
+    "block_with_the_first_failure",
+    "block_with_the_token_residual",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_verifier_is_found(name):
     verifier, message = WRONG[name]
     with pytest.raises(AssertionError, match=message):
-        testing.assert_lossless(verifier, num_draft_tokens=2)
+        testing.assert_lossless(verifier, num_draft_tokens=2 if name in RIGHT_WITH_ONE_DRAFT else 1)
 
 
 def test_the_docs_have_a_line_on_each():

@@ -52,9 +52,9 @@ class LLM:
     Example:
         >>> import specjax
         >>> llm = specjax.LLM()
-        >>> params = specjax.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        >>> params = specjax.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
         >>> len(llm.generate("def add(a, b):", params)[0].token_ids)
-        4
+        64
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def assert_lossless(
 
     Example:
         >>> from specjax import verifiers
-        >>> assert_lossless(verifiers.block, num_draft_tokens=2)
+        >>> assert_lossless(verifiers.rejection, num_draft_tokens=2)
     """
     if drafter is None and hasattr(verifier, "core"):
         for count in dict.fromkeys((num_draft_tokens, 1, 0)):
