@@ -52,13 +52,16 @@ def write_slots(leaf: Array, slots: Array, values: Array, table: Array | None = 
                [0., 0.],
                [0., 5.]], dtype=float32)
     """
+    return leaf.at[locate(leaf, slots, table)].set(values.astype(leaf.dtype), mode="drop")
+
+
+def locate(leaf: Array, slots: Array, table: Array | None = None) -> tuple[Array, Array]:
+    """Return where slots [B, T] of each row are: two indices into the leaf, out of range where there is no page."""
     num_pages, size = leaf.shape[:2]
-    row = jnp.arange(slots.shape[0])[:, None]
-    if table is not None:
-        table = jnp.where(in_pool(table, num_pages), table, NO_PAGE)  # a negative index would count from the end
-        row = jnp.take_along_axis(table, slots // size, axis=1, mode="fill", fill_value=NO_PAGE)
-        slots = slots % size
-    return leaf.at[row, slots].set(values.astype(leaf.dtype), mode="drop")
+    if table is None:
+        return jnp.arange(slots.shape[0])[:, None], slots
+    table = jnp.where(in_pool(table, num_pages), table, NO_PAGE)  # a negative index would count from the end
+    return jnp.take_along_axis(table, slots // size, axis=1, mode="fill", fill_value=NO_PAGE), slots % size
 
 
 def read_slots(leaf: Array, table: Array | None = None) -> Array:

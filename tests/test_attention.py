@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paged import poisoned, random_table
 
-from specjax.models.attention import attend_to_cache, attention_mask, num_slots
+from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_mask, num_slots, update_cache
 from specjax.models.rope import rotation
 from specjax.types import ModelInput
 
@@ -16,7 +16,10 @@ IMPLEMENTATIONS = {"xla": (jnp.float32, 1e-5)}  # name: dtype, and the error of 
 BATCH, HEADS, KV_HEADS, SIZE, SLOTS, PAGE_SIZE = 3, 4, 2, 16, 192, 32
 STARTS = np.array([97, 64, 120], np.int32)
 OPTIONS = {"plain": {}, "window": {"window": 21, "scale": 0.4, "softcap": 2.0}}
-FAST = {5, 64}
+LAYOUTS = "dense", "pages"
+COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS]
+CASES = [(n, *combination) for n in (5, 64) for combination in COMBINATIONS]
+SLOW = [(n, *COMBINATIONS[n % 4]) for n in range(1, 64) if n != 5]
 
 
 def arrays(num_tokens, dtype):
@@ -59,11 +62,9 @@ def attend_to_slots(query, key, value, cache, inputs, window=None, **options):
     return attend_to_cache(query, key, value, cache, inputs, mask, turns, window, **options)[0]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("layout", ["dense", "pages"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "num_tokens", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in range(1, 65)]
+    "num_tokens, layout, options", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, options):
     dtype, tolerance = IMPLEMENTATIONS[implementation]
@@ -84,3 +85,45 @@ def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, 
     attended = np.asarray(run(query, key, value, cache, inputs), np.float64)
     error = np.linalg.norm(attended - expected) / np.linalg.norm(expected)
     assert error < tolerance
+
+
+@pytest.mark.parametrize("layout, options", COMBINATIONS)
+def test_blocks_of_slots(layout, options):
+    """A long cache is attended to in blocks, of which only those that a row fills are read."""
+    slots, num_tokens, starts = 3 * BLOCK + 64, 70, np.array([3, BLOCK - 20, 2 * BLOCK + 5], np.int32)
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, key, value = (
+        jax.random.normal(k, (BATCH, num_tokens, n, SIZE)) for k, n in zip(keys[:3], (4, 2, 2), strict=True)
+    )
+    cache = {
+        name: jax.random.normal(k, (BATCH, slots, KV_HEADS, SIZE))
+        for name, k in zip(("key", "value"), keys[3:], strict=True)
+    }
+    positions = jnp.asarray(starts[:, None] + np.arange(num_tokens, dtype=np.int32))
+    inputs = ModelInput(jnp.zeros(positions.shape, jnp.int32), positions)
+    options = OPTIONS[options]
+    written = update_cache(cache, key, value, inputs)
+    mask = attention_mask(inputs, slots, options.get("window"))
+    scores = {name: options.get(name) for name in ("scale", "softcap")}
+    expected = attend(query, written["key"], written["value"], mask, **scores)
+
+    is_seen = (jnp.arange(slots)[None] < starts[:, None])[..., None, None]
+    cache = jax.tree.map(lambda leaf: jnp.where(is_seen, leaf, jnp.nan), cache)
+    if layout == "pages":
+        table = jnp.asarray(random_table((BATCH, slots // PAGE_SIZE), 160))
+        pool = jnp.full((160, PAGE_SIZE, KV_HEADS, SIZE), jnp.nan)
+        cache = jax.tree.map(lambda rows: pool.at[table].set(rows.reshape(BATCH, -1, PAGE_SIZE, KV_HEADS, SIZE)), cache)
+        inputs = inputs._replace(pages=table)
+    attended, _ = attend_to_cache(query, key, value, cache, inputs, mask, implementation="xla", **options)
+    np.testing.assert_allclose(attended, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_hold_no_more_scores_than_one():
+    """No array of the program is as large as the scores of all slots."""
+    slots, num_tokens = 32 * BLOCK, 128
+    like = jax.ShapeDtypeStruct
+    query, new = (like((1, num_tokens, n, SIZE), jnp.float32) for n in (HEADS, KV_HEADS))
+    cache = dict.fromkeys(("key", "value"), like((1, slots, KV_HEADS, SIZE), jnp.float32))
+    inputs = ModelInput(*[like((1, num_tokens), jnp.int32)] * 2)
+    program = jax.jit(attend_to_slots).lower(query, new, new, cache, inputs).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * HEADS * num_tokens * slots

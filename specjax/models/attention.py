@@ -10,9 +10,10 @@ from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
 from specjax.dispatch import dispatch
 from specjax.models.rope import Rotation, rotate
-from specjax.pages import in_pool, read_slots, write_slots
+from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.types import Array, ModelInput
 
+BLOCK = 512  # slots that many queries attend to at a time
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
 
 
@@ -91,6 +92,52 @@ def attend(
     return attended.reshape(batch_size, num_tokens, num_heads, size)
 
 
+def attend_in_blocks(
+    query: Array,
+    cache: Cache,
+    inputs: ModelInput,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """Attend from the tokens of a chain to their slots and those before, a block of slots at a time.
+
+    No more scores exist than those of one block, and slots past the longest row cost nothing. The arguments are those
+    of `attend_to_cache`; the cache holds the tokens of the call.
+    """
+    batch_size, num_tokens, _, size = query.shape
+    grouped = query.reshape(batch_size, num_tokens, cache["key"].shape[2], -1, size)
+    position = inputs.positions[:, :1] + jnp.arange(num_tokens)[None]  # [B, T]
+    last = jnp.minimum(position[:, -1:], num_slots(cache, inputs) - 1)  # [B, 1]
+    scale = size**-0.5 if scale is None else scale
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    hidden = jnp.finfo(dtype).min
+
+    def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        total, top, mass = carry
+        slot = jnp.broadcast_to(index * BLOCK + jnp.arange(BLOCK), (batch_size, BLOCK))
+        is_filled = (slot <= last)[:, :, None, None]  # other slots may hold NaN, which a weight of 0 does not hide
+        where = locate(cache["key"], slot, inputs.pages)
+        key, value = (
+            jnp.where(is_filled, cache[name].at[where].get(mode="fill", fill_value=0), 0) for name in ("key", "value")
+        )
+        distance = position[:, :, None] - slot[:, None]  # [B, T, BLOCK]
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        scores = scale * jnp.einsum("btkgd,bskd->btkgs", grouped, key, preferred_element_type=dtype)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(seen[:, :, None, None], scores, hidden)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+        added = jnp.einsum("btkgs,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=dtype)
+        return total * shrink[..., None] + added, new_top, mass * shrink + jnp.sum(weights, axis=-1)
+
+    shape = grouped.shape[:-1]
+    nothing = jnp.zeros(grouped.shape, dtype), jnp.full(shape, hidden), jnp.zeros(shape, dtype)
+    total, _, mass = jax.lax.fori_loop(0, jnp.max(last) // BLOCK + 1, block, nothing)
+    return (total / mass[..., None]).astype(query.dtype).reshape(query.shape)
+
+
 def attend_to_cache(
     query: Array,
     key: Array,
@@ -143,6 +190,8 @@ def attend_to_cache(
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
+        if inputs.mask is None and not _has_few(query) and num_slots(cache, inputs) > 2 * BLOCK:
+            return attend_in_blocks(query, cache, inputs, window, **of_scores), cache
         key, value, mask = read_cache(cache, inputs, mask)
         return attend(query, key, value, mask, **of_scores), cache
 
