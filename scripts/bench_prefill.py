@@ -7,11 +7,13 @@
 A row is BxP or BxP@S: B prompts of P tokens, in a cache of S slots a row (P where it is left out). The script prints
 each row as soon as it is measured.
 
-* The time is that of `specjax.prompts.feed` into a cache that exists: the median of REPEATS runs, each of which feeds
-  the same slots RUNS times and divides by it.
+* The time is that of `specjax.prompts.feed` into a cache that exists: the median of REPEATS times RUNS runs in a row,
+  each of which feeds the same slots. Long rows run once.
 * With --pages, the same prompts also go through pools of pages of these sizes, with a table in random order.
 * With --peers, transformers with its SDPA attention feeds a model of the same shape, in the same run, where it fits.
 * The floor is the time of the matrix products at PEAK FLOP/s.
+* With --llm, the time to the first token of `specjax.LLM`, the embedded pair, is measured for prompts of these lengths,
+  compilation not counted.
 * With --decode, steps of plain decoding after a prompt are timed, dense and through the pages.
 """
 
@@ -27,10 +29,11 @@ import jax
 import jax.numpy as jnp
 from bench_decode import SHAPES, loop_slope, random_model
 
+import specjax
 from specjax import Context, Draft, Model, models, prompts, proposers, scorers
 
 PEAK = 7.9e14  # FLOP/s that a large matrix product reaches on an H200
-REPEATS, RUNS = 3, 4
+REPEATS, RUNS, LONG = 3, 4, 40_000  # repeats, runs in each, and the tokens from which on one run is enough
 ROWS = ("1x512", "1x2048", "1x2048@32768", "1x8192", "8x2048", "64x512", "1x32768")
 STEPS = ("1x512", "8x512", "64x512", "1x4096", "8x4096", "64x4096")
 
@@ -40,6 +43,12 @@ def parse(row: str) -> tuple[int, int, int]:
     size, _, slots = row.partition("@")
     batch, width = map(int, size.split("x"))
     return batch, width, int(slots or width)
+
+
+def how_often(row: str) -> tuple[int, int]:
+    """Return how many times to repeat how many runs of a row."""
+    batch, width, _ = parse(row)
+    return (REPEATS, RUNS) if batch * width < LONG else (1, 1)
 
 
 def prompts_of(model: Model, batch: int, width: int, slots: int, page_size: int | None) -> tuple[Context, list]:
@@ -62,12 +71,13 @@ def prefill_seconds(model: Model, row: str, page_size: int | None, chunk_size: i
     """Return the seconds that feeding the prompts of a row takes."""
     context, cache = prompts_of(model, *parse(row), page_size)
     times = []
-    for _ in range(REPEATS + 1):
+    repeats, runs = how_often(row)
+    for _ in range(repeats + 1):
         start = time.perf_counter()
-        for _ in range(RUNS):
+        for _ in range(runs):
             cache = feed(model, context, cache, chunk_size)
         jax.block_until_ready(cache)
-        times.append((time.perf_counter() - start) / RUNS)
+        times.append((time.perf_counter() - start) / runs)
     return statistics.median(times[1:])
 
 
@@ -88,6 +98,17 @@ def decode_seconds(model: Model, row: str, page_size: int | None) -> float:
         return jax.lax.fori_loop(0, n, body, (jnp.zeros(batch, jnp.int32), cache))
 
     return loop_slope(loop, cache, model)
+
+
+def first_token_seconds(llm: specjax.LLM, width: int) -> float:
+    """Return the seconds from a call of `LLM.generate` with a prompt of random tokens to its first token."""
+    prompt = jax.random.randint(jax.random.key(0), (width,), 0, 256).tolist()
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        llm.generate([prompt], specjax.SamplingParams(max_tokens=1))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def floor_seconds(model: Model, batch: int, width: int) -> float:
@@ -124,16 +145,17 @@ def peer_seconds(model, row: str) -> float | None:
     batch, width, _ = parse(row)
     tokens = torch.randint(0, model.config.vocab_size, (batch, width), device="cuda")
     times = []
-    for _ in range(REPEATS + 1):
+    repeats, runs = how_often(row)
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         try:
             with torch.inference_mode():
-                for _ in range(RUNS):
+                for _ in range(runs):
                     model(tokens, use_cache=True, logits_to_keep=1)
         except torch.OutOfMemoryError:
             return None
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / RUNS)
+        times.append((time.perf_counter() - start) / runs)
     return statistics.median(times[1:])
 
 
@@ -148,6 +170,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, nargs="*", default=[])
     parser.add_argument("--chunk-size", type=int, help="the most tokens of a prompt in a call")
     parser.add_argument("--peers", action="store_true", help="also time transformers")
+    parser.add_argument("--llm", type=int, nargs="*", default=[], help="lengths of prompts for LLM")
     parser.add_argument("--decode", action="store_true", help="also time decoding, dense and through the pages")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
@@ -180,9 +203,15 @@ def main() -> None:
             times = [decode_seconds(model, row, layout) for layout in layouts]
             print(f"| {row} | {' | '.join(f'{1e3 * seconds:.3f}' for seconds in times)} |")
             steps.append({"row": row, "seconds": dict(zip(names, times, strict=True))})
+    llm = specjax.LLM() if args.llm else None
+    first_tokens = {width: first_token_seconds(llm, width) for width in args.llm}
+    for width, seconds in first_tokens.items():
+        print(f"time to first token of LLM, prompt of {width} tokens: {milliseconds(seconds)} ms")
     if args.json:
         about = {"device": device.device_kind, "jax": jax.__version__, "preset": args.preset}
-        args.json.write_text(json.dumps(about | {"rows": rows, "steps": steps}, indent=1))
+        args.json.write_text(
+            json.dumps(about | {"rows": rows, "steps": steps, "first_token_s": first_tokens}, indent=1)
+        )
 
 
 if __name__ == "__main__":
