@@ -54,6 +54,7 @@ class Info(NamedTuple):
     tokens: Array  # [B, K+1] int32, the committed tokens, then -1
     num_drafts: Array  # [B] int32, number of draft tokens of the row
     num_accepted: Array  # [B] int32; at this index stands the recovered token, or the bonus token after all drafts
+    log_probs: LogProbs | None = None  # of the committed tokens, fields [B, K+1, ...]; None if not asked for
 
 
 def prefill(
@@ -237,6 +238,7 @@ def step(
     *,
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
+    num_logprobs: int | None = None,
 ) -> tuple[State, Info]:
     """Propose, score, verify and commit once, which gives every active row between 1 and K+1 tokens.
 
@@ -249,6 +251,8 @@ def step(
         state: the state, from `prefill` or an earlier step.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound by `jax.tree_util.Partial`.
         scorer: a scorer of `specjax.scorers` or your own.
+        num_logprobs: how many of the most likely tokens `Info.log_probs` lists beside each committed one, static; None
+            reports no log-probabilities.
 
     Returns:
         The new state, and what the step did.
@@ -276,6 +280,7 @@ def step(
     if buffer is not None:
         slots = context.length[:, None] + jnp.arange(tokens.shape[1])[None]
         buffer = log_probs.record(buffer, slots, tokens, _reported(target))
+    entries = None if num_logprobs is None else log_probs.logprobs(_reported(target), tokens, num_logprobs)
     state = state._replace(
         context=new_context,
         cache=cache,
@@ -284,7 +289,7 @@ def step(
         totals=totals,
         log_probs=buffer,
     )
-    return state, Info(tokens, num_drafts, verified.num_accepted)
+    return state, Info(tokens, num_drafts, verified.num_accepted, entries)
 
 
 def _without_pages_of_ended_rows(context: Context) -> Context:
@@ -381,7 +386,7 @@ def generate(
     """
     limit = jnp.asarray(jnp.iinfo(jnp.int32).max if max_steps is None else max_steps, jnp.int32)
     changing, constant = _split(state)
-    verifier, scorer = _as_pytrees(verifier, scorer, proposer)
+    verifier, scorer = as_pytrees(verifier, scorer, proposer)
     return _generate(model, proposer, changing, constant, verifier, scorer, limit)
 
 
@@ -397,7 +402,7 @@ def stream(
 
     The arguments are those of `generate`. The generator's return value is the last state.
     """
-    verifier, scorer = _as_pytrees(verifier, scorer, proposer)
+    verifier, scorer = as_pytrees(verifier, scorer, proposer)
     while bool(jnp.any(state.context.active)):
         changing, constant = _split(state)
         state, info = _step(model, proposer, changing, constant, verifier, scorer)
@@ -405,7 +410,7 @@ def stream(
     return state
 
 
-def _as_pytrees(verifier: Verifier, scorer: Scorer, proposer: Proposer | None) -> tuple[Partial, Partial]:
+def as_pytrees(verifier: Verifier, scorer: Scorer, proposer: Proposer | None) -> tuple[Partial, Partial]:
     """Return verifier and scorer as arguments of jit. Bound options, which have no values under jit, are checked."""
     if isinstance(verifier, Partial) and (check_options := getattr(verifier.func, "check_options", None)):
         check_options((proposer or proposers.none()).num_draft_tokens, **verifier.keywords)

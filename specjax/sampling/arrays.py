@@ -61,7 +61,7 @@ def batch(
     stops = [(*(p.stop_token_ids or ()), *(() if p.ignore_eos else eos_token_ids)) for p in params]
     biases = [p.logit_bias or {} for p in params]
     allowed = [p.allowed_token_ids or () for p in params]
-    bad_words = [_tokenized(p.bad_words or (), tokenize) for p in params]
+    bad_words = [tokenized(p.bad_words or (), tokenize) for p in params]
     if vocab_size is not None:
         words = [word for row in bad_words for word in row]
         named = {
@@ -70,7 +70,7 @@ def batch(
             "allowed_token_ids": allowed,
             "bad_words": words,
         }
-        _check_vocabulary(params, named, vocab_size)
+        check_vocabulary(params, named, vocab_size)
 
     def column(name: str, dtype: type, unused: float) -> Array | None:
         values = [getattr(p, name) for p in params]
@@ -97,7 +97,7 @@ def batch(
     )
 
 
-def _check_vocabulary(
+def check_vocabulary(
     params: Sequence[SamplingParams], named_ids: dict[str, Sequence[Sequence[int]]], vocab_size: int
 ) -> None:
     """Raise ValueError for token ids, or numbers of log-probabilities, that the vocabulary does not have."""
@@ -111,7 +111,7 @@ def _check_vocabulary(
             raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
 
 
-def _tokenized(
+def tokenized(
     words: Sequence[str | Sequence[int]], tokenize: Callable[[str], Sequence[int]] | None
 ) -> list[tuple[int, ...]]:
     """Return the token sequences of bad words; a string has one at the start of a text and one after a space."""

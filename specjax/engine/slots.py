@@ -1,0 +1,374 @@
+"""Rows of a batch that requests enter and leave, while its arrays, and so its compiled programs, stay the same.
+
+The functions are pure. A state is a `decode.State` whose sampling parameters have fixed sizes. A *slot* is a row of it;
+one without a request is *vacant*: its row is not active, and its length is L, the size of the token buffer. In a dense
+cache a step then writes no slot that the chunks of a prompt need: it writes from L - 2 on, and what the first step of a
+request does not write again are the slots before these. In a pool it writes none, as the table of such a row is hidden.
+
+A request enters in two parts: `prefill_chunk` feeds its prompt to the vacant slot chunk by chunk, between the steps of
+the others, and `insert` makes the row active. No step comes between the last chunk and `insert`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, metrics, proposers, scorers, verifiers
+from specjax import keys as streams
+from specjax.log_probs import LogProbs
+from specjax.pages import Pages, check_pages
+from specjax.prompts import feed_chunk
+from specjax.sampling import Sampling
+from specjax.sampling.capacities import EVERYTHING, Capacities, neutral, neutral_like, restrict
+from specjax.types import NO_PAGE, Array, Chunk, Context, Model, Proposer, PyTree, Scorer, Verifier
+from specjax.validation import is_integer
+
+
+class Row(NamedTuple):
+    """A request as its slot holds it. In `insert` the arrays lack the axis of the batch, and may be the host's."""
+
+    context: Context  # without pages
+    sampling: Sampling
+    key_data: Array  # [B, 2] uint32, the data of the request's key
+    totals: metrics.Totals
+    sample: Array | None = None  # [B] uint32, the number of the sample among those of the request; None in a state
+
+
+class Output(NamedTuple):
+    """What the host reads of a step."""
+
+    tokens: Array  # [B, K+1] int32, the committed tokens, then -1
+    length: Array  # [B] int32, number of tokens of the row with these; L in a vacant slot
+    finished: Array  # [B] int32, decode.RUNNING or the reason why the row has ended
+    num_drafts: Array  # [B] int32, number of draft tokens of the row
+    num_accepted: Array  # [B] int32, number of accepted ones; 0 in rows that were not active
+    totals: metrics.Totals  # the counts of each row so far
+    log_probs: LogProbs | None  # of the committed tokens, fields [B, K+1, ...]; None if not asked for
+
+
+def empty(
+    model: Model,
+    proposer: Proposer | None,
+    *,
+    num_slots: int,
+    max_length: int,
+    capacities: Capacities | None = None,
+    pool: tuple[int, int] | None = None,
+) -> decode.State:
+    """Return a state in which every slot is vacant.
+
+    Args:
+        model: the target.
+        proposer: the proposer; None is plain decoding.
+        num_slots: B, the number of slots.
+        max_length: L, the size of the token buffer of each slot, which holds prompt and output.
+        capacities: the sizes of the sampling parameters; None is `Capacities()`.
+        pool: the number of pages and the page size of the pools that the caches of target and proposer are. None makes
+            dense caches.
+
+    Raises:
+        ValueError: a number is out of its range, or the model or the proposer takes no pages.
+    """
+    proposer = proposer or proposers.none()
+    for name, number, least in (("num_slots", num_slots, 1), ("max_length", max_length, 2)):
+        if not (is_integer(number) and number >= least):
+            raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
+    if model.max_length is not None and max_length > model.max_length:
+        raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
+    capacities = capacities or Capacities()
+    if capacities.logprobs > model.vocab_size:
+        raise ValueError(f"logprobs must be at most V = {model.vocab_size}, got {capacities.logprobs}")
+    table = None
+    if pool is not None:
+        table = jnp.full((num_slots, -(-max_length // pool[1])), NO_PAGE, jnp.int32)
+        check_pages(model, proposer, Pages(jnp.zeros_like(table), *pool), num_slots, max_length)
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *x.shape)), neutral(capacities))
+    numbers = jnp.zeros(num_slots, jnp.int32)
+    context = Context(jnp.zeros((num_slots, max_length), jnp.int32), numbers, numbers > 0, numbers, None, table)
+    state = decode.State(
+        context=context,
+        cache=model.init_cache(*((num_slots, max_length) if pool is None else pool)),
+        proposer=proposer.init(num_slots, max_length, pool),
+        sampling=rows,
+        keys=jax.random.wrap_key_data(jnp.zeros((num_slots, 2), jnp.uint32), impl="threefry2x32"),
+        finished=numbers,
+        totals=metrics.zeros(num_slots, proposer.num_draft_tokens),
+    )
+    return _with_rows(state, _vacant(_rows(state)))
+
+
+def _rows(state: decode.State) -> Row:
+    """Return what each request has for its own."""
+    context = state.context._replace(pages=None)
+    return Row(context, state.sampling, jax.random.key_data(state.keys), state.totals)
+
+
+def _with_rows(state: decode.State, rows: Row) -> decode.State:
+    return state._replace(
+        context=rows.context._replace(pages=state.context.pages),
+        sampling=rows.sampling,
+        keys=jax.random.wrap_key_data(rows.key_data, impl="threefry2x32"),
+        totals=rows.totals,
+    )
+
+
+def _vacant(rows: Row) -> Row:
+    """Return as many rows of vacant slots."""
+    zeros = jax.tree.map(jnp.zeros_like, rows)
+    buffer_size = rows.context.tokens.shape[1]
+    length, prompt_length = (jnp.full_like(rows.context.length, buffer_size) for _ in range(2))
+    context = zeros.context._replace(length=length, prompt_length=prompt_length)
+    return zeros._replace(context=context, sampling=neutral_like(rows.sampling))
+
+
+def insert(state: decode.State, slot: Array, row: Row) -> decode.State:
+    """Make a vacant slot, whose cache holds the tokens of a request, an active row.
+
+    Args:
+        state: the state.
+        slot: [] int32 in [0, B).
+        row: the request, as `request` returns it.
+    """
+    key = jax.random.wrap_key_data(jnp.asarray(row.key_data), impl="threefry2x32")
+    if row.sample is not None:
+        key = streams.samples(key, row.sample)
+    row = row._replace(key_data=jax.random.key_data(key), sample=None)
+    rows = jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), _rows(state), row)
+    return _with_rows(state, rows)._replace(finished=state.finished.at[slot].set(decode.RUNNING))
+
+
+def evict(state: decode.State, rows: Array) -> decode.State:
+    """Make the slots that are true in `rows` [B] bool vacant; they have no pages then."""
+
+    def choose(vacant: Array, x: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), vacant, x)
+
+    kept = _rows(state)
+    finished, table = state.finished, state.context.pages
+    state = _with_rows(state, jax.tree.map(choose, _vacant(kept), kept))
+    return state._replace(
+        context=state.context._replace(pages=None if table is None else choose(jnp.full_like(table, NO_PAGE), table)),
+        finished=jnp.where(rows, decode.RUNNING, finished),
+    )
+
+
+def with_pages(state: decode.State, table: Array) -> decode.State:
+    """Replace the page table [B, P] int32. Rows get pages before a chunk or a step writes to them."""
+    return state._replace(context=state.context._replace(pages=table))
+
+
+def prefill_chunk(
+    model: Model, proposer: Proposer | None, state: decode.State, slot: Array, chunk: Chunk
+) -> tuple[decode.State, PyTree]:
+    """Feed one chunk of a prompt to a vacant slot, whose pages are in the table of the state.
+
+    Args:
+        model: the target.
+        proposer: the proposer that the state was made with; None is plain decoding.
+        state: the state.
+        slot: [] int32 in [0, B).
+        chunk: the chunk, [1, T], without rows and pages, as `chunk_at` returns it. `previous` are the features that the
+            call before returned, and zeros (`no_features`) at the start of the prompt.
+
+    Returns:
+        The state, and the features of the last token of the chunk [1, ...].
+    """
+    proposer = proposer or proposers.none()
+    table = state.context.pages
+    if table is not None:
+        rows = jnp.asarray(slot)[None]
+        chunk = chunk._replace(rows=rows, pages=table[rows])
+        cache, proposer_state, last, _ = feed_chunk(model, proposer, chunk, state.cache, state.proposer)
+        return state._replace(cache=cache, proposer=proposer_state), last
+    # Every leaf has a row for each slot: the prompt is fed in a batch of one.
+    whole = state.cache, state.proposer
+    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), whole)
+    *one, last, _ = feed_chunk(model, proposer, chunk, *one)
+    cache, proposer_state = jax.tree.map(
+        lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), whole, tuple(one)
+    )
+    return state._replace(cache=cache, proposer=proposer_state), last
+
+
+def step(
+    model: Model,
+    proposer: Proposer | None,
+    state: decode.State,
+    *,
+    verifier: Verifier = verifiers.rejection,
+    scorer: Scorer = scorers.mqa,
+    use: int = EVERYTHING,
+    num_logprobs: int | None = None,
+) -> tuple[decode.State, Output]:
+    """Take one step of `decode.step` in all active rows.
+
+    Args:
+        model: the target.
+        proposer: the proposer that the state was made with; None is plain decoding.
+        state: the state. Each active row has pages for its next K + 1 tokens.
+        verifier: a verifier of `specjax.verifiers` or your own.
+        scorer: a scorer of `specjax.scorers` or your own.
+        use: what the active rows need of the sampling parameters, static: the largest `capacities.use_of` of them.
+            Any larger number gives the same tokens.
+        num_logprobs: how many of the most likely tokens to list beside each committed one, static; None reports no
+            log-probabilities.
+    """
+    active, sampling = state.context.active, state.sampling
+    restricted = state._replace(sampling=restrict(sampling, use))
+    state, info = decode.step(
+        model, proposer, restricted, verifier=verifier, scorer=scorer, num_logprobs=num_logprobs
+    )
+    num_accepted = jnp.where(active, jnp.minimum(info.num_accepted, info.num_drafts), 0)
+    counts = state.context.length, state.finished, info.num_drafts, num_accepted, state.totals
+    return state._replace(sampling=sampling), Output(info.tokens, *counts, info.log_probs)
+
+
+def request(
+    tokens: np.ndarray,
+    key_data: np.ndarray,
+    sampling: Sampling,
+    *,
+    max_length: int,
+    num_draft_tokens: int,
+    prompt_length: int | None = None,
+    sample: int = 0,
+    totals: metrics.Totals | None = None,
+) -> Row:
+    """Return a request as `insert` takes it, in host arrays.
+
+    A request that goes on, in another slot or later, has its tokens so far, and goes on as if it had never stopped:
+    noise comes from its key and the position of a token, and penalties count its tokens.
+
+    Args:
+        tokens: [length] int32, the prompt and what was generated so far.
+        key_data: [2] uint32, the data of the key of the request.
+        sampling: the parameters of the request, as `capacities.of_request` returns them.
+        max_length: L of the state.
+        num_draft_tokens: K of the proposer.
+        prompt_length: number of tokens that are the prompt; None is all.
+        sample: the number of the sample among those of the request, which have noise of their own.
+        totals: the counts so far, arrays without the axis of the batch; None is zeros.
+
+    Raises:
+        ValueError: the tokens are not int32 [length] with length in [1, L - 1], or a number is out of its range.
+    """
+    if tokens.ndim != 1 or tokens.dtype != np.int32 or not 1 <= len(tokens) < max_length:
+        raise ValueError(
+            f"tokens must be int32 [length] with length in [1, max_length - 1 = {max_length - 1}], "
+            f"got {tokens.dtype} {list(tokens.shape)}"
+        )
+    length = len(tokens)
+    prompt_length = length if prompt_length is None else prompt_length
+    left = int(sampling.max_tokens) - (length - prompt_length)
+    if not 1 <= prompt_length <= length or left < 1:
+        raise ValueError(
+            f"prompt_length must be in [1, length = {length}] and leave fewer than max_tokens = "
+            f"{int(sampling.max_tokens)} tokens behind it, got {prompt_length}"
+        )
+    if np.shape(key_data) != (2,) or np.asarray(key_data).dtype != np.uint32:
+        raise ValueError(f"key_data must be uint32 [2], got {np.asarray(key_data).dtype} {np.shape(key_data)}")
+    buffer = np.zeros(max_length, np.int32)
+    buffer[:length] = tokens
+    if totals is None:
+        numbers = np.zeros((), np.int32), np.zeros(num_draft_tokens, np.int32)
+        totals = metrics.Totals(*[numbers[0]] * 5, *[numbers[1]] * 2, *[numbers[0]] * 2)
+    context = Context(buffer, np.int32(length), np.bool(True), np.int32(prompt_length))
+    return Row(context, sampling, key_data, totals, np.uint32(sample))
+
+
+def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
+    """Return the chunk of some tokens [length] int32 that begins at `start`, padded to `size` tokens, for `prefill_chunk`."""
+    part, following = (np.full((1, size), fill, np.int32) for fill in (0, -1))
+    own, later = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
+    part[0, : len(own)], following[0, : len(later)] = own, later
+    positions = np.arange(start, start + size, dtype=np.int32)[None]
+    return Chunk(part, following, positions, np.array([len(own)], np.int32), previous=previous)
+
+
+def no_features(model: Model, proposer: Proposer | None, state: decode.State) -> PyTree:
+    """Return what stands for the features of the token before a prompt, as host arrays [1, ...]."""
+    chunk = chunk_at(np.zeros(1, np.int32), 0, 1, None)
+    _, last = jax.eval_shape(prefill_chunk, model, proposer, state, np.int32(0), chunk)
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
+
+
+class Slots:
+    """A state on a device, and the calls that change it, each compiled once for all slots and requests.
+
+    Arguments are small host arrays, so that other processes can repeat the calls. What a call returns is not read.
+
+    Args:
+        model, proposer, num_slots, max_length, capacities, pool: as `empty` takes them.
+        verifier, scorer: as `step` takes them.
+
+    Attributes:
+        state: the state. The next call reuses its arrays.
+        no_features: features of the token before a prompt, for the first chunk.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        proposer: Proposer | None = None,
+        *,
+        num_slots: int,
+        max_length: int,
+        capacities: Capacities | None = None,
+        pool: tuple[int, int] | None = None,
+        verifier: Verifier = verifiers.rejection,
+        scorer: Scorer = scorers.mqa,
+    ):
+        self.model, self.proposer = model, proposer or proposers.none()
+        self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
+        self._functions = decode.as_pytrees(verifier, scorer, self.proposer)
+        sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
+        self.state = _empty(self.model, self.proposer, **sizes)
+        self.no_features = no_features(self.model, self.proposer, self.state)
+
+    def insert(self, slot: int, row: Row) -> None:
+        """Make a vacant slot an active row; see `insert`."""
+        self._check(slot)
+        self.state = _insert(self.state, np.int32(slot), row)
+
+    def evict(self, slots: Sequence[int]) -> None:
+        """Make slots vacant; see `evict`."""
+        rows = np.zeros(self.num_slots, bool)
+        for slot in slots:
+            self._check(slot)
+            rows[slot] = True
+        self.state = _evict(self.state, rows)
+
+    def set_pages(self, table: np.ndarray) -> None:
+        """Replace the page table [B, P] int32, where a number outside the pool is no page."""
+        pages = self.state.context.pages
+        if pages is None or table.shape != pages.shape or table.dtype != np.int32:
+            expected = "None of a dense cache" if pages is None else f"int32 {pages.shape}"
+            raise ValueError(f"table must be {expected}, got {table.dtype} {table.shape}")
+        self.state = with_pages(self.state, jax.device_put(table.copy()))
+
+    def prefill(self, slot: int, chunk: Chunk) -> PyTree:
+        """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`."""
+        self._check(slot)
+        self.state, last = _prefill_chunk(self.model, self.proposer, self.state, np.int32(slot), chunk)
+        return last
+
+    def step(self, use: int = EVERYTHING, num_logprobs: int | None = None) -> Output:
+        """Take a step in all active rows; see `step`."""
+        functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
+        options = {"use": use, "num_logprobs": num_logprobs}
+        self.state, output = _step(self.model, self.proposer, self.state, **functions, **options)
+        return output
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot must be in [0, {self.num_slots}), got {slot}")
+
+
+_empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
+_insert = jax.jit(insert, donate_argnums=0)
+_evict = jax.jit(evict, donate_argnums=0)
+_prefill_chunk = jax.jit(prefill_chunk, donate_argnums=2)
+_step = jax.jit(step, donate_argnums=2, static_argnames=("use", "num_logprobs"))

@@ -1,0 +1,198 @@
+"""The sampling parameters of one request as arrays whose sizes do not depend on the request.
+
+A batch whose requests come and go keeps one compiled program if each request has the same arrays. What a request does
+not use has neutral values, which change no number of a distribution.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from specjax.sampling.arrays import Sampling, check_vocabulary, tokenized
+from specjax.sampling.params import LogitsProcessor, SamplingParams
+from specjax.validation import is_integer
+
+GREEDY, CUT, EVERYTHING = range(3)  # what a step computes: argmaxima; temperatures and cuts; all parameters
+
+_NEUTRAL = {
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "top_k": -1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "stop_tokens": -1,
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bias_tokens": -1,
+    "bias_values": 0.0,
+    "allowed_tokens": -1,
+    "bad_words": -1,
+}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "min_tokens", *_PENALTIES)
+_SHAPING = ("min_tokens", *_PENALTIES, "bias_tokens", "allowed_tokens", "bad_words")
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """The most that one request may ask for. A capacity of 0 leaves the parameter out of the program.
+
+    Raises:
+        ValueError: a capacity is not an integer >= 0.
+    """
+
+    stop_tokens: int = 16  # number of stop tokens, with the end-of-sequence tokens
+    biases: int = 300  # number of tokens in logit_bias
+    allowed_tokens: int = 256  # number of allowed_token_ids
+    bad_words: int = 32  # number of bad_words; a string counts twice, as it is forbidden after a space, too
+    bad_word_length: int = 8  # number of tokens of a bad word
+    logprobs: int = 20  # number of most likely tokens in logprobs and prompt_logprobs
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # those that requests may choose from, in the order of this tuple
+
+    def __post_init__(self):
+        for field in fields(self)[:-1]:
+            value = getattr(self, field.name)
+            if not (is_integer(value) and value >= 0):
+                raise ValueError(f"{field.name} must be an integer >= 0, got {value!r}")
+        if not all(callable(function) for function in self.logits_processors):
+            raise ValueError(f"logits_processors must be functions, got {self.logits_processors!r}")
+
+
+def neutral(capacities: Capacities) -> Sampling:
+    """Return the parameters of a greedy request that asks for nothing, as host arrays without the axis of the batch."""
+    return _sampling(_arrays(capacities), [False] * len(capacities.logits_processors), capacities)
+
+
+def _arrays(capacities: Capacities) -> dict[str, np.ndarray]:
+    """Return the neutral array of every field."""
+    shapes = {
+        "stop_tokens": (capacities.stop_tokens,),
+        "bias_tokens": (capacities.biases,),
+        "bias_values": (capacities.biases,),
+        "allowed_tokens": (capacities.allowed_tokens,),
+        "bad_words": (capacities.bad_words, capacities.bad_word_length),
+    }
+    return {
+        name: np.full(shapes.get(name, ()), value, np.int32 if isinstance(value, int) else np.float32)
+        for name, value in _NEUTRAL.items()
+    }
+
+
+def _sampling(arrays: dict[str, np.ndarray], processors: Sequence[bool], capacities: Capacities) -> Sampling:
+    """Return the fields, where None stands for an array of size 0, with the logits processors that the request uses."""
+    functions = zip(capacities.logits_processors, processors, strict=True)
+    fields: dict[str, Any] = {name: array if array.size else None for name, array in arrays.items()}
+    fields["logits_processors"] = tuple((Partial(f), np.array(is_used)) for f, is_used in functions) or None
+    return Sampling(**fields)
+
+
+def neutral_like(sampling: Sampling) -> Sampling:
+    """Return neutral parameters of the shapes of `sampling`."""
+    arrays = {name: getattr(sampling, name) for name in _NEUTRAL}
+    zeros = jax.tree.map(jnp.zeros_like, sampling)
+    return zeros._replace(
+        **{name: None if array is None else jnp.full_like(array, _NEUTRAL[name]) for name, array in arrays.items()}
+    )
+
+
+def of_request(
+    params: SamplingParams,
+    capacities: Capacities,
+    eos_token_ids: Sequence[int] = (),
+    vocab_size: int | None = None,
+    tokenize: Callable[[str], Sequence[int]] | None = None,
+) -> Sampling:
+    """Return the sampling parameters of one request as host arrays, padded to the capacities.
+
+    Args:
+        params: the parameters of the request.
+        capacities: the sizes of the arrays.
+        eos_token_ids: the stop tokens of a request that does not ignore them.
+        vocab_size: V; None leaves out the check that token ids are smaller than V.
+        tokenize: a function that returns the token ids of a text, without special tokens. Bad words that are strings
+            need it.
+
+    Returns:
+        Sampling, whose fields have the shapes of those of a batch without the axis of the batch.
+
+    Raises:
+        ValueError: the request asks for more than a capacity, for guided decoding, or for what `sampling.batch`
+            refuses.
+
+    Example:
+        >>> of_request(SamplingParams(stop_token_ids=[7]), Capacities(stop_tokens=3)).stop_tokens
+        array([ 7, -1, -1], dtype=int32)
+    """
+    stops = list(dict.fromkeys((*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids))))
+    biases = dict(params.logit_bias or {})
+    allowed = list(dict.fromkeys(params.allowed_token_ids or ()))
+    words = tokenized(params.bad_words or (), tokenize)
+    if vocab_size is not None:
+        named = {"stop_token_ids": [stops], "logit_bias": [list(biases)], "allowed_token_ids": [allowed]}
+        check_vocabulary([params], named | {"bad_words": words}, vocab_size)
+    if params.guided_decoding is not None:
+        raise ValueError("guided_decoding must be None where sampling arrays have fixed sizes, got a grammar")
+    _check("stop_token_ids", "stop_tokens", "ids, with those of the end of a sequence", len(stops), capacities)
+    _check("logit_bias", "biases", "tokens", len(biases), capacities)
+    _check("allowed_token_ids", "allowed_tokens", "ids", len(allowed), capacities)
+    _check("bad_words", "bad_words", "words, where a string is two", len(words), capacities)
+    _check("bad_words", "bad_word_length", "tokens in a word", max(map(len, words), default=0), capacities)
+    for name in ("logprobs", "prompt_logprobs"):
+        _check(name, "logprobs", "tokens", getattr(params, name) or 0, capacities)
+
+    arrays = _arrays(capacities)
+    for name in _NUMBERS:
+        arrays[name][...] = getattr(params, name)
+    arrays["stop_tokens"][: len(stops)] = stops
+    arrays["bias_tokens"][: len(biases)] = list(biases)
+    arrays["bias_values"][: len(biases)] = list(biases.values())
+    arrays["allowed_tokens"][: len(allowed)] = allowed
+    for i, word in enumerate(words):
+        arrays["bad_words"][i, capacities.bad_word_length - len(word) :] = word
+    return _sampling(arrays, _uses_of(params.logits_processors or (), capacities.logits_processors), capacities)
+
+
+def _check(name: str, capacity: str, unit: str, number: int, capacities: Capacities) -> None:
+    limit = getattr(capacities, capacity)
+    if number > limit:
+        raise ValueError(f"{name} must have at most {limit} {unit} (Capacities.{capacity}), got {number}")
+
+
+def _uses_of(functions: Sequence[LogitsProcessor], known: Sequence[LogitsProcessor]) -> list[bool]:
+    """Return which of the known logits processors are `functions`, which must be some of them, in their order."""
+    if [function for function in known if function in functions] != list(functions):
+        raise ValueError(
+            f"logits_processors must be some of Capacities.logits_processors = {tuple(known)!r}, in their order, "
+            f"got {tuple(functions)!r}"
+        )
+    return [function in functions for function in known]
+
+
+def use_of(row: Sampling) -> int:
+    """Return what a step must compute for a request with the parameters that `of_request` gave.
+
+    Returns:
+        GREEDY, CUT or EVERYTHING. A step serves a batch if it computes the largest of its rows' numbers.
+    """
+    shaping = {name: getattr(row, name) for name in _SHAPING}
+    changes_logits = any(array is not None and np.any(array != _NEUTRAL[name]) for name, array in shaping.items())
+    if changes_logits or any(is_used for _, is_used in row.logits_processors or ()):
+        return EVERYTHING
+    return CUT if row.temperature is not None and row.temperature > 0 else GREEDY
+
+
+def restrict(sampling: Sampling, use: int) -> Sampling:
+    """Leave out of the program what no row of the batch needs, by what `use_of` says of its rows."""
+    if use == EVERYTHING:
+        return sampling
+    some = Sampling(sampling.max_tokens, stop_tokens=sampling.stop_tokens)
+    if use == GREEDY:
+        return some._replace(temperature=jnp.zeros(sampling.max_tokens.shape, jnp.float32))
+    return some._replace(**{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")})
