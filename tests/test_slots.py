@@ -1,6 +1,5 @@
 """Slots of a batch: whatever enters and leaves in whatever order, each request gets the tokens it gets alone."""
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from choice import one_of
-from paged import poisoned
+from jax._src import monitoring
 
-from specjax import decode, proposers, sampling
-from specjax.engine import slots as engine
+from specjax import decode, proposers, sampling, verifiers
+from specjax import keys as streams
 from specjax.engine.pages import PageTables
 from specjax.engine.slots import Slots, chunk_at, request
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
-from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, of_request, restrict, use_of
+from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, of_request, restrict, use_of
+from specjax.sampling.guided import Grammar
 from specjax.types import Context
 
-VOCAB, LONGEST, MAX_LENGTH, NUM_SLOTS, CHUNK, PAGE_SIZE, NUM_PAGES = 31, 20, 36, 3, 8, 4, 30
+VOCAB, LONGEST, MAX_LENGTH, NUM_SLOTS, CHUNK, PAGE_SIZE, NUM_PAGES = 31, 20, 28, 3, 8, 4, 30
 CONFIG = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 16, 128)
 EOS = (5,)
 
@@ -76,7 +75,7 @@ def draft():
 
 
 def make_proposer(name, draft):
-    return {"draft_model": proposers.draft_model(draft, 3), "ngram": proposers.ngram(3), "none": None}[name]
+    return proposers.draft_model(draft, 3) if name == "draft_model" else {"ngram": proposers.ngram(3), "none": None}[name]
 
 
 @dataclass
@@ -104,15 +103,15 @@ class Job:
         return np.concatenate([self.prompt, np.array(self.generated, np.int32)])
 
 
-def some_jobs(number, seed=0):
-    """Prompts of all lengths, some with a common beginning, of three kinds of parameters."""
+def some_jobs(number, seed=0, kinds=KINDS):
+    """Prompts of all lengths, some with a common beginning, of several kinds of parameters."""
     rng, jobs = np.random.default_rng(seed), []
     common = rng.integers(0, VOCAB, LONGEST).astype(np.int32)
     for i in range(number):
         prompt = rng.integers(0, VOCAB, rng.integers(1, LONGEST + 1)).astype(np.int32)
         if i % 3 == 0:
             prompt = np.concatenate([common[:16], prompt[:4]])
-        params = replace(KINDS[i % 3], max_tokens=int(rng.integers(2, 22)))
+        params = replace(kinds[i % len(kinds)], max_tokens=int(rng.integers(2, 22)))
         jobs.append(Job(prompt, params, rng.integers(0, 2**32, 2, dtype=np.uint32)))
     return jobs
 
@@ -139,23 +138,24 @@ def assert_as_alone(target, proposer, verifier, job):
 class Host:
     """What a host does, at random: admit, feed a chunk, step, evict and admit again."""
 
-    def __init__(self, slots, jobs, seed, pages=True):
+    def __init__(self, slots, jobs, seed, pages=True, varies=True):
         self.slots, self.rng, self.jobs = slots, np.random.default_rng(seed), list(jobs)
         self.waiting, self.slot_of = list(jobs), {}
         self.num_drafts = slots.proposer.num_draft_tokens
         self.tables = None
         if pages:
             self.tables = PageTables(NUM_PAGES, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-        self.num_steps = 0
+        self.num_steps, self.varies = 0, varies
 
     def run(self):
         while self.waiting or self.slot_of:
-            vacant = sorted(set(range(NUM_SLOTS)) - set(self.slot_of))
+            vacant = sorted(set(range(self.slots.num_slots)) - set(self.slot_of))
             if self.waiting and vacant and self.rng.random() < 0.6:
                 self.admit(self.waiting.pop(0), int(self.rng.choice(vacant)))
             for slot, job in list(self.slot_of.items()):
-                if not job.is_active and self.rng.random() < 0.7:
+                if not job.is_active and not job.finished and self.rng.random() < 0.7:
                     self.feed(slot, job)
+            self.leave([slot for slot, job in self.slot_of.items() if job.finished and self.rng.random() < 0.7])
             self.step()
             running = [slot for slot, job in self.slot_of.items() if job.is_active]
             if self.num_steps % 3 == 0 and running:
@@ -199,20 +199,20 @@ class Host:
                 most = min(len(job.tokens) + self.num_drafts + 1, MAX_LENGTH)
                 assert self.tables.ensure(job.pages, most), "the pool is large enough"
         use = max(use_of(job.row) for job in active.values())
-        use = int(self.rng.integers(use, EVERYTHING + 1))
+        use = int(self.rng.integers(use, EVERYTHING + 1)) if self.varies else EVERYTHING
         with self.only_writes_to(active, lambda job: max(len(job.tokens) - 2, 0)):
             self.place()
             output = jax.device_get(self.slots.step(use))
         self.num_steps += 1
-        vacant = sorted(set(range(NUM_SLOTS)) - set(active))
+        vacant = sorted(set(range(self.slots.num_slots)) - set(active))
         assert (output.tokens[vacant] == -1).all() and not output.num_accepted[vacant].any()
-        assert (output.length[vacant] == MAX_LENGTH).all() and not output.finished[vacant].any()
+        assert not output.finished[sorted(set(vacant) - set(self.slot_of))].any()
         for slot, job in active.items():
             job.generated += [token for token in output.tokens[slot].tolist() if token >= 0]
             assert output.length[slot] == len(job.tokens)
             job.finished = int(output.finished[slot])
             job.totals = jax.tree.map(lambda x, slot=slot: x[slot], output.totals)
-        self.leave([slot for slot, job in active.items() if job.finished != decode.RUNNING])
+            job.is_active = job.finished == decode.RUNNING
 
     def leave(self, slots):
         if slots:
@@ -225,7 +225,7 @@ class Host:
     def place(self):
         """Send the tables, also those of rows that are not active yet."""
         if self.tables is not None:
-            table = np.full((NUM_SLOTS, self.tables.pages_per_row), NUM_PAGES, np.int32)
+            table = np.full((self.slots.num_slots, self.tables.pages_per_row), NUM_PAGES, np.int32)
             for slot, job in self.slot_of.items():
                 table[slot] = job.pages.table
             self.slots.set_pages(table)
@@ -269,14 +269,19 @@ def filled(state, value):
     return state._replace(cache=caches[0], proposer=caches[1])
 
 
-def run_and_compare(target, proposer, verifier, in_pages, *, num_jobs=9, seed=0):
+def make_slots(target, proposer, in_pages, verifier=verifiers.rejection, num_slots=NUM_SLOTS):
     pool = (NUM_PAGES, PAGE_SIZE) if in_pages else None
-    sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
-    slots = Slots(target, proposer, verifier=verifier, **sizes)
+    sizes = {"num_slots": num_slots, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
+    return Slots(target, proposer, verifier=verifier, **sizes)
+
+
+def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=KINDS, seed=0):
+    """Run a random schedule with caches full of NaN, or in dense ones of large numbers, and compare each request."""
+    verifier = getattr(verifiers, name)
+    slots = make_slots(target, proposer, in_pages, verifier)
     slots.state = filled(slots.state, np.nan if in_pages else 100)
-    host = Host(slots, some_jobs(num_jobs, seed), seed, in_pages)
+    host = Host(slots, some_jobs(9, seed, kinds), seed, in_pages, varies)
     host.run()
-    assert sum(job.num_evictions for job in host.jobs) > num_jobs // 3
     assert max(job.num_evictions for job in host.jobs) > 1
     if in_pages:
         host.tables.check()
@@ -289,15 +294,196 @@ def run_and_compare(target, proposer, verifier, in_pages, *, num_jobs=9, seed=0)
         assert sum(int(job.totals.accepted) for job in host.jobs) > 0
 
 
-FAST = [("draft_model", "rejection", True), ("ngram", "match", False)]
 SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("ngram", "block", True)]
 SLOW += [("draft_model", "match", True), ("none", "match", False), ("ngram", "rejection", False)]
 
 
-@pytest.mark.parametrize("name, verifier, in_pages", [*FAST, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
-def test_any_schedule_gives_each_request_its_tokens(target, draft, name, verifier, in_pages):
-    """Dense caches are those of a model that takes no pages."""
-    models = target, draft
-    if not in_pages:
-        models = [replace(model, takes_pages=False) for model in models]
-    run_and_compare(models[0], make_proposer(name, models[1]), one_of(verifier), in_pages)
+def test_any_schedule_gives_each_request_its_tokens(target, draft):
+    """Prompts that share pages, steps that compute everything."""
+    kinds = [replace(KINDS[2], temperature=temperature) for temperature in (0.8, 0, 1.1, 0.5)]
+    run_and_compare(target, make_proposer("draft_model", draft), "rejection", True, varies=False, kinds=kinds)
+
+
+def test_a_model_without_pages(target):
+    """Steps that compute only what their rows need, or more."""
+    run_and_compare(replace(target, takes_pages=False), make_proposer("ngram", None), "match", False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, verifier, in_pages", SLOW)
+def test_every_proposer_and_verifier(target, draft, name, verifier, in_pages):
+    for seed in (1, 2, 3):
+        run_and_compare(target, make_proposer(name, draft), verifier, in_pages, seed=seed)
+
+
+class Compilations:
+    """Counts what XLA compiles, or loads from the cache of programs, eager operations included."""
+
+    def __enter__(self):
+        self.number = 0
+        jax.monitoring.register_event_duration_secs_listener(self.count)
+        return self
+
+    def count(self, event, duration, **kwargs):
+        self.number += event == "/jax/core/compile/backend_compile_duration"
+
+    def __exit__(self, *error):
+        monitoring.unregister_event_duration_listener(self.count)
+
+
+@pytest.mark.parametrize("in_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_nothing_is_compiled_after_the_start(target, in_pages):
+    jobs = some_jobs(12, seed=5)
+    jax.block_until_ready(jax.jit(lambda: 0)())
+    with Compilations() as start:
+        slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=2)
+        slots.compile(CHUNK)
+    assert 9 <= start.number <= 14
+    with Compilations() as later:
+        host = Host(slots, jobs, 5, in_pages)
+        host.run()
+        slots.step(num_logprobs=CAPACITIES.logprobs)
+    assert host.num_steps > 30 and sum(job.num_evictions for job in jobs) > 5
+    assert later.number == 0
+
+
+def test_log_probs_and_samples(target):
+    """Of a greedy row and one with everything, which is sample 2 of its request."""
+    proposer = make_proposer("ngram", None)
+    slots = make_slots(target, proposer, True, num_slots=2)
+    jobs = some_jobs(3, seed=4)[1:]
+    jobs[0] = replace(jobs[0], params=replace(KINDS[0], max_tokens=6))
+    table = np.arange(14, dtype=np.int32).reshape(2, 7)
+    slots.set_pages(table)
+    for slot, job in enumerate(jobs):
+        previous = slots.no_features
+        for start in range(0, len(job.tokens), CHUNK):
+            previous = slots.prefill(slot, chunk_at(job.tokens, start, CHUNK, previous))
+        sizes = {"max_length": MAX_LENGTH, "num_draft_tokens": 3, "sample": 2 * slot}
+        slots.insert(slot, request(job.tokens, job.key, job.row, **sizes))
+    entries = []
+    while not entries or (entries[-1].finished == decode.RUNNING).any():
+        entries.append(jax.device_get(slots.step(num_logprobs=CAPACITIES.logprobs)))
+    for slot, job in enumerate(jobs):
+        key = jax.random.wrap_key_data(job.key[None], impl="threefry2x32")
+        job.key = np.asarray(jax.random.key_data(streams.samples(key, jnp.array([2 * slot]))))[0]
+        state = alone(target, proposer, verifiers.rejection, job, CAPACITIES.logprobs)
+        span = slice(len(job.prompt), int(state.context.length[0]))
+        chosen = [entry.tokens[slot] >= 0 for entry in entries]
+        tokens = np.concatenate([entry.tokens[slot][is_one] for entry, is_one in zip(entries, chosen, strict=True)])
+        assert tokens.tolist() == state.context.tokens[0, span].tolist()
+        for name in ("chosen", "top", "top_ids"):
+            found = [getattr(e.log_probs, name)[slot][is_one] for e, is_one in zip(entries, chosen, strict=True)]
+            np.testing.assert_allclose(np.concatenate(found), getattr(state.log_probs, name)[0, span], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, use", [(KINDS[0], GREEDY), (KINDS[1], CUT)])
+def test_neutral_parameters_change_no_bit(kind, use):
+    """Neither what is left out nor what stands in its place: the distributions are those of `sampling.batch`."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (2, 4, VOCAB)).astype(np.float32)
+    logits[0, 1, 3:9], logits[1, 2, 5] = -np.inf, -0.0
+    ids, length = rng.integers(0, VOCAB, (2, MAX_LENGTH), dtype=np.int32), jnp.array([9, 4])
+    context = Context(jnp.asarray(ids), length, jnp.ones(2, bool), length - 3)
+    drafts = jnp.asarray(rng.integers(0, VOCAB, (2, 3), dtype=np.int32))
+    row = of_request(kind, CAPACITIES, EOS, VOCAB)
+    assert use_of(row) == use
+    rows = jax.tree.map(lambda x: jnp.stack([x, x]), row)
+    expected = sampling.process(sampling.batch([kind] * 2, EOS, VOCAB), jnp.asarray(logits), context, drafts)
+    for wider in range(use, EVERYTHING + 1):
+        found = sampling.process(restrict(rows, wider), jnp.asarray(logits), context, drafts)
+        np.testing.assert_array_equal(found.logits, expected.logits)
+        np.testing.assert_array_equal(found.temperature, expected.temperature)
+        cut = np.full((2, 4), -np.inf) if found.min_logit is None else found.min_logit
+        np.testing.assert_array_equal(cut, np.full((2, 4), -np.inf) if use == GREEDY else expected.min_logit)
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_whatever_shapes_logits_needs_everything(name):
+    assert use_of(of_request(SamplingParams(temperature=0, **{name: 2}), CAPACITIES)) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"stop_token_ids": range(1, 5)}, "stop_token_ids must have at most 4 .*Capacities.stop_tokens.*, got 5"),
+        ({"logit_bias": dict.fromkeys(range(4), 1)}, r"logit_bias must have at most 3 .*Capacities.biases.*, got 4"),
+        ({"allowed_token_ids": range(21)}, "allowed_token_ids must have at most 20 .*, got 21"),
+        ({"bad_words": [(1,), (2,), (3,)]}, r"bad_words must have at most 2 words.*, got 3"),
+        ({"bad_words": ["a", "b"]}, r"bad_words must have at most 2 words, where a string is two .*, got 4"),
+        ({"bad_words": [(1, 2, 3, 4)]}, r"bad_words must have at most 3 tokens .*bad_word_length.*, got 4"),
+        ({"logprobs": 4}, r"logprobs must have at most 3 tokens \(Capacities.logprobs\), got 4"),
+        ({"prompt_logprobs": 4}, "prompt_logprobs must have at most 3 tokens"),
+        ({"logits_processors": [len]}, r"logits_processors must be some of .*halve_token_3.*, in their order, got"),
+        ({"logits_processors": [lift_the_last_token, halve_token_3]}, "logits_processors must be some of"),
+        ({"guided_decoding": Grammar(np.arange(VOCAB), np.zeros((1, VOCAB), int))}, "guided_decoding must be None"),
+        ({"stop_token_ids": [VOCAB]}, r"stop_token_ids must be in \[0, vocab_size = 31\), got \[31, 5\]"),
+    ],
+)
+def test_more_than_the_capacities_is_refused(options, message):
+    params = SamplingParams(**options)
+    with pytest.raises(ValueError, match=message):
+        of_request(params, CAPACITIES, EOS, VOCAB, lambda text: [ord(x) % VOCAB for x in text])
+
+
+def test_capacities_of_0_are_left_out():
+    capacities = Capacities(0, 0, 0, 0, 0, 0)
+    row = of_request(SamplingParams(temperature=0.5), capacities)
+    assert {name for name, value in row._asdict().items() if value is None} == {
+        *("stop_tokens", "bias_tokens", "bias_values", "allowed_tokens", "bad_words", "logits_processors", "guide")
+    }
+    with pytest.raises(ValueError, match="stop_token_ids must have at most 0 ids"):
+        of_request(SamplingParams(), capacities, EOS)
+    for name, value in (("biases", -1), ("logprobs", 2.0)):
+        with pytest.raises(ValueError, match=f"{name} must be an integer >= 0, got {value}"):
+            Capacities(**{name: value})
+    with pytest.raises(ValueError, match=r"logits_processors must be functions, got \(3,\)"):
+        Capacities(logits_processors=(3,))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"tokens": np.zeros(0, np.int32)},
+            r"tokens must be int32 \[length\] with length in \[1, .* = 27\], got int32",
+        ),
+        ({"tokens": np.zeros(28, np.int32)}, r"max_length - 1 = 27\], got int32 \[28\]"),
+        ({"tokens": np.zeros(3, np.int64)}, r"got int64 \[3\]"),
+        ({"prompt_length": 0}, r"prompt_length must be in \[1, length = 9\] .*, got 0"),
+        ({"prompt_length": 5}, r"leave fewer than max_tokens = 4 tokens behind it, got 5"),
+        ({"key_data": np.zeros(2, np.int32)}, r"key_data must be uint32 \[2\], got int32 \(2,\)"),
+    ],
+)
+def test_bad_requests(options, message):
+    given = {"tokens": np.zeros(9, np.int32), "key_data": np.zeros(2, np.uint32)} | options
+    row = of_request(SamplingParams(max_tokens=4), CAPACITIES)
+    with pytest.raises(ValueError, match=message):
+        request(sampling=row, max_length=MAX_LENGTH, num_draft_tokens=3, **given)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_slots": 0}, "num_slots must be an integer >= 1, got 0"),
+        ({"max_length": 1}, "max_length must be an integer >= 2, got 1"),
+        ({"max_length": 129}, "max_length must be at most the model's 128, got 129"),
+        ({"capacities": Capacities(logprobs=32)}, "logprobs must be at most V = 31, got 32"),
+        ({"pool": (0, 4)}, "pages.num_pages must be an integer >= 1, got 0"),
+    ],
+)
+def test_bad_sizes(target, options, message):
+    sizes = {"num_slots": 2, "max_length": 8, "capacities": Capacities(logprobs=3)} | options
+    with pytest.raises(ValueError, match=message):
+        Slots(target, **sizes)
+
+
+def test_bad_calls(target):
+    plain = replace(target, takes_pages=False)
+    with pytest.raises(ValueError, match="pages must be None for a model whose takes_pages is False"):
+        make_slots(plain, None, True)
+    slots = make_slots(target, make_proposer("ngram", None), True, num_slots=2)
+    with pytest.raises(ValueError, match=r"slot must be in \[0, 2\), got 2"):
+        slots.evict([2])
+    with pytest.raises(ValueError, match=r"table must be int32 \(2, 7\), got int32 \(2, 6\)"):
+        slots.set_pages(np.zeros((2, 6), np.int32))

@@ -1,12 +1,13 @@
 """Rows of a batch that requests enter and leave, while its arrays, and so its compiled programs, stay the same.
 
 The functions are pure. A state is a `decode.State` whose sampling parameters have fixed sizes. A *slot* is a row of it;
-one without a request is *vacant*: its row is not active, and its length is L, the size of the token buffer. In a dense
-cache a step then writes no slot that the chunks of a prompt need: it writes from L - 2 on, and what the first step of a
-request does not write again are the slots before these. In a pool it writes none, as the table of such a row is hidden.
+one without a request is *vacant*: its row is not active, and its length is L, the size of the token buffer.
 
-A request enters in two parts: `prefill_chunk` feeds its prompt to the vacant slot chunk by chunk, between the steps of
-the others, and `insert` makes the row active. No step comes between the last chunk and `insert`.
+A request enters in two parts: `prefill_chunk` feeds its tokens to the vacant slot chunk by chunk, between the steps of
+the others, and then `insert` makes the row active. The steps in between do not disturb the chunks. In a pool of pages
+they write nothing for rows that are not active. In a dense cache they write the last two slots of a vacant row, which a
+request needs only if it fills the buffer but for one token, and then its first step writes them again. What else a
+proposer keeps of a row may change in a step, so none comes between the last chunk and `insert`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from specjax.log_probs import LogProbs
 from specjax.pages import Pages, check_pages
 from specjax.prompts import feed_chunk
 from specjax.sampling import Sampling
-from specjax.sampling.capacities import EVERYTHING, Capacities, neutral, neutral_like, restrict
+from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, restrict
 from specjax.types import NO_PAGE, Array, Chunk, Context, Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
 
@@ -218,9 +219,7 @@ def step(
     """
     active, sampling = state.context.active, state.sampling
     restricted = state._replace(sampling=restrict(sampling, use))
-    state, info = decode.step(
-        model, proposer, restricted, verifier=verifier, scorer=scorer, num_logprobs=num_logprobs
-    )
+    state, info = decode.step(model, proposer, restricted, verifier=verifier, scorer=scorer, num_logprobs=num_logprobs)
     num_accepted = jnp.where(active, jnp.minimum(info.num_accepted, info.num_drafts), 0)
     counts = state.context.length, state.finished, info.num_drafts, num_accepted, state.totals
     return state._replace(sampling=sampling), Output(info.tokens, *counts, info.log_probs)
@@ -280,7 +279,7 @@ def request(
 
 
 def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
-    """Return the chunk of some tokens [length] int32 that begins at `start`, padded to `size` tokens, for `prefill_chunk`."""
+    """Return the chunk of tokens [length] int32 that begins at `start`, padded to `size`, for `prefill_chunk`."""
     part, following = (np.full((1, size), fill, np.int32) for fill in (0, -1))
     own, later = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
     part[0, : len(own)], following[0, : len(later)] = own, later
@@ -327,6 +326,21 @@ class Slots:
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
         self.state = _empty(self.model, self.proposer, **sizes)
         self.no_features = no_features(self.model, self.proposer, self.state)
+
+    def compile(self, chunk_size: int) -> None:
+        """Compile every call, while all slots are vacant: steps of every kind, and chunks of one size.
+
+        Steps list as many of the most likely tokens as the capacities say, or report no log-probabilities.
+        """
+        chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, self.no_features)
+        sizes = {"max_length": self.max_length, "num_draft_tokens": self.proposer.num_draft_tokens}
+        row = request(np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities), **sizes)
+        self.prefill(0, chunk)
+        self.insert(0, row)
+        self.evict([0])
+        for use in (GREEDY, CUT, EVERYTHING):
+            for num_logprobs in (None, self.capacities.logprobs):
+                self.step(use, num_logprobs)
 
     def insert(self, slot: int, row: Row) -> None:
         """Make a vacant slot an active row; see `insert`."""

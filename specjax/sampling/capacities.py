@@ -54,7 +54,9 @@ class Capacities:
     bad_words: int = 32  # number of bad_words; a string counts twice, as it is forbidden after a space, too
     bad_word_length: int = 8  # number of tokens of a bad word
     logprobs: int = 20  # number of most likely tokens in logprobs and prompt_logprobs
-    logits_processors: tuple[LogitsProcessor, ...] = ()  # those that requests may choose from, in the order of this tuple
+    logits_processors: tuple[
+        LogitsProcessor, ...
+    ] = ()  # those that requests may use, in this order
 
     def __post_init__(self):
         for field in fields(self)[:-1]:
