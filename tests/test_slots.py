@@ -1,6 +1,7 @@
 """Slots of a batch: whatever enters and leaves in whatever order, each request gets the tokens it gets alone."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax._src import monitoring
 from specjax import decode, proposers, sampling, verifiers
 from specjax import keys as streams
 from specjax.engine.pages import PageTables
-from specjax.engine.slots import Slots, chunk_at, request
+from specjax.engine.slots import Slots, chunk_at, empty, request
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, of_request, restrict, use_of
@@ -75,7 +76,9 @@ def draft():
 
 
 def make_proposer(name, draft):
-    return proposers.draft_model(draft, 3) if name == "draft_model" else {"ngram": proposers.ngram(3), "none": None}[name]
+    return (
+        proposers.draft_model(draft, 3) if name == "draft_model" else {"ngram": proposers.ngram(3), "none": None}[name]
+    )
 
 
 @dataclass
@@ -185,9 +188,8 @@ class Host:
         if self.tables is not None and job.fed <= len(tokens):
             self.tables.register(job.pages, job.fed, job.previous)
         if job.fed >= len(tokens):
-            sizes = {"max_length": MAX_LENGTH, "num_draft_tokens": self.num_drafts}
             given = {"prompt_length": len(job.prompt), "totals": job.totals}
-            self.slots.insert(slot, request(tokens, job.key, job.row, **sizes, **given))
+            self.slots.insert(slot, request(self.slots.state, tokens, job.key, job.row, **given))
             job.is_active = True
 
     def step(self):
@@ -249,8 +251,9 @@ class Guard:
         leaves = [np.array(leaf) for leaf in jax.tree.leaves((state.cache, state.proposer)) if leaf.ndim > 2]
         if self.host.tables is not None:
             return [np.delete(leaf, self.own, axis=0) for leaf in leaves]
-        # Steps write the last two slots of a vacant row.
-        return [np.delete(leaf, self.slots, axis=0)[:, : MAX_LENGTH - 2] for leaf in leaves]
+        # Steps write the last two slots of a vacant row, and wherever the request of a slot has ended.
+        free = self.slots + [slot for slot, job in self.host.slot_of.items() if job.finished]
+        return [np.delete(leaf, free, axis=0)[:, : MAX_LENGTH - 2] for leaf in leaves]
 
     def __enter__(self):
         self.before = self.kept()
@@ -359,8 +362,7 @@ def test_log_probs_and_samples(target):
         previous = slots.no_features
         for start in range(0, len(job.tokens), CHUNK):
             previous = slots.prefill(slot, chunk_at(job.tokens, start, CHUNK, previous))
-        sizes = {"max_length": MAX_LENGTH, "num_draft_tokens": 3, "sample": 2 * slot}
-        slots.insert(slot, request(job.tokens, job.key, job.row, **sizes))
+        slots.insert(slot, request(slots.state, job.tokens, job.key, job.row, sample=2 * slot))
     entries = []
     while not entries or (entries[-1].finished == decode.RUNNING).any():
         entries.append(jax.device_get(slots.step(num_logprobs=CAPACITIES.logprobs)))
@@ -455,11 +457,12 @@ def test_capacities_of_0_are_left_out():
         ({"key_data": np.zeros(2, np.int32)}, r"key_data must be uint32 \[2\], got int32 \(2,\)"),
     ],
 )
-def test_bad_requests(options, message):
+def test_bad_requests(target, options, message):
+    state = jax.eval_shape(partial(empty, num_slots=2, max_length=MAX_LENGTH, capacities=CAPACITIES), target, None)
     given = {"tokens": np.zeros(9, np.int32), "key_data": np.zeros(2, np.uint32)} | options
     row = of_request(SamplingParams(max_tokens=4), CAPACITIES)
     with pytest.raises(ValueError, match=message):
-        request(sampling=row, max_length=MAX_LENGTH, num_draft_tokens=3, **given)
+        request(state, sampling=row, **given)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ proposer keeps of a row may change in a step, so none comes between the last chu
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -226,12 +226,11 @@ def step(
 
 
 def request(
+    state: decode.State,
     tokens: np.ndarray,
     key_data: np.ndarray,
     sampling: Sampling,
     *,
-    max_length: int,
-    num_draft_tokens: int,
     prompt_length: int | None = None,
     sample: int = 0,
     totals: metrics.Totals | None = None,
@@ -242,11 +241,10 @@ def request(
     noise comes from its key and the position of a token, and penalties count its tokens.
 
     Args:
+        state: a state of the sizes that the request is for.
         tokens: [length] int32, the prompt and what was generated so far.
         key_data: [2] uint32, the data of the key of the request.
         sampling: the parameters of the request, as `capacities.of_request` returns them.
-        max_length: L of the state.
-        num_draft_tokens: K of the proposer.
         prompt_length: number of tokens that are the prompt; None is all.
         sample: the number of the sample among those of the request, which have noise of their own.
         totals: the counts so far, arrays without the axis of the batch; None is zeros.
@@ -254,6 +252,7 @@ def request(
     Raises:
         ValueError: the tokens are not int32 [length] with length in [1, L - 1], or a number is out of its range.
     """
+    max_length = state.context.tokens.shape[1]
     if tokens.ndim != 1 or tokens.dtype != np.int32 or not 1 <= len(tokens) < max_length:
         raise ValueError(
             f"tokens must be int32 [length] with length in [1, max_length - 1 = {max_length - 1}], "
@@ -272,10 +271,10 @@ def request(
     buffer = np.zeros(max_length, np.int32)
     buffer[:length] = tokens
     if totals is None:
-        numbers = np.zeros((), np.int32), np.zeros(num_draft_tokens, np.int32)
-        totals = metrics.Totals(*[numbers[0]] * 5, *[numbers[1]] * 2, *[numbers[0]] * 2)
-    context = Context(buffer, np.int32(length), np.bool(True), np.int32(prompt_length))
-    return Row(context, sampling, key_data, totals, np.uint32(sample))
+        totals = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), state.totals)
+    numbers: Any = buffer, np.int32(length), np.bool(True), np.int32(prompt_length)
+    own: Any = key_data, totals, np.uint32(sample)
+    return Row(Context(*numbers), sampling, *own)
 
 
 def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
@@ -284,7 +283,8 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
     own, later = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
     part[0, : len(own)], following[0, : len(later)] = own, later
     positions = np.arange(start, start + size, dtype=np.int32)[None]
-    return Chunk(part, following, positions, np.array([len(own)], np.int32), previous=previous)
+    arrays: Any = part, following, positions, np.array([len(own)], np.int32)
+    return Chunk(*arrays, previous=previous)
 
 
 def no_features(model: Model, proposer: Proposer | None, state: decode.State) -> PyTree:
@@ -333,8 +333,7 @@ class Slots:
         Steps list as many of the most likely tokens as the capacities say, or report no log-probabilities.
         """
         chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, self.no_features)
-        sizes = {"max_length": self.max_length, "num_draft_tokens": self.proposer.num_draft_tokens}
-        row = request(np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities), **sizes)
+        row = request(self.state, np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities))
         self.prefill(0, chunk)
         self.insert(0, row)
         self.evict([0])

@@ -54,9 +54,7 @@ class Capacities:
     bad_words: int = 32  # number of bad_words; a string counts twice, as it is forbidden after a space, too
     bad_word_length: int = 8  # number of tokens of a bad word
     logprobs: int = 20  # number of most likely tokens in logprobs and prompt_logprobs
-    logits_processors: tuple[
-        LogitsProcessor, ...
-    ] = ()  # those that requests may use, in this order
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # those that requests may use, in this order
 
     def __post_init__(self):
         for field in fields(self)[:-1]:
@@ -137,8 +135,13 @@ def of_request(
     allowed = list(dict.fromkeys(params.allowed_token_ids or ()))
     words = tokenized(params.bad_words or (), tokenize)
     if vocab_size is not None:
-        named = {"stop_token_ids": [stops], "logit_bias": [list(biases)], "allowed_token_ids": [allowed]}
-        check_vocabulary([params], named | {"bad_words": words}, vocab_size)
+        named: dict[str, Sequence[Sequence[int]]] = {
+            "stop_token_ids": [stops],
+            "logit_bias": [list(biases)],
+            "allowed_token_ids": [allowed],
+            "bad_words": words,
+        }
+        check_vocabulary([params], named, vocab_size)
     if params.guided_decoding is not None:
         raise ValueError("guided_decoding must be None where sampling arrays have fixed sizes, got a grammar")
     _check("stop_token_ids", "stop_tokens", "ids, with those of the end of a sequence", len(stops), capacities)
