@@ -43,8 +43,8 @@ CAPACITIES = Capacities(
     logits_processors=(halve_token_3, lift_the_last_token),
 )
 KINDS = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01),
+    SamplingParams(temperature=0, stop_token_ids=(7, 9, 11)),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, stop_token_ids=(7, 9, 11)),
     SamplingParams(
         temperature=0.8,
         min_tokens=1,
@@ -148,7 +148,7 @@ class Host:
         self.tables = None
         if pages:
             self.tables = PageTables(NUM_PAGES, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-        self.num_steps, self.varies = 0, varies
+        self.varies, self.uses = varies, []  # whether steps compute less than everything, and what each computed
 
     def run(self):
         while self.waiting or self.slot_of:
@@ -161,7 +161,7 @@ class Host:
             self.leave([slot for slot, job in self.slot_of.items() if job.finished and self.rng.random() < 0.7])
             self.step()
             running = [slot for slot, job in self.slot_of.items() if job.is_active]
-            if self.num_steps % 3 == 0 and running:
+            if len(self.uses) % 3 == 0 and running:
                 slot = int(self.rng.choice(running))
                 job = self.slot_of[slot]
                 self.leave([slot])
@@ -201,11 +201,11 @@ class Host:
                 most = min(len(job.tokens) + self.num_drafts + 1, MAX_LENGTH)
                 assert self.tables.ensure(job.pages, most), "the pool is large enough"
         use = max(use_of(job.row) for job in active.values())
-        use = int(self.rng.integers(use, EVERYTHING + 1)) if self.varies else EVERYTHING
+        use = use if self.varies and self.rng.random() < 0.8 else EVERYTHING
+        self.uses.append(use)
         with self.only_writes_to(active, lambda job: max(len(job.tokens) - 2, 0)):
             self.place()
             output = jax.device_get(self.slots.step(use))
-        self.num_steps += 1
         vacant = sorted(set(range(self.slots.num_slots)) - set(active))
         assert (output.tokens[vacant] == -1).all() and not output.num_accepted[vacant].any()
         assert not output.finished[sorted(set(vacant) - set(self.slot_of))].any()
@@ -278,13 +278,14 @@ def make_slots(target, proposer, in_pages, verifier=verifiers.rejection, num_slo
     return Slots(target, proposer, verifier=verifier, **sizes)
 
 
-def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=KINDS, seed=0):
+def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=(*KINDS[:2], *KINDS), seed=0):
     """Run a random schedule with caches full of NaN, or in dense ones of large numbers, and compare each request."""
     verifier = getattr(verifiers, name)
     slots = make_slots(target, proposer, in_pages, verifier)
     slots.state = filled(slots.state, np.nan if in_pages else 100)
     host = Host(slots, some_jobs(9, seed, kinds), seed, in_pages, varies)
     host.run()
+    assert set(host.uses) == ({GREEDY, CUT, EVERYTHING} if varies else {EVERYTHING})
     assert max(job.num_evictions for job in host.jobs) > 1
     if in_pages:
         host.tables.check()
@@ -346,7 +347,7 @@ def test_nothing_is_compiled_after_the_start(target, in_pages):
         host = Host(slots, jobs, 5, in_pages)
         host.run()
         slots.step(num_logprobs=CAPACITIES.logprobs)
-    assert host.num_steps > 30 and sum(job.num_evictions for job in jobs) > 5
+    assert len(host.uses) > 30 and sum(job.num_evictions for job in jobs) > 5
     assert later.number == 0
 
 
