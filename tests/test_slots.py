@@ -279,7 +279,11 @@ def make_slots(target, proposer, in_pages, verifier=verifiers.rejection, num_slo
 
 
 def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=(*KINDS[:2], *KINDS), seed=0):
-    """Run a random schedule with caches full of NaN, or in dense ones of large numbers, and compare each request."""
+    """Run a random schedule with caches full of NaN, or in dense ones of large numbers, and compare each request.
+
+    Returns:
+        The reasons why requests have ended.
+    """
     verifier = getattr(verifiers, name)
     slots = make_slots(target, proposer, in_pages, verifier)
     slots.state = filled(slots.state, np.nan if in_pages else 100)
@@ -293,11 +297,12 @@ def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=(*KI
         assert stats.num_used == 0 and stats.num_hit_tokens > 0
     for job in host.jobs:
         assert_as_alone(target, proposer, verifier, job)
-    assert {job.finished for job in host.jobs} == {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
     if proposer is not None:
         assert sum(int(job.totals.accepted) for job in host.jobs) > 0
+    return {job.finished for job in host.jobs}
 
 
+EVERY_END = {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
 SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("ngram", "block", True)]
 SLOW += [("draft_model", "match", True), ("none", "match", False), ("ngram", "rejection", False)]
 
@@ -305,19 +310,21 @@ SLOW += [("draft_model", "match", True), ("none", "match", False), ("ngram", "re
 def test_any_schedule_gives_each_request_its_tokens(target, draft):
     """Prompts that share pages, steps that compute everything."""
     kinds = [replace(KINDS[2], temperature=temperature) for temperature in (0.8, 0, 1.1, 0.5)]
-    run_and_compare(target, make_proposer("draft_model", draft), "rejection", True, varies=False, kinds=kinds)
+    given = target, make_proposer("draft_model", draft), "rejection", True
+    assert run_and_compare(*given, varies=False, kinds=kinds) == EVERY_END
 
 
 def test_a_model_without_pages(target):
     """Steps that compute only what their rows need, or more."""
-    run_and_compare(replace(target, takes_pages=False), make_proposer("ngram", None), "match", False)
+    given = replace(target, takes_pages=False), make_proposer("ngram", None), "match", False
+    assert run_and_compare(*given) == EVERY_END
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, verifier, in_pages", SLOW)
 def test_every_proposer_and_verifier(target, draft, name, verifier, in_pages):
-    for seed in (1, 2, 3):
-        run_and_compare(target, make_proposer(name, draft), verifier, in_pages, seed=seed)
+    given = target, make_proposer(name, draft), verifier, in_pages
+    assert set.union(*(run_and_compare(*given, seed=seed) for seed in (1, 2, 3))) == EVERY_END
 
 
 class Compilations:
