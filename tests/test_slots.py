@@ -12,6 +12,7 @@ from jax._src import monitoring
 
 from specjax import decode, proposers, sampling, verifiers
 from specjax import keys as streams
+from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables
 from specjax.engine.slots import Slots, chunk_at, empty, request
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
@@ -40,6 +41,9 @@ CAPACITIES = Capacities(
     bad_words=2,
     bad_word_length=3,
     logprobs=3,
+    grammars=2,
+    grammar_states=5,
+    grammar_classes=4,
     logits_processors=(halve_token_3, lift_the_last_token),
 )
 KINDS = (
@@ -56,6 +60,12 @@ KINDS = (
         bad_words=((8, 2), (1,)),
         logits_processors=(lift_the_last_token,),
     ),
+)
+
+CLASSES = np.where(np.arange(VOCAB) == EOS[0], 2, np.arange(VOCAB) % 2)
+GRAMMARS = (  # no two fit into the tables
+    Grammar(CLASSES, np.array([[1, 1, -1], [-1, 0, 2], [-1, -1, 2]])),
+    Grammar(CLASSES, np.array([[2, -1, -1], [1, 0, 3], [-1, 1, -1], [-1, -1, 3]])),
 )
 
 prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs"))
@@ -148,6 +158,7 @@ class Host:
         self.tables = None
         if pages:
             self.tables = PageTables(NUM_PAGES, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+        self.grammars = GrammarTables(CAPACITIES, VOCAB)
         self.varies, self.uses = varies, []  # whether steps compute less than everything, and what each computed
 
     def run(self):
@@ -170,11 +181,14 @@ class Host:
 
     def admit(self, job, slot):
         job.fed, job.previous, job.is_active = 0, self.slots.no_features, False
+        if job.params.guided_decoding is not None:
+            if not self.grammars.insert(job.params.guided_decoding):
+                self.waiting.append(job)
+                return
+            self.slots.set_grammars(self.grammars.token_classes, self.grammars.transitions)
         if self.tables is not None:
             job.pages = self.tables.insert(job.tokens, len(job.tokens))
-            if job.pages is None:
-                self.waiting.insert(0, job)
-                return
+            assert job.pages is not None, "the pool is large enough"
             job.fed = job.pages.num_cached_tokens
             job.previous = job.previous if job.pages.value is None else job.pages.value
         self.slot_of[slot] = job
@@ -189,6 +203,8 @@ class Host:
             self.tables.register(job.pages, job.fed, job.previous)
         if job.fed >= len(tokens):
             given = {"prompt_length": len(job.prompt), "totals": job.totals}
+            if job.params.guided_decoding is not None:
+                given["guide"] = self.grammars.guide(job.params.guided_decoding, tokens[len(job.prompt) :])
             self.slots.insert(slot, request(self.slots.state, tokens, job.key, job.row, **given))
             job.is_active = True
 
@@ -221,6 +237,8 @@ class Host:
             self.slots.evict(slots)
         for slot in slots:
             job = self.slot_of.pop(slot)
+            if job.params.guided_decoding is not None:
+                self.grammars.remove(job.params.guided_decoding)
             if self.tables is not None:
                 self.tables.free(job.pages)
 
@@ -310,6 +328,7 @@ SLOW += [("draft_model", "match", True), ("none", "match", False), ("ngram", "re
 def test_any_schedule_gives_each_request_its_tokens(target, draft):
     """Prompts that share pages, steps that compute everything."""
     kinds = [replace(KINDS[2], temperature=temperature) for temperature in (0.8, 0, 1.1, 0.5)]
+    kinds[1:3] = [replace(kind, guided_decoding=g) for kind, g in zip(kinds[1:3], GRAMMARS, strict=True)]
     given = target, make_proposer("draft_model", draft), "rejection", True
     assert run_and_compare(*given, varies=False, kinds=kinds) == EVERY_END
 
@@ -394,11 +413,15 @@ def test_neutral_parameters_change_no_bit(kind, use):
     logits = rng.normal(0, 3, (2, 4, VOCAB)).astype(np.float32)
     logits[0, 1, 3:9], logits[1, 2, 5] = -np.inf, -0.0
     ids, length = rng.integers(0, VOCAB, (2, MAX_LENGTH), dtype=np.int32), jnp.array([9, 4])
-    context = Context(jnp.asarray(ids), length, jnp.ones(2, bool), length - 3)
+    context = Context(jnp.asarray(ids), length, jnp.ones(2, bool), length - 3, jnp.zeros(2, jnp.int32))
     drafts = jnp.asarray(rng.integers(0, VOCAB, (2, 3), dtype=np.int32))
     row = of_request(kind, CAPACITIES, EOS, VOCAB)
     assert use_of(row) == use
     rows = jax.tree.map(lambda x: jnp.stack([x, x]), row)
+    tables = GrammarTables(CAPACITIES, VOCAB)
+    assert tables.insert(GRAMMARS[0])
+    guide = rows.guide._replace(token_classes=tables.token_classes, transitions=tables.transitions)
+    rows = rows._replace(guide=guide)
     expected = sampling.process(sampling.batch([kind] * 2, EOS, VOCAB), jnp.asarray(logits), context, drafts)
     for wider in range(use, EVERYTHING + 1):
         found = sampling.process(restrict(rows, wider), jnp.asarray(logits), context, drafts)
@@ -411,6 +434,10 @@ def test_neutral_parameters_change_no_bit(kind, use):
 @pytest.mark.parametrize("name", ["min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_whatever_shapes_logits_needs_everything(name):
     assert use_of(of_request(SamplingParams(temperature=0, **{name: 2}), CAPACITIES)) == EVERYTHING
+
+
+def some_grammar(num_states, num_classes):
+    return Grammar(np.arange(VOCAB) % num_classes, np.zeros((num_states, num_classes), int))
 
 
 @pytest.mark.parametrize(
@@ -426,7 +453,11 @@ def test_whatever_shapes_logits_needs_everything(name):
         ({"prompt_logprobs": 4}, "prompt_logprobs must have at most 3 tokens"),
         ({"logits_processors": [len]}, r"logits_processors must be some of .*halve_token_3.*, in their order, got"),
         ({"logits_processors": [lift_the_last_token, halve_token_3]}, "logits_processors must be some of"),
-        ({"guided_decoding": Grammar(np.arange(VOCAB), np.zeros((1, VOCAB), int))}, "guided_decoding must be None"),
+        (
+            {"guided_decoding": some_grammar(6, 2)},
+            "guided_decoding must have at most 5 states .*grammar_states.*, got 6",
+        ),
+        ({"guided_decoding": some_grammar(2, 5)}, "guided_decoding must have at most 4 classes of tokens .*, got 5"),
         ({"stop_token_ids": [VOCAB]}, r"stop_token_ids must be in \[0, vocab_size = 31\), got \[31, 5\]"),
     ],
 )
@@ -494,6 +525,16 @@ def test_bad_calls(target):
     with pytest.raises(ValueError, match="pages must be None for a model whose takes_pages is False"):
         make_slots(plain, None, True)
     slots = make_slots(target, make_proposer("ngram", None), True, num_slots=2)
+    tables = GrammarTables(replace(CAPACITIES, grammars=1), VOCAB)
+    with pytest.raises(ValueError, match=r"tables must have shapes \(\(3, 31\), \(6, 5\)\), got \(\(2, 31\), "):
+        slots.set_grammars(tables.token_classes, tables.transitions)
+    guided = of_request(SamplingParams(guided_decoding=GRAMMARS[0]), CAPACITIES)
+    for row, guide, message in (
+        (guided, None, "guide must be the place of the request's grammar, got None"),
+        (of_request(SamplingParams(), CAPACITIES), guided.guide, "guide must be None for a request without a grammar"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            request(slots.state, np.zeros(3, np.int32), np.zeros(2, np.uint32), row, guide=guide)
     with pytest.raises(ValueError, match=r"slot must be in \[0, 2\), got 2"):
         slots.evict([2])
     with pytest.raises(ValueError, match=r"table must be int32 \(2, 7\), got int32 \(2, 6\)"):

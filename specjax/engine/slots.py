@@ -19,11 +19,13 @@ import numpy as np
 
 from specjax import decode, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
+from specjax.engine.grammars import GrammarTables
 from specjax.log_probs import LogProbs
 from specjax.pages import Pages, check_pages
 from specjax.prompts import feed_chunk
 from specjax.sampling import Sampling
-from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, restrict
+from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, placed, restrict
+from specjax.sampling.guided.tables import Guide
 from specjax.types import NO_PAGE, Array, Chunk, Context, Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
 
@@ -87,8 +89,14 @@ def empty(
         table = jnp.full((num_slots, -(-max_length // pool[1])), NO_PAGE, jnp.int32)
         check_pages(model, proposer, Pages(jnp.zeros_like(table), *pool), num_slots, max_length)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *x.shape)), neutral(capacities))
+    if rows.guide is not None:
+        tables = GrammarTables(capacities, model.vocab_size)
+        arrays = jnp.asarray(tables.token_classes), jnp.asarray(tables.transitions)
+        rows = rows._replace(guide=Guide(*arrays, rows.guide.grammar, rows.guide.initial))
     numbers = jnp.zeros(num_slots, jnp.int32)
-    context = Context(jnp.zeros((num_slots, max_length), jnp.int32), numbers, numbers > 0, numbers, None, table)
+    guided_state = None if rows.guide is None else numbers
+    tokens = jnp.zeros((num_slots, max_length), jnp.int32)
+    context = Context(tokens, numbers, numbers > 0, numbers, guided_state, table)
     state = decode.State(
         context=context,
         cache=model.init_cache(*((num_slots, max_length) if pool is None else pool)),
@@ -103,14 +111,20 @@ def empty(
 
 def _rows(state: decode.State) -> Row:
     """Return what each request has for its own."""
-    context = state.context._replace(pages=None)
-    return Row(context, state.sampling, jax.random.key_data(state.keys), state.totals)
+    context, sampling = state.context._replace(pages=None), state.sampling
+    if sampling.guide is not None:
+        sampling = sampling._replace(guide=sampling.guide._replace(token_classes=None, transitions=None))
+    return Row(context, sampling, jax.random.key_data(state.keys), state.totals)
 
 
 def _with_rows(state: decode.State, rows: Row) -> decode.State:
+    sampling, tables = rows.sampling, state.sampling.guide
+    if sampling.guide is not None and tables is not None:
+        guide = sampling.guide._replace(token_classes=tables.token_classes, transitions=tables.transitions)
+        sampling = sampling._replace(guide=guide)
     return state._replace(
         context=rows.context._replace(pages=state.context.pages),
-        sampling=rows.sampling,
+        sampling=sampling,
         keys=jax.random.wrap_key_data(rows.key_data, impl="threefry2x32"),
         totals=rows.totals,
     )
@@ -159,6 +173,14 @@ def evict(state: decode.State, rows: Array) -> decode.State:
 def with_pages(state: decode.State, table: Array) -> decode.State:
     """Replace the page table [B, P] int32. Rows get pages before a chunk or a step writes to them."""
     return state._replace(context=state.context._replace(pages=table))
+
+
+def with_grammars(state: decode.State, token_classes: Array, transitions: Array) -> decode.State:
+    """Replace the tables of grammars, arrays as `GrammarTables` has them. The places of rows that go on must stay."""
+    guide = state.sampling.guide
+    assert guide is not None, "the capacities have grammars"
+    guide = guide._replace(token_classes=token_classes, transitions=transitions)
+    return state._replace(sampling=state.sampling._replace(guide=guide))
 
 
 def prefill_chunk(
@@ -234,6 +256,7 @@ def request(
     prompt_length: int | None = None,
     sample: int = 0,
     totals: metrics.Totals | None = None,
+    guide: Guide | None = None,
 ) -> Row:
     """Return a request as `insert` takes it, in host arrays.
 
@@ -248,9 +271,12 @@ def request(
         prompt_length: number of tokens that are the prompt; None is all.
         sample: the number of the sample among those of the request, which have noise of their own.
         totals: the counts so far, arrays without the axis of the batch; None is zeros.
+        guide: the place of the request's grammar and its state after the generated tokens, as `GrammarTables.guide`
+            returns them; None for a request without a grammar.
 
     Raises:
-        ValueError: the tokens are not int32 [length] with length in [1, L - 1], or a number is out of its range.
+        ValueError: the tokens are not int32 [length] with length in [1, L - 1], a number is out of its range, or a
+            grammar has no place.
     """
     max_length = state.context.tokens.shape[1]
     if tokens.ndim != 1 or tokens.dtype != np.int32 or not 1 <= len(tokens) < max_length:
@@ -272,7 +298,9 @@ def request(
     buffer[:length] = tokens
     if totals is None:
         totals = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), state.totals)
-    numbers: Any = buffer, np.int32(length), np.bool(True), np.int32(prompt_length)
+    sampling = placed(sampling, guide)
+    guided_state = None if sampling.guide is None else np.int32(sampling.guide.initial)
+    numbers: Any = buffer, np.int32(length), np.bool(True), np.int32(prompt_length), guided_state
     own: Any = key_data, totals, np.uint32(sample)
     return Row(Context(*numbers), sampling, *own)
 
@@ -361,6 +389,16 @@ class Slots:
             expected = "None of a dense cache" if pages is None else f"int32 {pages.shape}"
             raise ValueError(f"table must be {expected}, got {table.dtype} {table.shape}")
         self.state = with_pages(self.state, jax.device_put(table.copy()))
+
+    def set_grammars(self, token_classes: np.ndarray, transitions: np.ndarray) -> None:
+        """Replace the tables of grammars, which `GrammarTables` makes; see `with_grammars`."""
+        guide = self.state.sampling.guide
+        if guide is None:
+            raise ValueError("there must be no grammars where Capacities.grammars is 0, got tables")
+        shapes = guide.token_classes.shape, guide.transitions.shape
+        if (token_classes.shape, transitions.shape) != shapes:
+            raise ValueError(f"tables must have shapes {shapes}, got {(token_classes.shape, transitions.shape)}")
+        self.state = with_grammars(self.state, *jax.device_put((token_classes.copy(), transitions.copy())))
 
     def prefill(self, slot: int, chunk: Chunk) -> PyTree:
         """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`."""

@@ -14,10 +14,13 @@ import numpy as np
 from jax.tree_util import Partial
 
 from specjax.sampling.arrays import Sampling, check_vocabulary, tokenized
+from specjax.sampling.guided.tables import Guide
 from specjax.sampling.params import LogitsProcessor, SamplingParams
 from specjax.validation import is_integer
 
 GREEDY, CUT, EVERYTHING = range(3)  # what a step computes: argmaxima; temperatures and cuts; all parameters
+
+_UNKNOWN = -1  # stands for a grammar whose place in the tables is not known yet
 
 _NEUTRAL = {
     "max_tokens": 1,
@@ -44,6 +47,8 @@ _SHAPING = ("min_tokens", *_PENALTIES, "bias_tokens", "allowed_tokens", "bad_wor
 class Capacities:
     """The most that one request may ask for. A capacity of 0 leaves the parameter out of the program.
 
+    Grammars are shared: their capacities hold for all that a batch uses at a time.
+
     Raises:
         ValueError: a capacity is not an integer >= 0.
     """
@@ -54,6 +59,9 @@ class Capacities:
     bad_words: int = 32  # number of bad_words; a string counts twice, as it is forbidden after a space, too
     bad_word_length: int = 8  # number of tokens of a bad word
     logprobs: int = 20  # number of most likely tokens in logprobs and prompt_logprobs
+    grammars: int = 0  # number of grammars
+    grammar_states: int = 4096  # number of their states, all together
+    grammar_classes: int = 512  # number of classes of tokens of one grammar
     logits_processors: tuple[LogitsProcessor, ...] = ()  # those that requests may use, in this order
 
     def __post_init__(self):
@@ -67,7 +75,7 @@ class Capacities:
 
 def neutral(capacities: Capacities) -> Sampling:
     """Return the parameters of a greedy request that asks for nothing, as host arrays without the axis of the batch."""
-    return _sampling(_arrays(capacities), [False] * len(capacities.logits_processors), capacities)
+    return _sampling(_arrays(capacities), [False] * len(capacities.logits_processors), False, capacities)
 
 
 def _arrays(capacities: Capacities) -> dict[str, np.ndarray]:
@@ -85,12 +93,37 @@ def _arrays(capacities: Capacities) -> dict[str, np.ndarray]:
     }
 
 
-def _sampling(arrays: dict[str, np.ndarray], processors: Sequence[bool], capacities: Capacities) -> Sampling:
-    """Return the fields, where None stands for an array of size 0, with the logits processors that the request uses."""
+def _sampling(
+    arrays: dict[str, np.ndarray], processors: Sequence[bool], is_guided: bool, capacities: Capacities
+) -> Sampling:
+    """Return the fields, where None stands for an array of size 0.
+
+    Args:
+        arrays: the fields that are arrays of the request alone.
+        processors: whether the request uses each of the logits processors.
+        is_guided: whether it has a grammar; which one is not known yet.
+        capacities: the sizes.
+    """
     functions = zip(capacities.logits_processors, processors, strict=True)
     fields: dict[str, Any] = {name: array if array.size else None for name, array in arrays.items()}
     fields["logits_processors"] = tuple((Partial(f), np.array(is_used)) for f, is_used in functions) or None
+    if capacities.grammars:
+        of_row: Any = None, None, np.array(_UNKNOWN if is_guided else 0, np.int32), np.zeros((), np.int32)
+        fields["guide"] = Guide(*of_row)
     return Sampling(**fields)
+
+
+def placed(sampling: Sampling, guide: Guide | None) -> Sampling:
+    """Return the parameters of one request with the place of its grammar, None for a request without one.
+
+    Raises:
+        ValueError: there is a grammar without a place, or a place without a grammar.
+    """
+    is_guided = sampling.guide is not None and int(sampling.guide.grammar) == _UNKNOWN
+    if is_guided != (guide is not None):
+        expected = "the place of the request's grammar" if is_guided else "None for a request without a grammar"
+        raise ValueError(f"guide must be {expected}, got {guide}")
+    return sampling if guide is None else sampling._replace(guide=guide)
 
 
 def neutral_like(sampling: Sampling) -> Sampling:
@@ -123,8 +156,7 @@ def of_request(
         Sampling, whose fields have the shapes of those of a batch without the axis of the batch.
 
     Raises:
-        ValueError: the request asks for more than a capacity, for guided decoding, or for what `sampling.batch`
-            refuses.
+        ValueError: the request asks for more than a capacity, or for what `sampling.batch` refuses.
 
     Example:
         >>> of_request(SamplingParams(stop_token_ids=[7]), Capacities(stop_tokens=3)).stop_tokens
@@ -142,8 +174,14 @@ def of_request(
             "bad_words": words,
         }
         check_vocabulary([params], named, vocab_size)
-    if params.guided_decoding is not None:
-        raise ValueError("guided_decoding must be None where sampling arrays have fixed sizes, got a grammar")
+    grammar = params.guided_decoding
+    if grammar is not None:
+        known, (num_states, num_classes) = len(grammar.token_classes), grammar.transitions.shape
+        if vocab_size is not None and known > vocab_size:
+            raise ValueError(f"guided_decoding must have at most vocab_size = {vocab_size} tokens, got {known}")
+        _check("guided_decoding", "grammars", "grammars", 1, capacities)
+        _check("guided_decoding", "grammar_states", "states", num_states, capacities)
+        _check("guided_decoding", "grammar_classes", "classes of tokens", num_classes, capacities)
     _check("stop_token_ids", "stop_tokens", "ids, with those of the end of a sequence", len(stops), capacities)
     _check("logit_bias", "biases", "tokens", len(biases), capacities)
     _check("allowed_token_ids", "allowed_tokens", "ids", len(allowed), capacities)
@@ -161,7 +199,8 @@ def of_request(
     arrays["allowed_tokens"][: len(allowed)] = allowed
     for i, word in enumerate(words):
         arrays["bad_words"][i, capacities.bad_word_length - len(word) :] = word
-    return _sampling(arrays, _uses_of(params.logits_processors or (), capacities.logits_processors), capacities)
+    processors = _uses_of(params.logits_processors or (), capacities.logits_processors)
+    return _sampling(arrays, processors, grammar is not None, capacities)
 
 
 def _check(name: str, capacity: str, unit: str, number: int, capacities: Capacities) -> None:
@@ -188,6 +227,7 @@ def use_of(row: Sampling) -> int:
     """
     shaping = {name: getattr(row, name) for name in _SHAPING}
     changes_logits = any(array is not None and np.any(array != _NEUTRAL[name]) for name, array in shaping.items())
+    changes_logits |= row.guide is not None and bool(row.guide.grammar != 0)
     if changes_logits or any(is_used for _, is_used in row.logits_processors or ()):
         return EVERYTHING
     return CUT if row.temperature is not None and row.temperature > 0 else GREEDY
