@@ -390,9 +390,9 @@ def test_log_probs_and_samples(target):
         for start in range(0, len(job.tokens), CHUNK):
             previous = slots.prefill(slot, chunk_at(job.tokens, start, CHUNK, previous))
         slots.insert(slot, request(slots.state, job.tokens, job.key, job.row, sample=2 * slot))
-    entries = []
-    while not entries or (entries[-1].finished == decode.RUNNING).any():
-        entries.append(jax.device_get(slots.step(num_logprobs=CAPACITIES.logprobs)))
+    entries = [slots.step(num_logprobs=CAPACITIES.logprobs) for _ in range(24)]
+    entries = jax.device_get(entries)  # a later step reuses the state, and not what an earlier one has put out
+    assert entries[-1].finished.all() and (entries[-1].tokens == -1).all()
     for slot, job in enumerate(jobs):
         key = jax.random.wrap_key_data(job.key[None], impl="threefry2x32")
         job.key = np.asarray(jax.random.key_data(streams.samples(key, jnp.array([2 * slot]))))[0]
