@@ -13,6 +13,7 @@ from specjax import models, proposers, verifiers
 from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES
+from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.requests import STEPS_PER_CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
 from specjax.models.hub import find_checkpoint
@@ -227,39 +228,11 @@ class LLM:
 
     def _encode(self, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt after checks and truncation; errors call the prompt `name`."""
-        if isinstance(prompt, str):
-            try:
-                prompt.encode("utf-8")
-            except UnicodeEncodeError as error:
-                got = f"{prompt[error.start]!r} at {error.start}"
-                raise ValueError(f"{name} must be text that UTF-8 can encode, got {got}") from error
-            ids = np.array(self.tokenizer.encode(prompt).ids, np.int64)
-        else:
-            try:
-                ids = np.asarray(prompt)
-            except ValueError:  # the prompt is a list of lists of different lengths
-                ids = np.empty(())
-            if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-                raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
-        if not len(prompt) or not ids.size:
-            raise ValueError(f"{name} must have at least one token, got {prompt!r}")
-        ids = ids[-(params.truncate_prompt_tokens or len(ids)) :]
-        if len(ids) >= self.max_length:
-            raise ValueError(
-                f"{name} must leave room for one token in max_length = {self.max_length}, got {len(ids)} tokens"
-            )
-        outside = ids[(ids < 0) | (ids >= self.model.vocab_size)]
-        if outside.size:
-            raise ValueError(f"{name} must have token ids in [0, {self.model.vocab_size}), got {outside[0]}")
-        return ids.tolist()
+        return encode_prompt(name, prompt, self.tokenizer, params, self.max_length, self.model.vocab_size)
 
     def _key_data(self, params: Sequence[SamplingParams]) -> np.ndarray:
-        """Return the data [B, 2] uint32 of each request's key: its seed modulo 2**64, or a fresh one without a seed.
-
-        `jax.random.key` would keep only the lower half of a seed.
-        """
-        seeds = [p.seed if p.seed is not None else int(self._entropy.integers(2**64, dtype=np.uint64)) for p in params]
-        return np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
+        """Return the data [B, 2] uint32 of each request's key."""
+        return np.stack([key_data(p.seed, self._entropy) for p in params])
 
 
 def _find_draft(draft: str | Path | Proposer | None, num_draft_tokens: int) -> Path | Proposer:

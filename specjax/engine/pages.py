@@ -68,7 +68,8 @@ class PageTables:
             raise ValueError(f"page_size and pages_per_row must be at least 1, got {page_size} and {pages_per_row}")
         if chunk_size < 1 or chunk_size % page_size:
             raise ValueError(f"chunk_size must be a positive multiple of page_size {page_size}, got {chunk_size}")
-        self.page_size, self.pages_per_row, self.chunk_size = page_size, pages_per_row, chunk_size
+        self.num_pages, self.page_size = num_pages, page_size
+        self.pages_per_row, self.chunk_size = pages_per_row, chunk_size
         self._pool = PagePool(num_pages)
         self._prefixes = PrefixCache(self._pool, chunk_size, seed)
         self._rows: dict[Row, None] = {}

@@ -1,0 +1,363 @@
+"""Serve requests that come and go on one batch of slots, from a thread that keeps the device busy."""
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax import metrics, verifiers
+from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.pages import PageStats, PageTables
+from specjax.engine.requests import Completion, Metrics, Result, TokenLogProbs
+from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.slots import Slots
+from specjax.sampling import SamplingParams
+from specjax.sampling.capacities import Capacities, of_request
+from specjax.types import Model, Proposer, Verifier
+from specjax.validation import is_integer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAGE_SIZE = 64  # slots
+CHUNK_SIZES = {"cpu": 64}  # tokens of a prompt that are fed between two steps, by platform
+GPU_CHUNK_SIZE = 512
+
+
+class Stats(NamedTuple):
+    """What an engine is doing."""
+
+    num_running: int  # samples that have a slot
+    num_waiting: int  # samples that wait for one
+    num_finished: int  # requests that have ended, cancelled ones included
+    num_tokens: int  # tokens of finished requests
+    num_preempted: int  # how often a running sample gave its slot up to others
+    pages: PageStats | None  # of the cache; None where it is dense
+
+
+class Request:
+    """A request that an engine works on."""
+
+    def __init__(self, engine: "Engine", prompt: str | Sequence[int], params: SamplingParams, jobs: list[Job]):
+        self._engine, self._prompt, self._params, self._jobs = engine, prompt, params, jobs
+        self._future: Future[Result] = Future()
+        self._future.set_running_or_notify_cancel()  # only the engine ends it
+        self._start, self._first = time.perf_counter(), math.nan
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the request has ended."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the result.
+
+        Args:
+            timeout: the most seconds to wait; None waits until the request ends.
+
+        Raises:
+            TimeoutError: the request has not ended in time.
+            concurrent.futures.CancelledError: the request was cancelled, or the engine closed.
+            RuntimeError: the engine has failed.
+        """
+        return self._future.result(timeout)
+
+    def cancel(self) -> None:
+        """End the request. What it has so far is lost, and its slots are free for others before the next step."""
+        self._engine._send(self._engine._cancel, self)
+
+    def _result(self) -> Result:
+        now = time.perf_counter()
+        ranked = self._jobs
+        if len(ranked) > 1:
+            ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self._params.n]
+        totals = jax.tree.map(lambda *counts: np.stack(counts), *(job.totals for job in self._jobs))
+        num_tokens = sum(len(job.output.token_ids) for job in self._jobs)
+        seconds = now - self._start
+        figures = Metrics(
+            num_tokens=num_tokens,
+            num_steps=int(totals.steps.sum()),
+            num_drafted=int(totals.drafted.sum()),
+            num_accepted=int(totals.accepted.sum()),
+            acceptance_rate=metrics.acceptance_rate(totals),
+            acceptance_rate_per_position=tuple(metrics.acceptance_rate_per_position(totals).tolist()),
+            mean_acceptance_length=metrics.mean_acceptance_length(totals),
+            seconds=seconds,
+            tokens_per_second=num_tokens / seconds,
+            system_efficiency=metrics.system_efficiency(totals),
+            time_to_first_token=self._first - self._start,
+            noncausal_acceptance_rate=metrics.noncausal_acceptance_rate(totals),
+        )
+        return Result(self._prompt, [_completion(job, self._params) for job in ranked], figures)
+
+
+def _completion(job: Job, params: SamplingParams) -> Completion:
+    output = job.output
+    return Completion(
+        text=output.text(0, len(output.token_ids)),
+        token_ids=output.token_ids,
+        logprobs=None if params.logprobs is None else _list_log_probs(job, params.logprobs),
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )
+
+
+def _list_log_probs(job: Job, n: int) -> list[TokenLogProbs]:
+    """Return for each token of the output its own log-probability, then those of the n most likely tokens."""
+    chosen, ids, values = (
+        np.concatenate([np.asarray(getattr(part, name)) for part in job.log_probs]).tolist()
+        for name in ("chosen", "top_ids", "top")
+    )
+    listed = []
+    for token, own, others, likely in zip(job.output.token_ids, chosen, ids, values, strict=False):
+        pairs = zip(others[:n], likely[:n], strict=True)
+        listed.append({token: own} | {i: value for i, value in pairs if value > -math.inf and i != token})
+    return listed
+
+
+def _total_log_prob(job: Job) -> float:
+    chosen = np.concatenate([np.asarray(part.chosen) for part in job.log_probs])
+    return float(chosen[: len(job.output.token_ids)].sum())
+
+
+class Engine:
+    """Serve requests on a fixed number of slots, with programs that are compiled once.
+
+    Requests enter while others run, and leave when they end. Every request gets the tokens that it gets alone, whatever
+    else runs: its noise comes from its own key. A prompt is fed a chunk at a time between the steps of the others.
+    Where target and proposer take pages, prompts with a common beginning share what was computed of it, and where pages
+    run short, the requests that came last give theirs up and are computed anew later.
+
+    Args:
+        model: the target.
+        proposer: the proposer; None is plain decoding.
+        num_slots: number of samples that run at a time.
+        max_length: the most tokens of a prompt and its output.
+        tokenizer: the tokenizer of the target.
+        eos_token_ids: the end-of-sequence tokens.
+        num_pages: number of pages of the caches; None is enough for every slot at its longest.
+        page_size: slots of a page.
+        chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
+            which prompts share; None is 512 on GPUs and 64 on CPUs.
+        verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
+        capacities: the most that one request may ask for; None is `Capacities()`.
+        max_waiting: the most requests that wait for a slot; None is no limit.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> import specjax
+        >>> llm = specjax.LLM()
+        >>> given = {"tokenizer": llm.tokenizer, "eos_token_ids": llm.eos_token_ids}
+        >>> with Engine(llm.model, llm.proposer, num_slots=2, max_length=128, **given) as engine:
+        ...     request = engine.submit("def add(a, b):", SamplingParams(max_tokens=5))
+        ...     len(request.result().token_ids)
+        5
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        proposer: Proposer | None = None,
+        *,
+        num_slots: int,
+        max_length: int,
+        tokenizer: "Tokenizer",
+        eos_token_ids: Sequence[int] = (),
+        num_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        chunk_size: int | None = None,
+        verifier: Verifier = verifiers.rejection,
+        capacities: Capacities | None = None,
+        max_waiting: int | None = None,
+    ):
+        if chunk_size is None:
+            chunk_size = CHUNK_SIZES.get(jax.default_backend(), GPU_CHUNK_SIZE)
+        for name, number in (("page_size", page_size), ("chunk_size", chunk_size)):
+            if not (is_integer(number) and number >= 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
+        takes_pages = model.takes_pages and (proposer is None or getattr(proposer, "takes_pages", False))
+        tables = pool = None
+        if takes_pages:
+            pages_per_row = -(-max_length // page_size)
+            num_pages = num_slots * pages_per_row if num_pages is None else num_pages
+            tables, pool = PageTables(num_pages, page_size, pages_per_row, chunk_size), (num_pages, page_size)
+        elif num_pages is not None:
+            raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
+        self._capacities = capacities or Capacities()
+        sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
+        device = Slots(model, proposer, verifier=verifier, **sizes)
+        device.compile(chunk_size)
+        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids)
+        self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
+        self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
+        self._entropy = np.random.default_rng()
+        self._live: dict[Request, None] = {}
+        self._num_finished = self._num_tokens = self._num_preempted = 0
+        self._calls: deque[tuple[Any, tuple]] = deque()  # for the thread
+        self._changed = threading.Condition()
+        self._is_closed, self._failure = False, None
+        self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Request:
+        """Hand in a request, and return without waiting for it.
+
+        Args:
+            prompt: text or token ids.
+            params: the parameters; None is `SamplingParams()`. A request with a seed gives the same output whatever
+                else runs.
+            priority: requests with a smaller number come first; equal ones in the order of their arrival.
+
+        Raises:
+            ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
+            RuntimeError: the engine is closed or has failed, or too many requests wait.
+        """
+        params = SamplingParams() if params is None else params
+        if params.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs must be None in an engine, got {params.prompt_logprobs}")
+        if not is_integer(priority):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
+        ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
+
+        def tokenize(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+        rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
+        key = key_data(params.seed, self._entropy)
+        wants = params.logprobs is not None or params.num_samples > 1
+        jobs = [
+            Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, wants)
+            for i in range(params.num_samples)
+        ]
+        for job in jobs:
+            self._scheduler.check(job)
+        request = Request(self, prompt, params, jobs)
+        with self._changed:
+            self._check_open()
+            waiting = sum(not any(job.is_running for job in other._jobs) for other in self._live)
+            if self._max_waiting is not None and waiting >= self._max_waiting:
+                raise RuntimeError(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
+            self._live[request] = None
+            self._calls.append((self._add, (request,)))
+            self._changed.notify()
+        return request
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Result:
+        """Return the result of a request; if the caller is cancelled, so is the request. The arguments: `submit`."""
+        request = self.submit(prompt, params, priority=priority)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(request._future))
+        except asyncio.CancelledError:
+            request.cancel()
+            raise
+
+    def stats(self) -> Stats:
+        """Return what the engine is doing now."""
+        with self._changed:
+            jobs = [job for request in self._live for job in request._jobs if not job.is_done]
+            num_running = sum(job.is_running for job in jobs)
+            counts = self._num_finished, self._num_tokens, self._num_preempted
+            pages = None if self._tables is None else self._tables.stats()
+            return Stats(num_running, len(jobs) - num_running, *counts, pages)
+
+    def close(self) -> None:
+        """Stop. Requests that have not ended are cancelled."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine has failed") from self._failure
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
+
+    def _send(self, function: Any, *arguments: Any) -> None:
+        """Have the thread call a function before its next round."""
+        with self._changed:
+            self._calls.append((function, arguments))
+            self._changed.notify()
+
+    def _run(self) -> None:
+        """What the thread does: rounds of the scheduler, with the calls of other threads between them."""
+        has_more = False
+        try:
+            while True:
+                with self._changed:
+                    while not (self._calls or has_more or self._is_closed):
+                        self._changed.wait()
+                    if self._is_closed:
+                        break
+                    while self._calls:
+                        function, arguments = self._calls.popleft()
+                        function(*arguments)
+                has_more = self._scheduler.advance()
+                with self._changed:
+                    self._collect()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            with self._changed:
+                self._is_closed = True
+                for request in self._live:
+                    if self._failure is None:
+                        request._future.set_exception(CancelledError("the engine was closed"))
+                    else:
+                        failure = RuntimeError("the engine has failed")
+                        failure.__cause__ = self._failure
+                        request._future.set_exception(failure)
+                self._live.clear()
+
+    def _add(self, request: Request) -> None:
+        for job in request._jobs:
+            self._scheduler.add(job)
+
+    def _cancel(self, request: Request) -> None:
+        if request in self._live:
+            for job in request._jobs:
+                self._scheduler.cancel(job)
+            self._end(request)
+            request._future.set_exception(CancelledError("the request was cancelled"))
+
+    def _collect(self) -> None:
+        """Give out the results of requests that have ended."""
+        now = time.perf_counter()
+        for request in list(self._live):
+            if math.isnan(request._first) and any(job.output.token_ids for job in request._jobs):
+                request._first = now
+            error = next((job.error for job in request._jobs if job.error is not None), None)
+            if error is not None:
+                for job in request._jobs:
+                    self._scheduler.cancel(job)
+                self._end(request)
+                request._future.set_exception(error)
+            elif all(job.is_done for job in request._jobs):
+                self._end(request)
+                request._future.set_result(request._result())
+
+    def _end(self, request: Request) -> None:
+        del self._live[request]
+        self._num_finished += 1
+        self._num_tokens += sum(len(job.output.token_ids) for job in request._jobs)
+        self._num_preempted += sum(job.num_preempted for job in request._jobs)

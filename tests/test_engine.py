@@ -1,0 +1,196 @@
+"""The engine's thread: requests of many callers, cancelled, refused and failed ones among them."""
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_scheduler import Letters, alone, replace_params
+from test_slots import CAPACITIES, CHUNK, EOS, KINDS, MAX_LENGTH, NUM_SLOTS, PAGE_SIZE, make, make_proposer, some_jobs
+
+from specjax import SamplingParams, verifiers
+from specjax.engine.engine import Engine
+from specjax.engine.inputs import key_data
+
+
+class Tokenizer(Letters):
+    def encode(self, text, add_special_tokens=True):
+        raise AssertionError("the tests give token ids")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make(0)
+
+
+@pytest.fixture(scope="module")
+def proposer():
+    return make_proposer("draft_model", make(1))
+
+
+def engine_of(target, proposer, **options):
+    sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "page_size": PAGE_SIZE, "chunk_size": CHUNK}
+    given = {"tokenizer": Tokenizer(), "eos_token_ids": EOS, "capacities": CAPACITIES}
+    return Engine(target, proposer, **(sizes | given | options))
+
+
+@pytest.fixture(scope="module")
+def engine(target, proposer):
+    with engine_of(target, proposer) as engine:
+        yield engine
+
+
+def seeded(number, seed=0):
+    """Requests with seeds, and the keys that these make."""
+    requests = [replace_params(request, seed=100 + i) for i, request in enumerate(some_jobs(number, seed))]
+    return [replace(request, key=key_data(request.params.seed, np.random.default_rng())) for request in requests]
+
+
+def expected(target, proposer, request):
+    state = alone(target, proposer, verifiers.rejection, request)
+    length = int(state.context.length[0])
+    return np.asarray(state.context.tokens)[0, len(request.prompt) : length].tolist()
+
+
+def test_callers_in_several_threads(engine, target, proposer):
+    requests, results = seeded(12), {}
+
+    def call(i):
+        results[i] = engine.submit(requests[i].prompt.tolist(), requests[i].params).result(timeout=120)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, request in enumerate(requests):
+        assert results[i].token_ids == expected(target, proposer, request)
+        assert results[i].metrics.num_tokens == len(results[i].token_ids)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.pages.num_used) == (0, 0, 0)
+
+
+def test_asynchronous_callers(engine, target, proposer):
+    requests = seeded(6, 1)
+
+    async def call():
+        calls = (engine.generate(request.prompt.tolist(), request.params) for request in requests)
+        return await asyncio.gather(*calls)
+
+    for request, result in zip(requests, asyncio.run(call()), strict=True):
+        assert result.token_ids == expected(target, proposer, request)
+
+
+def test_samples_are_ranked_by_their_log_probability(engine):
+    params = SamplingParams(temperature=1.0, n=3, best_of=5, logprobs=2, max_tokens=8, seed=3)
+    result = engine.submit([1, 2, 3], params).result(timeout=120)
+    assert len(result.completions) == 3
+    totals = [
+        sum(entry[token] for entry, token in zip(each.logprobs, each.token_ids, strict=True))
+        for each in result.completions
+    ]
+    assert totals == sorted(totals, reverse=True)
+    assert len({tuple(each.token_ids) for each in result.completions}) > 1
+    again = engine.submit([1, 2, 3], params).result(timeout=120)
+    assert [each.token_ids for each in again.completions] == [each.token_ids for each in result.completions]
+
+
+def test_requests_without_a_seed_differ(engine):
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    results = [engine.submit([1, 2, 3], params) for _ in range(4)]
+    assert len({tuple(each.result(timeout=120).token_ids) for each in results}) > 1
+
+
+def test_cancelled_requests_end(engine):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = [engine.submit([1, 2, i], params) for i in range(9)]
+    for request in requests[::2]:
+        request.cancel()
+        request.cancel()
+    for request in requests[1::2]:
+        assert len(request.result(timeout=120).token_ids) == 20
+    for request in requests[::2]:
+        with suppress(CancelledError):
+            assert len(request.result(timeout=120).token_ids) == 20  # it ended before it was cancelled
+    assert engine.stats().pages.num_used == 0
+
+    async def cancel():
+        task = asyncio.create_task(engine.generate([1, 2, 3], params))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert len(engine.submit([4], params).result(timeout=120).token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    "prompt, params, message",
+    [
+        ([], {}, "prompt must have at least one token"),
+        ([99], {}, r"prompt must have token ids in \[0, 31\), got 99"),
+        ([1] * MAX_LENGTH, {}, "prompt must leave room for one token"),
+        ([1], {"prompt_logprobs": 1}, "prompt_logprobs must be None in an engine, got 1"),
+        ([1], {"stop_token_ids": list(range(9))}, "stop_token_ids must have at most 4 ids"),
+    ],
+)
+def test_bad_requests_are_refused(engine, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, SamplingParams(**params))
+
+
+def test_close_ends_what_runs(target):
+    engine = engine_of(target, None, max_waiting=2)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    requests, refused = [], 0
+    for _ in range(40):
+        try:
+            requests.append(engine.submit([1], params))
+        except RuntimeError as error:
+            assert "max_waiting is 2" in str(error)
+            refused += 1
+    assert refused
+    engine.close()
+    engine.close()
+    for request in requests:
+        assert request.is_done
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.submit([1], params)
+
+
+def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeypatch):
+    def decode(self, ids, skip_special_tokens):
+        if 30 in ids[:1]:
+            raise UnicodeError("no such letter")
+        return "".join(chr(ord("A") + i) for i in ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, skip_special_tokens: "")
+    bad = engine.submit([30], SamplingParams(max_tokens=20, ignore_eos=True, n=2))
+    for job in bad._jobs:
+        job.output._decode = lambda ids: decode(None, [30], True)
+    request = seeded(1)[0]
+    good = engine.submit(request.prompt.tolist(), request.params)
+    with pytest.raises(UnicodeError, match="no such letter"):
+        bad.result(timeout=60)
+    assert good.result(timeout=60).token_ids == expected(target, proposer, request)
+    assert engine.stats().pages.num_used == 0
+
+
+def test_a_failure_of_the_device_ends_every_request(target, monkeypatch):
+    engine = engine_of(target, None)
+
+    def fail(*_):
+        raise ZeroDivisionError("the device is lost")
+
+    monkeypatch.setattr(engine._scheduler._device, "step", fail)
+    request = engine.submit([1], SamplingParams(**{**vars(KINDS[0]), "stop_token_ids": None}))
+    with pytest.raises(RuntimeError, match="the engine has failed") as raised:
+        request.result(timeout=60)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        engine.submit([1])
+    engine.close()

@@ -1,0 +1,235 @@
+"""Jobs on slots: in any order of arrival, with too few pages, cancelled or stopped, each gets what it gets alone."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from test_slots import (
+    CAPACITIES,
+    CHUNK,
+    EOS,
+    KINDS,
+    MAX_LENGTH,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    VOCAB,
+    alone,
+    make,
+    make_proposer,
+    some_jobs,
+)
+
+from specjax import decode, verifiers
+from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.pages import PageTables
+from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.slots import Slots
+from specjax.sampling.capacities import of_request
+
+PLENTY, FEW = 30, 9  # pages: for all slots, and for the longest request and a little more
+REASONS = {decode.STOP: "stop", decode.MAX_TOKENS: "length", decode.BUFFER_FULL: "length"}
+
+
+class Letters:
+    """A tokenizer with a letter for each token."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+def job_of(request, **options):
+    """The job of a request of `some_jobs`."""
+    prompt = request.prompt.tolist()
+    output = Detokenizer(Letters(), prompt, request.params)
+    return Job(prompt, of_request(request.params, CAPACITIES, EOS, VOCAB), request.key, output, **options)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make(0)
+
+
+@pytest.fixture(scope="module", params=[PLENTY, FEW, None], ids=["plenty", "few pages", "dense"])
+def device(request, target):
+    pool = None if request.param is None else (request.param, PAGE_SIZE)
+    return slots_of(target, pool)
+
+
+def slots_of(target, pool):
+    slots = Slots(
+        target,
+        make_proposer("draft_model", make(1)),
+        num_slots=NUM_SLOTS,
+        max_length=MAX_LENGTH,
+        capacities=CAPACITIES,
+        pool=pool,
+    )
+    slots.compile(CHUNK)
+    return slots
+
+
+def scheduler_of(device):
+    tables = None
+    if device.state.context.pages is not None:
+        num_pages = jax.tree.leaves(device.state.cache)[0].shape[0]
+        tables = PageTables(num_pages, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    return Scheduler(device, tables, CHUNK, EOS), tables
+
+
+def run(scheduler, jobs, seed, meanwhile=lambda: None):
+    """Add the jobs at random times, and go on until all have ended."""
+    rng, waiting = np.random.default_rng(seed), list(jobs)
+    for _ in range(10_000):
+        while waiting and rng.random() < 0.3:
+            scheduler.add(waiting.pop(0))
+        meanwhile()
+        if not scheduler.advance() and not waiting:
+            return
+    raise AssertionError("the jobs do not end")
+
+
+def assert_nothing_left(scheduler, tables):
+    assert scheduler.running == [] and scheduler.waiting == 0
+    if tables is not None:
+        tables.check()
+        assert tables.stats().num_used == 0
+
+
+def assert_as_alone(device, request, job):
+    state = alone(device.model, device.proposer, verifiers.rejection, request)
+    length = int(state.context.length[0])
+    assert job.output.token_ids == np.asarray(state.context.tokens)[0, len(job.prompt) : length].tolist()
+    assert job.output.finish_reason == REASONS[int(state.finished[0])]
+    jax.tree.map(np.testing.assert_array_equal, job.totals, jax.tree.map(lambda x: np.asarray(x)[0], state.totals))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_tokens_are_those_of_the_request_alone(device, seed):
+    requests = some_jobs(14, seed)
+    jobs = [job_of(request) for request in requests]
+    scheduler, tables = scheduler_of(device)
+    run(scheduler, jobs, seed)
+    assert_nothing_left(scheduler, tables)
+    for request, job in zip(requests, jobs, strict=True):
+        assert_as_alone(device, request, job)
+    if tables is not None and tables.num_pages == PLENTY:
+        assert any(job.num_cached_tokens for job in jobs)
+        assert not any(job.num_preempted for job in jobs)
+
+
+def test_preempted_jobs_go_on_where_they_were(device):
+    """All kinds of parameters, of outputs that grow long, where a job gives its slot up every third round."""
+    kinds = [replace(params, stop_token_ids=None, ignore_eos=True) for params in KINDS]
+    requests = some_jobs(12, 1, kinds)
+    jobs = [job_of(request) for request in requests]
+    scheduler, tables = scheduler_of(device)
+    rounds = iter(range(10_000))
+
+    def preempt():
+        is_third = next(rounds) % 3 == 0
+        for _ in range(2):  # the first call may find that reading what is in flight is enough
+            if is_third and scheduler.running:
+                scheduler._make_room()
+
+    run(scheduler, jobs, 1, preempt)
+    assert_nothing_left(scheduler, tables)
+    assert sum(job.num_preempted for job in jobs) >= 6
+    for request, job in zip(requests, jobs, strict=True):
+        assert_as_alone(device, request, job)
+
+
+def test_jobs_are_preempted_where_pages_run_short(device):
+    if device.state.context.pages is None or jax.tree.leaves(device.state.cache)[0].shape[0] != FEW:
+        pytest.skip("there are pages for all")
+    kinds = [replace(params, stop_token_ids=None, ignore_eos=True) for params in KINDS]
+    requests = some_jobs(14, 1, kinds)
+    jobs = [job_of(request) for request in requests]
+    scheduler, tables = scheduler_of(device)
+    run(scheduler, jobs, 1)
+    assert_nothing_left(scheduler, tables)
+    assert any(job.num_preempted for job in jobs)
+    for request, job in zip(requests, jobs, strict=True):
+        assert_as_alone(device, request, job)
+
+
+def test_a_smaller_priority_comes_first(target, device):
+    scheduler, _ = scheduler_of(device)
+    jobs = [job_of(request, priority=-i) for i, request in enumerate(some_jobs(6))]
+    for job in jobs:
+        scheduler.add(job)
+    while not any(job.is_done for job in jobs):
+        scheduler.advance()
+        started = [job for job in jobs if job.slot is not None or job.is_done]
+        assert started == jobs[-len(started) :]
+    for job in jobs:
+        scheduler.cancel(job)
+    while scheduler.advance():
+        pass
+
+
+def test_cancelled_jobs_leave_the_others_alone(device):
+    requests = some_jobs(12, 2)
+    jobs = [job_of(request) for request in requests]
+    scheduler, tables = scheduler_of(device)
+    rng = np.random.default_rng(0)
+    victims = jobs[::2]
+
+    def cancel():
+        if rng.random() < 0.3 and victims:
+            scheduler.cancel(victims.pop(int(rng.integers(len(victims)))))
+
+    run(scheduler, jobs, 0, cancel)
+    assert_nothing_left(scheduler, tables)
+    for request, job in zip(requests[1::2], jobs[1::2], strict=True):
+        assert_as_alone(device, request, job)
+    for request, job in zip(requests[::2], jobs[::2], strict=True):
+        state = alone(device.model, device.proposer, verifiers.rejection, request)
+        tokens = np.asarray(state.context.tokens)[0, len(job.prompt) :].tolist()
+        assert job.is_done and job.output.token_ids == tokens[: len(job.output.token_ids)]
+
+
+def test_stop_strings_cut_what_was_decoded_past_them(device):
+    scheduler, tables = scheduler_of(device)
+    requests = [replace_params(request, max_tokens=20, stop_token_ids=None) for request in some_jobs(8, 3)]
+    whole = [job_of(request) for request in requests]
+    run(scheduler, whole, 3)
+    stops = [job.output.text(0, len(job.output.token_ids))[2:4] for job in whole]
+    cut = [job_of(replace_params(request, stop=stop or None)) for request, stop in zip(requests, stops, strict=True)]
+    run(scheduler, cut, 4)
+    assert_nothing_left(scheduler, tables)
+    num_cut = 0
+    for job, other, stop in zip(cut, whole, stops, strict=True):
+        text, full = (each.output.text(0, len(each.output.token_ids)) for each in (job, other))
+        assert text == (full[: full.index(stop)] if stop else full)
+        num_cut += job.output.stop_reason == stop != ""
+    assert num_cut >= 4
+
+
+def replace_params(request, **changes):
+    return replace(request, params=replace(request.params, **changes))
+
+
+def test_log_probs_are_those_of_the_request_alone(device):
+    requests = some_jobs(6, 5, kinds=[replace(params, logprobs=3) for params in KINDS])
+    jobs = [job_of(request, wants_log_probs=i % 2 == 0) for i, request in enumerate(requests)]
+    scheduler, _ = scheduler_of(device)
+    run(scheduler, jobs, 5)
+    for request, job in zip(requests, jobs, strict=True):
+        if not job.wants_log_probs:
+            assert job.log_probs == []
+            continue
+        buffer = alone(device.model, device.proposer, verifiers.rejection, request, num_logprobs=3).log_probs
+        start, count = len(job.prompt), len(job.output.token_ids)
+        chosen = np.concatenate([part.chosen for part in job.log_probs])[:count]
+        np.testing.assert_allclose(chosen, np.asarray(buffer.chosen)[0, start : start + count], rtol=1e-4, atol=1e-5)
+
+
+def test_bad_jobs_are_refused(target):
+    scheduler, _ = scheduler_of(slots_of(target, (2, PAGE_SIZE)))
+    request = some_jobs(1)[0]
+    long = replace(request, prompt=np.zeros(MAX_LENGTH, np.int32))
+    with pytest.raises(ValueError, match=rf"prompt must have fewer tokens than max_length = {MAX_LENGTH}, got"):
+        scheduler.check(job_of(long))
+    with pytest.raises(ValueError, match="prompt and max_tokens must fit the 2 pages, got a need of"):
+        scheduler.check(job_of(request))
