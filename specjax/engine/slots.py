@@ -356,18 +356,15 @@ class Slots:
         self.no_features = no_features(self.model, self.proposer, self.state)
 
     def compile(self, chunk_size: int) -> None:
-        """Compile every call, while all slots are vacant: steps of every kind, and chunks of one size.
-
-        Steps list as many of the most likely tokens as the capacities say, or report no log-probabilities.
-        """
+        """Compile every call, while all slots are vacant, with chunks of one size."""
         chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, self.no_features)
         row = request(self.state, np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities))
         self.prefill(0, chunk)
         self.insert(0, row)
         self.evict([0])
         for use in (GREEDY, CUT, EVERYTHING):
-            for num_logprobs in (None, self.capacities.logprobs):
-                self.step(use, num_logprobs)
+            self.step(use)
+        self.step(log_probs=True)
 
     def insert(self, slot: int, row: Row) -> None:
         """Make a vacant slot an active row; see `insert`."""
@@ -406,10 +403,14 @@ class Slots:
         self.state, last = _prefill_chunk(self.model, self.proposer, self.state, np.int32(slot), chunk)
         return last
 
-    def step(self, use: int = EVERYTHING, num_logprobs: int | None = None) -> Output:
-        """Take a step in all active rows; see `step`."""
+    def step(self, use: int = EVERYTHING, *, log_probs: bool = False) -> Output:
+        """Take a step in all active rows; see `step`.
+
+        With `log_probs` it computes everything, and lists as many of the most likely tokens as the capacities say.
+        """
         functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
-        options = {"use": use, "num_logprobs": num_logprobs}
+        num_logprobs = self.capacities.logprobs if log_probs else None
+        options = {"use": EVERYTHING if log_probs else use, "num_logprobs": num_logprobs}
         self.state, output = _step(self.model, self.proposer, self.state, **functions, **options)
         return output
 
