@@ -17,18 +17,22 @@ from specjax import (
     verifiers,
 )
 from specjax.decode import generate, prefill, step, stream
+from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
 from specjax.log_probs import logprobs
 from specjax.pages import Pages
 from specjax.sampling import Sampling, SamplingParams, guided
+from specjax.sampling.capacities import Capacities
 from specjax.types import Categorical, Chunk, Context, Draft, Model, ModelInput, ModelOutput, Verified
 
 __all__ = [
     "LLM",
+    "Capacities",
     "Categorical",
     "Chunk",
     "Context",
     "Draft",
+    "Engine",
     "Model",
     "ModelInput",
     "ModelOutput",

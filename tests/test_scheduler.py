@@ -57,16 +57,8 @@ def device(request, target):
 
 
 def slots_of(target, pool):
-    slots = Slots(
-        target,
-        make_proposer("draft_model", make(1)),
-        num_slots=NUM_SLOTS,
-        max_length=MAX_LENGTH,
-        capacities=CAPACITIES,
-        pool=pool,
-    )
-    slots.compile(CHUNK)
-    return slots
+    sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
+    return Slots(target, make_proposer("draft_model", make(1)), **sizes)
 
 
 def scheduler_of(device):

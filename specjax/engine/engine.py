@@ -153,15 +153,6 @@ class Engine:
 
     Raises:
         ValueError: a number is out of its range.
-
-    Example:
-        >>> import specjax
-        >>> llm = specjax.LLM()
-        >>> given = {"tokenizer": llm.tokenizer, "eos_token_ids": llm.eos_token_ids}
-        >>> with Engine(llm.model, llm.proposer, num_slots=2, max_length=128, **given) as engine:
-        ...     request = engine.submit("def add(a, b):", SamplingParams(max_tokens=5))
-        ...     len(request.result().token_ids)
-        5
     """
 
     def __init__(
