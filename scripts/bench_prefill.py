@@ -33,7 +33,7 @@ import specjax
 from specjax import Context, Draft, Model, models, prompts, proposers, scorers
 
 PEAK = 7.9e14  # FLOP/s that a large matrix product reaches on an H200
-REPEATS, RUNS, LONG = 3, 4, 40_000  # repeats, runs in each, and the tokens from which on one run is enough
+REPEATS, RUNS, LONG = 3, 4, 30_000  # repeats, runs in each, and the tokens from which on one run is enough
 ROWS = ("1x512", "1x2048", "1x2048@32768", "1x8192", "8x2048", "64x512", "1x32768")
 STEPS = ("1x512", "8x512", "64x512", "1x4096", "8x4096", "64x4096")
 

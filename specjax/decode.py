@@ -92,7 +92,7 @@ def prefill(
             share the pages that hold equal prompt tokens before the last two; each needs those of its own for what
             follows. With `rows`, a prompt is fed through the pages of its first row, and its other rows get copies of
             what they do not share. None makes dense caches.
-        chunk_size: the most tokens of a prompt in a call, static; None is 2048 on GPUs and 256 elsewhere.
+        chunk_size: the most tokens of a prompt in a call, static; None is 256, and up to 2048 for a few rows on a GPU.
         num_logprobs: how many of the most likely tokens `State.log_probs` lists beside the chosen one, static; None
             collects no log-probabilities.
         prompt_logprobs: whether to collect log-probabilities for the prompt too, static.

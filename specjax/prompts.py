@@ -10,8 +10,8 @@ from specjax.dispatch import is_partitioned
 from specjax.log_probs import LogProbs, record
 from specjax.types import NO_PAGE, Array, Chunk, Context, Model, ModelInput, Proposer, PyTree
 
-BUDGET = 2048  # tokens of a call: with more, the matrix products of a GPU gain nothing
-CPU_CHUNK = 256  # tokens of a row in a call on a CPU, whose attention computes all scores of a chunk at once
+BUDGET = 2048  # tokens of a call that holds some rows of a batch
+CHUNK = 256  # tokens of a prompt in a call; on a GPU more, where the rows are too few for BUDGET
 
 _Fed = tuple[PyTree, PyTree, LogProbs | None]  # the cache, the proposer's state and the log-probabilities
 
@@ -26,7 +26,7 @@ def feed_chunk(
 ) -> tuple[PyTree, PyTree, PyTree, LogProbs | None]:
     """Feed one chunk of some prompts to the target, and then, with its features, to the proposer.
 
-    A prompt may begin at any chunk whose predecessors are in its pages. Calls of one width T, the last one padded, then
+    A prompt may begin at any chunk whose predecessors are in its pages. Calls of one shape, the last one padded, then
     give the same numbers to the bit, wherever the prompt began.
 
     The logits are used only for the log-probabilities of the prompt; without `log_probs` nothing reads them.
@@ -81,22 +81,24 @@ def feed(
         prompts: `tokens` [B, W] are the right-padded prompts, `length` [B] their lengths and `pages` their pages.
         cache: the target's cache.
         proposer_state: the proposer's state.
-        chunk_size: the most tokens of a prompt in a call; None is 2048 on GPUs and 256 elsewhere.
+        chunk_size: the most tokens of a prompt in a call; None is 256, and up to 2048 for a few rows on a GPU.
         log_probs: as `feed_chunk` takes it.
 
     Returns:
         The cache, the proposer's state and the buffer.
     """
     batch_size, width = prompts.tokens.shape
+    is_known = isinstance(batch_size, int)  # and not symbolic, as in exported functions
     if chunk_size is None:
-        chunk_size = CPU_CHUNK if jax.default_backend() == "cpu" else BUDGET
+        is_cpu = jax.default_backend() == "cpu"
+        chunk_size = CHUNK if is_cpu or not is_known else max(CHUNK, BUDGET // max(1, batch_size))
     size = min(chunk_size, width)
     tokens = jnp.where(jnp.arange(width)[None] < prompts.length[:, None], prompts.tokens, -1)
     tokens = jnp.pad(tokens, ((0, 0), (0, 1 + -width % size)), constant_values=-1)
     state = cache, proposer_state, log_probs
 
     takes_rows = model.takes_pages and getattr(proposer, "takes_pages", False)
-    in_groups = takes_rows and isinstance(batch_size, int) and not is_partitioned((prompts, state))
+    in_groups = takes_rows and is_known and not is_partitioned((prompts, state))
     num_groups = -(-batch_size // max(1, BUDGET // size)) if in_groups else 1
     if num_groups <= 1:
         return _feed_group(model, proposer, size, _Group(tokens, prompts.length, prompts.pages, None), state)

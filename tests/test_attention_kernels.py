@@ -207,13 +207,13 @@ def test_a_token_without_a_page_is_not_written(kernel, num_tokens, nothing):
     assert np.isfinite(np.asarray(attended, np.float32)).all()
 
 
-def test_windows_hide_pages_that_were_freed():
-    """The pages of a row that no query sees any more may be another's, and hold NaN."""
-    case = (1, 2, 2, 1, 16, 160, [140])
-    query, key, value, key_cache, value_cache, start = operands(*case)
-    whole = jnp.arange(5, dtype=jnp.int32)[None]
-    caches = [in_pages(cache, whole, 6) for cache in (key_cache, value_cache)]
-    freed = jnp.array([[5, 6, -1, 3, 4]], jnp.int32)
+@pytest.mark.parametrize("nothing", [-1, 7])
+def test_windows_hide_pages_that_were_freed(nothing):
+    """A page that no query sees any more is not read: what has its place in the pool may be NaN."""
+    query, key, value, key_cache, value_cache, start = operands(1, 2, 2, 1, 16, 160, [140])
+    whole = jnp.arange(1, 6, dtype=jnp.int32)[None]
+    caches = [in_pages(cache, whole, 7) for cache in (key_cache, value_cache)]  # pages 0 and 6 are NaN
+    freed = jnp.array([[0, 6, nothing, 4, 5]], jnp.int32)
     attended = [
         decode_attention(query, key, value, *caches, start, None, table, window=40, interpret=True)[0]
         for table in (whole, freed)

@@ -62,6 +62,27 @@ def test_short_rows_do_not_pay_for_long_ones(monkeypatch, takes_pages):
     assert calls == (in_groups if takes_pages else [(5 * i, 5) for i in range(5)])
 
 
+@pytest.mark.parametrize(
+    "platform, num_rows, expected",
+    [("cpu", 1, (1, 256)), ("gpu", 1, (1, 2048)), ("gpu", 4, (4, 512)), ("gpu", 20, (7, 256)), ("cpu", 20, (7, 256))],
+)
+def test_shapes_of_calls(monkeypatch, platform, num_rows, expected):
+    """About 2048 tokens: of many prompts some of each, and on a GPU of a few prompts more of each."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    bigram, seen = testing.bigram_model(jnp.zeros((VOCAB, VOCAB))), set()
+
+    def apply(params, inputs, cache):
+        seen.add(inputs.tokens.shape)
+        return bigram.apply(params, inputs, cache)
+
+    def feed(ids, lengths):
+        context = Context(ids, lengths, lengths > 0)
+        return prompts.feed(replace(bigram, apply=apply), proposers.none(), context, (), ())
+
+    jax.eval_shape(feed, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, 5000), (num_rows,))))
+    assert seen == {expected}
+
+
 @pytest.mark.parametrize("num_devices, expected", [(1, 4), (2, 64)])
 def test_rows_on_several_devices_are_fed_together(num_devices, expected):
     """A call with some of the rows would leave the other devices without work."""

@@ -100,6 +100,7 @@ def run_measuring_nothing(script, run, monkeypatch):
                 "tokens_per_second": stand_in(2.0),
                 "metrics": SimpleNamespace(acceptance_rate=lambda _: 0.5, mean_acceptance_length=lambda _: 2.0),
             },
+            "bench_prefill": {"prefill_seconds": stand_in(0.1)},
             "bench_proposers": {"device_seconds": stand_in(1e-6), "SHAPES": [(1, 64)] * 3},
             "bench_verify": {"device_seconds": stand_in(1e-6), "inputs": lambda *_: (), "CUT_ROWS": 1},
         }
@@ -114,6 +115,7 @@ VERIFY = ("--dtypes", "float32", "--implementations", "xla", "--batches", "1", "
 BRIEF = {
     "bench_decode": ("--batches", "1", "--num-drafts", "2", "3"),
     "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),
+    "bench_prefill": ("--rows", "1x16", "1x32", "2x16"),
     "bench_proposers": (),
     "bench_verify": (*VERIFY, "1000"),
 }
