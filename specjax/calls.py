@@ -31,6 +31,7 @@ def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, P
             raise ValueError(
                 f"inputs.pages must be None for a model whose takes_pages is False, got a table {inputs.pages.shape}"
             )
+        inputs = inputs._replace(pages=jnp.asarray(inputs.pages, jnp.int32))
     result = model.apply(model.params, inputs, cache)
     check_result(model, inputs, cache, result)
     return result

@@ -116,13 +116,13 @@ def prefill(
     keys = of_requests(keys, batch_size)
 
     lengths = jnp.array(lengths, jnp.int32)
-    prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(len(prompts), bool), lengths)
-    buffer = None if num_logprobs is None else log_probs.zeros(len(prompts), max_length, num_logprobs)
+    prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(lengths.shape, bool), lengths)
+    buffer = None if num_logprobs is None else log_probs.zeros(prompts.shape[0], max_length, num_logprobs)
     rows = None if rows is None else jnp.asarray(rows)
     cache, proposer_state, table, filled = _feed_prompts(
         model, proposer, prompt, rows, pages, max_length, chunk_size, buffer if prompt_logprobs else None
     )
-    tokens = jnp.zeros((len(prompts), max_length), jnp.int32).at[:, : prompts.shape[1]].set(prompt.tokens)
+    tokens = jnp.zeros((prompts.shape[0], max_length), jnp.int32).at[:, : prompts.shape[1]].set(prompt.tokens)
     of_each = tokens, lengths, filled if prompt_logprobs else buffer
     if rows is not None:
         of_each = jax.tree.map(lambda x: x[rows], of_each)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree
-from specjax.validation import is_integer, is_traced
+from specjax.validation import check_array, is_integer, is_traced
 
 __all__ = ["Pages", "copy_pages", "read_slots", "write_slots"]
 
@@ -60,7 +60,7 @@ def locate(leaf: Array, slots: Array, table: Array | None = None) -> tuple[Array
     num_pages, size = leaf.shape[:2]
     if table is None:
         return jnp.arange(slots.shape[0])[:, None], slots
-    table = jnp.where(in_pool(table, num_pages), table, NO_PAGE)  # a negative index would count from the end
+    table = _in_range(table, num_pages)
     return jnp.take_along_axis(table, slots // size, axis=1, mode="fill", fill_value=NO_PAGE), slots % size
 
 
@@ -78,9 +78,15 @@ def read_slots(leaf: Array, table: Array | None = None) -> Array:
     """
     if table is None:
         return leaf
-    table = jnp.where(in_pool(table, leaf.shape[0]), table, NO_PAGE)
-    rows = leaf.at[table].get(mode="fill", fill_value=0)
-    return rows.reshape(table.shape[0], -1, *leaf.shape[2:])
+    num_pages, size = leaf.shape[:2]
+    rows = leaf.at[_in_range(table, num_pages)].get(mode="fill", fill_value=0)
+    return rows.reshape(table.shape[0], table.shape[1] * size, *leaf.shape[2:])
+
+
+def _in_range(table: Array, num_pages: int) -> Array:
+    """Return a table as int32 with NO_PAGE for what is not in the pool: a negative index would count from the end."""
+    table = jnp.asarray(table, jnp.int32)  # in a smaller dtype num_pages may have no place, and would wrap
+    return jnp.where(in_pool(table, num_pages), table, NO_PAGE)
 
 
 def in_pool(table: Array, num_pages: int) -> Array:
@@ -99,6 +105,7 @@ def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
     Returns:
         The cache. Where source or target is not in the pool, nothing is copied.
     """
+    source, target = (jnp.asarray(pages, jnp.int32) for pages in (source, target))
 
     def copy(leaf: Array) -> Array:
         num_pages = leaf.shape[0]
@@ -122,14 +129,12 @@ def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int,
         number = getattr(pages, name)
         if not (is_integer(number) and number >= 1):
             raise ValueError(f"pages.{name} must be an integer >= 1, got {number!r}")
-    shape, dtype = jnp.shape(pages.table), jnp.result_type(pages.table)
-    if len(shape) != 2 or shape[0] != batch_size or not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"pages.table must be int32 of shape [B, P] with B = {batch_size}, got {dtype} {shape}")
+    check_array("pages.table", pages.table, "[B, P]", (batch_size, None), jnp.integer)
     least = -(-max_length // pages.page_size)
-    if shape[1] < least:
+    if pages.table.shape[1] < least:
         raise ValueError(
             f"pages.table must have at least {least} pages a row, as max_length is {max_length} and page_size "
-            f"{pages.page_size}, got {shape[1]}"
+            f"{pages.page_size}, got {pages.table.shape[1]}"
         )
     if is_traced(pages.table):
         return

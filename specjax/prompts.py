@@ -53,7 +53,7 @@ def feed_chunk(
     index = jnp.maximum(chunk.num_tokens - 1, 0)
 
     def last(features: Array, previous: Array) -> Array:
-        fed = features[jnp.arange(len(index)), index]
+        fed = features[jnp.arange(index.shape[0]), index]
         has_any = (chunk.num_tokens > 0).reshape(-1, *[1] * (fed.ndim - 1))
         return jnp.where(has_any, fed, previous)
 

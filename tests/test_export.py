@@ -1,5 +1,6 @@
 """Export with `jax.export`: symbolic batches, other platforms, and the records as inputs and outputs."""
 
+import dataclasses
 import pkgutil
 from functools import partial
 from importlib import import_module
@@ -11,8 +12,9 @@ import pytest
 from jax import export
 
 import specjax
-from specjax import Categorical, Draft, distributions, serialization, verifiers
+from specjax import Categorical, Draft, Pages, decode, distributions, serialization, testing, verifiers
 from specjax.models.linear import linear
+from specjax.sampling import Sampling
 from specjax.sampling.cut import min_logit
 
 VOCAB = 4096  # kernels are worthwhile
@@ -106,3 +108,28 @@ def test_every_record_of_arrays_is_named():
         if isinstance(value, type) and hasattr(value, "_fields") and value.__module__ == module.__name__
     }
     assert found - {specjax.verifiers.kernels.Rule} == set(serialization.RECORDS)
+
+
+def test_prompts_of_any_batch():
+    """In several chunks, with features, through pages."""
+    bigram = testing.bigram_model(jnp.log(jnp.arange(1.0, 50).reshape(7, 7)))
+
+    def apply(params, inputs, cache):
+        output, cache = bigram.apply(params, inputs, cache)
+        return output._replace(features=output.logits), cache
+
+    model = dataclasses.replace(bigram, apply=apply, takes_pages=True)
+
+    def fed(prompts, lengths, table, max_tokens):
+        options = {"max_length": 12, "chunk_size": 2, "num_logprobs": 1, "prompt_logprobs": True}
+        params, pages = Sampling(max_tokens=max_tokens), Pages(table, 20, 3)
+        state = decode.prefill(model, None, prompts, lengths, params, jax.random.key(0), pages=pages, **options)
+        return state.context.tokens, state.log_probs.chosen
+
+    prompts, table = np.arange(15).reshape(3, 5) % 7, np.arange(12).reshape(3, 4)
+    given = [x.astype(np.int32) for x in (prompts, np.array([5, 1, 4]), table, np.ones(3))]
+    tokens, chosen = exported(fed, *shapes(given)).call(*given)
+    assert tokens[:, :5].tolist() == prompts.tolist()
+    expected = jax.nn.log_softmax(bigram.params)[prompts[:, :-1], prompts[:, 1:]]
+    is_fed = np.arange(1, 5) < given[1][:, None]
+    np.testing.assert_allclose(chosen[:, 1:5], np.where(is_fed, expected, 0), rtol=1e-5)

@@ -1,6 +1,7 @@
 """Caches in pages: a table gives what a dense cache gives, to the bit, and no other page is read or written."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,21 @@ class TestSlots:
         for b, s in np.ndindex(3, 6):
             page = table[b, s // 2]
             assert_same(read[b, s], expected[page, s % 2] if 0 <= page < 6 else np.zeros(2))
+
+    @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+    def test_a_table_of_another_dtype(self, target, dtype):
+        """One byte does not hold the number of pages of this pool."""
+        table, slots = np.array([[3, 100]], dtype), np.array([[0, 1, 2]])
+        pool = write_slots(jnp.zeros((300, 2)), slots, np.array([[5, 6, 7]]), table)
+        assert pool[3].tolist() == [5, 6] and pool[100].tolist() == [7, 0] and pool.sum() == 18
+        assert read_slots(pool, jnp.asarray(table)).tolist() == [[5, 6, 7, 0]]
+        assert copy_pages(pool, table[0, :1], table[0, 1:])[100].tolist() == [5, 6]
+        inputs = ModelInput(jnp.array([[1, 2, 3]]), jnp.arange(3)[None], pages=jnp.asarray(table))
+        _, cache = jax.eval_shape(partial(run, target), inputs, target.init_cache(300, 2))
+        assert cache[0]["key"].shape[:2] == (300, 2)
+
+    def test_no_rows(self):
+        assert read_slots(jnp.zeros((3, 2, 5)), jnp.zeros((0, 4), jnp.int32)).shape == (0, 8, 5)
 
     def test_copies(self):
         pool = {"a": jnp.arange(6.0).reshape(3, 2), "b": jnp.arange(3)}
@@ -302,8 +318,8 @@ class TestBadTables:
     @pytest.mark.parametrize(
         "table, message",
         [
-            ([[0, 1, 2, 3]], r"pages.table must be int32 of shape \[B, P\] with B = 2, got int32 \(1, 4\)"),
-            ([[0.0] * 4] * 2, r"pages.table must be int32 of shape \[B, P\] with B = 2, got float32 \(2, 4\)"),
+            ([[0, 1, 2, 3]], r"pages.table must have shape \[B, P\] = \(2, any\), got \(1, 4\)"),
+            ([[0.0] * 4] * 2, "pages.table must be of integer dtype, got float32"),
             ([[0, 1, 2], [3, 4, 5]], r"pages.table must have at least 4 pages a row, as max_length is 30 .*, got 3"),
             ([[0, 1, 2, 3], [4, 5, 6, 25]], r"pages.table must be in \[0, num_pages = 24\], got 0 to 25"),
             ([[0, 1, 2, 3], [4, 5, 6, -1]], r"pages.table must be in \[0, num_pages = 24\], got -1 to 6"),
@@ -318,6 +334,10 @@ class TestBadTables:
         kind = np.float32 if isinstance(table[0][0], float) else np.int32
         with pytest.raises(ValueError, match=message):
             self.start(target, np.array(table, kind))
+
+    def test_a_list(self, target):
+        with pytest.raises(ValueError, match=r"pages.table must be an array, got list"):
+            self.start(target, [[0, 1, 2, 3], [4, 5, 6, 7]])
 
     def test_pages_of_other_prompts_are_not_shared(self, target):
         ids = np.zeros((2, 20), np.int32)
