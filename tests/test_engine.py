@@ -183,7 +183,7 @@ def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeyp
 def test_a_failure_of_the_device_ends_every_request(target, monkeypatch):
     engine = engine_of(target, None)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise ZeroDivisionError("the device is lost")
 
     monkeypatch.setattr(engine._scheduler._device, "step", fail)

@@ -195,10 +195,8 @@ class Scheduler:
         if not active:
             return
         self._send_tables()
-        has_log_probs = any(job.wants_log_probs for job in active)
-        output = self._device.step(
-            max(use_of(job.sampling) for job in active), self._device.capacities.logprobs if has_log_probs else None
-        )
+        use = max(use_of(job.sampling) for job in active)
+        output = self._device.step(use, log_probs=any(job.wants_log_probs for job in active))
         self._in_flight.append((output, jobs))
 
     def _is_active(self, job: Job) -> bool:
