@@ -511,7 +511,8 @@ def test_bad_requests(target, options, message):
         ({"max_length": 1}, "max_length must be an integer >= 2, got 1"),
         ({"max_length": 129}, "max_length must be at most the model's 128, got 129"),
         ({"capacities": Capacities(logprobs=32)}, "logprobs must be at most V = 31, got 32"),
-        ({"pool": (0, 4)}, "pages.num_pages must be an integer >= 1, got 0"),
+        ({"pool": (0, 4)}, "num_pages must be an integer >= 1, got 0"),
+        ({"pool": (4, 0)}, "page_size must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_sizes(target, options, message):

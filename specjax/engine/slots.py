@@ -76,7 +76,10 @@ def empty(
         ValueError: a number is out of its range, or the model or the proposer takes no pages.
     """
     proposer = proposer or proposers.none()
-    for name, number, least in (("num_slots", num_slots, 1), ("max_length", max_length, 2)):
+    numbers = [("num_slots", num_slots, 1), ("max_length", max_length, 2)]
+    if pool is not None:
+        numbers += [("num_pages", pool[0], 1), ("page_size", pool[1], 1)]
+    for name, number, least in numbers:
         if not (is_integer(number) and number >= least):
             raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
     if model.max_length is not None and max_length > model.max_length:
@@ -93,17 +96,17 @@ def empty(
         tables = GrammarTables(capacities, model.vocab_size)
         arrays = jnp.asarray(tables.token_classes), jnp.asarray(tables.transitions)
         rows = rows._replace(guide=Guide(*arrays, rows.guide.grammar, rows.guide.initial))
-    numbers = jnp.zeros(num_slots, jnp.int32)
-    guided_state = None if rows.guide is None else numbers
+    zeros = jnp.zeros(num_slots, jnp.int32)
+    guided_state = None if rows.guide is None else zeros
     tokens = jnp.zeros((num_slots, max_length), jnp.int32)
-    context = Context(tokens, numbers, numbers > 0, numbers, guided_state, table)
+    context = Context(tokens, zeros, zeros > 0, zeros, guided_state, table)
     state = decode.State(
         context=context,
         cache=model.init_cache(*((num_slots, max_length) if pool is None else pool)),
         proposer=proposer.init(num_slots, max_length, pool),
         sampling=rows,
         keys=jax.random.wrap_key_data(jnp.zeros((num_slots, 2), jnp.uint32), impl="threefry2x32"),
-        finished=numbers,
+        finished=zeros,
         totals=metrics.zeros(num_slots, proposer.num_draft_tokens),
     )
     return _with_rows(state, _vacant(_rows(state)))
