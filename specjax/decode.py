@@ -106,6 +106,7 @@ def prefill(
             token id, row or page is out of range, or rows share a page that is not theirs to share.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
+    rows = None if rows is None else jnp.asarray(rows)
     proposer = proposer or proposers.none()
     batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
     if not (chunk_size is None or (is_integer(chunk_size) and chunk_size >= 1)):
@@ -118,7 +119,6 @@ def prefill(
     lengths = jnp.array(lengths, jnp.int32)
     prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(lengths.shape, bool), lengths)
     buffer = None if num_logprobs is None else log_probs.zeros(prompts.shape[0], max_length, num_logprobs)
-    rows = None if rows is None else jnp.asarray(rows)
     cache, proposer_state, table, filled = _feed_prompts(
         model, proposer, prompt, rows, pages, max_length, chunk_size, buffer if prompt_logprobs else None
     )

@@ -70,8 +70,8 @@ class ModelInput(NamedTuple):
     """The query tokens of one model call.
 
     With `pages`, the cache is a pool of pages: slot s of row b is `leaf[pages[b, s // page_size], s % page_size]` in
-    every leaf. A number outside the pool stands for no page: what would be written there is dropped, and what would be
-    read there is not seen. Without `pages`, row b of the batch owns row b of every leaf.
+    every leaf. A number outside the pool stands for no page: what would be written there is dropped, and the logits of
+    a token that sees such a slot mean nothing. Without `pages`, row b of the batch owns row b of every leaf.
     """
 
     tokens: Array  # [B, T] int32

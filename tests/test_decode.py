@@ -260,6 +260,7 @@ class TestSharedPrompts:
             (np.array([0, 2]), r"rows must be in \[0, 2\), the number of prompts, got \[0, 2\]"),
             (np.array([0.0, 1.0], np.float32), r"rows must be int32 \[B\], got float32 \(2,\)"),
             (np.array([0, 1, 1]), "sampling must have 3 rows"),
+            ([0, 1, 1], "sampling must have 3 rows"),
         ],
     )
     def test_bad_rows(self, target, rows, message):
