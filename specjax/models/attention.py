@@ -109,7 +109,7 @@ def attend_in_blocks(
     grouped = query.reshape(batch_size, num_tokens, cache["key"].shape[2], -1, size)
     position = inputs.positions[:, :1] + jnp.arange(num_tokens)[None]  # [B, T]
     last = jnp.minimum(position[:, -1:], num_slots(cache, inputs) - 1)  # [B, 1]
-    scale = size**-0.5 if scale is None else scale
+    factor = size**-0.5 if scale is None else scale
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     hidden = jnp.finfo(dtype).min
 
@@ -123,7 +123,7 @@ def attend_in_blocks(
         )
         distance = position[:, :, None] - slot[:, None]  # [B, T, BLOCK]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        scores = scale * jnp.einsum("btkgd,bskd->btkgs", grouped, key, preferred_element_type=dtype)
+        scores = factor * jnp.einsum("btkgd,bskd->btkgs", grouped, key, preferred_element_type=dtype)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(seen[:, :, None, None], scores, hidden)
