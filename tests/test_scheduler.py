@@ -50,7 +50,10 @@ def target():
     return make(0)
 
 
-@pytest.fixture(scope="module", params=[PLENTY, FEW, None], ids=["plenty", "few pages", "dense"])
+DENSE = pytest.param(None, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[PLENTY, FEW, DENSE], ids=["plenty", "few pages", "dense"])
 def device(request, target):
     pool = None if request.param is None else (request.param, PAGE_SIZE)
     return slots_of(target, pool)
@@ -212,6 +215,7 @@ def replace_params(request, **changes):
     return replace(request, params=replace(request.params, **changes))
 
 
+@pytest.mark.parametrize("device", [PLENTY, pytest.param(FEW, marks=pytest.mark.slow)], indirect=True)
 def test_log_probs_are_those_of_the_request_alone(device):
     requests = some_jobs(6, 5, kinds=[replace(params, logprobs=3) for params in KINDS])
     jobs = [job_of(request, wants_log_probs=i % 2 == 0) for i, request in enumerate(requests)]
