@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import metrics, verifiers
+from specjax import verifiers
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.pages import PageStats, PageTables
-from specjax.engine.requests import Completion, Metrics, Result, TokenLogProbs
+from specjax.engine.requests import Completion, Result, TokenLogProbs, list_log_probs, metrics_of
 from specjax.engine.scheduler import Job, Scheduler
 from specjax.engine.slots import Slots
 from specjax.sampling import SamplingParams
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAGE_SIZE = 64  # slots
-CHUNK_SIZES = {"cpu": 64}  # tokens of a prompt that are fed between two steps, by platform
-GPU_CHUNK_SIZE = 512
+CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between two steps
 
 
 class Stats(NamedTuple):
@@ -81,21 +80,7 @@ class Request:
             ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self._params.n]
         totals = jax.tree.map(lambda *counts: np.stack(counts), *(job.totals for job in self._jobs))
         num_tokens = sum(len(job.output.token_ids) for job in self._jobs)
-        seconds = now - self._start
-        figures = Metrics(
-            num_tokens=num_tokens,
-            num_steps=int(totals.steps.sum()),
-            num_drafted=int(totals.drafted.sum()),
-            num_accepted=int(totals.accepted.sum()),
-            acceptance_rate=metrics.acceptance_rate(totals),
-            acceptance_rate_per_position=tuple(metrics.acceptance_rate_per_position(totals).tolist()),
-            mean_acceptance_length=metrics.mean_acceptance_length(totals),
-            seconds=seconds,
-            tokens_per_second=num_tokens / seconds,
-            system_efficiency=metrics.system_efficiency(totals),
-            time_to_first_token=self._first - self._start,
-            noncausal_acceptance_rate=metrics.noncausal_acceptance_rate(totals),
-        )
+        figures = metrics_of(totals, num_tokens, now - self._start, self._first - self._start)
         return Result(self._prompt, [_completion(job, self._params) for job in ranked], figures)
 
 
@@ -112,15 +97,12 @@ def _completion(job: Job, params: SamplingParams) -> Completion:
 
 def _list_log_probs(job: Job, n: int) -> list[TokenLogProbs]:
     """Return for each token of the output its own log-probability, then those of the n most likely tokens."""
+    tokens = job.output.token_ids
     chosen, ids, values = (
-        np.concatenate([np.asarray(getattr(part, name)) for part in job.log_probs]).tolist()
+        np.concatenate([np.asarray(getattr(part, name)) for part in job.log_probs])[: len(tokens)]
         for name in ("chosen", "top_ids", "top")
     )
-    listed = []
-    for token, own, others, likely in zip(job.output.token_ids, chosen, ids, values, strict=False):
-        pairs = zip(others[:n], likely[:n], strict=True)
-        listed.append({token: own} | {i: value for i, value in pairs if value > -math.inf and i != token})
-    return listed
+    return list_log_probs(tokens, chosen.tolist(), ids[:, :n].tolist(), values[:, :n].tolist())
 
 
 def _total_log_prob(job: Job) -> float:
@@ -172,7 +154,7 @@ class Engine:
         max_waiting: int | None = None,
     ):
         if chunk_size is None:
-            chunk_size = CHUNK_SIZES.get(jax.default_backend(), GPU_CHUNK_SIZE)
+            chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
         for name, number in (("page_size", page_size), ("chunk_size", chunk_size)):
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")

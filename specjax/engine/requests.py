@@ -57,6 +57,42 @@ class Metrics(NamedTuple):
     noncausal_acceptance_rate: float  # share of drafts that pass their own test; NaN without verifier option outcomes
 
 
+def metrics_of(totals: metrics.Totals, num_tokens: int, seconds: float, time_to_first_token: float) -> Metrics:
+    """Return the metrics of a request from the counts of its samples, fields [samples, ...], and its times."""
+    return Metrics(
+        num_tokens=num_tokens,
+        num_steps=int(totals.steps.sum()),
+        num_drafted=int(totals.drafted.sum()),
+        num_accepted=int(totals.accepted.sum()),
+        acceptance_rate=metrics.acceptance_rate(totals),
+        acceptance_rate_per_position=tuple(metrics.acceptance_rate_per_position(totals).tolist()),
+        mean_acceptance_length=metrics.mean_acceptance_length(totals),
+        seconds=seconds,
+        tokens_per_second=num_tokens / seconds if seconds else 0.0,
+        system_efficiency=metrics.system_efficiency(totals),
+        time_to_first_token=time_to_first_token,
+        noncausal_acceptance_rate=metrics.noncausal_acceptance_rate(totals),
+    )
+
+
+def list_log_probs(
+    tokens: Sequence[int], chosen: Sequence[float], ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]]
+) -> list[TokenLogProbs]:
+    """Return for each token its own log-probability, then those of the most likely tokens that are possible.
+
+    Args:
+        tokens: the token ids.
+        chosen: the log-probability of each.
+        ids: the most likely tokens in the place of each.
+        values: their log-probabilities.
+    """
+    listed = []
+    for token, own, others, likely in zip(tokens, chosen, ids, values, strict=True):
+        possible = {i: value for i, value in zip(others, likely, strict=True) if value > -math.inf and i != token}
+        listed.append({token: own} | possible)
+    return listed
+
+
 class Completion(NamedTuple):
     """One sampled continuation of a prompt."""
 
@@ -227,20 +263,7 @@ class Batch:
         generated = num_tokens
         if generated is None:
             generated = sum(len(self.detokenizers[row].token_ids) for row in rows)
-        figures = Metrics(
-            num_tokens=generated,
-            num_steps=int(totals.steps.sum()),
-            num_drafted=int(totals.drafted.sum()),
-            num_accepted=int(totals.accepted.sum()),
-            acceptance_rate=metrics.acceptance_rate(totals),
-            acceptance_rate_per_position=tuple(metrics.acceptance_rate_per_position(totals).tolist()),
-            mean_acceptance_length=metrics.mean_acceptance_length(totals),
-            seconds=self.seconds,
-            tokens_per_second=generated / self.seconds if self.seconds else 0.0,
-            system_efficiency=metrics.system_efficiency(totals),
-            time_to_first_token=self.time_to_first_token,
-            noncausal_acceptance_rate=metrics.noncausal_acceptance_rate(totals),
-        )
+        figures = metrics_of(totals, generated, self.seconds, self.time_to_first_token)
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             ids = self._prompt_ids[rows[0]]
@@ -274,11 +297,7 @@ class Batch:
             array[row, start:stop].tolist()
             for array in (self._log_probs.chosen, self._log_probs.top_ids[..., :n], self._log_probs.top[..., :n])
         )
-        listed = []
-        for token, own, others, likely in zip(token_ids, chosen, ids, values, strict=True):
-            possible = {i: value for i, value in zip(others, likely, strict=True) if value > -math.inf and i != token}
-            listed.append({token: own} | possible)
-        return listed
+        return list_log_probs(token_ids, chosen, ids, values)
 
     def _step(self, max_steps: int | None) -> list[np.ndarray]:
         """Decode a chunk of steps, and return the tokens [B, L], lengths [B] and `finished` [B] of all rows."""

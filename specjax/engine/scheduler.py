@@ -33,6 +33,7 @@ class Job:
         output: the text of the output, which knows whether it has ended.
         totals: the counts of its steps.
         log_probs: log-probabilities of the output tokens, read of each step; None if not asked for.
+        use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
         error: what ended it, where its own text could not be made.
         num_preempted: how often it gave its slot up to others, to be computed anew.
@@ -58,11 +59,13 @@ class Job:
     number: int = -1  # of its arrival
     slot: int | None = None
     pages: Row | None = None
+    is_active: bool = False  # whether its row takes part in steps: its prompt is computed
     num_computed: int = 0  # tokens whose chunks are dispatched
     features: Any = None  # of the last of them
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self.use = use_of(self.sampling)
 
     @property
     def is_running(self) -> bool:
@@ -95,7 +98,6 @@ class Scheduler:
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
         self._slots: list[Job | None] = [None] * device.num_slots
-        self._active: list[bool] = [False] * device.num_slots
         self._queue: list[tuple[tuple[int, int], Job]] = []
         self._in_flight: deque[tuple[slots.Output, list[Job | None]]] = deque()
         self._num_jobs = 0
@@ -108,6 +110,10 @@ class Scheduler:
     @property
     def running(self) -> list[Job]:
         return [job for job in self._slots if job is not None]
+
+    @property
+    def _active(self) -> list[Job]:
+        return [job for job in self.running if job.is_active]
 
     def check(self, job: Job) -> None:
         """Raise ValueError if the prompt of a job leaves no room for a token, or the pages could never hold it."""
@@ -137,9 +143,8 @@ class Scheduler:
         """Do one round; return whether there is more to do."""
         self._admit()
         self._feed()
-        if any(self._active):
-            self._step()
-        while len(self._in_flight) > 1 or (self._in_flight and not any(self._active)):
+        self._step()
+        while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
         return bool(self._queue or self._in_flight or self.running)
 
@@ -166,7 +171,7 @@ class Scheduler:
 
     def _feed(self) -> None:
         """Feed the next chunk of the first job whose prompt is not computed; after the last one it becomes active."""
-        jobs = [job for job, is_active in zip(self._slots, self._active, strict=True) if job and not is_active]
+        jobs = [job for job in self.running if not job.is_active]
         if not jobs:
             return
         job = min(jobs, key=lambda job: job.rank)
@@ -183,24 +188,20 @@ class Scheduler:
             options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals}
             row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
             self._device.insert(slot, row)
-            self._active[slot] = True
+            job.is_active = True
 
     def _step(self) -> None:
         """Dispatch a step of all active slots; where there are too few pages for it, some lose their slots."""
-        for job in sorted((job for job in self.running if self._is_active(job)), key=lambda job: job.rank):
-            while self._is_active(job) and not self._has_pages(job):
+        for job in sorted(self._active, key=lambda job: job.rank):
+            while job.is_active and not self._has_pages(job):
                 self._make_room()
-        jobs = [job if is_active else None for job, is_active in zip(self._slots, self._active, strict=True)]
-        active = [job for job in jobs if job is not None]
+        active = self._active
         if not active:
             return
         self._send_tables()
-        use = max(use_of(job.sampling) for job in active)
+        use = max(job.use for job in active)
         output = self._device.step(use, log_probs=any(job.wants_log_probs for job in active))
-        self._in_flight.append((output, jobs))
-
-    def _is_active(self, job: Job) -> bool:
-        return job.slot is not None and self._active[job.slot]
+        self._in_flight.append((output, [job if job and job.is_active else None for job in self._slots]))
 
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
@@ -261,7 +262,7 @@ class Scheduler:
         if job.slot is None:
             return
         self._device.evict([job.slot])
-        self._slots[job.slot], self._active[job.slot] = None, False
+        self._slots[job.slot], job.is_active = None, False
         if job.pages is not None and self._tables is not None:
             self._tables.free(job.pages)
             self._is_table_new = True
