@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.calls import run
 from specjax.keys import DRAFT, stream
-from specjax.proposers.drawing import Drawer, draft_sampling, only_in
+from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling
 from specjax.types import (
@@ -171,8 +170,7 @@ def draft_model(
     Raises:
         ValueError: a number is out of its range, or `max_length` exceeds the limit of the model.
     """
-    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 1):
-        raise ValueError(f"num_draft_tokens must be >= 1 (use proposers.none() for 0), got {num_draft_tokens!r}")
+    values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length
     elif not (is_integer(max_length) and max_length >= 1):
@@ -181,22 +179,12 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
-    values = None if temperature is None else _checked_temperature(temperature)
-    is_greedy = values is not None and not values.any()
     return DraftModel(
         model,
         num_draft_tokens,
         max_length,
-        temperature=None if values is None or is_greedy else jnp.asarray(values, jnp.float32),
+        temperature=values,
         is_greedy=is_greedy,
         speculate_below=speculate_below,
         may_pause=speculate_below is not None,
     )
-
-
-def _checked_temperature(temperature: float | Array) -> np.ndarray:
-    values = np.asarray(temperature)
-    is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
-    if not is_number or not np.all((values >= 0) & np.isfinite(values)):
-        raise ValueError(f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}")
-    return values
