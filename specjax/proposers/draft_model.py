@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax import distributions
 from specjax.calls import run
 from specjax.keys import DRAFT, stream
+from specjax.proposers.chain import draft_sampling, of_drafts
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling, process
 from specjax.types import (
@@ -75,7 +75,7 @@ class DraftModel:
         if self.may_pause:
             state = self._catch_up(context, speculates, state)
         draft_keys = stream(keys[:, :1], DRAFT, jnp.arange(num_drafts)[None])
-        operands = draft_keys, context, self._draft_sampling(sampling), state
+        operands = draft_keys, context, draft_sampling(sampling, self.temperature, self.is_greedy), state
         if may_skip:
             (tokens, distribution), state = run_where(speculates, self._draft, *operands)
         else:
@@ -107,17 +107,6 @@ class DraftModel:
             num_pages = -(-self.max_length // leaves[0].shape[1])
             inputs = inputs._replace(pages=inputs.pages[:, :num_pages])
         return run(self.model, inputs, cache)
-
-    def _draft_sampling(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters that shape the drafts of each request."""
-        if self.is_greedy:
-            return sampling._replace(temperature=None, top_k=None, top_p=None, min_p=None)
-        if self.temperature is None:
-            return sampling
-        temperature = jnp.broadcast_to(self.temperature, sampling.max_tokens.shape)
-        if sampling.temperature is not None:
-            temperature = jnp.where(sampling.temperature > 0, temperature, 0)
-        return sampling._replace(temperature=temperature)
 
     def _draft(
         self, keys: Array, context: Context, sampling: Sampling, state: Fed
@@ -222,22 +211,13 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
-    values = None if temperature is None else _checked_temperature(temperature)
-    is_greedy = values is not None and not values.any()
+    temperature, is_greedy = of_drafts(temperature)
     return DraftModel(
         model,
         num_draft_tokens,
         max_length,
-        temperature=None if values is None or is_greedy else jnp.asarray(values, jnp.float32),
+        temperature=temperature,
         is_greedy=is_greedy,
         speculate_below=speculate_below,
         may_pause=speculate_below is not None,
     )
-
-
-def _checked_temperature(temperature: float | Array) -> np.ndarray:
-    values = np.asarray(temperature)
-    is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
-    if not is_number or not np.all((values >= 0) & np.isfinite(values)):
-        raise ValueError(f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}")
-    return values
