@@ -221,9 +221,8 @@ class TestBadInput:
             ({"logit_scale": 0.5}, "logit_scale in .* must be 1.0"),
         ]:
             vllm(tmp_path)
-            heads.write(
-                tmp_path, VLLM | {"num_hidden_layers": 1, "truncated_vocab_size": 40} | config, **kept(tmp_path)
-            )
+            whole = VLLM | {"truncated_vocab_size": 40} | config
+            heads.write(tmp_path, whole, load_file(tmp_path / "model.safetensors"))
             with pytest.raises(ValueError, match=message):
                 load(tmp_path, target)
 
