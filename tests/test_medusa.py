@@ -251,9 +251,13 @@ class TestBadInput:
         head = {"blocks": [{"weight": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}], "head": jnp.zeros((7, 4))}
         for given, options, message in [
             ([], {}, "at least one head"),
-            ([head], {"vocab_size": 8}, "heads must have logits for V = 8 tokens, got 7"),
+            ([head], {"vocab_size": 8}, "token_ids must say which tokens of V = 8 the 7 logits are for"),
             ([head, head | {"head": jnp.zeros((7, 5))}], {}, r"heads\[1\]\['head'\] must have shape"),
-            ([head], {"token_ids": np.array([0, 1, 2, 3, 4, 5, 7])}, r"token_ids must be ids \[D\] in \[0, V = 7\)"),
+            (
+                [head],
+                {"token_ids": np.array([0, 1, 2, 3, 4, 5, 7])},
+                r"token_ids must be integers of shape",
+            ),
             ([head], {"token_ids": np.zeros(7, int)}, "token_ids must have each id once"),
             ([head], {"temperature": -1}, "temperature must be None, or a number"),
         ]:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specjax.proposers.drawing import Reduced, reduced_vocabulary
 from specjax.types import Array, Model
+from specjax.validation import is_integer
 
 if TYPE_CHECKING:
     from specjax.models.config_file import ConfigFile
@@ -61,3 +63,44 @@ def refuse_unread(config: "ConfigFile", *patterns: str) -> None:
     for name in config.unread():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             raise config.refused(name)
+
+
+def check_depth(num_draft_tokens: int | None, depth: int, what: str) -> int:
+    """Return K, by default the trained depth of a drafter; `what` says what that is.
+
+    Raises:
+        ValueError: K is not an integer in [1, depth].
+    """
+    if num_draft_tokens is None:
+        return depth
+    if not (is_integer(num_draft_tokens) and 1 <= num_draft_tokens <= depth):
+        raise ValueError(f"num_draft_tokens must be in [1, {depth}], {what}, got {num_draft_tokens!r}")
+    return num_draft_tokens
+
+
+def draft_vocabulary(name: str, token_ids: np.ndarray | None, size: int, vocab_size: int) -> Reduced | None:
+    """Return the vocabulary of a drafter with `size` logits, None if it is the target's.
+
+    Args:
+        name: of the ids, for messages.
+        token_ids: [D] integers, the target's id of each token of the drafter; None if they are the same.
+        size: D.
+        vocab_size: V.
+
+    Raises:
+        ValueError: the ids are not D different ones in [0, V), or there are none and D is not V.
+    """
+    if token_ids is None:
+        if size != vocab_size:
+            raise ValueError(f"{name} must say which tokens of V = {vocab_size} the {size} logits are for, got none")
+        return None
+    ids = np.asarray(token_ids)
+    if ids.shape != (size,) or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"{name} must be integers of shape [D] = ({size},) in [0, V = {vocab_size}), got {ids.dtype} {ids.shape} "
+            f"from {ids.min()} to {ids.max()}"
+        )
+    repeated = size - len(np.unique(ids))
+    if repeated:
+        raise ValueError(f"{name} must have each id once, got {repeated} of {size} again")
+    return reduced_vocabulary(ids, vocab_size)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.keys import DRAFT, stream
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
-from specjax.proposers.chain import as_draft, check_num_drafts, draft_sampling, draw_chain, of_drafts
-from specjax.proposers.draft_vocabulary import places_of, widen
-from specjax.proposers.files import expect, open_directory, refuse_unread, target_weights
+from specjax.proposers.drawing import Drawer, Reduced, draft_sampling, draft_temperature, only_in
+from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
 from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
 from specjax.validation import check_array
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["heads", "places", "temperature"],
+    data_fields=["heads", "reduced", "temperature"],
     meta_fields=["is_greedy"],
 )
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Medusa:
     """A proposer that draws draft i from head i, independently of the drafts before it."""
 
     heads: list[PyTree]  # for each draft: "blocks", a list of {"weight" [H, H], "bias" [H]}, and "head" [D, H]
-    places: Array | None = None  # [V] int32, as `places_of` returns them
+    reduced: Reduced | None = None  # the vocabulary of the heads; None is the target's
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
     takes_pages = True
@@ -52,20 +52,11 @@ class Medusa:
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
         hidden = state[:, None]
-
-        def next_logits(index: int, token: Array, carry: None) -> tuple[Array, None]:
-            return widen(head_logits(self.heads[index], hidden), self.places), carry
-
-        chain = draw_chain(
-            keys,
-            context,
-            draft_sampling(sampling, self.temperature, self.is_greedy),
-            next_logits,
-            num_draft_tokens=self.num_draft_tokens,
-            is_greedy=self.is_greedy,
-            is_reduced=self.places is not None,
-        )
-        return as_draft(chain, context.active & (context.length > 1)), state
+        logits = jnp.concatenate([head_logits(head, hidden) for head in self.heads], axis=1)
+        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+        draft = Drawer(keys, context, sampling, self.is_greedy, self.reduced).parallel(logits)
+        return only_in(context.active & (context.length > 1), draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
         return last_feature.update(context, verified, features, state)
@@ -119,7 +110,7 @@ def medusa(
     References:
         Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, 2024.
     """
-    num_drafts = check_num_drafts(num_draft_tokens, len(heads), "the number of heads")
+    num_drafts = check_depth(num_draft_tokens, len(heads), "the number of heads")
     if not heads:
         raise ValueError("heads must hold at least one head, got none")
     size, hidden_size = jnp.shape(heads[0]["head"])
@@ -130,13 +121,9 @@ def medusa(
             check_array(f"{name}['weight']", block["weight"], "[H, H]", (hidden_size, hidden_size), jnp.floating)
             if block.get("bias") is not None:
                 check_array(f"{name}['bias']", block["bias"], "[H]", (hidden_size,), jnp.floating)
-    places = None if token_ids is None else places_of(token_ids, vocab_size, "token_ids")
-    expected = vocab_size if token_ids is None else len(token_ids)
-    if size != expected:
-        what = "V" if token_ids is None else "the length of token_ids"
-        raise ValueError(f"heads must have logits for {what} = {expected} tokens, got {size}")
-    temperature, is_greedy = of_drafts(temperature)
-    return Medusa(list(heads[:num_drafts]), None if places is None else jnp.asarray(places), temperature, is_greedy)
+    reduced = draft_vocabulary("token_ids", token_ids, size, vocab_size)
+    temperature, is_greedy = draft_temperature(temperature)
+    return Medusa(list(heads[:num_drafts]), reduced, temperature, is_greedy)
 
 
 def load(

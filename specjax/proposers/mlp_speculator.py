@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from specjax.keys import DRAFT, stream
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
-from specjax.proposers.chain import as_draft, check_num_drafts, draft_sampling, draw_chain, of_drafts
-from specjax.proposers.files import expect, open_directory, refuse_unread, target_weights
+from specjax.proposers.drawing import Drawer, draft_sampling, draft_temperature, last_token, only_in
+from specjax.proposers.files import check_depth, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
 from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
 from specjax.validation import check_array
@@ -49,16 +50,12 @@ class MLPSpeculator:
         return last_feature.prefill(chunk, features, state)
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
-        chain = draw_chain(
-            keys,
-            context,
-            draft_sampling(sampling, self.temperature, self.is_greedy),
-            self.next_logits,
-            self.first(state[:, None]),
-            num_draft_tokens=self.num_draft_tokens,
-            is_greedy=self.is_greedy,
-        )
-        return as_draft(chain, context.active & (context.length > 1)), state
+        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+        logits, carry = self.next_logits(last_token(context), 0, self.first(state[:, None]))
+        drawer = Drawer(keys, context, sampling, self.is_greedy)
+        draft, _ = drawer.chain(logits, self.next_logits, carry, is_static=True)
+        return only_in(context.active & (context.length > 1), draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
         return last_feature.update(context, verified, features, state)
@@ -67,7 +64,7 @@ class MLPSpeculator:
         """Return the state [B, T, H] before the first draft, given the target's hidden states."""
         return _normalized(hidden) * 2**-0.5 if self.scale_input else hidden
 
-    def next_logits(self, index: int, token: Array, state: Array) -> tuple[Array, Array]:
+    def next_logits(self, token: Array, index: int, state: Array) -> tuple[Array, Array]:
         """Return the logits [B, T, V] of a draft and the new state, given the token [B, T] before it and the state."""
         step = self.steps[index]
         of_state = 0.5 ** (0.5 / len(self.steps))
@@ -126,7 +123,7 @@ def mlp_speculator(
     """
     if not steps:
         raise ValueError("steps must hold at least one step, got none")
-    num_drafts = check_num_drafts(num_draft_tokens, len(steps), "the number of steps")
+    num_drafts = check_depth(num_draft_tokens, len(steps), "the number of steps")
     vocab_size, inner = jnp.shape(steps[0]["embedding"])
     for i, step in enumerate(steps):
         shapes = {
@@ -137,7 +134,7 @@ def mlp_speculator(
         for name, shape in (shapes | {"norm": (inner,), "norm_bias": (inner,)}).items():
             axes = {"projection": "[D, D]" if i else "[D, H]", "norm": "[D]", "norm_bias": "[D]"}.get(name, "[V, D]")
             check_array(f"steps[{i}][{name!r}]", step[name], axes, shape, jnp.floating)
-    temperature, is_greedy = of_drafts(temperature)
+    temperature, is_greedy = draft_temperature(temperature)
     return MLPSpeculator(list(steps), num_drafts, scale_input, temperature, is_greedy)
 
 
@@ -163,7 +160,7 @@ def load(
     config, tensors = open_directory(directory, target)
     config.only("model_type", "mlp_speculator")
     depth = config.size("n_predict", most=64)
-    check_num_drafts(num_draft_tokens, depth, config.where("n_predict"))
+    check_depth(num_draft_tokens, depth, config.where("n_predict"))
     scale_input = config.get("scale_input", bool, False)
     steps = _steps(config, tensors, target, depth)
     refuse_unread(config, "*norm*", "*scale*", "*act*", "*bias*", "quant*", "*dim", "*vocab*")
