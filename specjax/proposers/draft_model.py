@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from specjax.calls import run
 from specjax.keys import DRAFT, stream
-from specjax.proposers.drawing import Drawer, draft_sampling, draft_temperature, only_in
+from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling
 from specjax.types import (
@@ -170,8 +170,7 @@ def draft_model(
     Raises:
         ValueError: a number is out of its range, or `max_length` exceeds the limit of the model.
     """
-    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 1):
-        raise ValueError(f"num_draft_tokens must be >= 1 (use proposers.none() for 0), got {num_draft_tokens!r}")
+    values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length
     elif not (is_integer(max_length) and max_length >= 1):
@@ -180,12 +179,11 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
-    temperature, is_greedy = draft_temperature(temperature)
     return DraftModel(
         model,
         num_draft_tokens,
         max_length,
-        temperature=temperature,
+        temperature=values,
         is_greedy=is_greedy,
         speculate_below=speculate_below,
         may_pause=speculate_below is not None,

@@ -12,6 +12,7 @@ from specjax import distributions
 from specjax.sampling import Sampling, process
 from specjax.sampling.logits import reads_token_ids
 from specjax.types import Array, Categorical, Context, Draft, PyTree
+from specjax.validation import is_integer
 
 
 class Reduced(NamedTuple):
@@ -36,6 +37,31 @@ def widen(logits: Array, reduced: Reduced | None) -> Array:
     return padded[..., reduced.draft_ids]
 
 
+def draft_options(num_draft_tokens: int, temperature: float | Array | None) -> tuple[Array | None, bool]:
+    """Check the options of a proposer that draws its drafts.
+
+    Args:
+        num_draft_tokens: K >= 1.
+        temperature: the temperature of drafts, for requests that are not greedy. None takes the temperature of the
+            request. A number, or one number per row [B], replaces it. 0 makes greedy drafts for all requests.
+
+    Returns:
+        The temperature as `draft_sampling` takes it, and whether all drafts are greedy.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 1):
+        raise ValueError(f"num_draft_tokens must be >= 1 (use proposers.none() for 0), got {num_draft_tokens!r}")
+    if temperature is None:
+        return None, False
+    values = np.asarray(temperature)
+    is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
+    if not is_number or not np.all((values >= 0) & np.isfinite(values)):
+        raise ValueError(f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}")
+    return (jnp.asarray(values, jnp.float32), False) if values.any() else (None, True)
+
+
 def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: bool) -> Sampling:
     """Return the sampling parameters of drafts, given those of the requests.
 
@@ -52,21 +78,6 @@ def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: boo
     if sampling.temperature is not None:
         temperature = jnp.where(sampling.temperature > 0, temperature, 0)
     return sampling._replace(temperature=temperature)
-
-
-def draft_temperature(temperature: float | Array | None) -> tuple[Array | None, bool]:
-    """Return the temperature of drafts as `draft_sampling` takes it, and whether all drafts are greedy.
-
-    Raises:
-        ValueError: the temperature is neither None nor one or more finite numbers >= 0.
-    """
-    if temperature is None:
-        return None, False
-    values = np.asarray(temperature)
-    is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
-    if not is_number or not np.all((values >= 0) & np.isfinite(values)):
-        raise ValueError(f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}")
-    return (jnp.asarray(values, jnp.float32), False) if values.any() else (None, True)
 
 
 class _Drawn(NamedTuple):

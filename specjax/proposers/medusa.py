@@ -13,7 +13,8 @@ import numpy as np
 from specjax.keys import DRAFT, stream
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
-from specjax.proposers.drawing import Drawer, Reduced, draft_sampling, draft_temperature, only_in
+from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
 from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
@@ -56,7 +57,7 @@ class Medusa:
         keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
         sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
         draft = Drawer(keys, context, sampling, self.is_greedy, self.reduced).parallel(logits)
-        return only_in(context.active & (context.length > 1), draft), state
+        return only_in(has_feature(context), draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
         return last_feature.update(context, verified, features, state)
@@ -122,7 +123,7 @@ def medusa(
             if block.get("bias") is not None:
                 check_array(f"{name}['bias']", block["bias"], "[H]", (hidden_size,), jnp.floating)
     reduced = draft_vocabulary("token_ids", token_ids, size, vocab_size)
-    temperature, is_greedy = draft_temperature(temperature)
+    temperature, is_greedy = draft_options(num_drafts, temperature)
     return Medusa(list(heads[:num_drafts]), reduced, temperature, is_greedy)
 
 

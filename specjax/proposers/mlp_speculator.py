@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from specjax.keys import DRAFT, stream
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
-from specjax.proposers.drawing import Drawer, draft_sampling, draft_temperature, last_token, only_in
+from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, last_token, only_in
+from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
 from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
@@ -55,7 +56,7 @@ class MLPSpeculator:
         logits, carry = self.next_logits(last_token(context), 0, self.first(state[:, None]))
         drawer = Drawer(keys, context, sampling, self.is_greedy)
         draft, _ = drawer.chain(logits, self.next_logits, carry, is_static=True)
-        return only_in(context.active & (context.length > 1), draft), state
+        return only_in(has_feature(context), draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
         return last_feature.update(context, verified, features, state)
@@ -134,7 +135,7 @@ def mlp_speculator(
         for name, shape in (shapes | {"norm": (inner,), "norm_bias": (inner,)}).items():
             axes = {"projection": "[D, D]" if i else "[D, H]", "norm": "[D]", "norm_bias": "[D]"}.get(name, "[V, D]")
             check_array(f"steps[{i}][{name!r}]", step[name], axes, shape, jnp.floating)
-    temperature, is_greedy = draft_temperature(temperature)
+    temperature, is_greedy = draft_options(num_drafts, temperature)
     return MLPSpeculator(list(steps), num_drafts, scale_input, temperature, is_greedy)
 
 
