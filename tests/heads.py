@@ -134,3 +134,71 @@ def in_slots(target, proposer):
                 slots.evict([slot])
                 del running[slot]
     return done
+
+
+# A transcription of decoder layers in NumPy, one sequence at a time, with the names of tensors in checkpoints.
+HEADS, KV_HEADS, HEAD_SIZE, THETA, EPSILON = 4, 2, 8, 500.0, 1e-5
+
+
+def layer_shapes(name, has_bias=False, has_head_norms=False, inputs=HIDDEN, mlp=48):
+    query, key = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+    sizes = {"q": query, "k": key, "v": key}
+    shapes = {f"{name}.self_attn.{part}_proj.weight": (size, inputs) for part, size in sizes.items()}
+    if has_bias:
+        shapes |= {f"{name}.self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
+    if has_head_norms:
+        shapes |= {f"{name}.self_attn.{part}_norm.weight": (HEAD_SIZE,) for part in "qk"}
+    shapes |= {f"{name}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    shapes |= {f"{name}.mlp.{part}_proj.weight": (mlp, HIDDEN) for part in ("gate", "up")}
+    return shapes | {f"{name}.self_attn.o_proj.weight": (HIDDEN, query), f"{name}.mlp.down_proj.weight": (HIDDEN, mlp)}
+
+
+def rms(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+
+
+def turn(x, positions):
+    """Rotate x [T, heads, head size]."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * THETA ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def heads_of(tensors, name, part, x):
+    """The queries, keys or values [T, heads, head size] of x [T, H], with their norm."""
+    product = x @ tensors[f"{name}.self_attn.{part}_proj.weight"].T
+    product = product + tensors.get(f"{name}.self_attn.{part}_proj.bias", 0)
+    product = product.reshape(len(x), -1, HEAD_SIZE)
+    norm = tensors.get(f"{name}.self_attn.{part}_norm.weight")
+    return product if norm is None else rms(product, norm)
+
+
+def attend(query, key, value, mask):
+    key, value = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (key, value))
+    scores = np.einsum("thd,shd->hts", query, key) / HEAD_SIZE**0.5
+    scores = np.where(mask[None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hts,shd->thd", weights, value).reshape(len(query), -1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def after_attention(tensors, name, x, attended):
+    """The stream after a layer, given that before it and what its heads attended to."""
+    x = x + attended @ tensors[f"{name}.self_attn.o_proj.weight"].T
+    normed = rms(x, tensors[f"{name}.post_attention_layernorm.weight"])
+    gate, up = (normed @ tensors[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+    return x + (silu(gate) * up) @ tensors[f"{name}.mlp.down_proj.weight"].T
+
+
+def causal_layer(tensors, name, x):
+    """A decoder layer on x [T, H] at positions 0, 1, ..."""
+    normed, positions = rms(x, tensors[f"{name}.input_layernorm.weight"]), np.arange(len(x))
+    query, key, value = (heads_of(tensors, name, part, normed) for part in "qkv")
+    attended = attend(turn(query, positions), turn(key, positions), value, np.tri(len(x), dtype=bool))
+    return after_attention(tensors, name, x, attended)

@@ -240,7 +240,7 @@ class TestBadInput:
     def test_another_target(self, tmp_path, target):
         authors(tmp_path)
         proposer = load(tmp_path, target)
-        with pytest.raises(ValueError, match="features.hidden must be of H = 32 numbers a token, got 61"):
+        with pytest.raises(ValueError, match=r"features\.hidden must be of H = 32 numbers a token, got 61"):
             heads.start(testing.bigram_model(jnp.zeros((VOCAB, VOCAB))), proposer)
         silent = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
         silent = replace(silent, apply=without_features)

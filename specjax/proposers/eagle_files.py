@@ -198,12 +198,12 @@ def _tap_norms(config: "ConfigFile", tensors: "Tensors") -> str | None:
 
 def _read_layers(config: "ConfigFile", tensors: "Tensors", first: str, rope_theta: float | None) -> "DecoderConfig":
     """Return sizes and options of the layers. Biases and norms of heads are those that the files have."""
-    from specjax.models.families.llama import read_config
+    from specjax.models.families.llama import config_of
 
     config.choice("model_type", MODEL_TYPES, MODEL_TYPES[0])
     config.only("hidden_act", "silu")
     attention = f"{first}.self_attn"
-    layers = read_config(
+    layers = config_of(
         config,
         transposed=tensors.on_one_gpu,
         qkv_bias=config.get("attention_bias", bool, False) or f"{attention}.q_proj.bias" in tensors,
@@ -227,9 +227,9 @@ def _refuse_unread(config: "ConfigFile", inner: "ConfigFile") -> None:
 def _layer_params(layers: "DecoderConfig", tensors: "Tensors", first: str, inputs: int) -> dict[int, PyTree]:
     from specjax.models.families import llama
 
-    params = {0: llama.read_layer(layers, tensors, first, NORMS, inputs)}
+    params = {0: llama.layer_params(layers, tensors, first, NORMS, inputs)}
     for i in range(1, layers.num_layers):
-        params[i] = llama.read_layer(layers, tensors, f"model.layers.{i}")
+        params[i] = llama.layer_params(layers, tensors, f"model.layers.{i}")
     return params
 
 

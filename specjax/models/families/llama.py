@@ -30,6 +30,7 @@ def decoder(
     head_size: int | None = None,
     tie_embeddings: bool = False,
     norms: dict[str, str] = NORMS,
+    ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> Model:
     """Build the model of a checkpoint whose network is a `Decoder`.
@@ -40,6 +41,7 @@ def decoder(
         head_size: default of the field head_dim; None is hidden_size / num_attention_heads.
         tie_embeddings: default of the field tie_word_embeddings.
         norms: maps each norm's parameter in `decoder.Layer` to the name of its tensor in a layer.
+        ignored: patterns of the names of tensors that the model does not need.
         options: further fields of `DecoderConfig`.
 
     Returns:
@@ -48,17 +50,21 @@ def decoder(
     Raises:
         ValueError: a field or tensor is missing, has a wrong value or shape, or is not supported.
     """
-    decoder_config = read_config(
+    decoder_config = config_of(
         config, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
     )
     config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors, norms))
+    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored))
 
 
-def read_config(
+def config_of(
     config: ConfigFile, *, head_size: int | None = None, tie_embeddings: bool = False, **options: Any
 ) -> DecoderConfig:
-    """Read the sizes and options of a decoder; the arguments are those of `decoder`."""
+    """Return the sizes and options that config.json has under the names of Llama; the arguments are as in `decoder`.
+
+    Raises:
+        ValueError: a field is missing, has a wrong value, or is not supported.
+    """
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     if "head_dim" not in config and head_size is None:
         if hidden_size % num_heads:
@@ -143,17 +149,17 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | N
     return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
 
 
-def read_layer(
+def layer_params(
     config: DecoderConfig, tensors: Tensors, name: str, norms: dict[str, str] = NORMS, inputs: int | None = None
 ) -> dict[str, Array]:
-    """Read the parameters of a layer as `decoder.Layer` holds them, with projections of one input concatenated.
+    """Read the parameters of a layer as `decoder.Layer` names them, with projections of one input concatenated.
 
     Args:
         config: sizes and options.
-        tensors: tensors, with the names of Llama.
-        name: of the layer, the first part of the names of its tensors.
+        tensors: the tensors, with the names of Llama.
+        name: of the layer, what stands before the names of its tensors.
         norms: as `decoder` takes them.
-        inputs: size of what the attention reads of a token; None is the hidden size.
+        inputs: numbers of a token that attention reads; None is the hidden size.
     """
     hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
     query, key_value = config.num_heads * size, config.num_kv_heads * size
@@ -161,7 +167,7 @@ def read_layer(
     attention, gate_up = f"{name}.self_attn", [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
     qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
     params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
-        "qkv": matrices(hidden if inputs is None else inputs, {f"{name}.weight": size for name, size in qkv.items()}),
+        "qkv": matrices(inputs or hidden, {f"{name}.weight": size for name, size in qkv.items()}),
         "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
         "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
         "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
@@ -179,18 +185,17 @@ def read_layer(
     return params
 
 
-def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
+def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str], ignored: tuple[str, ...]) -> PyTree:
     """Read the parameters as `Decoder` holds them."""
-    hidden = config.hidden_size
-    embedding = "model.embed_tokens.weight", config.vocab_size, hidden
+    embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
     params = {
         "embedding": tensors.table(*embedding),
-        "layers": {i: read_layer(config, tensors, f"model.layers.{i}", norms) for i in range(config.num_layers)},
-        "norm": tensors.vectors({"model.norm.weight": hidden}),
+        "layers": {i: layer_params(config, tensors, f"model.layers.{i}", norms) for i in range(config.num_layers)},
+        "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),
     }
     if config.tie_embeddings:
         tensors.check_same("lm_head.weight", *embedding)
     else:
-        params["head"] = tensors.table("lm_head.weight", config.vocab_size, hidden)
-    tensors.check_all_read("*.rotary_emb.inv_freq")  # old checkpoints store these constants
+        params["head"] = tensors.table("lm_head.weight", config.vocab_size, config.hidden_size)
+    tensors.check_all_read("*.rotary_emb.inv_freq", *ignored)  # old checkpoints store these constants
     return params
