@@ -34,8 +34,9 @@ class LLM:
             name on the Hugging Face Hub, "org/name" or "org/name@revision", which needs huggingface_hub and uses its
             cache. None is the target of the embedded pair.
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
-            features (`proposers.load`), "ngram" (look-up in the text itself), or a proposer. None is the embedded draft for the embedded target, and no drafts for any other
-            target. A draft model whose maximum length is lower drafts as long as a sequence is within it.
+            features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded draft
+            for the embedded target, and no drafts for any other target. A draft model whose maximum length is lower
+            drafts as long as a sequence is within it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
             proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K every few steps for the
             whole batch by the recent acceptance rate; the tokens of a request, seeded or not, then depend on its batch.
