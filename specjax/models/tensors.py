@@ -89,9 +89,9 @@ class Tensors:
         self._mark_read(name)
         return values
 
-    def table(self, name: str, rows: int, columns: int) -> Array:
-        """Read a matrix [rows, columns] as it is stored."""
-        return self._read({name: (rows, columns)})
+    def table(self, name: str, *shape: int) -> Array:
+        """Read a matrix, or another array of two axes or more, as it is stored."""
+        return self._read({name: shape})
 
     def vectors(self, sizes: dict[str, int]) -> Array:
         """Read vectors, given their sizes by name, and concatenate them."""

@@ -36,6 +36,18 @@ def target_weights(target: Model) -> TargetWeights:
     return TargetWeights(params["embedding"], params.get("head", params["embedding"]))
 
 
+def num_layers(target: Model) -> int:
+    """Return the number of layers of a built-in model.
+
+    Raises:
+        ValueError: the target is not a built-in model.
+    """
+    config = getattr(target.apply, "config", None)
+    if config is None:
+        raise ValueError(f"target must be a built-in model, whose layers are counted, got {target.apply!r}")
+    return config.num_layers
+
+
 def open_directory(directory: str | Path, target: Model) -> tuple["ConfigFile", "Tensors"]:
     """Return the config.json of a drafter and its tensors, which are read in the dtype of the target.
 
