@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
     from specjax.models.tensors import Tensors
 
+MARKOV, CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"  # names of tensors
 NAMES = {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"}
 CHANGING = (
     "*markov*",
@@ -135,8 +136,8 @@ def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tup
     inputs = tensors.shape("fc.weight")[-1]
     if inputs % size:
         raise ValueError(
-            f"tensor fc.weight of {configs.whole.path.parent} must have a multiple of H = {size} columns, the hidden size of "
-            f"the target, got {inputs}"
+            f"tensor fc.weight of {configs.whole.path.parent} must have a multiple of H = {size} columns, the hidden "
+            f"size of the target, got {inputs}"
         )
     count = inputs // size
     by_input = "aux_hidden_state_layer_ids"
@@ -188,7 +189,7 @@ def _read_layers(configs: _Configs, tensors: "Tensors", rope_theta: float | None
     config.only("hidden_act", "silu")
     norm = "layers.0.self_attn.q_norm.weight"
     size = tensors.shape(norm)[0] if norm in tensors else None
-    layers = llama.read_config(
+    layers = llama.config_of(
         config,
         head_size=size,
         qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
@@ -237,7 +238,7 @@ def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced
         "fc": tensors.matrices(head.num_taps * head.target_size, {"fc.weight": hidden}, transposed=config.transposed),
         "hidden_norm": tensors.vectors({"hidden_norm.weight": hidden}),
         "norm": tensors.vectors({"norm.weight": hidden}),
-        "layers": {i: llama.read_layer(config, tensors, f"layers.{i}") for i in range(config.num_layers)},
+        "layers": {i: llama.layer_params(config, tensors, f"layers.{i}") for i in range(config.num_layers)},
     }
     for name, tensor, rows, shared in (
         ("embedding", "embed_tokens.weight", head.target_vocab, weights.embedding),
@@ -247,12 +248,12 @@ def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced
             raise ValueError(f"tensor {tensor} is missing, and that of the target is not of shape ({rows}, {hidden})")
         params[name] = tensors.table(tensor, rows, hidden) if tensor in tensors else shared
     if head.markov_rank:
-        params["markov_in"] = tensors.table("markov_head.markov_w1.weight", head.target_vocab, head.markov_rank)
-        params["markov_out"] = tensors.table("markov_head.markov_w2.weight", config.vocab_size, head.markov_rank)
+        params["markov_in"] = tensors.table(f"{MARKOV}1.weight", head.target_vocab, head.markov_rank)
+        params["markov_out"] = tensors.table(f"{MARKOV}2.weight", config.vocab_size, head.markov_rank)
     if head.confidence is not None:
         width = hidden + (head.markov_rank if head.confidence == "both" else 0)
-        params["confidence"] = tensors.table("confidence_head.proj.weight", 1, width)[0]
-        params["confidence_bias"] = tensors.vectors({"confidence_head.proj.bias": 1})
+        params["confidence"] = tensors.table(f"{CONFIDENCE}.weight", 1, width)[0]
+        params["confidence_bias"] = tensors.vectors({f"{CONFIDENCE}.bias": 1})
     return params
 
 

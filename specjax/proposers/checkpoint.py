@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.proposers import eagle_files, files
+from specjax.proposers import block_files, eagle_files, files, medusa, mlp_speculator, mtp
 from specjax.types import Array, Model, Proposer
 
 

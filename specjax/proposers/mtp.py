@@ -114,7 +114,7 @@ def load(
     config.only("model_type", "mimo")
     config.only("num_nextn_predict_layers", 1)
     bias = config.get("attention_bias", bool, True)
-    sizes = llama.read_config(config, qkv_bias=bias, transposed=tensors.on_one_gpu)
+    sizes = llama.config_of(config, qkv_bias=bias, transposed=tensors.on_one_gpu)
     weights = target_weights(target)
     if weights.embedding.shape != (sizes.vocab_size, sizes.hidden_size):
         raise ValueError(
@@ -135,5 +135,5 @@ def _params(head: MTPHead, tensors: "Tensors") -> PyTree:
     norms = {"token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "final_norm": "final_layernorm"}
     return {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
         "fc": tensors.matrices(2 * hidden, {f"{name}.input_proj.weight": hidden}, transposed=head.config.transposed),
-        "layer": llama.read_layer(head.config, tensors, name),
+        "layer": llama.layer_params(head.config, tensors, name),
     }

@@ -50,14 +50,14 @@ def decoder(
     Raises:
         ValueError: a field or tensor is missing, has a wrong value or shape, or is not supported.
     """
-    decoder_config = read_config(
+    decoder_config = config_of(
         config, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
     )
     config.check_computation()
     return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored))
 
 
-def read_config(
+def config_of(
     config: ConfigFile, *, head_size: int | None = None, tie_embeddings: bool = False, **options: Any
 ) -> DecoderConfig:
     """Return the sizes and options that config.json has under the names of Llama; the arguments are as in `decoder`.
@@ -149,7 +149,7 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | N
     return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
 
 
-def read_layer(
+def layer_params(
     config: DecoderConfig, tensors: Tensors, name: str, norms: dict[str, str] = NORMS, inputs: int | None = None
 ) -> dict[str, Array]:
     """Read the parameters of a layer as `decoder.Layer` names them, with projections of one input concatenated.
@@ -190,7 +190,7 @@ def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str], igno
     embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
     params = {
         "embedding": tensors.table(*embedding),
-        "layers": {i: read_layer(config, tensors, f"model.layers.{i}", norms) for i in range(config.num_layers)},
+        "layers": {i: layer_params(config, tensors, f"model.layers.{i}", norms) for i in range(config.num_layers)},
         "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),
     }
     if config.tie_embeddings:
