@@ -100,8 +100,7 @@ def load_block(
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
     """
-    config, tensors = files.open_directory(directory, target)
-    config.fields |= fields or {}
+    config, tensors = files.open_directory(directory, target, fields)
     configs = _configs(config)
     layers = _feature_layers(configs, tensors, target)
     if target.feature_layers != layers:
