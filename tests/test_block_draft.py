@@ -1,11 +1,16 @@
 """DFlash and DSpark: parity with the formulas in every layout, confidences, losslessness and bad files."""
 
 import heads
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import HIDDEN, VOCAB
 
-from specjax import models, proposers
+from specjax import models, proposers, sampling, testing
+from specjax.models.decoder import DecoderConfig
+from specjax.proposers import trunk
+from specjax.sampling import SamplingParams
 
 NUM_LAYERS, BLOCK, MASK, RANK, REDUCED = 2, 4, 5, 6, 40
 LAYERS = {
@@ -133,3 +138,151 @@ def test_parity(tmp_path, targets, case):
     assert proposers.feature_layers(tmp_path, target) == CASES[case][2]
     proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
     heads.follow(target, proposer, reference(tensors, case, target), in_pages=case in ("authors", "dspark"))
+
+
+def confidences_of(tensors, target, tokens, taps, drafts):
+    rows = outputs(tensors, DSPARK, target, tokens, taps, True, len(drafts))
+    before = tensors["markov_head.markov_w1.weight"][[tokens[-1], *drafts[:-1]]]
+    read = np.concatenate([rows, before], axis=-1)
+    score = read @ tensors["confidence_head.proj.weight"][0] + tensors["confidence_head.proj.bias"]
+    return 1 / (1 + np.exp(-score))
+
+
+def test_drafts_end_before_the_first_of_small_confidence(tmp_path, targets):
+    """With a threshold, each row drafts the same tokens as without, but fewer of them."""
+    target, tensors = targets["dspark"], write(tmp_path, "dspark")
+    whole = proposers.load(tmp_path, target, num_draft_tokens=3)
+    state = heads.start(target, whole)
+    context, drafts = jax.device_get((state.context, heads.propose(whole, state).tokens))
+    taps = jax.device_get(heads.features_of(target, context.tokens)).taps
+    rows = np.flatnonzero(context.length > 1)
+    found = {
+        b: confidences_of(tensors, target, context.tokens[b, :n], taps[b, : n - 1], drafts[b])
+        for b, n in zip(rows, context.length[rows], strict=True)
+    }
+    threshold = float(np.median([values[0] for values in found.values()])) - 1e-4
+    cut = proposers.dspark(whole.head, whole.params, 3, min_confidence=threshold)
+    draft = jax.device_get(heads.propose(cut, state))
+    counts = {b: int(np.cumprod(values >= threshold).sum()) for b, values in found.items()}
+    assert len(set(counts.values())) > 1
+    for b, count in counts.items():
+        assert draft.num_tokens[b] == count
+        assert draft.tokens[b].tolist() == [*drafts[b, :count], *[-1] * (3 - count)]
+
+
+def small(key, num_drafts, options, **sizes):
+    """A drafter for the 8 tokens of the public verdict, whose target's one tap are its logits."""
+    config = DecoderConfig(8, 8, 1, 2, 1, 4, 8, 64, tie_embeddings=False)
+    head = proposers.BlockHead(config, 1, 8, 8, 3, mask_token=7, from_anchor=True, **sizes)
+    params = trunk.random_params(head.shapes() | {"embedding": (8, 8), "lm_head": (8, 8)}, jax.random.key(key))
+    params = jax.tree.map(lambda x: 50 * x if x.ndim > 1 else x, params)
+    if head.confidence:
+        params["confidence"] = 3 * jax.random.normal(jax.random.key(9), params["confidence"].shape)
+    make = proposers.dspark if head.markov_rank else proposers.dflash
+    return make(head, params, num_drafts, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, sizes",
+    [
+        ({}, {}),
+        ({"temperature": 0}, {"markov_rank": 4}),
+        ({"min_confidence": 0.5}, {"markov_rank": 4, "confidence": "both"}),
+    ],
+)
+def test_the_distribution_is_the_targets(options, sizes):
+    proposer = small(1, 3, options, **sizes)
+    testing.assert_proposer_lossless(proposer, num_samples=30_000)
+
+
+def test_confidences_change_the_number_of_drafts():
+    """In the proposer of the verdict above: of all numbers, and depending on the drafts before."""
+    proposer = small(1, 3, {"min_confidence": 0.5}, markov_rank=4, confidence="both")
+    target = testing.bigram_model(jax.random.normal(jax.random.key(0), (8, 8)))
+    rows = sampling.batch([SamplingParams(max_tokens=9)] * 64)
+    prompts = jnp.tile(jnp.array([[0, 3], [0, 5]]), (32, 1))
+    lengths = jnp.full(64, 2)
+    state = heads.prefill(target, proposer, prompts, lengths, rows, jax.random.key(1), max_length=16)
+    counts = np.asarray(heads.propose(proposer, state).num_tokens)
+    assert max(len(set(counts[start::2].tolist())) for start in (0, 1)) > 1, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["authors", "dspark", "window"])
+def test_greedy_is_plain(tmp_path, targets, case):
+    target = targets[case]
+    write(tmp_path, case)
+    plain, _ = heads.generate(target, None, temperature=0)
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    for in_pages in (False, True):
+        assert heads.generate(target, proposer, in_pages=in_pages, temperature=0)[0] == plain
+
+
+@pytest.mark.slow
+def test_slots(tmp_path, targets):
+    target = targets["dspark"]
+    write(tmp_path, "dspark")
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    assert heads.in_slots(target, proposer) == heads.in_slots(target, None)
+
+
+def test_the_base_of_the_rotation_can_be_replaced(tmp_path, targets):
+    target = targets["authors"]
+    write(tmp_path, "authors")
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3, rope_theta=1e4)
+    assert proposer.head.config.rope_theta == 1e4
+    fields = {"sample_from_anchor": True}
+    assert proposers.load(tmp_path, target, num_draft_tokens=4, fields=fields).num_draft_tokens == 4
+
+
+def table(**fields):
+    return {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | fields}
+
+
+BAD = [
+    ("authors", table(selector_rank=8), r"dflash_config\.selector_rank in"),
+    ("authors", table(projector_type="domino"), r"projector_type in .* must be 'dflash' or 'dspark'"),
+    ("authors", table(target_layer_ids=[0, 3]), "target_layer_ids in .* must be layers of the target, which has 3"),
+    ("authors", table(target_layer_ids=[0]), r"target_layer_ids in .* must be 2 integers, as fc\.weight"),
+    ("authors", table(mask_token_id=VOCAB), r"mask_token must be in the embedding, in \[0, 61\), got 61"),
+    ("authors", table(mask_token_id=None), r"must have the field dflash_config\.mask_token_id"),
+    ("authors", {"block_size": 3}, r"num_draft_tokens must be in \[1, 2\], the trained depth of blocks of 3 tokens"),
+    ("authors", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type in .* must be"),
+    ("authors", {"vocab_size": 60}, "vocab_size in .* must be 61, the vocabulary of the target"),
+    ("authors", {"num_hidden_layers": 3}, r"tensor layers\.2\..* is missing"),
+    ("authors", {"num_hidden_layers": 1}, r"tensor layers\.1\..* does not belong"),
+    ("authors", {"final_logit_softcapping": 30.0}, "final_logit_softcapping in .* must be absent"),
+    ("dspark", {"markov_head_type": "gated"}, "markov_head_type in .* must be 'vanilla'"),
+    ("dspark", {"markov_rank": 8}, r"tensor markov_head\.markov_w1\.weight in .* must have shape \(61, 8\)"),
+    ("speculators", {"draft_vocab_size": 41}, r"tensor d2t in .* must be of integers of shape \(41,\)"),
+]
+
+
+@pytest.mark.parametrize("case, changes, message", BAD)
+def test_bad_fields(tmp_path, targets, case, changes, message):
+    write(tmp_path, case, **changes)
+    with pytest.raises(ValueError, match=message):
+        proposers.load(tmp_path, targets[case], num_draft_tokens=3)
+
+
+def test_bad_files(tmp_path, targets):
+    target = targets["authors"]
+    tensors = write(tmp_path, "authors")
+    with pytest.raises(ValueError, match=r"target must have feature_layers = \(1, 3\), .*, got \(0, 2\)"):
+        proposers.load(tmp_path, targets["dspark"], num_draft_tokens=3)
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    with pytest.raises(ValueError, match=r"features\.taps"):
+        heads.start(heads.make_target(), proposer)
+    heads.write(tmp_path, AUTHORS, tensors | {"fc.weight": np.zeros((HIDDEN, 70), np.float32)})
+    with pytest.raises(ValueError, match=r"tensor fc\.weight of .* must have a multiple of H = 32 columns.*got 70"):
+        proposers.load(tmp_path, target, num_draft_tokens=3)
+    heads.write(tmp_path, AUTHORS, tensors | {"layers.0.attention_conv.base_kernel": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match=r"tensor layers\.0\.attention_conv.* does not belong"):
+        proposers.load(tmp_path, target, num_draft_tokens=3)
+    with pytest.raises(ValueError, match=r"head\.markov_rank must be 0"):
+        proposers.dflash(proposers.BlockHead(proposer.head.config, 1, 8, 8, 3, 1, markov_rank=2), proposer.params)
+    with pytest.raises(ValueError, match=r"min_confidence must be None for a head without confidences, got 0\.3"):
+        proposers.dspark(proposer.head, proposer.params, min_confidence=0.3)
+    with pytest.raises(ValueError, match=r"min_confidence must be None or a number in \[0, 1\], got 2"):
+        proposers.dspark(proposer.head, proposer.params, min_confidence=2)
