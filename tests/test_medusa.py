@@ -98,7 +98,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parity(tmp_path, target, layout):
     expected = LAYOUTS[layout](tmp_path)
-    proposer = load(tmp_path, target)
+    assert proposers.kind_of(tmp_path) == "medusa"
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=NUM_HEADS)
     heads.follow(target, proposer, expected, in_pages=layout in ("vllm", "two blocks"))
 
 
@@ -128,17 +129,17 @@ def test_greedy_is_plain(tmp_path, target):
         assert int(state.totals.drafted.sum()) > 0
 
 
-MODULUS, TOKENS = 29, 13
+FACTOR, MODULUS, TOKENS = 24, 37, 13
 
 
 def follows(params, inputs, cache):
-    """A target whose hidden state is a one-hot of r[t] = (5 r[t-1] + token[t] + 1) mod 29, which decides all tokens."""
+    """A target whose hidden state is a one-hot of r[t] = (24 r[t-1] + token[t] + 1) mod 37, which decides all tokens."""
     slots = inputs.positions
     before = jnp.pad(read_slots(cache, inputs.pages), ((0, 0), (1, 0)))
     state = jnp.take_along_axis(before, slots[:, :1], axis=1, mode="clip")[:, 0]
 
     def body(state, token):
-        state = (5 * state + token + 1) % MODULUS
+        state = (FACTOR * state + token + 1) % MODULUS
         return state, state
 
     states = jnp.moveaxis(jax.lax.scan(body, state, jnp.moveaxis(inputs.tokens, 1, 0))[1], 0, 1)
@@ -158,7 +159,7 @@ def copying_heads(num_heads=3):
     """Head i knows what the target says of the state i + 1 tokens later."""
     state, made = np.arange(MODULUS), []
     for _ in range(num_heads):
-        state = (5 * state + state % TOKENS + 1) % MODULUS
+        state = (FACTOR * state + state % TOKENS + 1) % MODULUS
         made.append({"blocks": [], "head": jnp.asarray(9 * np.eye(TOKENS)[:, state % TOKENS], jnp.float32)})
     return proposers.medusa(made, vocab_size=TOKENS)
 
@@ -167,7 +168,7 @@ def own_text(length):
     state, tokens = 4, [3]
     for _ in range(length - 1):
         tokens.append(state % TOKENS)
-        state = (5 * state + tokens[-1] + 1) % MODULUS
+        state = (FACTOR * state + tokens[-1] + 1) % MODULUS
     return tokens
 
 
@@ -272,6 +273,8 @@ class TestBadInput:
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             load(tmp_path, target)
         authors(tmp_path)
+        with pytest.raises(ValueError, match=r"rope_theta must be None for a drafter without attention \(medusa\)"):
+            proposers.load(tmp_path, target, num_draft_tokens=3, rope_theta=1e4)
         with pytest.raises(ValueError, match=r"num_draft_tokens must be in \[1, 3\], the number of heads, got 4"):
             load(tmp_path, target, num_draft_tokens=4)
         file = tmp_path / "medusa_lm_head.pt"

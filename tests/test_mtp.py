@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from heads import HIDDEN, VOCAB
 
-from specjax import models
+from specjax import models, proposers
 from specjax.proposers.mtp import load_mtp as load
 
 CONFIG = {
@@ -68,7 +68,8 @@ def reference(tokens, features, drafts):
 
 @pytest.mark.parametrize("in_pages", [False, True])
 def test_parity(directory, target, in_pages):
-    heads.follow(target, load(directory, target, num_draft_tokens=3), reference, in_pages)
+    assert proposers.kind_of(directory) == "mtp"
+    heads.follow(target, proposers.load(directory, target, num_draft_tokens=3), reference, in_pages)
 
 
 def test_the_target_is_a_qwen2(tmp_path, directory, target):
