@@ -73,7 +73,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", ["own", "tied", pytest.param("as wide as the target", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", ["tied", *(pytest.param(form, marks=pytest.mark.slow) for form in ("own", "as wide as the target"))]
+)
 def test_parity(tmp_path, target, form):
     expected = write(tmp_path, **FORMS[form])
     assert proposers.kind_of(tmp_path) == "mlp_speculator"
