@@ -95,7 +95,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FAST = "authors", "vllm"
+
+
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in LAYOUTS])
 def test_parity(tmp_path, target, layout):
     expected = LAYOUTS[layout](tmp_path)
     assert proposers.kind_of(tmp_path) == "medusa"
@@ -114,12 +117,18 @@ def bigram_heads(size=8, num_heads=2, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])}, {"temperature": 0.6}, {"temperature": 0}]
+    "options",
+    [
+        {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])},
+        pytest.param({"temperature": 0.6}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_distribution_is_the_targets(options):
     testing.assert_proposer_lossless(bigram_heads(**options), num_samples=20_000)
 
 
+@pytest.mark.slow
 def test_greedy_is_plain(tmp_path, target):
     authors(tmp_path)
     plain, _ = heads.generate(target, None, temperature=0)
@@ -133,7 +142,7 @@ FACTOR, MODULUS, TOKENS = 24, 37, 13
 
 
 def follows(params, inputs, cache):
-    """A target whose hidden state is a one-hot of r[t] = (24 r[t-1] + token[t] + 1) mod 37, which decides all tokens."""
+    """A target whose hidden state is a one-hot of r[t] = (24 r[t-1] + token[t] + 1) mod 37, which decides all."""
     slots = inputs.positions
     before = jnp.pad(read_slots(cache, inputs.pages), ((0, 0), (1, 0)))
     state = jnp.take_along_axis(before, slots[:, :1], axis=1, mode="clip")[:, 0]
