@@ -426,6 +426,10 @@ def drop(name):
     return lambda config, tensors: tensors.pop(name)
 
 
+def drop_field(name):
+    return lambda config, tensors: config.pop(name)
+
+
 def without_d2t(config, tensors):
     del tensors["d2t"], tensors["t2d"]
 
@@ -455,25 +459,40 @@ BAD = [
     (change(fc_norm=True), r"tensor model.fc_norm.0.weight is missing"),
     (drop("midlayer.mlp.up_proj.weight"), r"tensor model.midlayer.mlp.up_proj.weight is missing"),
     (drop("fc.weight"), r"tensor model.fc.weight is missing"),
-    (drop("lm_head.weight"), None),  # rows of the target's head
 ]
 
 
+@pytest.fixture
+def write_changed(tmp_path, tapped, monkeypatch):
+    """Write the head of the authors' layout after a change of its config and tensors."""
+
+    def write_changed(change_files):
+        def write(directory, config, tensors):
+            change_files(config, tensors)
+            return written(directory, config, tensors)
+
+        written = heads.write
+        monkeypatch.setattr(heads, "write", write)
+        write_eagle3(tmp_path, tapped, "authors")
+
+    return write_changed
+
+
 @pytest.mark.parametrize("change_files, message", BAD, ids=[str(i) for i in range(len(BAD))])
-def test_bad_files(tmp_path, tapped, monkeypatch, change_files, message):
-    written = heads.write
-
-    def write(directory, config, tensors, *rest):
-        change_files(config, tensors)
-        return written(directory, config, tensors, *rest)
-
-    monkeypatch.setattr(heads, "write", write)
-    write_eagle3(tmp_path, tapped, "authors")
-    if message is None:
-        np.testing.assert_array_equal(load(tmp_path, tapped).params["lm_head"], tapped.params["head"][IDS])
-        return
+def test_bad_files(tmp_path, tapped, write_changed, change_files, message):
+    write_changed(change_files)
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tapped)
+
+
+def test_files_without_a_head_take_rows_of_the_target(tmp_path, tapped, write_changed):
+    write_changed(drop("lm_head.weight"))
+    np.testing.assert_array_equal(load(tmp_path, tapped).params["lm_head"], tapped.params["head"][IDS])
+
+
+def test_the_head_tells_the_size_of_a_reduced_vocabulary(tmp_path, tapped, write_changed):
+    write_changed(drop_field("draft_vocab_size"))
+    assert load(tmp_path, tapped).params["lm_head"].shape == (SMALL, HIDDEN)
 
 
 def test_bad_arguments(tmp_path, target, tapped):
