@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from heads import HIDDEN, VOCAB
 
-from specjax import models, proposers, sampling, testing
+from specjax import models, proposers, sampling, testing, verifiers
 from specjax.models.decoder import DecoderConfig
 from specjax.proposers import trunk
 from specjax.sampling import SamplingParams
+from specjax.testing.enumeration import completed_law, enumerate_outcomes, product_law, total_variation
+from specjax.types import Categorical, Draft
 
 NUM_LAYERS, BLOCK, MASK, RANK, REDUCED = 2, 4, 5, 6, 40
 LAYERS = {
@@ -287,3 +289,33 @@ def test_bad_files(tmp_path, targets):
         proposers.dspark(proposer.head, proposer.params, min_confidence=0.3)
     with pytest.raises(ValueError, match=r"min_confidence must be None or a number in \[0, 1\], got 2"):
         proposers.dspark(proposer.head, proposer.params, min_confidence=2)
+
+
+def law_of(verifier, stops):
+    """The total variation of one step's output from the target, where a row stops before its second draft by a rule.
+
+    `stops(first, second)` says whether a row with these two drafts keeps the first alone. All pairs of drafts are rows.
+    """
+    rng, size = np.random.default_rng(0), 3
+    tables = [rng.dirichlet(np.ones(size), (size,) * depth) for depth in range(3)]  # of the target
+    first, second = rng.dirichlet(np.ones(size)), rng.dirichlet(np.ones(size), size)  # of the drafter
+    pairs = np.array([(a, b) for a in range(size) for b in range(size)], np.int32)
+    a, b = pairs.T
+    counts = np.array([1 if stops(*pair) else 2 for pair in pairs], np.int32)
+    draft = Draft(
+        jnp.asarray(pairs),
+        Categorical(jnp.log(jnp.stack([jnp.tile(first, (len(pairs), 1)), jnp.asarray(second[a])], axis=1))),
+        jnp.asarray(counts),
+    )
+    target = jnp.log(jnp.stack([jnp.tile(tables[0], (len(pairs), 1)), tables[1][a], tables[2][a, b]], axis=1))
+    verified, weight = enumerate_outcomes(verifier, draft, target)
+    mass = ((first[a] * second[a, b])[:, None] * weight).reshape(-1)
+    return total_variation(completed_law(verified.tokens, mass, tables), product_law(tables))
+
+
+@pytest.mark.parametrize("verifier", [verifiers.rejection, verifiers.block, verifiers.match])
+def test_where_drafts_end_may_depend_on_those_before(verifier):
+    """The rule by which confidences end drafts is exact; one that looks at the draft itself is not."""
+    assert law_of(verifier, lambda a, b: a != 1) < 1e-6
+    if verifier is not verifiers.match:  # which compares with the target's own token, whatever was drafted
+        assert law_of(verifier, lambda a, b: b == 1) > 1e-3

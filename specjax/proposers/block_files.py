@@ -212,6 +212,8 @@ def _windows(configs: _Configs) -> tuple[int | None, ...] | None:
         layers.ignore("sliding_window")
         window, count = own.size("swa_window_size"), layers.size("num_hidden_layers")
         types = types or ["sliding_attention"] * count
+        if len(types) != count:
+            raise ValueError(f"{layers.where('layer_types')} must name {count} layers, got {len(types)}")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     own.ignore("swa_window_size")
     if "sliding_attention" not in (types or []):
