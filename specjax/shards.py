@@ -9,10 +9,13 @@ adds nothing but zeros to an entry: all devices have the same table, whatever th
 An `axis_name` of None stands for a vocabulary that is whole, and then nothing is exchanged.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array
+from pallas_kernels.rows import BLOCK_SIZE
+from specjax.types import Array, Draft
 
 MAX_IDS = 1 << 24  # ids are exchanged as float32, which has every integer below
 
@@ -38,20 +41,34 @@ def first_id(size: int, axis_name: str | None) -> Array | int:
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * size
 
 
-def own_part(logits: Array, axis_name: str | None) -> Array:
-    """Return this device's part of logits [..., V] that every device holds whole.
+def part_size(vocab_size: int, parts: int) -> int:
+    """Return how many ids each of the devices holds, the padding behind the last one included.
 
-    Raises:
-        ValueError: the vocabulary cannot be split into equal parts.
+    A part is whole blocks of the ids that are drawn together, so that tokens are those of one device, where the
+    vocabulary has a block for each.
     """
+    unit = BLOCK_SIZE if vocab_size >= parts * BLOCK_SIZE else 1
+    return -(-vocab_size // (parts * unit)) * unit
+
+
+def own_part(values: Array, axis_name: str | None, padding: float = 0) -> Array:
+    """Return this device's part of values [..., V] that every device holds whole, padded behind the last one."""
+    if axis_name is None:
+        return values
     parts = num_shards(axis_name)
-    if logits.shape[-1] % parts:
-        raise ValueError(
-            f"logits must have a vocabulary that {parts} devices can share equally, got {logits.shape[-1]} tokens: pad "
-            "it with -inf"
-        )
-    size = logits.shape[-1] // parts
-    return jax.lax.dynamic_slice_in_dim(logits, first_id(size, axis_name), size, axis=-1)
+    size = part_size(values.shape[-1], parts)
+    unpadded = [(0, 0)] * (values.ndim - 1)
+    padded = jnp.pad(values, [*unpadded, (0, parts * size - values.shape[-1])], constant_values=padding)
+    return jax.lax.dynamic_slice_in_dim(padded, first_id(size, axis_name), size, axis=-1)
+
+
+def own_draft(draft: Draft, axis_name: str | None) -> Draft:
+    """Return a draft with this device's part of its distribution, which every device holds whole."""
+    distribution: Any = draft.distribution
+    if axis_name is None or distribution is None:
+        return draft
+    part = own_part(distribution.logits, axis_name, padding=-jnp.inf)
+    return draft._replace(distribution=distribution._replace(logits=part))
 
 
 def table(values: Array, axis_name: str) -> Array:

@@ -125,7 +125,9 @@ def test_exchanges_are_few_and_small(name, most, case):
     assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
     sizes = []
     for shapes in re.findall(r"= (.+?) all-reduce(?:-start)?\(", text):
-        sizes += [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
+        sizes += [
+            int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)
+        ]
     assert 0 < len(sizes) <= most
     assert max(sizes) <= 4 * 5 * BATCH * (DRAFTS + 1)
 
@@ -181,12 +183,17 @@ def test_parameters_of_requests():
 
 
 def test_own_part():
-    logits = jnp.arange(24.0).reshape(2, 12)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("vocab",))
-    split = jax.shard_map(partial(shards.own_part, axis_name="vocab"), mesh=mesh, in_specs=P(), out_specs=P(None, "vocab"))
-    np.testing.assert_array_equal(split(logits), logits)
-    with pytest.raises(ValueError, match="a vocabulary that 4 devices can share equally, got 11 tokens"):
-        split(logits[:, :11])
+    split = partial(shards.own_part, axis_name="vocab", padding=-1.0)
+    split = jax.shard_map(split, mesh=mesh, in_specs=P(), out_specs=P(None, "vocab"))
+    logits = jnp.arange(22.0).reshape(2, 11)
+    np.testing.assert_array_equal(split(logits), np.pad(logits, ((0, 0), (0, 1)), constant_values=-1))
+    assert [shards.part_size(*sizes) for sizes in ((11, 4), (2048, 4), (2049, 4), (128_256, 2))] == [
+        3,
+        512,
+        1024,
+        64512,
+    ]
 
 
 def test_errors(case):

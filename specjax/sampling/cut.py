@@ -80,7 +80,9 @@ def min_logit(
         (logits.reshape(-1, logits.shape[-1]), limits),
         xla=partial(_find_cut, axis_name=axis_name),
         pallas=find_cut,
-        reason=lambda logits, limits: unsupported(logits) if axis_name is None else "the kernels take whole vocabularies",
+        reason=lambda logits, limits: (
+            unsupported(logits) if axis_name is None else "the kernels take whole vocabularies"
+        ),
         is_worthwhile=lambda logits, limits: logits.shape[-1] >= SMALL_VOCAB,
         implementation=implementation,
     )
@@ -172,9 +174,7 @@ def _cut(logits: Array, limits: Limits, dtype: jnp.dtype, axis_name: str | None)
     return lax.fori_loop(0, -(-jnp.sum(~settled) // chunk), search_whole, cut)
 
 
-def _search(
-    x: Array, limits: Limits, total: Array | None = None, axis_name: str | None = None
-) -> tuple[Array, Array]:
+def _search(x: Array, limits: Limits, total: Array | None = None, axis_name: str | None = None) -> tuple[Array, Array]:
     """Find the cut of x [N, C, _BLOCK], which may be a part of each row.
 
     Args:

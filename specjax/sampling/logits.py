@@ -151,13 +151,11 @@ def _mask(
     return logits
 
 
-def _guide(
-    guide: Guide, logits: Array, context: Context, drafts: Array, first: Array | int, part: "_Part"
-) -> Array:
+def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: Array | int, part: "_Part") -> Array:
     """Exclude the tokens that the grammar of each row forbids."""
-    vocab_size = part.size * shards.num_shards(part.axis_name)
-    if guide.token_classes.shape[1] != vocab_size:
-        raise ValueError(f"guided_decoding must be of V = {vocab_size} tokens, got {guide.token_classes.shape[1]}")
+    num_parts, vocab_size = shards.num_shards(part.axis_name), guide.token_classes.shape[1]
+    if part.size not in (vocab_size // num_parts, shards.part_size(vocab_size, num_parts)):
+        raise ValueError(f"guided_decoding must be of V = {part.size * num_parts} tokens, got {vocab_size}")
     if context.guided_state is None:
         raise ValueError("context must have a guided_state [B] where a request is guided, got None")
     guide = jax.tree.map(jnp.asarray, guide)

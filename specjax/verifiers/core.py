@@ -226,7 +226,11 @@ def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verif
     supported = {option.name for option in options} | {"implementation"}
     common = inspect.signature(verify).parameters
     own = [option for option in options if option.name not in common]
-    shared = [common[name] for name in ("bonus_tokens", "log_probs", "outcomes", "axis_name", "implementation") if name in supported]
+    shared = [
+        common[name]
+        for name in ("bonus_tokens", "log_probs", "outcomes", "axis_name", "implementation")
+        if name in supported
+    ]
     positional = [common[name] for name in ("keys", "draft", "target")]
     return inspect.Signature([*positional, *own, *shared], return_annotation=Verified)
 
