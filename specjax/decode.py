@@ -267,7 +267,7 @@ def step(
     draft, proposer_state = proposer.propose(keys, context, state.sampling, state.proposer)
     output, cache = scorer(model, context, draft, state.cache)
     target = process(state.sampling, output.logits, context, draft.tokens, axis_name=axis_name)
-    shared = {} if axis_name is None else {"axis_name": axis_name}
+    shared: dict[str, Any] = {} if axis_name is None else {"axis_name": axis_name}
     verified = verifier(keys, shards.own_draft(draft, axis_name), target, **shared)
     proposer_state = proposer.update(context, verified, output.features, proposer_state)
 

@@ -2,8 +2,8 @@
 
 All work of size V is done here, on whole batches of rows, and no array of the size of the logits is written to memory.
 
-Where `axis_name` is given, each device along this axis of a `jax.shard_map` holds a part of the vocabulary, and V is the
-size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
+Where `axis_name` is given, each device along this axis of a `jax.shard_map` holds a part of the vocabulary, and V is
+the size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
 """
 
 from functools import partial

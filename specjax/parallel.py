@@ -1,11 +1,11 @@
-"""Models that the devices along one axis of a mesh share: each holds a part of the weights, the cache and the logits."""
+"""Models that the devices along one axis of a mesh share, each with a part of the weights, the cache and the logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
@@ -33,13 +33,13 @@ class OnMesh:
             return cache, (output.logits, output.features)
 
         logits_spec = P(None, None, self.axis_name)
-        cache, (logits, features) = self.run(call, params, cache, inputs, out=(logits_spec, P()))
+        cache, (logits, features) = self.run(call, params, cache, inputs, (logits_spec, P()))
         return ModelOutput(logits[..., : self.vocab_size], features), cache
 
-    def run(self, function: Callable, params: PyTree, cache: PyTree, operands: Any, out: Any = P()) -> tuple[Any, Any]:
+    def run(self, function: Callable, params: PyTree, cache: PyTree, operands: Any, out: Any) -> tuple[Any, Any]:
         """Run `function(params, cache, operands) -> (cache, result)` on every device with its parts.
 
-        The operands are whole on every device, and so is the result, unless `out` says otherwise.
+        The operands are whole on every device; `out` says how the result is spread over them.
         """
         param_specs = jax.tree.unflatten(jax.tree.structure(params), self.param_specs)
         # Every device computes the same numbers from exchanges that are exact; JAX cannot see that they are the same.
@@ -66,9 +66,4 @@ def on_devices(model: Model, function: Callable, cache: PyTree, operands: Any) -
     def run(params: PyTree, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
         return function(replace(model, params=params, **own), cache, operands)
 
-    return shared.run(run, model.params, cache, operands)
-
-
-def place(params: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """Return the parameters with each leaf split over the devices of a mesh as its spec says."""
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    return shared.run(run, model.params, cache, operands, P())

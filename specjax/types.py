@@ -150,9 +150,8 @@ class Model:
     takes_pages: bool = False  # whether `apply` takes `inputs.pages`
     feature_layers: tuple[int, ...] = ()  # layers of `Features.taps`; see `models.with_feature_layers`
     axis_name: str | None = (
-        None  # mesh axis whose devices share it: `apply` runs inside `jax.shard_map` and gives logits
+        None  # mesh axis whose devices share it, where `apply` gives each its own part of the logits
     )
-    # [B, T, `shards.part_size`], each device its own. See `specjax.parallel`.
 
 
 class Proposer(Protocol):

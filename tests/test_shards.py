@@ -1,5 +1,6 @@
 """Vocabularies that several devices share: the tokens of one device, by small exchanges that every device agrees on."""
 
+import math
 import re
 from functools import partial
 
@@ -26,7 +27,7 @@ VERIFIERS = {
 
 
 def on_shards(number, function, *operands, per_device=False):
-    """Run a function on operands whose logits are split over `number` devices; `per_device` stacks what each returns."""
+    """Run a function on operands whose logits are split over devices; `per_device` stacks what each returns."""
     mesh = Mesh(np.array(jax.devices("cpu")[:number]), ("vocab",))
     specs = tuple(jax.tree_util.tree_map_with_path(_spec, operand) for operand in operands)
     run = function if not per_device else lambda *args: jax.tree.map(lambda x: x[None], function(*args))
@@ -56,7 +57,7 @@ def case():
     return keys, Draft(tokens, draft_law, num_tokens), Categorical(jnp.asarray(target), jnp.asarray(temperature), least)
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_tokens_of_one_device(name, number, case):
     verify = partial(VERIFIERS[name], log_probs=True)
@@ -125,14 +126,13 @@ def test_exchanges_are_few_and_small(name, most, case):
     assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
     sizes = []
     for shapes in re.findall(r"= (.+?) all-reduce(?:-start)?\(", text):
-        sizes += [
-            int(np.prod([int(n) for n in dims.split(",") if n])) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)
-        ]
+        listed = re.findall(r"\w+\[([\d,]*)\]", shapes)
+        sizes += [math.prod(int(n) for n in dims.split(",") if n) for dims in listed]
     assert 0 < len(sizes) <= most
     assert max(sizes) <= 4 * 5 * BATCH * (DRAFTS + 1)
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_cuts(number):
     rng = np.random.default_rng(7)
     logits = rng.normal(0, 3, (40, 16384 * 4)).astype(np.float32)
@@ -188,16 +188,12 @@ def test_own_part():
     split = jax.shard_map(split, mesh=mesh, in_specs=P(), out_specs=P(None, "vocab"))
     logits = jnp.arange(22.0).reshape(2, 11)
     np.testing.assert_array_equal(split(logits), np.pad(logits, ((0, 0), (0, 1)), constant_values=-1))
-    assert [shards.part_size(*sizes) for sizes in ((11, 4), (2048, 4), (2049, 4), (128_256, 2))] == [
-        3,
-        512,
-        1024,
-        64512,
-    ]
+    sizes = {(11, 4): 3, (2048, 4): 512, (2049, 4): 1024, (128_256, 2): 64_512}
+    assert {given: shards.part_size(*given) for given in sizes} == sizes
 
 
 def test_errors(case):
-    with pytest.raises(ValueError, match="axis_name must be None or an axis of the jax.shard_map around the call"):
+    with pytest.raises(ValueError, match=r"axis_name must be None or an axis of the jax\.shard_map around the call"):
         verifiers.rejection(*case, axis_name="vocab")
 
     @verifiers.from_core

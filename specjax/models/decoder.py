@@ -145,7 +145,7 @@ class Layer(nnx.Module):
         return self._sum_of_parts(y, weight, x if bias is None else x + bias)
 
     def _sum_of_parts(self, y: Array, weight: nnx.Param, residual: Array | None) -> Array:
-        """Return the product of y and a weight, of which each device has some rows, and the residual if there is one."""
+        """Return the product of y and a weight, of which each device has some rows, with the residual added."""
         if self.config.axis_name is None:
             return self._product(y, weight, residual=residual)
         product = jax.lax.psum(self._product(y, weight), self.config.axis_name)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax import shards
-from specjax.models.decoder import Decoder, DecoderConfig
+from specjax.models.decoder import DecoderConfig
 from specjax.models.network import Apply, InitCache
 from specjax.parallel import OnMesh
 from specjax.types import Array, Model, PyTree

@@ -80,9 +80,7 @@ def min_logit(
         (logits.reshape(-1, logits.shape[-1]), limits),
         xla=partial(_find_cut, axis_name=axis_name),
         pallas=find_cut,
-        reason=lambda logits, limits: (
-            unsupported(logits) if axis_name is None else "the kernels take whole vocabularies"
-        ),
+        reason=lambda logits, limits: "the kernels take whole vocabularies" if axis_name else unsupported(logits),
         is_worthwhile=lambda logits, limits: logits.shape[-1] >= SMALL_VOCAB,
         implementation=implementation,
     )

@@ -43,7 +43,7 @@ def block(
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
             lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
         log_probs: whether to fill `Verified.log_probs`, static.
-        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its own part
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
             [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.

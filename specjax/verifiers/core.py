@@ -226,11 +226,8 @@ def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verif
     supported = {option.name for option in options} | {"implementation"}
     common = inspect.signature(verify).parameters
     own = [option for option in options if option.name not in common]
-    shared = [
-        common[name]
-        for name in ("bonus_tokens", "log_probs", "outcomes", "axis_name", "implementation")
-        if name in supported
-    ]
+    names = "bonus_tokens", "log_probs", "outcomes", "axis_name", "implementation"
+    shared = [common[name] for name in names if name in supported]
     positional = [common[name] for name in ("keys", "draft", "target")]
     return inspect.Signature([*positional, *own, *shared], return_annotation=Verified)
 

@@ -43,7 +43,7 @@ def match(
         bonus_tokens: must be None, because the sample is the bonus token.
         log_probs: whether to fill `Verified.log_probs`, static.
         outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
-        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its own part
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
             [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.
