@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from specjax import Pages, SamplingParams, decode, proposers, sampling, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
@@ -40,9 +41,13 @@ def decoder(seed=0, scale=8.0, **changes):
 @pytest.mark.parametrize(
     "number, changes",
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (4, {"transposed": True, "qkv_bias": True, "vocab_size": 2047, "tie_embeddings": False}),
-        (4, {"num_kv_heads": 1, "attention_out_bias": True, "mlp_bias": True, "head_norms": True, "post_norms": True}),
+        pytest.param(
+            4,
+            {"num_kv_heads": 1, "attention_out_bias": True, "mlp_bias": True, "head_norms": True, "post_norms": True},
+            marks=pytest.mark.slow,
+        ),
         (2, {"vocab_size": 37, "logit_softcap": 5.0, "scale_embedding": True, "windows": (4, None)}),
     ],
 )
@@ -72,14 +77,8 @@ def generated(model, proposer, verifier, pages=None, num_logprobs=None):
     return decode.generate(model, proposer, state, verifier=verifier)
 
 
-@pytest.mark.parametrize(
-    "number, verifier",
-    [
-        (4, verifiers.rejection),
-        pytest.param(2, verifiers.block, marks=pytest.mark.slow),
-        pytest.param(2, verifiers.match, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, verifier", [(4, verifiers.rejection), (2, verifiers.block), (2, verifiers.match)])
 def test_tokens_of_one_device(number, verifier):
     model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
     expected = generated(model, proposer, verifier, num_logprobs=2)
@@ -88,6 +87,22 @@ def test_tokens_of_one_device(number, verifier):
     np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
     np.testing.assert_array_equal(got.log_probs.top_ids, expected.log_probs.top_ids)
     np.testing.assert_allclose(got.log_probs.chosen, expected.log_probs.chosen, atol=1e-4)
+
+
+def test_padding_is_never_drawn():
+    model = tensor_parallel(decoder(vocab_size=37, num_layers=1), mesh_of(2))
+
+    def logits(params, cache, inputs):
+        output, cache = model.apply.apply(params, inputs, cache)
+        return cache, output.logits
+
+    inputs = ModelInput(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    spread = P(None, None, "tensor")
+    _, whole = jax.jit(model.apply.run, static_argnums=(0, 4))(
+        logits, model.params, model.init_cache(1, 8), inputs, spread
+    )
+    assert whole.shape == (1, 1, 38)
+    np.testing.assert_array_equal(np.isfinite(whole[0, 0]), np.arange(38) < 37)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ VERIFIERS = {
     "typical": verifiers.typical,
     "synthetic": partial(verifiers.synthetic, acceptance_length=2.5),
 }
+MORE = [name for name in VERIFIERS if name != "rejection"]
 
 
 def on_shards(number, function, *operands, per_device=False):
@@ -57,8 +58,14 @@ def case():
     return keys, Draft(tokens, draft_law, num_tokens), Categorical(jnp.asarray(target), jnp.asarray(temperature), least)
 
 
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize(
+    "name, number",
+    [
+        ("rejection", 4),
+        ("block", 2),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("match", 4), ("typical", 2), ("synthetic", 4))),
+    ],
+)
 def test_tokens_of_one_device(name, number, case):
     verify = partial(VERIFIERS[name], log_probs=True)
     expected = jax.jit(verify)(*case)
@@ -77,6 +84,7 @@ def test_deterministic_drafts_and_bonus_tokens(case):
     np.testing.assert_array_equal(on_shards(4, verify, keys, draft, target).tokens, expected.tokens)
 
 
+@pytest.mark.slow
 def test_packed_logits(case):
     keys, draft, target = case
     packed = distributions.pack(target)
@@ -85,7 +93,7 @@ def test_packed_logits(case):
     np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "match"])
+@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow), "match"])
 def test_the_distribution_where_shards_are_not_whole_blocks(name):
     """Other draws than on one device, with the same distribution."""
     rows, vocab_size = 20_000, 12
@@ -108,7 +116,7 @@ def rough_psum(values, axis_name, psum=jax.lax.psum):
     return jnp.where(adding > 1, (result * error).astype(result.dtype), result)
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize("name", ["rejection", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_devices_agree_however_they_round(name, case, monkeypatch):
     monkeypatch.setattr(jax.lax, "psum", rough_psum)
     each = on_shards(4, partial(VERIFIERS[name], axis_name="vocab"), *case, per_device=True)
@@ -171,7 +179,7 @@ def test_parameters_of_requests():
     )
     drafts = jnp.asarray(rng.integers(0, vocab_size, (4, 2)), jnp.int32)
     logits = jnp.asarray(rng.normal(0, 2, (4, 3, vocab_size)), jnp.float32)
-    expected = sampling.process(rows, logits, context, drafts)
+    expected = jax.jit(sampling.process)(rows, logits, context, drafts)
 
     def part(logits):
         got = sampling.process(rows, logits, context, drafts, axis_name="vocab")
