@@ -24,7 +24,7 @@ VERIFIERS = {
     "typical": verifiers.typical,
     "synthetic": partial(verifiers.synthetic, acceptance_length=2.5),
 }
-MORE = [name for name in VERIFIERS if name != "rejection"]
+MORE = [name for name in VERIFIERS if name != "block"]
 
 
 def on_shards(number, function, *operands, per_device=False):
@@ -116,7 +116,7 @@ def rough_psum(values, axis_name, psum=jax.lax.psum):
     return jnp.where(adding > 1, (result * error).astype(result.dtype), result)
 
 
-@pytest.mark.parametrize("name", ["rejection", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_devices_agree_however_they_round(name, case, monkeypatch):
     monkeypatch.setattr(jax.lax, "psum", rough_psum)
     each = on_shards(4, partial(VERIFIERS[name], axis_name="vocab"), *case, per_device=True)
