@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax import shards
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import check_array
 
@@ -45,7 +46,10 @@ def check_result(model: Model, inputs: ModelInput, cache: PyTree, result: Any) -
             "`return ModelOutput(logits), cache`"
         )
     output, new_cache = result
-    shape = (*inputs.tokens.shape, model.vocab_size)
+    vocab_size = model.vocab_size
+    if model.axis_name is not None:
+        vocab_size = shards.part_size(vocab_size, shards.num_shards(model.axis_name))
+    shape = (*inputs.tokens.shape, vocab_size)
     check_array("the logits that apply returns", output.logits, "[B, T, V]", shape, jnp.floating)
     if jax.tree.structure(new_cache) != jax.tree.structure(cache):
         raise ValueError(

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from specjax import log_probs, metrics, proposers, scorers, verifiers
+from specjax import log_probs, metrics, proposers, scorers, shards, verifiers
 from specjax.binding import as_pytree
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
 from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, of_prompts
+from specjax.parallel import OnMesh, on_devices
 from specjax.prompts import feed
 from specjax.sampling import Sampling, guided, num_generated, process
 from specjax.types import (
@@ -258,12 +259,16 @@ def step(
         The new state, and what the step did.
     """
     proposer = proposer or proposers.none()
+    if isinstance(model.apply, OnMesh):
+        return _step_on_mesh(model, proposer, state, verifier, scorer, num_logprobs)
+    axis_name = model.axis_name
     context = _without_pages_of_ended_rows(state.context)
     keys = positions(state.keys, context.length, proposer.num_draft_tokens)
     draft, proposer_state = proposer.propose(keys, context, state.sampling, state.proposer)
     output, cache = scorer(model, context, draft, state.cache)
-    target = process(state.sampling, output.logits, context, draft.tokens)
-    verified = verifier(keys, draft, target)
+    target = process(state.sampling, output.logits, context, draft.tokens, axis_name=axis_name)
+    shared: dict[str, Any] = {} if axis_name is None else {"axis_name": axis_name}
+    verified = verifier(keys, shards.own_draft(draft, axis_name), target, **shared)
     proposer_state = proposer.update(context, verified, output.features, proposer_state)
 
     num_drafts = _num_drafts(draft, context.active)
@@ -279,8 +284,8 @@ def step(
     buffer = state.log_probs
     if buffer is not None:
         slots = context.length[:, None] + jnp.arange(tokens.shape[1])[None]
-        buffer = log_probs.record(buffer, slots, tokens, _reported(target))
-    entries = None if num_logprobs is None else log_probs.logprobs(_reported(target), tokens, num_logprobs)
+        buffer = log_probs.record(buffer, slots, tokens, _reported(target), **shared)
+    entries = None if num_logprobs is None else log_probs.logprobs(_reported(target), tokens, num_logprobs, **shared)
     state = state._replace(
         context=new_context,
         cache=cache,
@@ -290,6 +295,23 @@ def step(
         log_probs=buffer,
     )
     return state, Info(tokens, num_drafts, verified.num_accepted, entries)
+
+
+def _step_on_mesh(
+    model: Model, proposer: Proposer, state: State, verifier: Verifier, scorer: Scorer, num_logprobs: int | None
+) -> tuple[State, Info]:
+    """Step inside one `jax.shard_map`, so that kernels run on the parts and only what must be is exchanged."""
+    verifier, scorer = as_pytrees(verifier, scorer, None)
+
+    def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
+        proposer, state, verifier, scorer = operands
+        options = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
+        state, info = step(model, proposer, state._replace(cache=cache), **options)
+        return state.cache, (state._replace(cache=None), info)
+
+    operands = proposer, state._replace(cache=None), verifier, scorer
+    cache, (state, info) = on_devices(model, one_device, state.cache, operands)
+    return state._replace(cache=cache), info
 
 
 def _without_pages_of_ended_rows(context: Context) -> Context:

@@ -1,8 +1,12 @@
 """Operations on a `Categorical`: the probabilities of tokens, and draws from rows and residuals.
 
 All work of size V is done here, on whole batches of rows, and no array of the size of the logits is written to memory.
+
+Where `axis_name` is given, each device along this axis of a `jax.shard_map` holds a part of the vocabulary, and V is
+the size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import sample as kernels
 from pallas_kernels.rows import BLOCK_SIZE, Batch, unsupported_dtype
 from specjax import keys as streams
+from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
 from specjax.types import Array, Categorical
 
@@ -22,6 +27,7 @@ class Law(NamedTuple):
     shift: Array  # [B, T]
     log_mass: Array  # [B, T], -inf in a row without mass
     argmax: Array | None  # [B, T] int32, the lowest id of the largest logit; None where nothing needs it
+    axis_name: str | None = None  # the mesh axis whose devices share the vocabulary, static
 
 
 class Residual(NamedTuple):
@@ -86,7 +92,7 @@ def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
     return jnp.where(logits >= cut[..., None], logits, -jnp.inf)
 
 
-def normalize(distribution: Categorical, argmax: bool = False) -> Law:
+def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | None = None) -> Law:
     """Normalise every row, in one pass over the logits for the maximum and one for the mass.
 
     No pass is needed where the distribution has a `log_normalizer`. The argmax is computed if there are temperatures,
@@ -95,16 +101,59 @@ def normalize(distribution: Categorical, argmax: bool = False) -> Law:
     stored = _stored(distribution)
     # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
     best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
+    top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
     if distribution.log_normalizer is not None:
         log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
         shift = jnp.zeros_like(log_mass)
+        if axis_name is not None and best is not None:
+            best = _best_of_shards(top, best, stored.logits.shape[-1], axis_name)
     else:
-        top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
         shift = jnp.where(jnp.isfinite(top), top, 0)
         mass = jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1)
+        if axis_name is not None:
+            shift, mass, best = _join_shards(stored, top, mass, best, axis_name)
         log_mass = jnp.where(mass == 0, -jnp.inf, jnp.log(jnp.where(mass == 0, 1, mass)))
     best = None if best is None else _by_row(distribution, best)
-    return Law(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best)
+    return Law(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best, axis_name)
+
+
+def _join_shards(
+    stored: Categorical, top: Array, mass: Array, best: Array | None, axis_name: str
+) -> tuple[Array, Array, Array | None]:
+    """Return the shift, the mass and the argmax of whole rows, in one exchange.
+
+    Args:
+        stored: the distribution whose rows these are.
+        top: the largest logit of this device's part of each row.
+        mass: the mass of this part relative to the finite `top`, or to 0.
+        best: the index of the largest logit in this part, or None.
+    """
+    own = [top, mass] if best is None else [top, mass, _whole_id(best, stored.logits.shape[-1], axis_name)]
+    tops, masses, *ids = jnp.moveaxis(shards.table(jnp.stack([x.astype(top.dtype) for x in own]), axis_name), 1, 0)
+    shifts, highest = jnp.where(jnp.isfinite(tops), tops, 0), jnp.max(tops, axis=0)
+    shift = jnp.where(jnp.isfinite(highest), highest, 0)
+    # A part without mass may lie above the others only where its logits are not numbers.
+    factor = jnp.exp(jax.vmap(lambda x: _tempered(stored, (x - shift)[..., None])[..., 0])(shifts))
+    mass = jnp.sum(jnp.where(masses == 0, 0, masses * factor), axis=0)
+    return shift, mass, _first_best(tops, ids[0]) if ids else None
+
+
+def _best_of_shards(top: Array, best: Array, size: int, axis_name: str) -> Array:
+    """Return the argmax of whole rows, given the largest logit of this device's part of each and its index there."""
+    own = jnp.stack([top, _whole_id(best, size, axis_name).astype(top.dtype)])
+    tops, ids = jnp.moveaxis(shards.table(own, axis_name), 1, 0)
+    return _first_best(tops, ids)
+
+
+def _first_best(values: Array, ids: Array) -> Array:
+    """Return the id with the largest of the values [n, ...], the first where several are equal."""
+    device = jnp.argmax(values, axis=0, keepdims=True)
+    return jnp.take_along_axis(ids, device, axis=0)[0].astype(jnp.int32)
+
+
+def _whole_id(index: Array, size: int, axis_name: str | None) -> Array:
+    """Return the ids of tokens, given their index in this device's part of `size` tokens."""
+    return index + shards.first_id(size, axis_name)
 
 
 def _stored(distribution: Categorical) -> Categorical:
@@ -155,11 +204,11 @@ def _argmax(logits: Array) -> Array:
     return jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
 
 
-def of_drafts(distribution: Categorical) -> Law:
+def of_drafts(distribution: Categorical, axis_name: str | None = None) -> Law:
     """Normalise the distribution of drafts. Rows of temperature 0 are deterministic, so they need no argmax."""
     known = distribution.log_normalizer is not None
-    law = normalize(distribution._replace(temperature=None) if known else distribution)
-    return Law(distribution, law.shift, law.log_mass, argmax=None)
+    law = normalize(distribution._replace(temperature=None) if known else distribution, axis_name=axis_name)
+    return law._replace(distribution=distribution, argmax=None)
 
 
 def take_law(law: Law, index: Array) -> Law:
@@ -169,7 +218,7 @@ def take_law(law: Law, index: Array) -> Law:
         return jnp.take_along_axis(field, index[:, None], axis=1)
 
     best = None if law.argmax is None else row(law.argmax)
-    return Law(take(law.distribution, index), row(law.shift), row(law.log_mass), best)
+    return Law(take(law.distribution, index), row(law.shift), row(law.log_mass), best, law.axis_name)
 
 
 def slice_law(law: Law, start: int, stop: int) -> Law:
@@ -183,29 +232,38 @@ def slice_law(law: Law, start: int, stop: int) -> Law:
             logits[:, start:stop], temperature, *(f if f is None else f[:, start:stop] for f in fields)
         )
     best = None if law.argmax is None else law.argmax[:, start:stop]
-    return Law(distribution, law.shift[:, start:stop], law.log_mass[:, start:stop], best)
+    return Law(distribution, law.shift[:, start:stop], law.log_mass[:, start:stop], best, law.axis_name)
 
 
 def log_probs(law: Law, ids: Array | None = None) -> Array:
-    """Return the log-probabilities [B, T, V], or [B, T, N] of the tokens `ids` [B, T, N].
+    """Return the log-probabilities [B, T, V], or [B, T, N] of the tokens with the indices `ids` [B, T, N].
 
     At temperature 0 the argmax has probability 1. In a row without mass every token has probability 0.
     """
     logits = kept_logits(law.distribution, ids)
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
+    return _log_probs(law, logits, _whole_id(ids, law.distribution.logits.shape[-1], law.axis_name))
+
+
+def _log_probs(law: Law, logits: Array, tokens: Array) -> Array:
+    """Return the log-probabilities [B, T, N] of tokens, given their logits [B, T, N], -inf where they are not kept."""
     log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
     log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
     if law.argmax is None or law.distribution.temperature is None:
         return log_prob
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
-    one_hot = jnp.where(ids == law.argmax[..., None], 0, -jnp.inf)
+    one_hot = jnp.where(tokens == law.argmax[..., None], 0, -jnp.inf)
     return jnp.where(law.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
 
 
 def token_log_prob(law: Law, tokens: Array) -> Array:
     """Return the log-probability [B, T] of one token in each row, -inf for ids outside [0, V)."""
-    vocab_size = law.distribution.logits.shape[-1]
-    inside = (tokens >= 0) & (tokens < vocab_size)
-    log_prob = log_probs(law, jnp.where(inside, tokens, 0)[..., None])[..., 0]
+    size = law.distribution.logits.shape[-1]
+    index = tokens - shards.first_id(size, law.axis_name)
+    is_own = (index >= 0) & (index < size)
+    logits = kept_logits(law.distribution, jnp.where(is_own, index, 0)[..., None])[..., 0]
+    logits = shards.of_owner(logits, is_own, law.axis_name)
+    log_prob = _log_probs(law, logits[..., None], tokens[..., None])[..., 0]
+    inside = (tokens >= 0) & (tokens < size * shards.num_shards(law.axis_name))
     return jnp.where(inside & (log_prob > -jnp.inf), log_prob, -jnp.inf)  # -inf and not NaN in a row without mass
 
 
@@ -232,17 +290,18 @@ def _with_gradient_jvp(primals: tuple[Array, Categorical, Array], tangents: tupl
 def entropy(law: Law) -> Array:
     """Return the entropy [B, T] of every row in nats, where 0 log 0 = 0."""
     log_prob = log_probs(law)
-    return -jnp.sum(jnp.exp(log_prob) * jnp.where(log_prob > -jnp.inf, log_prob, 0), axis=-1)
+    own = jnp.sum(jnp.exp(log_prob) * jnp.where(log_prob > -jnp.inf, log_prob, 0), axis=-1)
+    return -shards.total(own, law.axis_name)
 
 
 def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
     """Return the mass [B, T] of max(scale * target - draft, 0), with `scale` [B, T]."""
     difference = scale[..., None] * jnp.exp(log_probs(target)) - jnp.exp(log_probs(draft))
-    return jnp.sum(jnp.maximum(difference, 0), axis=-1)
+    return shards.total(jnp.sum(jnp.maximum(difference, 0), axis=-1), target.axis_name)
 
 
 def residual_weights(residual: Residual, ids: Array | None = None, plain: Array | None = None) -> Array:
-    """Return the weights [B, V] of a residual, or [B, N] of the tokens `ids` [B, N].
+    """Return the weights [B, V] of a residual, or [B, N] of the tokens with the indices `ids` [B, N].
 
     Where `plain` [B] is true they are the weights of the target row itself.
     """
@@ -255,6 +314,8 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
         weight = jnp.where(residual.has_draft[:, None], difference, target)
     if residual.without is not None:
         ids = jnp.arange(weight.shape[-1], dtype=jnp.int32)[None] if ids is None else ids
+        law = residual.target
+        ids = _whole_id(ids, law.distribution.logits.shape[-1], law.axis_name)
         weight = jnp.where(ids == residual.without[:, None], 0, weight)
     if plain is not None:
         weight = jnp.where(plain[:, None], target, weight)
@@ -277,25 +338,32 @@ def pick(residual: Residual, uniforms: Array) -> Array:
     The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it. One float32
     uniform over a whole vocabulary is too coarse: it would never draw most of the rare tokens.
     """
-    vocab_size = residual.target.distribution.logits.shape[-1]
-    block_size = min(BLOCK_SIZE, vocab_size)
+    size, axis_name = residual.target.distribution.logits.shape[-1], residual.target.axis_name
+    block_size = min(BLOCK_SIZE, size)
+    num_blocks = -(-size // block_size)  # of this device
 
-    masses = _block_sums(residual_weights(residual), block_size)
+    def block_masses(plain: Array | None = None) -> Array:
+        own = _block_sums(residual_weights(residual, plain=plain), block_size)
+        return own if axis_name is None else jnp.concatenate(shards.table(own, axis_name), axis=-1)
+
+    masses = block_masses()
     plain = ~(jnp.sum(masses, axis=-1) > 0)
     if residual.draft is not None or residual.without is not None:
         masses = jax.lax.cond(
-            jnp.any(plain),
-            lambda: jnp.where(plain[:, None], _block_sums(residual_weights(residual, plain=plain), block_size), masses),
-            lambda: masses,
+            jnp.any(plain), lambda: jnp.where(plain[:, None], block_masses(plain), masses), lambda: masses
         )
-    block = _first_above(masses, uniforms[:, 0])
+    block = _first_above(masses, uniforms[:, 0]) - shards.first_id(num_blocks, axis_name)
+    is_own = (block >= 0) & (block < num_blocks)
+    block = jnp.clip(block, 0, num_blocks - 1)
     ids = block[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None]
-    weights = residual_weights(residual, jnp.minimum(ids, vocab_size - 1), plain)
-    token = block * block_size + _first_above(jnp.where(ids < vocab_size, weights, 0), uniforms[:, 1])
-    return jnp.minimum(token, vocab_size - 1)
+    weights = residual_weights(residual, jnp.minimum(ids, size - 1), plain)
+    index = block * block_size + _first_above(jnp.where(ids < size, weights, 0), uniforms[:, 1])
+    return shards.of_owner(_whole_id(jnp.minimum(index, size - 1), size, axis_name), is_own, axis_name)
 
 
-def sample(keys: Array, distribution: Categorical, *, implementation: str | None = None) -> Array:
+def sample(
+    keys: Array, distribution: Categorical, *, implementation: str | None = None, axis_name: str | None = None
+) -> Array:
     """Draw a token from every row by Gumbel-max.
 
     The draw has two levels: it chooses a block of the vocabulary by the log of its mass, then a token in the block. The
@@ -307,6 +375,7 @@ def sample(keys: Array, distribution: Categorical, *, implementation: str | None
         keys: typed threefry keys [B, T], one for the noise of each row.
         distribution: of B x T rows.
         implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the case.
+        axis_name: the mesh axis whose devices share the vocabulary; None for a whole one.
 
     Returns:
         Tokens [B, T] int32 in [0, V).
@@ -323,11 +392,13 @@ def sample(keys: Array, distribution: Categorical, *, implementation: str | None
     def reason(keys: Array, distribution: Categorical) -> str | None:
         if keys.size == 0:
             return "the kernels take at least one row, got none"
+        if axis_name is not None:
+            return "the kernels take whole vocabularies"
         return unsupported_dtype("logits", distribution.logits)
 
     return dispatch(
         (keys, distribution),
-        xla=_sample,
+        xla=partial(_sample, axis_name=axis_name),
         pallas=by_kernels,
         reason=reason,
         is_worthwhile=lambda keys, distribution: distribution.logits.shape[-1] >= SMALL_VOCAB,
@@ -335,7 +406,7 @@ def sample(keys: Array, distribution: Categorical, *, implementation: str | None
     )
 
 
-def _sample(keys: Array, distribution: Categorical) -> Array:
+def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None) -> Array:
     """Draw as `sample` does, by XLA."""
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
@@ -345,18 +416,47 @@ def _sample(keys: Array, distribution: Categorical) -> Array:
     masses = _block_sums(jnp.exp(_kept_exponents(stored, shift[..., None])), block_size)
     if distribution.rows is not None:
         shift, masses = shift[distribution.rows, 0], masses[distribution.rows, 0]
-    noise = streams.gumbel(keys, (block_size + masses.shape[-1],))
-    scores = jnp.where(masses > 0, jnp.log(masses) + noise[..., block_size:], -jnp.inf)
+    num_blocks = masses.shape[-1]
+    noise = streams.gumbel(keys, (block_size + num_blocks * shards.num_shards(axis_name),))
+    start = block_size + shards.first_id(num_blocks, axis_name)
+    block_noise = jax.lax.dynamic_slice_in_dim(noise, start, num_blocks, axis=-1)
+    scores = jnp.where(masses > 0, jnp.log(masses) + block_noise, -jnp.inf)
     block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
     ids = block * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
     logits = kept_logits(distribution, jnp.minimum(ids, vocab_size - 1)) - shift[..., None]
     logits = _tempered(distribution, jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf))
     token = block[..., 0] * block_size + jnp.argmax(logits + noise[..., :block_size], axis=-1)
     token = jnp.minimum(token, vocab_size - 1).astype(jnp.int32)
-    if distribution.temperature is None:
+    best = None if distribution.temperature is None else _by_row(distribution, _argmax(stored.logits))
+    if axis_name is not None:
+        own = jnp.max(scores, axis=-1), _by_row(distribution, top), token, best
+        token, best = _draw_of_shards(distribution, *own, axis_name)
+    if best is None or distribution.temperature is None:
         return token
-    best = _by_row(distribution, _argmax(stored.logits))
     return jnp.where(distribution.temperature[:, None] == 0, best, token)
+
+
+def _draw_of_shards(
+    distribution: Categorical, score: Array, top: Array, token: Array, best: Array | None, axis_name: str
+) -> tuple[Array, Array | None]:
+    """Return the draw and the argmax of whole rows [B, T], in one exchange.
+
+    Args:
+        distribution: the distribution that is drawn from.
+        score: the largest score of a block of this device, for masses relative to the finite `top`, or to 0.
+        top: the largest logit of this device.
+        token: the draw from the best block of this device, an index in its part.
+        best: the index of `top` in this part, or None.
+    """
+    size = distribution.logits.shape[-1]
+    ids = [_whole_id(x, size, axis_name) for x in (token, best) if x is not None]
+    table = shards.table(jnp.stack([x.astype(top.dtype) for x in (score, top, *ids)]), axis_name)
+    scores, tops, tokens, *bests = jnp.moveaxis(table, 1, 0)
+    shifts = jnp.where(jnp.isfinite(tops), tops, 0)
+    highest = jnp.max(jnp.where(scores > -jnp.inf, shifts, -jnp.inf), axis=0)
+    distance = jnp.where(scores > -jnp.inf, shifts - highest[None], 0)
+    tempered = jax.vmap(lambda x: _tempered(distribution, x[..., None])[..., 0])(distance)
+    return _first_best(scores + tempered, tokens), _first_best(tops, bests[0]) if bests else None
 
 
 def _block_sums(weights: Array, block_size: int) -> Array:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import distributions
+from specjax import distributions, shards
 from specjax.types import Array, Categorical
 from specjax.validation import check_array, check_categorical
 
@@ -21,7 +21,7 @@ class LogProbs(NamedTuple):
     top: Array  # [B, T, n] float32, log-probabilities of top_ids
 
 
-def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs:
+def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0, *, axis_name: str | None = None) -> LogProbs:
     """Compute log-probabilities of chosen tokens, and the n most likely tokens of each row.
 
     The distribution is the one that is given: the softmax of a model's logits, or the one that `sampling.process`
@@ -31,6 +31,8 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs
         logits: [B, T, V] float32 or bfloat16, where -inf excludes a token; or a Categorical.
         tokens: [B, T] int32, such as `Verified.tokens`; -1 stands for no token.
         n: how many of the most likely tokens to list, static.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static: each gives its own part
+            [B, T, V / n] of the logits. None is a whole vocabulary.
 
     Returns:
         LogProbs.
@@ -55,18 +57,33 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0) -> LogProbs
     if not 0 <= n <= vocab_size:
         raise ValueError(f"n must be in [0, V = {vocab_size}], got {n}")
     tokens = tokens.astype(jnp.int32)
-    normalized = distributions.normalize(target)
+    normalized = distributions.normalize(target, axis_name=axis_name)
     kept = distributions.kept_logits(target)
-    chosen = jnp.take_along_axis(kept, jnp.maximum(tokens, 0)[..., None], axis=-1)
-    rank = 1 + jnp.sum(kept > chosen, axis=-1, dtype=jnp.int32)
+    index = tokens - shards.first_id(vocab_size, axis_name)
+    is_own = (index >= 0) & (index < vocab_size)
+    chosen = jnp.take_along_axis(kept, jnp.where(is_own, index, 0)[..., None], axis=-1)[..., 0]
+    chosen = shards.of_owner(chosen, is_own, axis_name)[..., None]
+    num_above = shards.total(jnp.sum(kept > chosen, axis=-1).astype(jnp.float32), axis_name)
     top_ids = jax.lax.top_k(kept, n)[1]
+    top = distributions.log_probs(normalized, top_ids).astype(jnp.float32)
+    if axis_name is not None:
+        top_ids, top = _most_likely(top_ids + shards.first_id(vocab_size, axis_name), top, axis_name)
     has_token = tokens >= 0
     return LogProbs(
         chosen=jnp.where(has_token, distributions.token_log_prob(normalized, tokens), 0).astype(jnp.float32),
-        rank=jnp.where(has_token, rank, 0),
+        rank=jnp.where(has_token, 1 + num_above.astype(jnp.int32), 0),
         top_ids=top_ids,
-        top=distributions.log_probs(normalized, top_ids).astype(jnp.float32),
+        top=top,
     )
+
+
+def _most_likely(ids: Array, log_prob: Array, axis_name: str) -> tuple[Array, Array]:
+    """Return the n most likely tokens [B, T, n] of those that each device lists, and their log-probabilities."""
+    own = jnp.stack([ids.astype(jnp.float32), log_prob])
+    listed = jnp.moveaxis(shards.table(own, axis_name), 0, -2)  # [2, B, T, devices, n]
+    ids, log_prob = listed.reshape(*listed.shape[:-2], -1)
+    top, place = jax.lax.top_k(log_prob, own.shape[-1])
+    return jnp.take_along_axis(ids, place, axis=-1).astype(jnp.int32), top
 
 
 def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
@@ -76,7 +93,13 @@ def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
 
 
 def record(
-    buffer: LogProbs, slots: Array, tokens: Array, target: Categorical | Array, rows: Array | None = None
+    buffer: LogProbs,
+    slots: Array,
+    tokens: Array,
+    target: Categorical | Array,
+    rows: Array | None = None,
+    *,
+    axis_name: str | None = None,
 ) -> LogProbs:
     """Write the log-probabilities of tokens to a buffer.
 
@@ -87,12 +110,13 @@ def record(
         target: the distribution of each token, a Categorical or logits [B, T, V].
         rows: [B] int32, the row of the buffer for each row, or the number of its rows, where nothing is written; None
             is the same row.
+        axis_name: as `logprobs` takes it.
 
     Returns:
         The new buffer.
     """
     size, n = buffer.top.shape[1:]
-    entries = logprobs(target, tokens, n)._replace(rank=None)
+    entries = logprobs(target, tokens, n, axis_name=axis_name)._replace(rank=None)
     rows = jnp.arange(tokens.shape[0]) if rows is None else rows
     at = rows[:, None], jnp.where(tokens >= 0, slots, size)
     return jax.tree.map(lambda array, entry: array.at[at].set(entry, mode="drop"), buffer, entries)

@@ -124,7 +124,7 @@ class Chunk(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers"],
+    meta_fields=["apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers", "axis_name"],
 )
 @dataclass(frozen=True)
 class Model:
@@ -149,6 +149,9 @@ class Model:
     max_length: int | None = None  # the most tokens that a sequence may have; None means no limit
     takes_pages: bool = False  # whether `apply` takes `inputs.pages`
     feature_layers: tuple[int, ...] = ()  # layers of `Features.taps`; see `models.with_feature_layers`
+    axis_name: str | None = (
+        None  # mesh axis whose devices share it, where `apply` gives each its own part of the logits
+    )
 
 
 class Proposer(Protocol):

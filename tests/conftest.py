@@ -15,6 +15,7 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 4)  # for tests of arrays that are spread over several devices
 
 MEMORY_PER_WORKER = 8 * 2**30
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax import shards
 from specjax.models import network
 from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
 from specjax.models.linear import Norm, linear, rms_norm
@@ -54,6 +55,8 @@ class DecoderConfig:
     attention_softcap: float | None = None  # cap c that turns an attention score s into c tanh(s / c)
     logit_softcap: float | None = None  # cap on the logits, likewise
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
+    axis_name: str | None = None  # mesh axis whose devices share the decoder; sizes are then those of one device's part
+    num_padding: int = 0  # ids of the vocabulary that are padding, behind the others on the last devices
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -138,9 +141,15 @@ class Layer(nnx.Module):
         bias = getattr(self, f"{name}_out_bias", None)
         bias = None if bias is None else bias[...][None, None]
         if self.config.post_norms:
-            added = self._product(y, weight, residual=bias)
-            return x + rms_norm(added, self._norm(f"{name}_post_norm"))
-        return self._product(y, weight, residual=x if bias is None else x + bias)
+            return x + rms_norm(self._sum_of_parts(y, weight, bias), self._norm(f"{name}_post_norm"))
+        return self._sum_of_parts(y, weight, x if bias is None else x + bias)
+
+    def _sum_of_parts(self, y: Array, weight: nnx.Param, residual: Array | None) -> Array:
+        """Return the product of y and a weight, of which each device has some rows, with the residual added."""
+        if self.config.axis_name is None:
+            return self._product(y, weight, residual=residual)
+        product = jax.lax.psum(self._product(y, weight), self.config.axis_name)
+        return product if residual is None else residual + product
 
     def _attend(
         self,
@@ -209,7 +218,7 @@ class Decoder(nnx.Module):
         # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            x = self.embedding[...][inputs.tokens]
+            x = self._embed(inputs.tokens)
             if config.scale_embedding:
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
             size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
@@ -235,7 +244,21 @@ class Decoder(nnx.Module):
             logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+            if config.num_padding:
+                ids = shards.first_id(config.vocab_size, config.axis_name) + jnp.arange(config.vocab_size)
+                num_ids = config.vocab_size * shards.num_shards(config.axis_name) - config.num_padding
+                logits = jnp.where((ids < num_ids)[None, None], logits, -jnp.inf)
         return ModelOutput(logits, features), None if cache is None else new_cache
+
+    def _embed(self, tokens: Array) -> Array:
+        """Return the embeddings [B, T, D] of tokens [B, T]."""
+        config = self.config
+        if config.axis_name is None:
+            return self.embedding[...][tokens]
+        index = tokens - shards.first_id(config.vocab_size, config.axis_name)
+        is_own = (index >= 0) & (index < config.vocab_size)
+        own = self.embedding[...][jnp.where(is_own, index, 0)]
+        return jax.lax.psum(jnp.where(is_own[..., None], own, 0), config.axis_name)
 
 
 def init_params(config: DecoderConfig, seed: int) -> PyTree:

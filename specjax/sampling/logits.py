@@ -5,10 +5,13 @@ processors; logit bias; the masks (allowed tokens, guided decoding, bad words, m
 presence penalties; temperature; min-p; top-k; top-p.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from specjax import shards
 from specjax.distributions import widen
 from specjax.sampling import guided
 from specjax.sampling.arrays import Sampling
@@ -18,7 +21,15 @@ from specjax.types import Array, Categorical, Context
 from specjax.validation import check_array
 
 
-def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int = 0) -> Categorical:
+def process(
+    sampling: Sampling,
+    logits: Array,
+    context: Context,
+    drafts: Array,
+    first: Array | int = 0,
+    *,
+    axis_name: str | None = None,
+) -> Categorical:
     """Return the distributions that requests sample from, given the model's logits and the tokens before each row.
 
     A draft that a mask forbids keeps its place and gets probability 0. If everything is forbidden, a row is all -inf,
@@ -30,28 +41,33 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         context: the prompt and committed tokens, with `guided_state` if the batch is guided.
         drafts: [B, K] int32, the tokens after the context. Row j depends on the first `first + j` of them, at most K.
         first: the index of the first row.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static: each gives its own part
+            [B, T, V / n] of the logits, and everything else whole. None is a whole vocabulary.
 
     Returns:
-        Categorical, with logits [B, T, V].
+        Categorical, with logits [B, T, V], or [B, T, V / n].
 
     Raises:
         ValueError: an argument has a wrong shape or dtype, a grammar has another vocabulary, a guided context has no
-            state, or a logits processor returns another shape.
+            state, a logits processor returns another shape, or is given a part of a vocabulary.
     """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
     check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
     check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
     shape = logits.shape
     row = (first + jnp.arange(shape[1]))[None]  # [1, T], number of drafts before each row
+    part = _Part(shape[-1], axis_name)
     if sampling.logits_processors is not None:
+        if axis_name is not None:
+            raise ValueError(f"logits_processors must be None with axis_name={axis_name!r}: they take whole rows")
         logits = _run_processors(sampling.logits_processors, logits, context, drafts, row)
     if sampling.bias_tokens is not None and sampling.bias_values is not None:
         logits = widen(logits)
-        logits += _scatter(sampling.bias_tokens, sampling.bias_values, shape[-1])[:, None].astype(logits.dtype)
-    logits = _mask(sampling, logits, context, drafts, first)
+        logits += part.scatter(sampling.bias_tokens, sampling.bias_values)[:, None].astype(logits.dtype)
+    logits = _mask(sampling, logits, context, drafts, first, part)
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     if any(penalty is not None for penalty in penalties):
-        logits = _penalize(*penalties, logits, context, drafts, row)
+        logits = _penalize(*penalties, logits, context, drafts, row, part)
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return Categorical(logits, sampling.temperature)
 
@@ -64,6 +80,7 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
         top_k=by_row(sampling.top_k),
         top_p=by_row(sampling.top_p),
         min_p=by_row(sampling.min_p),
+        axis_name=axis_name,
     )
     return Categorical(logits, sampling.temperature, cut)
 
@@ -107,40 +124,44 @@ def _run_processors(
     return logits
 
 
-def _mask(sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int) -> Array:
+def _mask(
+    sampling: Sampling, logits: Array, context: Context, drafts: Array, first: Array | int, part: "_Part"
+) -> Array:
     """Exclude the tokens that a request forbids, by -inf."""
-    batch_size, num_rows, vocab_size = logits.shape
+    batch_size, num_rows, _ = logits.shape
     row = (first + jnp.arange(num_rows))[None]
     if sampling.allowed_tokens is not None:
-        is_allowed = _contains(sampling.allowed_tokens, vocab_size)
+        is_allowed = part.contains(sampling.allowed_tokens)
         is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
         logits = jnp.where(is_allowed[:, None], logits, -jnp.inf)
     if sampling.guide is not None:
-        logits = _guide(sampling.guide, logits, context, drafts, first)
+        logits = _guide(sampling.guide, logits, context, drafts, first, part)
     if sampling.bad_words is not None:
         banned = _completing(sampling.bad_words, context, drafts, row)
         index = jnp.arange(batch_size)[:, None, None], jnp.arange(num_rows)[None, :, None]
-        logits = logits.at[*index, jnp.where(banned < 0, vocab_size, banned)].set(-jnp.inf, mode="drop")
+        logits = logits.at[*index, part.index(banned)].set(-jnp.inf, mode="drop")
     if sampling.min_tokens is not None and sampling.stop_tokens is not None:
         is_early = num_generated(context)[:, None] + row < sampling.min_tokens[:, None]  # [B, T]
-        is_stop = _contains(sampling.stop_tokens, vocab_size)
+        is_stop = part.contains(sampling.stop_tokens)
         masked = jnp.where(is_stop[:, None] & is_early[..., None], -jnp.inf, logits)
         is_left = jnp.any(masked > -jnp.inf, axis=-1, keepdims=True)  # a complete grammar allows only stop tokens
+        if part.axis_name is not None:
+            is_left = shards.largest(is_left.astype(jnp.float32), part.axis_name) > 0
         logits = jnp.where(is_left, masked, logits)
     return logits
 
 
-def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: Array | int) -> Array:
+def _guide(guide: Guide, logits: Array, context: Context, drafts: Array, first: Array | int, part: "_Part") -> Array:
     """Exclude the tokens that the grammar of each row forbids."""
-    if guide.token_classes.shape[1] != logits.shape[-1]:
-        raise ValueError(
-            f"guided_decoding must be of V = {logits.shape[-1]} tokens, got {guide.token_classes.shape[1]}"
-        )
+    num_parts, vocab_size = shards.num_shards(part.axis_name), guide.token_classes.shape[1]
+    if part.size not in (vocab_size // num_parts, shards.part_size(vocab_size, num_parts)):
+        raise ValueError(f"guided_decoding must be of V = {part.size * num_parts} tokens, got {vocab_size}")
     if context.guided_state is None:
         raise ValueError("context must have a guided_state [B] where a request is guided, got None")
     guide = jax.tree.map(jnp.asarray, guide)
     states = guided.advance(guide, context.guided_state, drafts)
     states = jax.lax.dynamic_slice_in_dim(states, first, logits.shape[1], axis=1)
+    guide = guide._replace(token_classes=shards.own_part(guide.token_classes, part.axis_name))
     return jnp.where(guided.allowed(guide, states), logits, -jnp.inf)
 
 
@@ -163,22 +184,22 @@ def _penalize(
     context: Context,
     drafts: Array,
     row: Array,
+    part: "_Part",
 ) -> Array:
     """Apply the penalties to the logits.
 
     The committed tokens are counted once, as [B, V]. The drafts, of which there are few, are compared with every token.
     """
-    vocab_size = logits.shape[-1]
     index = jnp.arange(context.tokens.shape[1])[None]
     is_prompt = index < _prompt_length(context)[:, None]
     is_output = ~is_prompt & (index < context.length[:, None])
-    count = _scatter(jnp.where(is_output, context.tokens, -1), jnp.int32(1), vocab_size)[:, None]
-    ids = jnp.arange(vocab_size)[None, None]
+    count = part.scatter(jnp.where(is_output, context.tokens, -1), jnp.int32(1))[:, None]
+    ids = shards.first_id(part.size, part.axis_name) + jnp.arange(part.size)[None, None]
     for i in range(drafts.shape[1]):
         count = count + ((drafts[:, i, None, None] == ids) & (i < row[..., None])).astype(jnp.int32)  # [B, T, V]
     logits = widen(logits)
     if repetition is not None:
-        is_seen = _contains(jnp.where(is_prompt, context.tokens, -1), vocab_size)[:, None] | (count > 0)
+        is_seen = part.contains(jnp.where(is_prompt, context.tokens, -1))[:, None] | (count > 0)
         factor = jnp.where(is_seen, repetition[:, None, None], 1).astype(logits.dtype)
         logits = jnp.where(logits > 0, logits / factor, logits * factor)
     if frequency is not None:
@@ -196,13 +217,23 @@ def _history(context: Context, drafts: Array) -> Array:
     return tokens.at[jnp.arange(tokens.shape[0])[:, None], slot].set(drafts)
 
 
-def _scatter(ids: Array, values: Array, vocab_size: int) -> Array:
-    """Return the sums [B, V] of the values at each id [B, N]; negative ids are left out."""
-    rows = jnp.arange(ids.shape[0])[:, None]
-    sums = jnp.zeros((ids.shape[0], vocab_size), values.dtype)
-    return sums.at[rows, jnp.where(ids < 0, vocab_size, ids)].add(values, mode="drop")
+class _Part(NamedTuple):
+    """The part of the vocabulary that this device holds, which is all of it where `axis_name` is None."""
 
+    size: int
+    axis_name: str | None
 
-def _contains(ids: Array, vocab_size: int) -> Array:
-    """Return which tokens [B, V] are among the ids [B, N]; negative ids are left out."""
-    return _scatter(ids, jnp.int32(1), vocab_size) > 0
+    def index(self, ids: Array) -> Array:
+        """Return the index of each id in this part, and `size` for negative ids and those of other parts."""
+        index = ids - shards.first_id(self.size, self.axis_name)
+        return jnp.where((ids < 0) | (index < 0), self.size, index)
+
+    def scatter(self, ids: Array, values: Array) -> Array:
+        """Return the sums [B, size] of the values at each id [B, N]; negative ids are left out."""
+        rows = jnp.arange(ids.shape[0])[:, None]
+        sums = jnp.zeros((ids.shape[0], self.size), values.dtype)
+        return sums.at[rows, self.index(ids)].add(values, mode="drop")
+
+    def contains(self, ids: Array) -> Array:
+        """Return which tokens [B, size] are among the ids [B, N]; negative ids are left out."""
+        return self.scatter(ids, jnp.int32(1)) > 0

@@ -15,7 +15,13 @@ from specjax.verifiers.match import accept_matches
 
 @partial(common.from_core, kernel=kernels.block)
 def block(
-    draw: common.Draw, draft: Draft, target: Categorical, *, bonus_tokens: Array | None = None, log_probs: bool = False
+    draw: common.Draw,
+    draft: Draft,
+    target: Categorical,
+    *,
+    bonus_tokens: Array | None = None,
+    log_probs: bool = False,
+    axis_name: str | None = None,
 ) -> Verified:
     """Verify the drafts of a row jointly. Lossless: the output follows the target's distribution.
 
@@ -37,6 +43,8 @@ def block(
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
             lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
         log_probs: whether to fill `Verified.log_probs`, static.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
+            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.
 
@@ -59,9 +67,9 @@ def block(
         Sun et al., Block Verification Accelerates Speculative Decoding, arXiv:2403.10444, Algorithm 2.
     """
     if draft.distribution is None:
-        return accept_matches(draw, draft, target, bonus_tokens, log_probs)
-    law = distributions.normalize(target)
-    draft_law = distributions.of_drafts(draft.distribution)
+        return accept_matches(draw, draft, target, bonus_tokens, log_probs, axis_name=axis_name)
+    law = distributions.normalize(target, axis_name=axis_name)
+    draft_law = distributions.of_drafts(draft.distribution, axis_name)
     draft = common.canonical(draft._replace(num_tokens=jnp.minimum(common.num_drafts(draft), num_usable_rows(law))))
     log_joint = jax.vmap(joint_log_ratio)(common.log_ratio(draft, draft_law, law))
     joint = jnp.exp(log_joint)

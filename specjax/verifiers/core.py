@@ -11,7 +11,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import rules
-from specjax import distributions
+from specjax import distributions, shards
 from specjax import keys as streams
 from specjax.dispatch import dispatch
 from specjax.distributions import Law, Residual
@@ -79,10 +79,10 @@ class CallNumbers:
 
 
 class KeyDraw:
-    """Random choices that are made with keys [B, K+1]."""
+    """Random choices that are made with keys [B, K+1]; `axis_name` as in `distributions`."""
 
-    def __init__(self, keys: Array):
-        self.keys = keys
+    def __init__(self, keys: Array, axis_name: str | None = None):
+        self.keys, self._axis_name = keys, axis_name
         self._calls = CallNumbers()
 
     def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
@@ -96,7 +96,8 @@ class KeyDraw:
 
     def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
         keys = streams.numbered(self.keys, self._calls.next("sample", index))
-        return distributions.sample(streams.stream(keys, streams.TARGET), target, implementation="xla")
+        keys = streams.stream(keys, streams.TARGET)
+        return distributions.sample(keys, target, implementation="xla", axis_name=self._axis_name)
 
 
 def from_core(
@@ -130,14 +131,18 @@ def from_core(
         bonus_tokens: Array | None = None,
         log_probs: bool = False,
         outcomes: bool = False,
+        axis_name: str | None = None,
         implementation: str | None = None,
         **options: Any,
     ) -> Verified:
-        operands = keys, *_checked(keys, draft, target, bonus_tokens)
-        run = _core_or_kernel(core, kernel, options | {"log_probs": log_probs}, outcomes, implementation)
+        operands = keys, *_checked(keys, draft, target, bonus_tokens, shards.num_shards(axis_name))
+        options |= {"log_probs": log_probs}
+        rare = {name: value for name, value in (("outcomes", outcomes), ("axis_name", axis_name)) if value}
+        _check_supported(core, rare)
+        run = _core_or_kernel(core, kernel, options, rare, implementation)
         # The choice of tokens has no gradient, but their log-probabilities have one.
         verified = _with_auto_axes(run, *jax.lax.stop_gradient(operands))
-        if verified.log_probs is None:
+        if verified.log_probs is None or axis_name is not None:
             return verified
         log_prob = distributions.with_gradient(verified.log_probs, operands[2], verified.tokens)
         return verified._replace(log_probs=log_prob)
@@ -149,7 +154,7 @@ def from_core(
 
 
 def _checked(
-    keys: Array, draft: Draft, target: Categorical | Array, bonus_tokens: Array | None
+    keys: Array, draft: Draft, target: Categorical | Array, bonus_tokens: Array | None, num_shards: int
 ) -> tuple[Draft, Categorical, Array | None]:
     """Return the arguments of a verifier as records of JAX arrays, after the checks."""
     if not isinstance(draft, Draft):
@@ -158,7 +163,7 @@ def _checked(
     arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
     check_shapes(*arrays)
     # What the caller gave has values also where jit would turn it into a traced constant.
-    check_bonus_tokens(bonus_tokens, arrays[1].logits.shape[-1])
+    check_bonus_tokens(bonus_tokens, arrays[1].logits.shape[-1] * num_shards)
     streams.check_step(keys, *arrays[0].tokens.shape)
     return arrays
 
@@ -167,15 +172,17 @@ def _core_or_kernel(
     core: Callable[..., Verified],
     kernel: Callable[..., Verified] | None,
     options: dict[str, Any],
-    outcomes: bool,
+    rare: dict[str, Any],
     implementation: str | None,
 ) -> Callable[..., Verified]:
-    """Return the function `(keys, draft, target, bonus_tokens)` that verifies by the core or by its kernel."""
+    """Return the function `(keys, draft, target, bonus_tokens)` that verifies by the core or by its kernel.
+
+    The kernels take `options`, but not the `rare` ones.
+    """
 
     def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
-        draw = KeyDraw(streams.of_step(keys, *draft.tokens.shape))
-        own = {"outcomes": True} if outcomes else {}
-        return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **own, **options)
+        draw = KeyDraw(streams.of_step(keys, *draft.tokens.shape), rare.get("axis_name"))
+        return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **rare, **options)
 
     def by_kernel(
         keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
@@ -186,7 +193,9 @@ def _core_or_kernel(
     def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
         if kernel is None:
             return "this verifier has no kernels"
-        if outcomes:
+        if "axis_name" in rare:
+            return "the kernels take whole vocabularies"
+        if "outcomes" in rare:
             return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
         return kernels.unsupported(draft, target)
 
@@ -203,13 +212,22 @@ def _core_or_kernel(
     return run
 
 
+def _check_supported(core: Callable[..., Verified], rare: dict[str, Any]) -> None:
+    """Raise ValueError for an option that the core does not take."""
+    for name, value in rare.items():
+        parameters = inspect.signature(core).parameters.values()
+        if not any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"{name} must be left out, as {core.__name__} does not support it, got {value!r}")
+
+
 def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verified]) -> inspect.Signature:
     """Return the signature of the verifier that a core makes, with its options and the common keywords it supports."""
     options = [p for p in inspect.signature(core).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     supported = {option.name for option in options} | {"implementation"}
     common = inspect.signature(verify).parameters
     own = [option for option in options if option.name not in common]
-    shared = [common[name] for name in ("bonus_tokens", "log_probs", "outcomes", "implementation") if name in supported]
+    names = "bonus_tokens", "log_probs", "outcomes", "axis_name", "implementation"
+    shared = [common[name] for name in names if name in supported]
     positional = [common[name] for name in ("keys", "draft", "target")]
     return inspect.Signature([*positional, *own, *shared], return_annotation=Verified)
 

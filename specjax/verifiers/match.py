@@ -23,6 +23,7 @@ def match(
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
     outcomes: bool = False,
+    axis_name: str | None = None,
 ) -> Verified:
     """Verify by exact match with a sample of the target. Lossless: the output follows the target's distribution.
 
@@ -42,6 +43,8 @@ def match(
         bonus_tokens: must be None, because the sample is the bonus token.
         log_probs: whether to fill `Verified.log_probs`, static.
         outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
+            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.
 
@@ -63,7 +66,7 @@ def match(
         Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv:2408.07978.
     """
     _check_bonus_tokens(bonus_tokens)
-    return accept_matches(draw, draft, target, None, log_probs, outcomes)
+    return accept_matches(draw, draft, target, None, log_probs, outcomes, axis_name)
 
 
 def accept_matches(
@@ -73,13 +76,14 @@ def accept_matches(
     bonus_tokens: Array | None,
     log_probs: bool,
     outcomes: bool = False,
+    axis_name: str | None = None,
 ) -> Verified:
     """Verify by exact match, the rule of `match` and, for deterministic drafts, of `rejection` and `block`."""
     sampled = draw.sample(target)
     agrees = sampled[:, :-1] == draft.tokens
     num_accepted = common.count_accepted(draft, agrees)
     last = common.take_row(sampled, num_accepted)
-    law = distributions.normalize(target) if log_probs else None
+    law = distributions.normalize(target, axis_name=axis_name) if log_probs else None
     return common.emit(draft, num_accepted, last, law, bonus_tokens, agrees if outcomes else None)
 
 

@@ -19,6 +19,7 @@ def rejection(
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
     outcomes: bool = False,
+    axis_name: str | None = None,
 ) -> Verified:
     """Verify by modified rejection sampling. Lossless: the output follows the target's distribution.
 
@@ -39,6 +40,8 @@ def rejection(
             lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
         log_probs: whether to fill `Verified.log_probs`, static.
         outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
+            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.
 
@@ -62,9 +65,9 @@ def rejection(
         Chen et al., Accelerating Large Language Model Decoding with Speculative Sampling, arXiv:2302.01318.
     """
     if draft.distribution is None:
-        return accept_matches(draw, draft, target, bonus_tokens, log_probs, outcomes)
-    law = distributions.normalize(target)
-    draft_law = distributions.of_drafts(draft.distribution)
+        return accept_matches(draw, draft, target, bonus_tokens, log_probs, outcomes, axis_name)
+    law = distributions.normalize(target, axis_name=axis_name)
+    draft_law = distributions.of_drafts(draft.distribution, axis_name)
     accepted = draw.flip(accept_by_ratio(common.evidence(draft, draft_law, law)))
     num_accepted = common.count_accepted(draft, accepted)
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))

@@ -46,6 +46,7 @@ def synthetic(
     acceptance_length: float | None = None,
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
+    axis_name: str | None = None,
 ) -> Verified:
     """Accept drafts at given rates, for benchmarks. LOSSY: the output does not follow the target's distribution.
 
@@ -64,6 +65,8 @@ def synthetic(
         acceptance_length: the mean number of tokens per step, in [1, K+1].
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
         log_probs: whether to fill `Verified.log_probs`, static.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
+            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.
 
@@ -86,8 +89,8 @@ def synthetic(
     rates = _rates(acceptance_rates, acceptance_length, num_draft_tokens)
     accept = jnp.broadcast_to(_conditional(rates)[None], draft.tokens.shape)
     num_accepted = common.count_accepted(draft, draw.flip(accept))
-    law = distributions.normalize(target)
-    draft_law = None if draft.distribution is None else distributions.of_drafts(draft.distribution)
+    law = distributions.normalize(target, axis_name=axis_name)
+    draft_law = None if draft.distribution is None else distributions.of_drafts(draft.distribution, axis_name)
     last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))
     return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
 

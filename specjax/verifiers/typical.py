@@ -50,6 +50,7 @@ def typical(
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
     outcomes: bool = False,
+    axis_name: str | None = None,
 ) -> Verified:
     """Verify by typical acceptance. LOSSY: the output does not follow the target's distribution.
 
@@ -68,6 +69,8 @@ def typical(
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
         log_probs: whether to fill `Verified.log_probs`, static.
         outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
+        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
+            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
         implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
             where they support the case, and XLA elsewhere.
 
@@ -89,7 +92,7 @@ def typical(
         Cai et al., Medusa: Simple LLM Inference Acceleration Framework, arXiv:2401.10774, section 3.3.1.
     """
     _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
-    law = distributions.normalize(target, argmax=True)
+    law = distributions.normalize(target, argmax=True, axis_name=axis_name)
     evidence = common.evidence(draft, None, law, entropy=True)
     accepted = _accept(evidence, (posterior_threshold, posterior_alpha)) > 0
     num_accepted = common.count_accepted(draft, accepted)

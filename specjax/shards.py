@@ -1,0 +1,104 @@
+"""Exchanges between devices that each hold a part of every vocabulary-sized array.
+
+Inside `jax.shard_map`, device r of the n devices along a mesh axis holds the logits of the ids [r V/n, (r+1) V/n). What
+is of the size of the vocabulary stays where it is; the devices exchange a few numbers for each row. Decisions rest on
+these exchanges alone, and every device must decide alike. A sum of different numbers may come out differently on two
+devices, because they may add in different orders. So each exchange is a table with a row for each device, and the sum
+adds nothing but zeros to an entry: all devices have the same table, whatever the order, and finish from it alike.
+
+An `axis_name` of None stands for a vocabulary that is whole, and then nothing is exchanged.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rows import BLOCK_SIZE
+from specjax.types import Array, Draft
+
+MAX_IDS = 1 << 24  # ids are exchanged as float32, which has every integer below
+
+
+def num_shards(axis_name: str | None) -> int:
+    """Return the number of devices that share the vocabulary.
+
+    Raises:
+        ValueError: there is no such axis here.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name must be None or an axis of the jax.shard_map around the call, got {axis_name!r}"
+        ) from None
+
+
+def first_id(size: int, axis_name: str | None) -> Array | int:
+    """Return the first id of this device's part, where every part has `size` ids."""
+    return 0 if axis_name is None else jax.lax.axis_index(axis_name) * size
+
+
+def part_size(vocab_size: int, parts: int) -> int:
+    """Return how many ids each of the devices holds, the padding behind the last one included.
+
+    A part is whole blocks of the ids that are drawn together, so that tokens are those of one device, where the
+    vocabulary has a block for each.
+    """
+    unit = BLOCK_SIZE if vocab_size >= parts * BLOCK_SIZE else 1
+    return -(-vocab_size // (parts * unit)) * unit
+
+
+def own_part(values: Array, axis_name: str | None, padding: float = 0) -> Array:
+    """Return this device's part of values [..., V] that every device holds whole, padded behind the last one."""
+    if axis_name is None:
+        return values
+    parts = num_shards(axis_name)
+    size = part_size(values.shape[-1], parts)
+    unpadded = [(0, 0)] * (values.ndim - 1)
+    padded = jnp.pad(values, [*unpadded, (0, parts * size - values.shape[-1])], constant_values=padding)
+    return jax.lax.dynamic_slice_in_dim(padded, first_id(size, axis_name), size, axis=-1)
+
+
+def own_draft(draft: Draft, axis_name: str | None) -> Draft:
+    """Return a draft with this device's part of its distribution, which every device holds whole."""
+    distribution: Any = draft.distribution
+    if axis_name is None or distribution is None:
+        return draft
+    part = own_part(distribution.logits, axis_name, padding=-jnp.inf)
+    return draft._replace(distribution=distribution._replace(logits=part))
+
+
+def table(values: Array, axis_name: str) -> Array:
+    """Return the values [...] of all devices, [n, ...], the same on every device."""
+    empty = jnp.zeros((num_shards(axis_name), *values.shape), values.dtype)
+    return jax.lax.psum(empty.at[jax.lax.axis_index(axis_name)].set(values), axis_name)
+
+
+def total(values: Array, axis_name: str | None) -> Array:
+    """Return the sum of the values [...] of all devices, added in one order everywhere."""
+    return values if axis_name is None else jnp.sum(table(values, axis_name), axis=0)
+
+
+def largest(values: Array, axis_name: str | None) -> Array:
+    """Return the largest of the values [...] of all devices."""
+    return values if axis_name is None else jnp.max(table(values, axis_name), axis=0)
+
+
+def smallest(values: Array, axis_name: str | None) -> Array:
+    """Return the smallest of the values [...] of all devices."""
+    return values if axis_name is None else jnp.min(table(values, axis_name), axis=0)
+
+
+def of_owner(values: Array, is_owner: Array, axis_name: str | None) -> Array:
+    """Return the values [...] of the one device on which `is_owner` [...] is true, 0 where there is none.
+
+    Integers must be smaller than `MAX_IDS`.
+    """
+    if axis_name is None:
+        return values
+    is_integer = jnp.issubdtype(values.dtype, jnp.integer)
+    own = jnp.where(is_owner, values.astype(jnp.float32) if is_integer else values, 0)
+    return jax.lax.psum(own, axis_name).astype(values.dtype)

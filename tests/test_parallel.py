@@ -1,0 +1,144 @@
+"""Models that several devices share: the text of one device, dense and in pages, and one exchange for each sum."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from specjax import Pages, SamplingParams, decode, proposers, sampling, verifiers
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.tensor_parallel import tensor_parallel
+from specjax.types import ModelInput
+
+CONFIG = DecoderConfig(
+    vocab_size=2048,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    mlp_size=32,
+    max_length=64,
+)
+
+
+def mesh_of(number):
+    return Mesh(np.array(jax.devices("cpu")[:number]), ("tensor",))
+
+
+def decoder(seed=0, scale=8.0, **changes):
+    config = replace(CONFIG, **changes)
+    params = init_params(config, seed)
+    return decoder_model(config, params | {"embedding": params["embedding"] * scale})
+
+
+@pytest.mark.parametrize(
+    "number, changes",
+    [
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (4, {"transposed": True, "qkv_bias": True, "vocab_size": 2047, "tie_embeddings": False}),
+        pytest.param(
+            4,
+            {"num_kv_heads": 1, "attention_out_bias": True, "mlp_bias": True, "head_norms": True, "post_norms": True},
+            marks=pytest.mark.slow,
+        ),
+        (2, {"vocab_size": 37, "logit_softcap": 5.0, "scale_embedding": True, "windows": (4, None)}),
+    ],
+)
+def test_logits_of_one_device(number, changes):
+    model = decoder(**changes)
+    shared = tensor_parallel(model, mesh_of(number))
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    inputs = ModelInput(tokens, jnp.broadcast_to(jnp.arange(6), (2, 6)))
+    expected, _ = model.apply(model.params, inputs, model.init_cache(2, 16))
+    apply, cache = jax.jit(shared.apply), shared.init_cache(2, 16)
+    for part in (slice(0, 5), slice(5, 6)):
+        got, cache = apply(shared.params, ModelInput(tokens[:, part], inputs.positions[:, part]), cache)
+        np.testing.assert_allclose(got.logits, expected.logits[:, part], atol=2e-5)
+        np.testing.assert_allclose(got.features.hidden, expected.features.hidden[:, part], atol=2e-5)
+
+
+def generated(model, proposer, verifier, pages=None, num_logprobs=None):
+    params = [
+        SamplingParams(temperature=0, max_tokens=14),
+        SamplingParams(temperature=1.2, top_k=300, max_tokens=14, presence_penalty=0.5),
+        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=9, logit_bias={2000: 2.0}),
+    ]
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 2000, (3, 7)), jnp.int32)
+    keys = jax.random.split(jax.random.key(5), 3)
+    given = prompts, jnp.array([7, 3, 5]), sampling.batch(params), keys
+    state = decode.prefill(model, proposer, *given, max_length=32, pages=pages, num_logprobs=num_logprobs)
+    return decode.generate(model, proposer, state, verifier=verifier)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, verifier", [(4, verifiers.rejection), (2, verifiers.block), (2, verifiers.match)])
+def test_tokens_of_one_device(number, verifier):
+    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
+    expected = generated(model, proposer, verifier, num_logprobs=2)
+    got = generated(tensor_parallel(model, mesh_of(number)), proposer, verifier, num_logprobs=2)
+    np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
+    np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
+    np.testing.assert_array_equal(got.log_probs.top_ids, expected.log_probs.top_ids)
+    np.testing.assert_allclose(got.log_probs.chosen, expected.log_probs.chosen, atol=1e-4)
+
+
+def test_padding_is_never_drawn():
+    model = tensor_parallel(decoder(vocab_size=37, num_layers=1), mesh_of(2))
+
+    def logits(params, cache, inputs):
+        output, cache = model.apply.apply(params, inputs, cache)
+        return cache, output.logits
+
+    inputs = ModelInput(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    spread = P(None, None, "tensor")
+    _, whole = jax.jit(model.apply.run, static_argnums=(0, 4))(
+        logits, model.params, model.init_cache(1, 8), inputs, spread
+    )
+    assert whole.shape == (1, 1, 38)
+    np.testing.assert_array_equal(np.isfinite(whole[0, 0]), np.arange(38) < 37)
+
+
+@pytest.mark.slow
+def test_pages():
+    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
+    table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
+    pages = Pages(jnp.asarray(table), 24, 4)
+    expected = generated(model, proposer, verifiers.rejection)
+    got = generated(tensor_parallel(model, mesh_of(2)), proposer, verifiers.rejection, pages)
+    np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
+
+
+def test_two_sums_a_layer_and_no_gathered_logits():
+    model = tensor_parallel(decoder(), mesh_of(2))
+    given = jnp.zeros((1, 4), jnp.int32), jnp.array([4]), sampling.batch([SamplingParams(temperature=0)])
+    state = decode.prefill(model, None, *given, jax.random.key(0), max_length=16)
+    text = jax.jit(partial(decode.step, model, None)).lower(state).compile().as_text()
+    sums = len(re.findall(r"all-reduce(?:-start)?\(", text))
+    exchanges = 1  # of `match`, which plain decoding is verified by
+    assert sums == 1 + 2 * CONFIG.num_layers + exchanges
+    assert not re.search(r"all-gather(?:-start)?\(", text)
+
+
+@pytest.mark.parametrize(
+    "number, changes, message",
+    [
+        (4, {"num_heads": 6, "num_kv_heads": 2}, "num_heads must be a multiple of the 4 devices that share it, got 6"),
+        (2, {"mlp_size": 33}, "mlp_size must be a multiple of the 2 devices"),
+        (4, {"num_heads": 12, "num_kv_heads": 3}, "num_kv_heads must be a multiple or a divisor of the 4 devices"),
+    ],
+)
+def test_meshes_that_do_not_fit(number, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tensor_parallel(decoder(**changes), mesh_of(number))
+
+
+def test_axis_that_is_not_there():
+    with pytest.raises(ValueError, match=r"axis_name must be an axis of the mesh, one of \['tensor'\], got 'model'"):
+        tensor_parallel(decoder(), mesh_of(2), "model")

@@ -1,0 +1,214 @@
+"""Vocabularies that several devices share: the tokens of one device, by small exchanges that every device agrees on."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from specjax import Categorical, Context, Draft, distributions, guided, sampling, shards, verifiers
+from specjax import keys as streams
+from specjax.sampling import SamplingParams, cut
+from specjax.testing.statistics import chi_square
+
+BATCH, DRAFTS, VOCAB = 48, 3, 2048  # four blocks of 512 ids
+VERIFIERS = {
+    "rejection": verifiers.rejection,
+    "block": verifiers.block,
+    "match": verifiers.match,
+    "typical": verifiers.typical,
+    "synthetic": partial(verifiers.synthetic, acceptance_length=2.5),
+}
+MORE = [name for name in VERIFIERS if name != "block"]
+
+
+def on_shards(number, function, *operands, per_device=False):
+    """Run a function on operands whose logits are split over devices; `per_device` stacks what each returns."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:number]), ("vocab",))
+    specs = tuple(jax.tree_util.tree_map_with_path(_spec, operand) for operand in operands)
+    run = function if not per_device else lambda *args: jax.tree.map(lambda x: x[None], function(*args))
+    out = P("vocab") if per_device else P()
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out))(*operands)
+
+
+def _spec(path, leaf):
+    is_logits = getattr(path[-1], "name", "") == "logits" if path else jnp.issubdtype(leaf.dtype, jnp.floating)
+    return P(*[None] * (leaf.ndim - 1), "vocab") if is_logits else P()
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Rows of every kind: greedy, cut, short, without drafts, almost equal to the draft, without mass."""
+    rng = np.random.default_rng(0)
+    target = rng.normal(0, 3, (BATCH, DRAFTS + 1, VOCAB)).astype(np.float32)
+    target[3, 1], target[4, 0, :600] = -np.inf, -np.inf
+    drafted = target[:, :DRAFTS] + rng.normal(0, 0.5, (BATCH, DRAFTS, VOCAB)).astype(np.float32)
+    drafted[3, 1] = 0
+    temperature = rng.choice([0, 0.6, 1, 1.7], BATCH).astype(np.float32)
+    draft_law = Categorical(jnp.asarray(drafted), jnp.where(temperature == 0, 1, temperature))
+    tokens = distributions.sample(jax.random.split(jax.random.key(1), (BATCH, DRAFTS)), draft_law)
+    num_tokens = jnp.asarray(rng.integers(0, DRAFTS + 1, BATCH), jnp.int32)
+    least = cut.min_logit(jnp.asarray(target), top_k=jnp.asarray(rng.choice([-1, 5, 300], (BATCH, 1)), jnp.int32))
+    keys = streams.positions(jax.random.split(jax.random.key(2), BATCH), jnp.full(BATCH, 7), DRAFTS)
+    return keys, Draft(tokens, draft_law, num_tokens), Categorical(jnp.asarray(target), jnp.asarray(temperature), least)
+
+
+@pytest.mark.parametrize(
+    "name, number",
+    [
+        ("rejection", 4),
+        ("block", 2),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("match", 4), ("typical", 2), ("synthetic", 4))),
+    ],
+)
+def test_tokens_of_one_device(name, number, case):
+    verify = partial(VERIFIERS[name], log_probs=True)
+    expected = jax.jit(verify)(*case)
+    got = on_shards(number, partial(verify, axis_name="vocab"), *case)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
+    np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+    assert len(np.unique(expected.num_accepted)) > 1
+
+
+def test_deterministic_drafts_and_bonus_tokens(case):
+    keys, draft, target = case
+    draft, bonus = draft._replace(distribution=None), jnp.arange(BATCH, dtype=jnp.int32)
+    expected = verifiers.rejection(keys, draft, target, bonus_tokens=bonus)
+    verify = partial(verifiers.rejection, axis_name="vocab", bonus_tokens=bonus)
+    np.testing.assert_array_equal(on_shards(4, verify, keys, draft, target).tokens, expected.tokens)
+
+
+@pytest.mark.slow
+def test_packed_logits(case):
+    keys, draft, target = case
+    packed = distributions.pack(target)
+    expected = jax.jit(verifiers.rejection)(keys, draft, target)
+    got = on_shards(2, partial(verifiers.rejection, axis_name="vocab"), keys, draft, packed)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow), "match"])
+def test_the_distribution_where_shards_are_not_whole_blocks(name):
+    """Other draws than on one device, with the same distribution."""
+    rows, vocab_size = 20_000, 12
+    rng = np.random.default_rng(5)
+    target, drafted = (jnp.asarray(rng.normal(0, 1.5, (1, n, vocab_size)), jnp.float32) for n in (2, 1))
+    repeat = partial(jnp.repeat, repeats=rows, axis=0)
+    draft_law = Categorical(repeat(drafted))
+    tokens = distributions.sample(jax.random.split(jax.random.key(3), (rows, 1)), draft_law)
+    operands = jax.random.key(4), Draft(tokens, draft_law), Categorical(repeat(target))
+    got = on_shards(4, partial(VERIFIERS[name], axis_name="vocab"), *operands).tokens
+    counts = np.bincount(np.asarray(got)[:, 0], minlength=vocab_size)
+    result = chi_square(counts, np.asarray(jax.nn.softmax(target[0, 0])))
+    assert result.statistic < result.bound
+
+
+def rough_psum(values, axis_name, psum=jax.lax.psum):
+    """A sum that rounds differently on every device, where more than one of them adds something."""
+    result, adding = psum(values, axis_name), psum((values != 0).astype(jnp.float32), axis_name)
+    error = 1 + 1e-4 * jax.lax.axis_index(axis_name)
+    return jnp.where(adding > 1, (result * error).astype(result.dtype), result)
+
+
+@pytest.mark.parametrize("name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_devices_agree_however_they_round(name, case, monkeypatch):
+    monkeypatch.setattr(jax.lax, "psum", rough_psum)
+    each = on_shards(4, partial(VERIFIERS[name], axis_name="vocab"), *case, per_device=True)
+    for device in range(1, 4):
+        np.testing.assert_array_equal(each.tokens[device], each.tokens[0])
+        np.testing.assert_array_equal(each.num_accepted[device], each.num_accepted[0])
+
+
+@pytest.mark.parametrize("name, most", [("match", 1), ("rejection", 7), ("block", 9)])
+def test_exchanges_are_few_and_small(name, most, case):
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("vocab",))
+    specs = tuple(jax.tree_util.tree_map_with_path(_spec, operand) for operand in case)
+    verify = partial(VERIFIERS[name], axis_name="vocab")
+    text = jax.jit(jax.shard_map(verify, mesh=mesh, in_specs=specs, out_specs=P())).lower(*case).compile().as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
+    sizes = []
+    for shapes in re.findall(r"= (.+?) all-reduce(?:-start)?\(", text):
+        listed = re.findall(r"\w+\[([\d,]*)\]", shapes)
+        sizes += [math.prod(int(n) for n in dims.split(",") if n) for dims in listed]
+    assert 0 < len(sizes) <= most
+    assert max(sizes) <= 4 * 5 * BATCH * (DRAFTS + 1)
+
+
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_cuts(number):
+    rng = np.random.default_rng(7)
+    logits = rng.normal(0, 3, (40, 16384 * 4)).astype(np.float32)
+    logits[1], logits[2, 100:] = 0, -np.inf
+    logits[3, 9] = np.nan
+    options = {
+        "temperature": jnp.asarray(rng.choice([0, 0.7, 1.3], 40), jnp.float32),
+        "top_k": jnp.asarray(rng.choice([-1, 1, 40, 5000], 40), jnp.int32),
+        "top_p": jnp.asarray(rng.choice([1, 0.9, 0.3], 40), jnp.float32),
+        "min_p": jnp.asarray(rng.choice([0, 0.05], 40), jnp.float32),
+    }
+    expected = cut.min_logit(jnp.asarray(logits), **options)
+    got = on_shards(number, lambda x: cut.min_logit(x, axis_name="vocab", **options), jnp.asarray(logits))
+    np.testing.assert_array_equal(got, expected)
+    assert np.isfinite(expected).sum() > 20
+
+
+def test_parameters_of_requests():
+    """Every parameter that shapes logits, for tokens at both ends of each shard."""
+    vocab_size = 64
+    rng = np.random.default_rng(9)
+    grammar = guided.from_regex("a+b?", [bytes([97 + i % 26]) for i in range(vocab_size)], [63])
+    params = [
+        SamplingParams(temperature=0.5, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, top_k=9),
+        SamplingParams(logit_bias={15: 3.0, 16: -2.0, 63: 1.0}, bad_words=[[5], [3, 31]], top_p=0.7),
+        SamplingParams(allowed_token_ids=[0, 15, 16, 47, 48, 63], min_tokens=5, stop_token_ids=[16, 63]),
+        SamplingParams(guided_decoding=grammar, min_p=0.1),
+    ]
+    rows = sampling.batch(params, vocab_size=vocab_size)
+    context = Context(
+        jnp.asarray(rng.integers(0, vocab_size, (4, 12)), jnp.int32).at[1, 7].set(3),
+        jnp.array([12, 8, 6, 5]),
+        jnp.ones(4, bool),
+        jnp.array([6, 4, 4, 5]),
+        None if rows.guide is None else rows.guide.initial,
+    )
+    drafts = jnp.asarray(rng.integers(0, vocab_size, (4, 2)), jnp.int32)
+    logits = jnp.asarray(rng.normal(0, 2, (4, 3, vocab_size)), jnp.float32)
+    expected = jax.jit(sampling.process)(rows, logits, context, drafts)
+
+    def part(logits):
+        got = sampling.process(rows, logits, context, drafts, axis_name="vocab")
+        return shards.table(got.logits, "vocab"), got.min_logit
+
+    parts, least = on_shards(4, part, logits)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=-1), expected.logits)
+    np.testing.assert_array_equal(least, expected.min_logit)
+
+
+def test_own_part():
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("vocab",))
+    split = partial(shards.own_part, axis_name="vocab", padding=-1.0)
+    split = jax.shard_map(split, mesh=mesh, in_specs=P(), out_specs=P(None, "vocab"))
+    logits = jnp.arange(22.0).reshape(2, 11)
+    np.testing.assert_array_equal(split(logits), np.pad(logits, ((0, 0), (0, 1)), constant_values=-1))
+    sizes = {(11, 4): 3, (2048, 4): 512, (2049, 4): 1024, (128_256, 2): 64_512}
+    assert {given: shards.part_size(*given) for given in sizes} == sizes
+
+
+def test_errors(case):
+    with pytest.raises(ValueError, match=r"axis_name must be None or an axis of the jax\.shard_map around the call"):
+        verifiers.rejection(*case, axis_name="vocab")
+
+    @verifiers.from_core
+    def own(draw, draft, target, *, bonus_tokens=None, log_probs=False):
+        raise AssertionError("not reached")
+
+    with pytest.raises(ValueError, match="axis_name must be left out, as own does not support it, got 'vocab'"):
+        on_shards(2, partial(own, axis_name="vocab"), *case)
+    with pytest.raises(NotImplementedError, match="the kernels take whole vocabularies"):
+        on_shards(2, partial(verifiers.match, axis_name="vocab", implementation="interpret"), *case)
