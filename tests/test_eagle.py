@@ -350,12 +350,13 @@ def test_after_ngrams(tmp_path, tapped):
 
 
 SIZES = DecoderConfig(8, 8, 1, 2, 1, 4, 8, 64)  # for the 8 tokens of the public verdict, whose hidden states are logits
-REDUCED = reduced_vocabulary(np.array([1, 2, 4, 6, 7]), 8)
+REDUCED = np.array([1, 2, 4, 6, 7])  # tokens of a draft vocabulary
 
 
-def drafter(kind, **options):
-    reduced = options.get("reduced")
-    config = SIZES if reduced is None else replace(SIZES, vocab_size=5)
+def drafter(kind, target_ids=None, **options):
+    config = SIZES if target_ids is None else replace(SIZES, vocab_size=len(target_ids))
+    if target_ids is not None:
+        options["reduced"] = reduced_vocabulary(target_ids, 8)
     head = proposers.EagleHead(config, True) if kind == "eagle" else proposers.Eagle3Head(config, 8, 1)
     keys = jax.random.split(jax.random.key(3), 4)
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, trunk.random_params(head.shapes(), keys[0]))
@@ -372,14 +373,14 @@ def drafter(kind, **options):
 @pytest.mark.parametrize(
     "kind, options",
     [
-        ("eagle3", {"reduced": REDUCED}),
+        ("eagle3", {"target_ids": REDUCED}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("eagle", {}),
                 ("eagle", {"temperature": 0}),
                 ("eagle3", {"temperature": 0.6}),
-                ("p_eagle", {"reduced": REDUCED}),
+                ("p_eagle", {"target_ids": REDUCED}),
             )
         ),
     ],
@@ -407,7 +408,7 @@ def test_masks_leave_nothing_of_a_reduced_vocabulary(is_greedy):
     context = Context(jnp.ones((3, 12), jnp.int32), jnp.array([4, 4, 4]), jnp.ones(3, bool), jnp.array([2, 2, 2]))
     keys = jax.random.split(jax.random.key(0), (3, 3))
     logits = jax.random.normal(jax.random.key(1), (3, 3, 5))
-    draft = Drawer(keys, context, rows, is_greedy, REDUCED).parallel(logits)
+    draft = Drawer(keys, context, rows, is_greedy, reduced_vocabulary(REDUCED, 8)).parallel(logits)
     assert draft.num_tokens.tolist() == [0, 3, 1]
     assert set(draft.tokens[1].tolist()) <= {4, 7}
     assert draft.tokens[2, 0] in (1, 2, 4, 6, 7)

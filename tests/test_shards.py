@@ -24,7 +24,7 @@ VERIFIERS = {
     "typical": verifiers.typical,
     "synthetic": partial(verifiers.synthetic, acceptance_length=2.5),
 }
-MORE = [name for name in VERIFIERS if name != "block"]
+MORE = [name for name in VERIFIERS if name != "typical"]
 
 
 def on_shards(number, function, *operands, per_device=False):
@@ -112,11 +112,11 @@ def test_the_distribution_where_shards_are_not_whole_blocks(name):
 def rough_psum(values, axis_name, psum=jax.lax.psum):
     """A sum that rounds differently on every device, where more than one of them adds something."""
     result, adding = psum(values, axis_name), psum((values != 0).astype(jnp.float32), axis_name)
-    error = 1 + 1e-4 * jax.lax.axis_index(axis_name)
+    error = 1 + 0.2 * jax.lax.axis_index(axis_name)
     return jnp.where(adding > 1, (result * error).astype(result.dtype), result)
 
 
-@pytest.mark.parametrize("name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", ["typical", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_devices_agree_however_they_round(name, case, monkeypatch):
     monkeypatch.setattr(jax.lax, "psum", rough_psum)
     each = on_shards(4, partial(VERIFIERS[name], axis_name="vocab"), *case, per_device=True)
