@@ -32,12 +32,13 @@ class Job:
         tokens: the prompt and what was generated so far, without what a stop string cut off.
         output: the text of the output, which knows whether it has ended.
         totals: the counts of its steps.
-        log_probs: log-probabilities of the output tokens, read of each step; None if not asked for.
+        log_probs: log-probabilities of the output tokens, read of each step; empty if not asked for.
+        kinds: how each output token came about, as in `Piece.kind`.
         use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
         error: what ended it, where its own text could not be made.
         num_preempted: how often it gave its slot up to others, to be computed anew.
-        num_cached_tokens: number of tokens that its last prefill found in the pages of others.
+        num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
     """
 
     prompt: list[int]
@@ -51,6 +52,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     totals: Totals | None = None
     log_probs: list[LogProbs] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     is_done: bool = False
     error: Exception | None = None
     num_preempted: int = 0
@@ -163,7 +165,8 @@ class Scheduler:
                     if job.pages is None:
                         return
                     job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
-                    job.num_cached_tokens = job.num_computed
+                    if not job.num_preempted:
+                        job.num_cached_tokens = job.num_computed
                     self._is_table_new = True
                 job.slot = self._slots.index(None)
                 self._slots[job.slot] = job
@@ -236,14 +239,15 @@ class Scheduler:
     def _read(self) -> None:
         """Read the oldest step, and end the jobs that it ends."""
         output, jobs = self._in_flight.popleft()
-        read: Any = output.tokens, output.finished, output.totals, output.log_probs
-        tokens, finished, totals, log_probs = jax.device_get(read)
+        read: Any = jax.device_get(output)
+        tokens, finished, log_probs = read.tokens, read.finished, read.log_probs
         for slot, job in enumerate(jobs):
             if job is None or job.is_done:
                 continue
             committed = tokens[slot][tokens[slot] >= 0].tolist()
             job.tokens += committed
-            job.totals = jax.tree.map(lambda x, slot=slot: np.array(x[slot]), totals)
+            job.kinds += _kinds(int(read.num_drafts[slot]), int(read.num_accepted[slot]), len(committed))
+            job.totals = jax.tree.map(lambda x, slot=slot: np.array(x[slot]), read.totals)
             if log_probs is not None and job.wants_log_probs:
                 width = len(committed)
                 job.log_probs.append(jax.tree.map(lambda x, slot=slot, width=width: x[slot, :width], log_probs))
@@ -268,3 +272,9 @@ class Scheduler:
             self._is_table_new = True
         job.slot = job.pages = job.features = None
         job.num_computed = 0
+
+
+def _kinds(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:
+    """Return how each committed token of a step came about, as in `Piece.kind`."""
+    last = "target" if num_drafts == 0 else "bonus" if num_accepted == num_drafts else "recovered"
+    return (["accepted"] * num_accepted + [last])[:num_committed]
