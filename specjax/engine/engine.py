@@ -71,7 +71,8 @@ class _Counts(NamedTuple):
             if (totals := job.totals) is not None:
                 figures = int(totals.row_steps), int(totals.drafted), int(totals.accepted), totals.accepted_at
             own = job.output.num_certain, job.num_preempted, *figures
-            counts = _Counts(*(a + b for a, b in zip(counts, own, strict=True)))
+            sums: Any = (a + b for a, b in zip(counts, own, strict=True))
+            counts = _Counts(*sums)
         return counts
 
 
