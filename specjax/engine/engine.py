@@ -116,6 +116,21 @@ class Request:
         """
         return self._future.result(timeout)
 
+    async def wait(self) -> Result:
+        """Return the result, as `result` does, and leave the event loop to others until it is there.
+
+        If the caller is cancelled, the request goes on.
+        """
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # of an event loop that has been closed
+                loop.call_soon_threadsafe(done.set)
+
+        self._future.add_done_callback(wake)
+        await done.wait()
+        return self._future.result()
+
     def cancel(self) -> None:
         """End the request. What it has so far is lost, and its slots are free for others before the next step."""
         self._engine._send(self._engine._cancel, self)
@@ -332,6 +347,11 @@ class Engine:
                 num_accepted=counts.num_accepted,
                 num_accepted_at=tuple(counts.num_accepted_at.tolist()),
             )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests: it is not closed, and has not failed."""
+        return not self._is_closed
 
     def close(self) -> None:
         """Stop. Requests that have not ended are cancelled."""
