@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "a summary goes to standard error.",
     )
     _add_arguments(generate)
+    _add_batch(commands)
     _add_serve(commands)
     return parser
 
@@ -154,6 +155,8 @@ def _serve(args: argparse.Namespace) -> int:
     from specjax.engine.llm import LLM
     from specjax.server.run import serve
 
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
     llm = LLM(
         args.model,
         args.draft,
@@ -329,3 +332,60 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _add_batch(commands: Any) -> None:
+    """Add the command `specjax batch`."""
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description="Answer a file of requests in OpenAI's batch format, a line of JSON each. Where the file of results "
+        "has some already, the others are answered.",
+    )
+    batch.set_defaults(run=_batch, extra="cli")
+    _add_model_arguments(batch)
+    add = batch.add_argument
+    add("requests", type=Path, metavar="REQUESTS", help="file of requests, JSON Lines")
+    add("--out", type=Path, required=True, metavar="RESULTS", help="file of results; it is appended to")
+    add(
+        "--name",
+        help="what the requests call the model; default: the name of its directory, specjax for the built-in pair",
+    )
+    add("--num-draft-tokens", type=int, default=4, metavar="K", help="draft tokens per step; 0: plain decoding")
+    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
+
+
+def _batch(args: argparse.Namespace) -> int:
+    """Run `specjax batch` and return its exit code."""
+    from specjax.engine.llm import LLM
+    from specjax.server import batch_files
+    from specjax.server.served import served
+
+    if args.out.exists() and args.out.samefile(args.requests):
+        raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
+    batch_files.check_ids(args.requests)  # before models are loaded
+    llm = LLM(
+        args.model,
+        args.draft,
+        args.num_draft_tokens,
+        dtype=args.dtype,
+        max_length=args.max_length,
+        compilation_cache=args.compilation_cache,
+    )
+    name = args.name or ("specjax" if args.model is None else Path(args.model).name)
+    with specjax.Engine(
+        llm.model,
+        llm.proposer,
+        num_slots=args.num_slots,
+        max_length=llm.max_length,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=llm.eos_token_ids,
+        verifier=llm.verifier,
+        capacities=specjax.Capacities(grammars=batch_files.GRAMMARS),
+    ) as engine:
+        files = args.requests, args.out
+        numbers = batch_files.run(engine, served(llm, name), *files, num_slots=args.num_slots, progress=True)
+    print(
+        f"{numbers.answered} answered, {numbers.errors} of them with an error, {numbers.known} before", file=sys.stderr
+    )
+    return 0
