@@ -1,6 +1,7 @@
 """The engine's thread: requests of many callers, cancelled, refused and failed ones among them."""
 
 import asyncio
+import itertools
 import threading
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -12,7 +13,7 @@ from test_scheduler import Letters, alone, replace_params
 from test_slots import CAPACITIES, CHUNK, EOS, KINDS, MAX_LENGTH, NUM_SLOTS, PAGE_SIZE, make, make_proposer, some_jobs
 
 from specjax import SamplingParams, verifiers
-from specjax.engine.engine import Engine
+from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 
 
@@ -98,6 +99,102 @@ def test_samples_are_ranked_by_their_log_probability(engine):
     assert [each.token_ids for each in again.completions] == [each.token_ids for each in result.completions]
 
 
+STREAMED = SamplingParams(temperature=1.0, n=3, logprobs=2, max_tokens=20, seed=4, ignore_eos=True)
+
+
+def check_pieces(pieces, result):
+    """The pieces of each sample are its tokens, their text and their log-probabilities, in their order."""
+    assert sorted(each.index for each in result.completions) == [0, 1, 2]
+    for completion in result.completions:
+        own = [piece for piece in pieces if piece.index == completion.index]
+        assert [piece.token_id for piece in own] == completion.token_ids
+        assert "".join(piece.text for piece in own) == completion.text
+        assert [piece.logprobs for piece in own] == completion.logprobs
+    kinds = [piece.kind for piece in pieces]
+    assert set(kinds) <= {"accepted", "recovered", "bonus"}
+    assert kinds.count("accepted") <= result.metrics.num_accepted
+
+
+def test_pieces(engine):
+    request = engine.submit([1, 2, 3], STREAMED)
+    pieces = list(request)
+    check_pieces(pieces, request.result(timeout=0))
+    check_pieces(list(request), request.result())  # again from the first token
+    assert (request.result().num_prompt_tokens, request.result().num_cached_tokens) == (3, 0)
+
+
+def test_pieces_come_while_the_request_runs(engine, monkeypatch):
+    rounds, advance = threading.Semaphore(4), engine._scheduler.advance
+    monkeypatch.setattr(engine._scheduler, "advance", lambda: rounds.acquire() and advance())
+    request = engine.submit([1, 2, 3], replace(STREAMED, n=1, max_tokens=20))
+    pieces = iter(request)
+    first = next(pieces)
+    assert not request.is_done
+    pieces.close()
+    assert request._listeners == []
+    rounds.release(1000)
+    assert request.result(timeout=120).token_ids[0] == first.token_id
+
+
+def test_pieces_for_asynchronous_callers(engine):
+    async def call():
+        requests = [engine.submit([1, 2, i], STREAMED) for i in range(3)]
+
+        async def stream(request):
+            return [piece async for piece in request]
+
+        return zip(await asyncio.gather(*map(stream, requests)), requests, strict=True)
+
+    for pieces, request in asyncio.run(call()):
+        check_pieces(pieces, request.result(timeout=0))
+
+
+def test_an_iteration_ends_as_the_request_does(engine):
+    long = replace(STREAMED, n=1, max_tokens=MAX_LENGTH)
+    requests = [engine.submit([1, 2], long) for _ in range(2 * NUM_SLOTS)]
+    last = requests[-1]  # it waits for a slot
+    for request in requests:
+        request.cancel()
+    with pytest.raises(CancelledError, match="the request was cancelled"):
+        list(last)
+
+    async def leave(request):
+        pieces = aiter(request)
+        await anext(pieces)
+        await pieces.aclose()
+
+    request = engine.submit([1, 2], long)
+    asyncio.run(leave(request))
+    assert request.result(timeout=120).completions[0].finish_reason == "length"
+
+
+def test_text_is_held_back_while_a_stop_string_may_come(engine):
+    (completion,) = engine.submit([1, 2], replace(STREAMED, n=1)).result(timeout=120).completions
+    stop = completion.text[5:8]
+    request = engine.submit([1, 2], replace(STREAMED, n=1, stop=stop))
+    assert "".join(piece.text for piece in request) == completion.text[: completion.text.index(stop)]
+    assert request.result(timeout=0).completions[0].stop_reason == stop
+
+
+def test_counters_never_fall(engine):
+    before = engine.stats()
+    requests = [engine.submit([1, 2, i], replace(STREAMED, n=1)) for i in range(6)]
+    requests[0].cancel()
+    seen, names = [before], ("num_finished", "num_tokens", "num_prompt_tokens", "num_drafts", "num_drafted")
+    while not all(request.is_done for request in requests):
+        seen.append(engine.stats())
+    after = engine.stats()
+    for one, other in itertools.pairwise([*seen, after]):
+        assert all(getattr(one, name) <= getattr(other, name) for name in (*names, "num_accepted"))
+    assert after.num_finished - before.num_finished == 6
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 18
+    assert after.num_tokens - before.num_tokens >= 100
+    assert 0 < after.num_drafted <= 3 * after.num_drafts
+    figures = [request.result().metrics for request in requests[1:]]
+    assert after.num_drafted - before.num_drafted >= sum(each.num_drafted for each in figures)
+    assert sum(after.num_accepted_at) == after.num_accepted
+
+
 def test_requests_without_a_seed_differ(engine):
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     results = [engine.submit([1, 2, 3], params) for _ in range(4)]
@@ -150,7 +247,7 @@ def test_close_ends_what_runs(target):
     for _ in range(40):
         try:
             requests.append(engine.submit([1], params))
-        except RuntimeError as error:
+        except QueueFull as error:
             assert "max_waiting is 2" in str(error)
             refused += 1
     assert refused
@@ -158,6 +255,8 @@ def test_close_ends_what_runs(target):
     engine.close()
     for request in requests:
         assert request.is_done
+    with pytest.raises(CancelledError, match="the engine was closed"):
+        list(requests[-1])
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.submit([1], params)
 
@@ -170,7 +269,7 @@ def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeyp
 
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, skip_special_tokens: "")
     bad = engine.submit([30], SamplingParams(max_tokens=20, ignore_eos=True, n=2))
-    for job in bad._jobs:
+    for job in bad._samples.jobs:
         job.output._decode = lambda ids: decode(None, [30], True)
     request = seeded(1)[0]
     good = engine.submit(request.prompt.tolist(), request.params)

@@ -1,12 +1,14 @@
 """Serve requests that come and go on one batch of slots, from a thread that keeps the device busy."""
 
 import asyncio
+import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ from specjax import verifiers
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.pages import PageStats, PageTables
-from specjax.engine.requests import Completion, Result, TokenLogProbs, list_log_probs, metrics_of
+from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Job, Scheduler
 from specjax.engine.slots import Slots
 from specjax.sampling import SamplingParams
@@ -32,24 +34,69 @@ CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between 
 
 
 class Stats(NamedTuple):
-    """What an engine is doing."""
+    """What an engine is doing, and what it has done since its start; numbers of the second kind never fall."""
 
     num_running: int  # samples that have a slot
     num_waiting: int  # samples that wait for one
     num_finished: int  # requests that have ended, cancelled ones included
-    num_tokens: int  # tokens of finished requests
+    num_tokens: int  # generated tokens whose text is certain
     num_preempted: int  # how often a running sample gave its slot up to others
-    pages: PageStats | None  # of the cache; None where it is dense
+    pages: PageStats | None  # of the cache, with the tokens that were looked up and found; None where it is dense
+    num_prompt_tokens: int = 0  # tokens of the prompts of all requests
+    num_drafts: int = 0  # steps of samples with at least one draft token
+    num_drafted: int = 0  # draft tokens
+    num_accepted: int = 0  # accepted draft tokens
+    num_accepted_at: tuple[int, ...] = ()  # accepted draft tokens at each of the K positions of a draft
+
+
+class _Counts(NamedTuple):
+    """Sums over samples, of numbers that grow while a sample runs."""
+
+    num_tokens: int
+    num_preempted: int
+    num_drafts: int
+    num_drafted: int
+    num_accepted: int
+    num_accepted_at: np.ndarray  # [K]
+
+    @classmethod
+    def zeros(cls, num_draft_tokens: int) -> "_Counts":
+        return cls(0, 0, 0, 0, 0, np.zeros(num_draft_tokens, np.int64))
+
+    def plus(self, jobs: Iterable[Job]) -> "_Counts":
+        """Add those of jobs."""
+        counts = self
+        for job in jobs:
+            figures = 0, 0, 0, 0
+            if (totals := job.totals) is not None:
+                figures = int(totals.row_steps), int(totals.drafted), int(totals.accepted), totals.accepted_at
+            own = job.output.num_certain, job.num_preempted, *figures
+            sums: Any = (a + b for a, b in zip(counts, own, strict=True))
+            counts = _Counts(*sums)
+        return counts
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait already."""
 
 
 class Request:
-    """A request that an engine works on."""
+    """A request that an engine works on.
 
-    def __init__(self, engine: "Engine", prompt: str | Sequence[int], params: SamplingParams, jobs: list[Job]):
-        self._engine, self._prompt, self._params, self._jobs = engine, prompt, params, jobs
+    Iterate over it to get each token as a `Piece` as soon as its text is certain, of all samples as they come. A `for`
+    waits, an `async for` leaves the event loop to others. Every iteration begins with the first token. After the last,
+    `result` has everything. An iteration raises what `result` raises, behind the pieces that came before. To leave an
+    iteration early does not end the request; `cancel` does.
+    """
+
+    def __init__(self, engine: "Engine", samples: Samples):
+        self._engine, self._samples = engine, samples
         self._future: Future[Result] = Future()
         self._future.set_running_or_notify_cancel()  # only the engine ends it
+        self._future.add_done_callback(lambda _: self._wake())
         self._start, self._first = time.perf_counter(), math.nan
+        self._num_certain = [0] * len(samples.jobs)  # tokens of each sample whose text is certain
+        self._listeners: list[Callable[[], object]] = []  # to be called when that or the future changes
 
     @property
     def is_done(self) -> bool:
@@ -73,41 +120,65 @@ class Request:
         """End the request. What it has so far is lost, and its slots are free for others before the next step."""
         self._engine._send(self._engine._cancel, self)
 
+    def __iter__(self) -> Iterator[Piece]:
+        changed = threading.Event()
+        with self._listening(changed.set):
+            for pieces in self._new_pieces():
+                yield from pieces
+                if not pieces:
+                    changed.wait()
+                    changed.clear()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        with self._listening(lambda: loop.call_soon_threadsafe(changed.set)):
+            for pieces in self._new_pieces():
+                for piece in pieces:
+                    yield piece
+                if not pieces:
+                    await changed.wait()
+                    changed.clear()
+
+    @contextmanager
+    def _listening(self, wake: Callable[[], object]) -> Iterator[None]:
+        self._listeners.append(wake)
+        try:
+            yield
+        finally:
+            self._listeners.remove(wake)
+
+    def _new_pieces(self) -> Iterator[list[Piece]]:
+        """Yield the pieces that have come since the last time, none where there are none, until the request ends."""
+        samples, is_done = [self._samples.pieces(i) for i in range(len(self._num_certain))], False
+        counts = [0] * len(samples)
+        while not is_done:
+            is_done, certain = self._future.done(), self._num_certain
+            for i, count in enumerate(certain):
+                new = list(itertools.islice(samples[i], count - counts[i]))
+                if new:
+                    yield new
+            counts = certain
+            if not is_done:
+                yield []
+        self._future.result()
+
+    def _update(self) -> None:
+        """Note which tokens are certain now."""
+        certain = [job.output.num_certain for job in self._samples.jobs]
+        if certain != self._num_certain:
+            if math.isnan(self._first):
+                self._first = time.perf_counter()
+            self._num_certain = certain
+            self._wake()
+
+    def _wake(self) -> None:
+        for wake in tuple(self._listeners):
+            with suppress(RuntimeError):  # of an event loop that has been closed
+                wake()
+
     def _result(self) -> Result:
-        now = time.perf_counter()
-        ranked = self._jobs
-        if len(ranked) > 1:
-            ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self._params.n]
-        totals = jax.tree.map(lambda *counts: np.stack(counts), *(job.totals for job in self._jobs))
-        num_tokens = sum(len(job.output.token_ids) for job in self._jobs)
-        figures = metrics_of(totals, num_tokens, now - self._start, self._first - self._start)
-        return Result(self._prompt, [_completion(job, self._params) for job in ranked], figures)
-
-
-def _completion(job: Job, params: SamplingParams) -> Completion:
-    output = job.output
-    return Completion(
-        text=output.text(0, len(output.token_ids)),
-        token_ids=output.token_ids,
-        logprobs=None if params.logprobs is None else _list_log_probs(job, params.logprobs),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-    )
-
-
-def _list_log_probs(job: Job, n: int) -> list[TokenLogProbs]:
-    """Return for each token of the output its own log-probability, then those of the n most likely tokens."""
-    tokens = job.output.token_ids
-    chosen, ids, values = (
-        np.concatenate([np.asarray(getattr(part, name)) for part in job.log_probs])[: len(tokens)]
-        for name in ("chosen", "top_ids", "top")
-    )
-    return list_log_probs(tokens, chosen.tolist(), ids[:, :n].tolist(), values[:, :n].tolist())
-
-
-def _total_log_prob(job: Job) -> float:
-    chosen = np.concatenate([np.asarray(part.chosen) for part in job.log_probs])
-    return float(chosen[: len(job.output.token_ids)].sum())
+        return self._samples.result(time.perf_counter() - self._start, self._first - self._start)
 
 
 class Engine:
@@ -193,7 +264,8 @@ class Engine:
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
         self._entropy = np.random.default_rng()
         self._live: dict[Request, None] = {}
-        self._num_finished = self._num_tokens = self._num_preempted = 0
+        self._num_finished = self._num_prompt_tokens = 0
+        self._ended = _Counts.zeros(device.proposer.num_draft_tokens)  # of the requests that are not live
         self._calls: deque[tuple[Any, tuple]] = deque()  # for the thread
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, None
@@ -213,7 +285,8 @@ class Engine:
 
         Raises:
             ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
-            RuntimeError: the engine is closed or has failed, or too many requests wait.
+            QueueFull: too many requests wait already, a RuntimeError.
+            RuntimeError: the engine is closed or has failed.
         """
         params = SamplingParams() if params is None else params
         if params.prompt_logprobs is not None:
@@ -234,13 +307,14 @@ class Engine:
         ]
         for job in jobs:
             self._scheduler.check(job)
-        request = Request(self, prompt, params, jobs)
+        request = Request(self, Samples(prompt, params, jobs))
         with self._changed:
             self._check_open()
-            waiting = sum(not any(job.is_running for job in other._jobs) for other in self._live)
+            waiting = sum(not any(job.is_running for job in other._samples.jobs) for other in self._live)
             if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise RuntimeError(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
+                raise QueueFull(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
             self._live[request] = None
+            self._num_prompt_tokens += len(ids)
             self._calls.append((self._add, (request,)))
             self._changed.notify()
         return request
@@ -259,11 +333,23 @@ class Engine:
     def stats(self) -> Stats:
         """Return what the engine is doing now."""
         with self._changed:
-            jobs = [job for request in self._live for job in request._jobs if not job.is_done]
-            num_running = sum(job.is_running for job in jobs)
-            counts = self._num_finished, self._num_tokens, self._num_preempted
-            pages = None if self._tables is None else self._tables.stats()
-            return Stats(num_running, len(jobs) - num_running, *counts, pages)
+            jobs = [job for request in self._live for job in request._samples.jobs]
+            unfinished = [job for job in jobs if not job.is_done]
+            num_running = sum(job.is_running for job in unfinished)
+            counts = self._ended.plus(jobs)
+            return Stats(
+                num_running=num_running,
+                num_waiting=len(unfinished) - num_running,
+                num_finished=self._num_finished,
+                num_tokens=counts.num_tokens,
+                num_preempted=counts.num_preempted,
+                pages=None if self._tables is None else self._tables.stats(),
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_drafts=counts.num_drafts,
+                num_drafted=counts.num_drafted,
+                num_accepted=counts.num_accepted,
+                num_accepted_at=tuple(counts.num_accepted_at.tolist()),
+            )
 
     def close(self) -> None:
         """Stop. Requests that have not ended are cancelled."""
@@ -321,34 +407,32 @@ class Engine:
                 self._live.clear()
 
     def _add(self, request: Request) -> None:
-        for job in request._jobs:
+        for job in request._samples.jobs:
             self._scheduler.add(job)
 
     def _cancel(self, request: Request) -> None:
         if request in self._live:
-            for job in request._jobs:
+            for job in request._samples.jobs:
                 self._scheduler.cancel(job)
             self._end(request)
             request._future.set_exception(CancelledError("the request was cancelled"))
 
     def _collect(self) -> None:
         """Give out the results of requests that have ended."""
-        now = time.perf_counter()
         for request in list(self._live):
-            if math.isnan(request._first) and any(job.output.token_ids for job in request._jobs):
-                request._first = now
-            error = next((job.error for job in request._jobs if job.error is not None), None)
+            request._update()
+            jobs = request._samples.jobs
+            error = next((job.error for job in jobs if job.error is not None), None)
             if error is not None:
-                for job in request._jobs:
+                for job in jobs:
                     self._scheduler.cancel(job)
                 self._end(request)
                 request._future.set_exception(error)
-            elif all(job.is_done for job in request._jobs):
+            elif all(job.is_done for job in jobs):
                 self._end(request)
                 request._future.set_result(request._result())
 
     def _end(self, request: Request) -> None:
         del self._live[request]
         self._num_finished += 1
-        self._num_tokens += sum(len(job.output.token_ids) for job in request._jobs)
-        self._num_preempted += sum(job.num_preempted for job in request._jobs)
+        self._ended = self._ended.plus(request._samples.jobs)

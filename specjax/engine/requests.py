@@ -1,5 +1,6 @@
 """Run a batch of requests: feed the prompts, decode on the device, and collect texts, tokens and metrics."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from specjax.sampling.guided.tables import round_up
 
 if TYPE_CHECKING:
     from specjax.engine.llm import LLM
+    from specjax.engine.scheduler import Job
 
 STEPS_PER_CHUNK = 8  # steps on the device before the host looks for stop strings, and before it chooses K again
 
@@ -101,6 +103,7 @@ class Completion(NamedTuple):
     logprobs: list[TokenLogProbs] | None  # for each token: its own entry, then the most likely; None if not requested
     finish_reason: str | None  # "stop", "length" (max_tokens or max_length reached), or None if interrupted
     stop_reason: int | str | None  # stop token id or stop string that ended it; None for an end-of-sequence token
+    index: int = 0  # number of the sample among those of the request
 
 
 class Result(NamedTuple):
@@ -112,6 +115,8 @@ class Result(NamedTuple):
     prompt_logprobs: list[TokenLogProbs | None] | None = (
         None  # entry of each prompt token after truncation; first is None
     )
+    num_prompt_tokens: int = 0  # number of tokens of the prompt after truncation
+    num_cached_tokens: int = 0  # number of them that were found in the pages of others
 
     @property
     def text(self) -> str:
@@ -130,6 +135,71 @@ class Piece(NamedTuple):
     text: str  # text of the token; empty if it is special, or if its character ends in a later token
     token_id: int  # id of the token
     kind: str  # "accepted" draft, "recovered" after a rejection, "bonus" after full acceptance, "target" without drafts
+    index: int = 0  # number of the sample among those of the request
+    logprobs: TokenLogProbs | None = None  # entry of the token, as in `Completion.logprobs`; None if not requested
+
+
+class Samples:
+    """The samples of one request: their text as it becomes certain, and their result.
+
+    Args:
+        prompt: the prompt as it was given.
+        params: the parameters of the request.
+        jobs: its samples, which a scheduler works on.
+    """
+
+    def __init__(self, prompt: str | Sequence[int], params: SamplingParams, jobs: Sequence["Job"]):
+        self.prompt, self.params, self.jobs = prompt, params, jobs
+
+    def pieces(self, sample: int) -> Iterator[Piece]:
+        """Yield the tokens of a sample. At most as many as are certain may be taken so far."""
+        job = self.jobs[sample]
+        entries = itertools.repeat(None) if self.params.logprobs is None else list_entries(job, self.params.logprobs)
+        for i in itertools.count():
+            output = job.output
+            yield Piece(output.text(i, i + 1), output.token_ids[i], job.kinds[i], sample, next(entries))
+
+    def result(self, seconds: float, time_to_first_token: float) -> Result:
+        """Return the result with the n best completions, the best first."""
+        ranked = self.jobs
+        if len(ranked) > 1:
+            ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self.params.n]
+        totals = jax.tree.map(lambda *counts: np.stack(counts), *(job.totals for job in self.jobs))
+        num_tokens = sum(len(job.output.token_ids) for job in self.jobs)
+        first = self.jobs[0]
+        return Result(
+            self.prompt,
+            [self._completion(job) for job in ranked],
+            metrics_of(totals, num_tokens, seconds, time_to_first_token),
+            num_prompt_tokens=len(first.prompt),
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+    def _completion(self, job: "Job") -> Completion:
+        output, n = job.output, self.params.logprobs
+        return Completion(
+            text=output.text(0, len(output.token_ids)),
+            token_ids=output.token_ids,
+            logprobs=None if n is None else list(list_entries(job, n)),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            index=job.sample,
+        )
+
+
+def list_entries(job: "Job", n: int) -> Iterator[TokenLogProbs]:
+    """Yield for each token of a job's output its own log-probability, then those of the n most likely tokens."""
+    start = 0
+    for part in job.log_probs:  # which may grow meanwhile
+        tokens = job.output.token_ids[start : start + len(part.chosen)]
+        start += len(part.chosen)
+        arrays = part.chosen, part.top_ids[:, :n], part.top[:, :n]
+        yield from list_log_probs(tokens, *(np.asarray(array)[: len(tokens)].tolist() for array in arrays))
+
+
+def _total_log_prob(job: "Job") -> float:
+    chosen = np.concatenate([np.asarray(part.chosen) for part in job.log_probs])
+    return float(chosen[: len(job.output.token_ids)].sum())
 
 
 class Batch:

@@ -36,15 +36,15 @@ class Job:
     Attributes:
         tokens: the prompt and what was generated so far, without what a stop string cut off.
         output: the text of the output, which knows whether it has ended.
-        totals: the counts of its steps.
         log_probs: log-probabilities of the output tokens, read of each step; empty if not asked for.
         prompt_log_probs: log-probabilities of the tokens of the prompt but the first, fields [prompt length - 1, ...];
             None if not asked for, and before they are read with the first step.
+        kinds: how each output token came about, as in `Piece.kind`.
         use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
         error: what ended it, where its own text could not be made.
         num_preempted: how often it gave its slot up to others, to be computed anew.
-        num_cached_tokens: number of tokens that its last prefill found in the pages of others.
+        num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
     """
 
     prompt: list[int]
@@ -58,9 +58,10 @@ class Job:
     grammar: Grammar | None = None  # that of its parameters
     salt: bytes | None = b""
     tokens: list[int] = field(default_factory=list)
-    totals: Totals | None = None
+    counts: tuple[Totals, int] | None = None  # the totals of all slots after its last step, and the index of its own
     log_probs: list[LogProbs] = field(default_factory=list)
     prompt_log_probs: LogProbs | None = None
+    kinds: list[str] = field(default_factory=list)
     is_done: bool = False
     error: Exception | None = None
     num_preempted: int = 0
@@ -79,6 +80,14 @@ class Job:
         self.tokens = list(self.prompt)
         self.use = use_of(self.sampling)
         self.is_scored = not self.wants_prompt_log_probs
+
+    @property
+    def totals(self) -> Totals | None:
+        """The counts of its steps; None before the first is read."""
+        if self.counts is None:
+            return None
+        totals, slot = self.counts
+        return jax.tree.map(lambda x: np.array(x[slot]), totals)
 
     @property
     def is_running(self) -> bool:
@@ -329,26 +338,28 @@ class Scheduler:
         output, scores = read
         self._acceptance.update(output.num_drafts, output.num_accepted)
         for slot, job in enumerate(jobs):
-            if job is None or job.is_done:
-                continue
-            if job.scores:
-                job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
-            committed = output.tokens[slot][output.tokens[slot] >= 0].tolist()
-            job.tokens += committed
-            job.totals = jax.tree.map(lambda x, slot=slot: np.array(x[slot]), output.totals)
-            if output.log_probs is not None and job.wants_log_probs:
-                width = len(committed)
-                own = jax.tree.map(lambda x, slot=slot, width=width: np.array(x[slot, :width]), output.log_probs)
-                job.log_probs.append(own)
-            try:
-                job.output.extend(committed)
-                if job.output.finish_reason is None and output.finished[slot] != decode.RUNNING:
-                    job.output.finish(output.finished[slot] == decode.STOP, self._eos)
-            except Exception as error:  # of the tokenizer: it ends this job alone
-                job.error = error
-            if job.error is not None or job.output.finish_reason is not None:
-                job.is_done = True
-                self._leave(job)
+            if job is not None and not job.is_done:
+                if job.scores:
+                    job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
+                self._extend(job, slot, output)
+
+    def _extend(self, job: Job, slot: int, output: slots.Output) -> None:
+        """Add what a step gave a job, and end the job where it ends."""
+        committed = [token for token in output.tokens[slot].tolist() if token >= 0]
+        job.tokens += committed
+        job.kinds += _kinds(int(output.num_drafts[slot]), int(output.num_accepted[slot]), len(committed))
+        job.counts = output.totals, slot
+        if output.log_probs is not None and job.wants_log_probs:
+            job.log_probs.append(jax.tree.map(lambda x: np.array(x[slot, : len(committed)]), output.log_probs))
+        try:
+            job.output.extend(committed)
+            if job.output.finish_reason is None and output.finished[slot] != decode.RUNNING:
+                job.output.finish(bool(output.finished[slot] == decode.STOP), self._eos)
+        except Exception as error:  # of the tokenizer: it ends this job alone
+            job.error = error
+        if job.error is not None or job.output.finish_reason is not None:
+            job.is_done = True
+            self._leave(job)
 
     def _leave(self, job: Job) -> None:
         """Take a job out of its slot, if it has one, and free its pages and the place of its grammar."""
@@ -404,3 +415,9 @@ class _Queue:
 def _joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
     """Return the log-probabilities of several chunks [1, T, ...] as one, cut to a length."""
     return jax.tree.map(lambda *arrays: np.concatenate([array[0] for array in arrays])[:length], *parts)
+
+
+def _kinds(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:
+    """Return how each committed token of a step came about, as in `Piece.kind`."""
+    last = "target" if num_drafts == 0 else "bonus" if num_accepted == num_drafts else "recovered"
+    return (["accepted"] * num_accepted + [last])[:num_committed]
