@@ -218,6 +218,14 @@ class Engine:
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
+        chunks_per_step: number of chunks that are fed between two steps, at most. 1 keeps the time between the tokens
+            of a request short while the prompts of others enter; more fill vacant slots sooner.
+        draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
+            decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
+        choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
+            each step, given the number of samples in it and an estimate of how often drafts were accepted lately. It
+            must be given where there are several. The tokens of a request then depend on its company, but under
+            `verifiers.match`; the distribution that they are drawn from does not.
 
     Raises:
         ValueError: a number is out of its range.
@@ -238,12 +246,21 @@ class Engine:
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
+        chunks_per_step: int = 1,
+        draft_lengths: Sequence[int] | None = None,
+        choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
-        for name, number in (("page_size", page_size), ("chunk_size", chunk_size)):
+        numbers = {"page_size": page_size, "chunk_size": chunk_size, "chunks_per_step": chunks_per_step}
+        for name, number in numbers.items():
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
+        if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
+            raise ValueError(
+                f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
+                f"{choose_draft_length!r} and {draft_lengths!r}"
+            )
         takes_pages = model.takes_pages and (proposer is None or getattr(proposer, "takes_pages", False))
         tables = pool = None
         if takes_pages:
@@ -254,9 +271,10 @@ class Engine:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
-        device = Slots(model, proposer, verifier=verifier, **sizes)
+        device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, **sizes)
         device.compile(chunk_size)
-        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids)
+        options = {"chunks_per_step": chunks_per_step, "choose_draft_length": choose_draft_length}
+        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids, **options)
         self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
         self._entropy = np.random.default_rng()
