@@ -339,8 +339,8 @@ def _add_batch(commands: Any) -> None:
     batch = commands.add_parser(
         "batch",
         help="answer a file of requests",
-        description="Answer a file of requests in OpenAI's batch format, a line of JSON each. Where the file of results "
-        "has some already, the others are answered.",
+        description="Answer a file of requests in OpenAI's batch format, a line of JSON each. Where the file of "
+        "results has some already, the others are answered.",
     )
     batch.set_defaults(run=_batch, extra="cli")
     _add_model_arguments(batch)
