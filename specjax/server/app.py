@@ -5,7 +5,8 @@ import concurrent.futures
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -19,16 +20,16 @@ from starlette.types import Receive, Scope, Send
 import specjax
 from specjax.engine.engine import Engine, Request
 from specjax.engine.requests import Piece, Result
+from specjax.sampling.guided import Choices, JsonSchema, Regex, Source
 from specjax.server import answers, protocol
 from specjax.server.answers import ChoiceStream
 from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, pieces, read_json, submit
 from specjax.server.errors import ApiError, api_error
 from specjax.server.fields import Fields, check_tree
-from specjax.server.grammars import Grammars
 from specjax.server.guard import Guard
 from specjax.server.messages import MAX_TEXT_LENGTH, encode_chat, read_messages, read_template_arguments
 from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
-from specjax.server.protocol import Call
+from specjax.server.protocol import Call, Constraint
 from specjax.server.served import Served
 from specjax.server.tools import read_tools
 
@@ -76,7 +77,7 @@ class App:
     ):
         self.engine, self._served, self._about, self._timeout = engine, served, about, request_timeout
         self._started = int(time.time())
-        self._metrics, self._grammars = ServerMetrics(engine, served.name), Grammars(served)
+        self._metrics = ServerMetrics(engine, served.name)
         self._page = resources.files("specjax.server").joinpath("page.html").read_text(encoding="utf-8")
         routes = [
             Route("/", self._show_page),
@@ -96,10 +97,6 @@ class App:
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False  # a redirection would repeat the header Host
         self.guard = Guard(app, api_keys, is_local=is_local and not api_keys)
-
-    def close(self) -> None:
-        """End what was started beside the engine."""
-        self._grammars.close()
 
     async def _show_page(self, http: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers={"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"})
@@ -152,25 +149,26 @@ class App:
         """Return the answer to a request for completions, of which `parse` reads the body."""
         body, deadline = await read_json(http), time.monotonic() + self._timeout
         has_kinds = _take_kinds(body)
+        call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
+        answer, seconds = _Answer(self, call, requests, has_kinds), deadline - time.monotonic()
         try:
-            call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
-            events = _Events(self, call, requests, has_kinds)
             if call.stream:
-                return _EventStream(events, requests, deadline - time.monotonic(), self._give_up)
-            try:
-                results = await attended(http.receive, events.results(), deadline - time.monotonic())
-            finally:
-                cancel(requests)
-        except (Disconnected, TimeoutError):
-            self._metrics.record_abort()
+                events = answer.events()
+                first = await attended(http.receive, anext(events), seconds)
+                return _EventStream(first, events, deadline - time.monotonic(), partial(self._give_up, requests))
+            return JSONResponse(await attended(http.receive, answer.body(), seconds))
+        except BaseException as error:
+            self._give_up(requests)
+            if (refused := _refused_grammar(error, call)) is not None:
+                raise refused from error
             raise
-        return JSONResponse(answers.answer(call, results, events.head, self._served))
 
     async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Request]]:
         """Submit what a body asks for."""
         call = await in_thread(lambda: parse(body, self._served))
-        grammar = None if call.constraint is None else await self._grammars.get(call.constraint)
-        params = call.params_with(grammar)
+        params = call.params
+        if call.constraint is not None:
+            params = replace(params, guided_decoding=_grammar(call.constraint))
         submissions = [Submission(prompt, params, call.priority) for prompt in call.prompts]
         try:
             return call, await submit(self.engine, submissions)
@@ -182,31 +180,40 @@ class App:
         self._metrics.record_abort()
 
 
-class _Events:
+class _Answer:
     """The answer to a call, whole or as the events of a stream."""
 
     def __init__(self, app: App, call: Call, requests: Sequence[Request], has_kinds: bool):
         self._served, self._metrics = app._served, app._metrics
         self._call, self._requests, self._has_kinds = call, requests, has_kinds
-        self.head = answers.new_head(call)
+        self._head = answers.new_head(call)
 
-    async def results(self) -> list[Result]:
+    async def _results(self) -> list[Result]:
         """Wait for the results."""
         results = list(await asyncio.gather(*(request.wait() for request in self._requests)))
         for result in results:
             self._metrics.record_result(result)
         return results
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the events that are there at a time, together."""
+    async def body(self) -> dict[str, Any]:
+        """Return the body of the whole answer."""
+        return answers.answer(self._call, await self._results(), self._head, self._served)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events that are there at a time, together; those of a grammar not before it is compiled."""
         call = self._call
-        streams = [
-            [ChoiceStream(call, prompt, sample, self.head, self._served) for sample in range(call.params.n)]
+        writers = [
+            [
+                _Writer(ChoiceStream(call, prompt, sample, self._head, self._served), self._has_kinds)
+                for sample in range(call.params.n)
+            ]
             for prompt in range(len(call.prompts))
         ]
-        writers = [[_Writer(stream, self._has_kinds) for stream in samples] for samples in streams]
         flat = [writer for samples in writers for writer in samples]
-        yield b"".join(writer.start() for writer in flat) if call.is_chat or call.echo else b""
+        held = b"".join(writer.start() for writer in flat) if call.is_chat or call.echo else b""
+        if call.constraint is None:
+            yield held
+            held = b""
         last = None
         async for found in pieces(self._requests):
             now = time.perf_counter()
@@ -215,12 +222,13 @@ class _Events:
             last = now
             for prompt, piece in found:
                 writers[prompt][piece.index].add(piece)
-            yield b"".join(writer.take() for writer in flat)
-        results = await self.results()
+            yield held + b"".join(writer.take() for writer in flat)
+            held = b""
+        results = await self._results()
         ended = zip(writers, results, strict=True)
-        yield b"".join(writer.finish(result) for samples, result in ended for writer in samples)
+        yield held + b"".join(writer.finish(result) for samples, result in ended for writer in samples)
         if call.include_usage:
-            yield _event(answers.usage_chunk(call, results, self.head, self._served))
+            yield _event(answers.usage_chunk(call, results, self._head, self._served))
         yield DONE
 
 
@@ -272,42 +280,55 @@ class _EventStream(Response):
     """Send events as they come, until the client leaves or the time is over; an error is an event, and the last one.
 
     Args:
-        events: the events.
-        requests: what makes them.
+        first: the first events.
+        events: those that follow.
         seconds: the time.
-        give_up: is called with the requests if they do not come to their end.
+        give_up: is called if they do not come to their end.
     """
 
-    def __init__(
-        self, events: _Events, requests: Sequence[Request], seconds: float, give_up: Callable[[Sequence[Request]], None]
-    ):
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], seconds: float, give_up: Callable[[], None]):
         super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self._events, self._requests, self._seconds, self._give_up = events, requests, seconds, give_up
+        self._first, self._events, self._seconds, self._give_up = first, events, seconds, give_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_events() -> None:
+        async def send_part(content: bytes, *, is_last: bool = False) -> None:
+            await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+
+        async def send_all() -> None:
+            await send_part(self._first)
             async for content in self._events:
                 if content:
-                    await send({"type": "http.response.body", "body": content, "more_body": True})
+                    await send_part(content)
+            await send_part(b"", is_last=True)
 
-        is_done = False
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await attended(receive, send_events(), self._seconds)
-            is_done = True
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await attended(receive, send_all(), self._seconds)
         except Disconnected:
-            pass
+            self._give_up()
         except (Exception, asyncio.CancelledError) as error:
-            self._give_up(self._requests)
+            self._give_up()
             async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
-                last = _event(api_error(error).body)
-                await send({"type": "http.response.body", "body": last, "more_body": False})
-            is_done = True
-        finally:
-            if not is_done:
-                self._give_up(self._requests)
+                await send_part(_event(api_error(error).body), is_last=True)
+
+
+def _grammar(constraint: Constraint) -> Source:
+    """Return what an engine compiles to the grammar of a constraint."""
+    match constraint.kind:
+        case "regex":
+            return Regex(constraint.source)
+        case "json_schema":
+            return JsonSchema(constraint.source)
+    return Choices(json.loads(constraint.source))
+
+
+def _refused_grammar(error: BaseException, call: Call) -> protocol.BadRequest | None:
+    """Return the error that names the field of a grammar, if an error of the engine is about that."""
+    if call.constraint is None or not (isinstance(error, ValueError) and str(error).startswith("guided_decoding")):
+        return None
+    name = call.constraint.param
+    return protocol.BadRequest(str(error).replace("guided_decoding", name, 1), name, "invalid_grammar")
 
 
 def _event(body: dict[str, Any]) -> bytes:

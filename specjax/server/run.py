@@ -18,7 +18,8 @@ from specjax.server.served import served
 
 MAX_CONNECTIONS = 4096
 SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to the end of the process
-GRAMMARS = 16  # that run at a time
+CAPACITIES = Capacities(grammars=16, grammar_states=16384)
+GRAMMAR_SECONDS = 30.0  # that a grammar may take to compile
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -65,7 +66,8 @@ def serve(
             tokenizer=llm.tokenizer,
             eos_token_ids=llm.eos_token_ids,
             verifier=llm.verifier,
-            capacities=Capacities(grammars=GRAMMARS),
+            capacities=CAPACITIES,
+            grammar_seconds=GRAMMAR_SECONDS,
             max_waiting=max_waiting,
         ) as engine,
     ):
@@ -75,10 +77,7 @@ def serve(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         print(f"specjax: {name} is ready at {address}", flush=True)
         server = Server(app, shutdown_timeout)
-        try:
-            server.run(sockets=[listener])
-        finally:
-            app.close()
+        server.run(sockets=[listener])
     return 1 if server.has_failed else 0
 
 
