@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ class Disconnected(Exception):
     """The client has left."""
 
 
-async def attended(receive: Receive, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
+async def attended(receive: Receive, work: Awaitable[T], seconds: float | None) -> T:
     """Return the result of work, which is cancelled when the client leaves or its time is over.
 
     Args:
