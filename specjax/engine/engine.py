@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import math
 import threading
 import time
 from collections import deque
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 from specjax import verifiers
-from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.pages import PageStats, PageTables
 from specjax.engine.requests import Piece, Result, Samples
@@ -94,9 +92,7 @@ class Request:
         self._future: Future[Result] = Future()
         self._future.set_running_or_notify_cancel()  # only the engine ends it
         self._future.add_done_callback(lambda _: self._wake())
-        self._start, self._first = time.perf_counter(), math.nan
-        self._num_certain = [0] * len(samples.jobs)  # tokens of each sample whose text is certain
-        self._listeners: list[Callable[[], object]] = []  # to be called when that or the future changes
+        self._listeners: list[Callable[[], object]] = []  # to be called when there are pieces, or an end
 
     @property
     def is_done(self) -> bool:
@@ -150,10 +146,10 @@ class Request:
 
     def _new_pieces(self) -> Iterator[list[Piece]]:
         """Yield the pieces that have come since the last time, none where there are none, until the request ends."""
-        samples, is_done = [self._samples.pieces(i) for i in range(len(self._num_certain))], False
-        counts = [0] * len(samples)
+        counts, is_done = [0] * len(self._samples.jobs), False
+        samples = [self._samples.pieces(i) for i in range(len(counts))]
         while not is_done:
-            is_done, certain = self._future.done(), self._num_certain
+            is_done, certain = self._future.done(), self._samples.num_certain
             for i, count in enumerate(certain):
                 new = list(itertools.islice(samples[i], count - counts[i]))
                 if new:
@@ -163,22 +159,10 @@ class Request:
                 yield []
         self._future.result()
 
-    def _update(self) -> None:
-        """Note which tokens are certain now."""
-        certain = [job.output.num_certain for job in self._samples.jobs]
-        if certain != self._num_certain:
-            if math.isnan(self._first):
-                self._first = time.perf_counter()
-            self._num_certain = certain
-            self._wake()
-
     def _wake(self) -> None:
         for wake in tuple(self._listeners):
             with suppress(RuntimeError):  # of an event loop that has been closed
                 wake()
-
-    def _result(self) -> Result:
-        return self._samples.result(time.perf_counter() - self._start, self._first - self._start)
 
 
 class Engine:
@@ -300,14 +284,9 @@ class Engine:
 
         rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
         key = key_data(params.seed, self._entropy)
-        wants = params.logprobs is not None or params.num_samples > 1
-        jobs = [
-            Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, wants)
-            for i in range(params.num_samples)
-        ]
-        for job in jobs:
-            self._scheduler.check(job)
-        request = Request(self, Samples(prompt, params, jobs))
+        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority)
+        self._scheduler.check(samples.jobs[0])
+        request = Request(self, samples)
         with self._changed:
             self._check_open()
             waiting = sum(not any(job.is_running for job in other._samples.jobs) for other in self._live)
@@ -419,18 +398,20 @@ class Engine:
 
     def _collect(self) -> None:
         """Give out the results of requests that have ended."""
+        now = time.perf_counter()
         for request in list(self._live):
-            request._update()
             jobs = request._samples.jobs
+            if request._samples.update(now):
+                request._wake()
             error = next((job.error for job in jobs if job.error is not None), None)
             if error is not None:
                 for job in jobs:
                     self._scheduler.cancel(job)
                 self._end(request)
                 request._future.set_exception(error)
-            elif all(job.is_done for job in jobs):
+            elif request._samples.is_done:
                 self._end(request)
-                request._future.set_result(request._result())
+                request._future.set_result(request._samples.result())
 
     def _end(self, request: Request) -> None:
         del self._live[request]
