@@ -322,11 +322,10 @@ class Engine:
         wants = params.logprobs is not None or params.num_samples > 1
         grammar = params.guided_decoding
         options = {"wants_log_probs": wants, "grammar": grammar if isinstance(grammar, Grammar) else None}
-        jobs = [
-            Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, **options)
-            for i in range(params.num_samples)
-        ]
-        jobs[0].wants_prompt_log_probs = params.prompt_logprobs is not None
+        jobs = []
+        for i in range(params.num_samples):
+            options["wants_prompt_log_probs"] = i == 0 and params.prompt_logprobs is not None
+            jobs.append(Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, **options))
         for job in jobs:
             self._scheduler.check(job)
         request = Request(self, Samples(prompt, params, jobs))
