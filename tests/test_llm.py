@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import proposers, verifiers
-from specjax.engine import requests, run, slots
+from specjax.engine import slots
 from specjax.engine.llm import LLM, Completion, Piece
 from specjax.models import load
 from specjax.sampling import SamplingParams
@@ -212,7 +211,9 @@ class TestGenerate:
 
     def test_few_compilations(self, llm):
         def num_programs():
-            return [f._cache_size() for f in (slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)]
+            return [
+                f._cache_size() for f in (slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)
+            ]
 
         llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=40))
         before = num_programs()

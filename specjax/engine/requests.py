@@ -14,6 +14,7 @@ from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.scheduler import Job
 from specjax.log_probs import LogProbs
 from specjax.sampling import Sampling, SamplingParams
+from specjax.sampling.guided.tables import Grammar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -139,7 +140,7 @@ class Samples:
                 priority,
                 wants_log_probs=params.logprobs is not None or params.num_samples > 1,
                 wants_prompt_log_probs=params.prompt_logprobs is not None and sample == 0,
-                grammar=params.guided_decoding,
+                grammar=params.guided_decoding if isinstance(params.guided_decoding, Grammar) else None,
             )
             for sample in range(params.num_samples)
         ]

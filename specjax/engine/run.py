@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from specjax.engine.draft_length import CHOICES, BestDraftLength
+from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
@@ -17,7 +18,7 @@ from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
 from specjax.sampling.capacities import Capacities, of_request, use_of
-from specjax.sampling.guided.tables import round_up
+from specjax.sampling.guided.tables import Grammar, round_up
 from specjax.sampling.params import LogitsProcessor
 from specjax.types import Array, Context
 
@@ -78,6 +79,7 @@ class Run:
     def advance(self) -> None:
         """Do one round of the scheduler: feed prompts, dispatch a step, and read the one before."""
         self._scheduler.advance()
+        self._scheduler.changed.clear()  # all that live are looked at
         clock = time.perf_counter() - self._device.seconds_compiling
         for i, samples in list(self.live.items()):
             samples.update(clock)
@@ -129,9 +131,9 @@ class Run:
         page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
         tables = pool = None
         if llm.model.takes_pages and getattr(llm.proposer, "takes_pages", False):
-            pages_per_row = -(-max_length // page_size)
-            pool = num_slots * pages_per_row, page_size
-            tables = PageTables(*pool, pages_per_row, chunk_size)
+            sizes = {"num_slots": num_slots, "max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
+            pool = num_pages_that_fit(llm.model, llm.proposer, **sizes), page_size
+            tables = PageTables(*pool, -(-max_length // page_size), chunk_size)
         device = _Device(
             llm.model,
             llm.proposer,
@@ -226,7 +228,7 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
     words = [tokenized(p.bad_words or (), tokenize) for p in distinct]
     stops = [{*(p.stop_token_ids or ()), *(() if p.ignore_eos else llm.eos_token_ids)} for p in distinct]
     listed = max((n for p in distinct for n in (p.logprobs, p.prompt_logprobs) if n is not None), default=0)
-    grammars = {p.guided_decoding: None for p in distinct if p.guided_decoding is not None}
+    grammars = {p.guided_decoding for p in distinct if isinstance(p.guided_decoding, Grammar)}
     num_states = [grammar.transitions.shape[0] for grammar in grammars]
     processors, known = _placed_processors(distinct)
     capacities = Capacities(
@@ -239,6 +241,7 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
         grammars=_most([min(len(grammars), llm.num_slots)]),
         grammar_states=_most([min(sum(num_states), llm.num_slots * max(num_states, default=0))]),
         grammar_classes=_most(grammar.transitions.shape[1] for grammar in grammars),
+        samples=max(p.num_samples for p in distinct),
         logits_processors=known,
     )
     given = capacities, llm.eos_token_ids, llm.model.vocab_size, tokenize

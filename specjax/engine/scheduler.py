@@ -57,6 +57,7 @@ class Job:
     wants_prompt_log_probs: bool = False
     grammar: Grammar | None = None  # that of its parameters
     salt: bytes | None = b""
+    owner: Any = None  # whatever the caller knows it by
     tokens: list[int] = field(default_factory=list)
     counts: tuple[Totals, int] | None = None  # the totals of all slots after its last step, and the index of its own
     log_probs: list[LogProbs] = field(default_factory=list)
@@ -115,6 +116,7 @@ class Scheduler:
     Attributes:
         waiting: number of jobs without a slot.
         running: jobs with a slot.
+        changed: jobs that became active, got tokens or ended since the caller emptied it.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Scheduler:
         self._in_flight: deque[tuple[slots.Output, list[Job | None]]] = deque()
         self._fed: deque[Any] = deque()  # features of the last chunks
         self._acceptance = RecentAcceptance()
+        self.changed: list[Job] = []
         self._num_jobs = 0
         self._is_table_new = self._are_grammars_new = False
 
@@ -285,6 +288,7 @@ class Scheduler:
         row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
         self._device.insert(slot, row)
         job.is_active = job.is_scored = True
+        self.changed.append(job)
 
     def _step(self) -> None:
         """Dispatch a step of all active slots; where there are too few pages for it, some lose their slots."""
@@ -360,6 +364,7 @@ class Scheduler:
         if job.error is not None or job.output.finish_reason is not None:
             job.is_done = True
             self._leave(job)
+        self.changed.append(job)
 
     def _leave(self, job: Job) -> None:
         """Take a job out of its slot, if it has one, and free its pages and the place of its grammar."""
