@@ -27,8 +27,8 @@ EXTREMES = [None, True, False, 0, -1, 1, 2, 10**9, 10**400, -(2**63), 0.0, 1e-30
 EXTREMES += ["\0", "a" * 10_000, [], [[]], [None], [-1], ["x"] * 1000, {}, {"a": {}}, {"1": 1e9}, {"-1": 1}]
 FIELDS = """
     max_tokens n best_of temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
-    min_tokens logprobs priority prompt stop stop_token_ids logit_bias bad_words allowed_token_ids stream echo user model
-    stream_options guided_regex guided_json guided_choice response_format ignore_eos suffix no_such_field messages
+    min_tokens logprobs priority prompt stop stop_token_ids logit_bias bad_words allowed_token_ids stream echo user
+    model stream_options guided_regex guided_json guided_choice response_format ignore_eos suffix no_such_field messages
 """.split()  # noqa: SIM905
 PATTERNS = ["[0-9]{3}", "(a+)+b", "(", "a|b|c", "(a|b)*a(a|b){10}", "", "\\d", "[^a]*"]
 STATUSES = {200, 400, 404, 405, 408, 413, 415, 429, 431, 503}  # what a server may answer
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--max-length", "256", "--num-slots", "8"]
-    with subprocess.Popen([*command, "--max-waiting", "16"], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([*command, "--max-waiting", "14"], stdout=subprocess.PIPE, text=True) as server:
         try:
             port = int(server.stdout.readline().rsplit(":", 1)[1])
             wrong = asyncio.run(attack(port, args.requests, args.seed, server.pid))

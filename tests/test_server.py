@@ -123,7 +123,7 @@ def chat(content="the cat", **fields):
 def running(engine, served, shutdown_timeout=5.0, **options):
     """A server of an engine on a free port, in a thread."""
     app = App(engine, served, About(NUM_DRAFTS, "rejection"), **options)
-    server = Server(app, shutdown_timeout)
+    server = Server(app, shutdown_timeout, "ready")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
