@@ -198,7 +198,7 @@ def check_looks(browser: Browser, screenshot: Path | None) -> list[str]:
 
 def check_stop_and_errors(browser: Browser) -> list[str]:
     """Stop a request, and make one that the server refuses."""
-    browser.run('$("tokens").value = 1500; $("temperature").value = 1; $("start").click()')
+    browser.run('$("tokens").value = $("tokens").max - 112; $("start").click()')
     browser.wait_for('document.querySelectorAll("#text span").length > 3')
     browser.run('$("stop").click()')
     browser.wait_for('$("status").textContent.startsWith("Stopped")')

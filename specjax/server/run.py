@@ -1,6 +1,7 @@
 """Run the server of an LLM until a signal ends it."""
 
 import logging
+import math
 import socket
 import sys
 import time
@@ -52,6 +53,11 @@ def serve(
         ValueError: an argument is out of its range.
         OSError: the address is in use or not of this machine.
     """
+    for option, seconds in (("request_timeout", request_timeout), ("shutdown_timeout", shutdown_timeout)):
+        if not (0 < seconds < math.inf or (seconds == 0 and option == "shutdown_timeout")):
+            raise ValueError(f"{option} must be positive seconds, got {seconds}")
+    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in api_keys):
+        raise ValueError("api_key must be made of printable ASCII characters without spaces, at least one")
     is_local = host in LOOPBACK
     if not is_local and not api_keys:
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
