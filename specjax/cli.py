@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_arguments(generate)
     _add_batch(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -112,6 +114,70 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
     add("--compare", action="store_true", help="also measure plain decoding of the target")
     add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_serve(commands: Any) -> None:
+    """Add the command `specjax serve`."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve clients of OpenAI's protocol, and a page to look at",
+        description="Serve a model by HTTP to clients of OpenAI's protocol, and a page that shows how it decodes.",
+    )
+    serve.set_defaults(run=_serve, extra="serve")
+    _add_model_arguments(serve)
+    add = serve.add_argument
+    add("--name", help="what clients call the model; default: the name of its directory, specjax for the built-in pair")
+    add("--num-draft-tokens", type=int, default=4, metavar="K", help="draft tokens per step; 0: plain decoding")
+    add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; default: this machine alone")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen at, 0 takes a free one; default: 8000")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="key that clients must send; may be repeated; default: those in SPECJAX_API_KEY, with spaces between them",
+    )
+    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
+    add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait for a slot; default: 256")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds of a request; default: 600")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that running requests may take after SIGTERM; default: 30",
+    )
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Run `specjax serve` and return its exit code."""
+    from specjax import verifiers
+    from specjax.engine.llm import LLM
+    from specjax.server.run import serve
+
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
+    llm = LLM(
+        args.model,
+        args.draft,
+        args.num_draft_tokens,
+        verifier=getattr(verifiers, args.verifier),
+        dtype=args.dtype,
+        max_length=args.max_length,
+        compilation_cache=args.compilation_cache,
+    )
+    name = args.name or ("specjax" if args.model is None else Path(args.model).name)
+    return serve(
+        llm,
+        name,
+        host=args.host,
+        port=args.port,
+        num_slots=args.num_slots,
+        max_waiting=args.max_waiting,
+        api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+    )
 
 
 def _int_or_auto(text: str) -> int | str:

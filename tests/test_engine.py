@@ -2,24 +2,52 @@
 
 import asyncio
 import itertools
+import re
 import threading
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_scheduler import Letters, alone, replace_params
-from test_slots import CAPACITIES, CHUNK, EOS, KINDS, MAX_LENGTH, NUM_SLOTS, PAGE_SIZE, make, make_proposer, some_jobs
+from test_slots import (
+    CAPACITIES,
+    CHUNK,
+    EOS,
+    KINDS,
+    MAX_LENGTH,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    VOCAB,
+    make,
+    make_proposer,
+    some_jobs,
+)
 
-from specjax import SamplingParams, verifiers
+from specjax import SamplingParams, guided, verifiers
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 
 
 class Tokenizer(Letters):
+    """Letters for tokens, as a tokenizer of bytes has them; the end of a sequence is special."""
+
     def encode(self, text, add_special_tokens=True):
         raise AssertionError("the tests give token ids")
+
+    def decode(self, ids, skip_special_tokens):
+        return super().decode([i for i in ids if not (skip_special_tokens and i in EOS)], skip_special_tokens)
+
+    def to_str(self):
+        return '{"decoder": {"type": "ByteLevel"}}'
+
+    def get_vocab(self):
+        return {chr(ord("A") + i): i for i in range(VOCAB)}
+
+    def get_added_tokens_decoder(self):
+        return {EOS[0]: SimpleNamespace(special=True, content="F")}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +259,8 @@ def test_cancelled_requests_end(engine):
         ([], {}, "prompt must have at least one token"),
         ([99], {}, r"prompt must have token ids in \[0, 31\), got 99"),
         ([1] * MAX_LENGTH, {}, "prompt must leave room for one token"),
-        ([1], {"prompt_logprobs": 1}, "prompt_logprobs must be None in an engine, got 1"),
+        ([1], {"prompt_logprobs": 4}, r"prompt_logprobs must have at most 3 tokens \(Capacities.logprobs\), got 4"),
+        ([1], {"n": 10**9}, r"n must have at most 128 completions \(Capacities.samples\), got 1000000000"),
         ([1], {"stop_token_ids": list(range(9))}, "stop_token_ids must have at most 4 ids"),
     ],
 )
@@ -293,3 +322,78 @@ def test_a_failure_of_the_device_ends_every_request(target, monkeypatch):
     with pytest.raises(RuntimeError, match="the engine has failed"):
         engine.submit([1])
     engine.close()
+
+
+LARGE = replace(CAPACITIES, grammars=2, grammar_states=40, grammar_classes=20)
+
+
+@pytest.fixture(scope="module")
+def guided_engine(target):
+    with engine_of(target, None, capacities=LARGE) as engine:
+        yield engine
+
+
+def test_grammars_are_compiled_for_their_requests(guided_engine):
+    """More of them than have a place, several requests of one, and requests without one that do not wait."""
+    patterns = ["(AB|CD)+E", "[G-K]{3}", "B(A|C){2,5}D"]
+    sources = [guided.Regex(pattern) for pattern in patterns] + [guided.Choices(["GO", "AHEAD"])]
+    params = [SamplingParams(guided_decoding=source, max_tokens=12, seed=i) for i, source in enumerate(sources * 3)]
+    requests = [guided_engine.submit([1, 2, i], each) for i, each in enumerate(params)]
+    free = guided_engine.submit([1, 2], SamplingParams(max_tokens=12, seed=1))
+    assert len(free.result(timeout=60).token_ids) <= 12
+    for i, request in enumerate(requests):
+        result = request.result(timeout=120)
+        text, source = result.text, sources[i % 4]
+        if result.completions[0].finish_reason == "length":
+            continue
+        if isinstance(source, guided.Choices):
+            assert text in source.texts
+        else:
+            assert re.fullmatch(source.pattern, text)
+    reasons = [request.result().completions[0].finish_reason for request in requests]
+    assert reasons.count("stop") >= 6
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (guided.Regex("a)(b"), r"guided_decoding must be a valid grammar, got ValueError: pattern must be a regular"),
+        (guided.Regex("x"), "must match a text that the vocabulary can make"),
+        (guided.Regex("[A-E]{50}"), "guided_decoding must have at most 40 states"),
+        (guided.JsonSchema({"type": "nothing"}), "guided_decoding must be a valid grammar"),
+    ],
+)
+def test_a_grammar_that_does_not_compile_ends_its_request(guided_engine, source, message):
+    request = guided_engine.submit([1], SamplingParams(guided_decoding=source, n=2))
+    with pytest.raises(ValueError, match=message):
+        request.result(timeout=120)
+    assert guided_engine.stats().num_waiting == 0
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request(guided_engine, monkeypatch):
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 0.3)
+    slow = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("(A|B)*A(A|B){18}"), max_tokens=3))
+    other = guided_engine.submit([1], SamplingParams(max_tokens=3))
+    assert len(other.result(timeout=60).token_ids) <= 3
+    with pytest.raises(ValueError, match=r"compiles within 0\.3 seconds and its memory, got no answer in time"):
+        slow.result(timeout=120)
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 60)
+    fine = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("AB"), max_tokens=3))
+    assert fine.result(timeout=120).text == "AB"
+
+
+def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkeypatch):
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 1)
+    slow = [
+        guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex(f"(A|B)*A(A|B){{{n}}}")))
+        for n in range(17, 27)
+    ]
+    for request in slow:
+        request.cancel()
+        with pytest.raises(CancelledError):
+            request.result(timeout=10)
+    stats = guided_engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.pages.num_used) == (0, 0, 0)
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 60)
+    fine = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("AC"), max_tokens=3))
+    assert fine.result(timeout=30).text == "AC"

@@ -1,28 +1,34 @@
 """Serve requests that come and go on one batch of slots, from a thread that keeps the device busy."""
 
 import asyncio
+import atexit
 import itertools
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from specjax import verifiers
+from specjax import proposers, verifiers
 from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.grammar_compiler import GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Job, Scheduler
 from specjax.engine.slots import Slots
 from specjax.sampling import SamplingParams
-from specjax.sampling.capacities import Capacities, of_request
+from specjax.sampling.capacities import Capacities, check_grammar, of_request
+from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
 
@@ -91,6 +97,9 @@ class Request:
 
     def __init__(self, engine: "Engine", samples: Samples):
         self._engine, self._samples = engine, samples
+        grammar = samples.params.guided_decoding
+        self._source = grammar if isinstance(grammar, Source) else None
+        self._grammar: Future[Grammar] = Future()  # what it is compiled to
         self._future: Future[Result] = Future()
         self._future.set_running_or_notify_cancel()  # only the engine ends it
         self._future.add_done_callback(lambda _: self._wake())
@@ -115,6 +124,21 @@ class Request:
             RuntimeError: the engine has failed.
         """
         return self._future.result(timeout)
+
+    async def wait(self) -> Result:
+        """Return the result, as `result` does, and leave the event loop to others until it is there.
+
+        If the caller is cancelled, the request goes on.
+        """
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # of an event loop that has been closed
+                loop.call_soon_threadsafe(done.set)
+
+        self._future.add_done_callback(wake)
+        await done.wait()
+        return self._future.result()
 
     def cancel(self) -> None:
         """End the request. What it has so far is lost, and its slots are free for others before the next step."""
@@ -196,16 +220,26 @@ class Engine:
         max_length: the most tokens of a prompt and its output.
         tokenizer: the tokenizer of the target.
         eos_token_ids: the end-of-sequence tokens.
-        num_pages: number of pages of the caches; None is enough for every slot at its longest.
+        num_pages: number of pages of the caches; None is enough for every slot at its longest, or as many as fit into
+            the free memory of a device that says how much it has.
         page_size: slots of a page.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
+        chunks_per_step: number of chunks that are fed between two steps, at most. 1 keeps the time between the tokens
+            of a request short while the prompts of others enter; more fill vacant slots sooner.
+        draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
+            decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
+        choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
+            each step, given the number of samples in it and an estimate of how often drafts were accepted lately. It
+            must be given where there are several. The tokens of a request then depend on its company, but under
+            `verifiers.match`; the distribution that they are drawn from does not.
+        grammar_seconds: the most seconds that the grammar of a request may take to compile.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or the pages do not fit into the memory of the device.
     """
 
     def __init__(
@@ -223,27 +257,46 @@ class Engine:
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
+        chunks_per_step: int = 1,
+        draft_lengths: Sequence[int] | None = None,
+        choose_draft_length: Callable[[int, float], int] | None = None,
+        grammar_seconds: float = 10.0,
     ):
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
-        for name, number in (("page_size", page_size), ("chunk_size", chunk_size)):
+        numbers = {"page_size": page_size, "chunk_size": chunk_size, "chunks_per_step": chunks_per_step}
+        for name, number in numbers.items():
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
-        takes_pages = model.takes_pages and (proposer is None or getattr(proposer, "takes_pages", False))
+        if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
+            raise ValueError(
+                f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
+                f"{choose_draft_length!r} and {draft_lengths!r}"
+            )
+        if not 0 < grammar_seconds < math.inf:
+            raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
+        proposer = proposer or proposers.none()
+        takes_pages = model.takes_pages and getattr(proposer, "takes_pages", False)
         tables = pool = None
         if takes_pages:
             pages_per_row = -(-max_length // page_size)
-            num_pages = num_slots * pages_per_row if num_pages is None else num_pages
+            if num_pages is None:
+                lengths = {"max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
+                num_pages = num_pages_that_fit(model, proposer, num_slots=num_slots, **lengths)
             tables, pool = PageTables(num_pages, page_size, pages_per_row, chunk_size), (num_pages, page_size)
         elif num_pages is not None:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
-        device = Slots(model, proposer, verifier=verifier, **sizes)
+        device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, **sizes)
         device.compile(chunk_size)
-        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids)
+        options = {"chunks_per_step": chunks_per_step, "choose_draft_length": choose_draft_length}
+        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids, **options)
         self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
+        limits = {"time_limit": grammar_seconds, "max_kept": 2 * self._capacities.grammars}
+        given = partial(vocabulary, tokenizer), eos_token_ids, self._check_grammar
+        self._compiler = GrammarCompiler(*given, **limits)
         self._entropy = np.random.default_rng()
         self._live: dict[Request, None] = {}
         self._num_finished = self._num_prompt_tokens = 0
@@ -252,6 +305,7 @@ class Engine:
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, None
         self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
+        _engines.add(self)
         self._thread.start()
 
     def submit(
@@ -271,8 +325,6 @@ class Engine:
             RuntimeError: the engine is closed or has failed.
         """
         params = SamplingParams() if params is None else params
-        if params.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs must be None in an engine, got {params.prompt_logprobs}")
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
@@ -283,22 +335,31 @@ class Engine:
         rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
         key = key_data(params.seed, self._entropy)
         wants = params.logprobs is not None or params.num_samples > 1
+        grammar = params.guided_decoding
+        options = {"wants_log_probs": wants, "grammar": grammar if isinstance(grammar, Grammar) else None}
         jobs = [
-            Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, wants)
+            Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, **options)
             for i in range(params.num_samples)
         ]
+        jobs[0].wants_prompt_log_probs = params.prompt_logprobs is not None
         for job in jobs:
             self._scheduler.check(job)
         request = Request(self, Samples(prompt, params, jobs))
+        for job in jobs:
+            job.owner = request
         with self._changed:
             self._check_open()
-            waiting = sum(not any(job.is_running for job in other._samples.jobs) for other in self._live)
+            waiting = len(self._live) - len({job.owner for job in self._scheduler.running})
             if self._max_waiting is not None and waiting >= self._max_waiting:
                 raise QueueFull(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
             self._live[request] = None
             self._num_prompt_tokens += len(ids)
-            self._calls.append((self._add, (request,)))
-            self._changed.notify()
+            if request._source is None:
+                self._calls.append((self._add, (request,)))
+                self._changed.notify()
+        if request._source is not None:
+            request._grammar = self._compiler.request(request._source)
+            request._grammar.add_done_callback(lambda _: self._send(self._compiled, request))
         return request
 
     async def generate(
@@ -333,11 +394,17 @@ class Engine:
                 num_accepted_at=tuple(counts.num_accepted_at.tolist()),
             )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests: it is not closed, and has not failed."""
+        return not self._is_closed
+
     def close(self) -> None:
         """Stop. Requests that have not ended are cancelled."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        self._compiler.close()
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -392,29 +459,64 @@ class Engine:
         for job in request._samples.jobs:
             self._scheduler.add(job)
 
+    def _check_grammar(self, grammar: Grammar) -> None:
+        check_grammar(grammar, self._capacities, self._vocab_size)
+
+    def _compiled(self, request: Request) -> None:
+        """Queue the samples of a request whose grammar is compiled, or end it where that failed."""
+        if request not in self._live:
+            return
+        try:
+            for job in request._samples.jobs:
+                job.grammar = request._grammar.result()
+        except Exception as error:
+            self._fail(request, error)
+        else:
+            self._add(request)
+
     def _cancel(self, request: Request) -> None:
         if request in self._live:
-            for job in request._samples.jobs:
-                self._scheduler.cancel(job)
-            self._end(request)
-            request._future.set_exception(CancelledError("the request was cancelled"))
+            self._fail(request, CancelledError("the request was cancelled"))
 
     def _collect(self) -> None:
-        """Give out the results of requests that have ended."""
-        for request in list(self._live):
-            request._update()
+        """Give out what the last steps have changed, and the results of requests that have ended."""
+        changed, self._scheduler.changed = self._scheduler.changed, []
+        for request in dict.fromkeys(job.owner for job in changed):
             jobs = request._samples.jobs
             error = next((job.error for job in jobs if job.error is not None), None)
+            try:
+                request._update()
+                result = request._result() if error is None and all(job.is_done for job in jobs) else None
+            except Exception as other:  # of one request, which ends alone
+                error, result = error or other, None
+            if request not in self._live:
+                continue
             if error is not None:
-                for job in jobs:
-                    self._scheduler.cancel(job)
+                self._fail(request, error)
+            elif result is not None:
                 self._end(request)
-                request._future.set_exception(error)
-            elif all(job.is_done for job in jobs):
-                self._end(request)
-                request._future.set_result(request._result())
+                request._future.set_result(result)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request without a result."""
+        for job in request._samples.jobs:
+            self._scheduler.cancel(job)
+        self._end(request)
+        request._future.set_exception(error)
 
     def _end(self, request: Request) -> None:
         del self._live[request]
+        if request._source is not None:
+            self._compiler.leave(request._source)
         self._num_finished += 1
         self._ended = self._ended.plus(request._samples.jobs)
+
+
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop the threads of engines that are not closed: one that calls a device while the process ends may crash it."""
+    for engine in list(_engines):
+        engine.close()

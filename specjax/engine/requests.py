@@ -171,9 +171,19 @@ class Samples:
             self.prompt,
             [self._completion(job) for job in ranked],
             metrics_of(totals, num_tokens, seconds, time_to_first_token),
+            prompt_logprobs=self._prompt_logprobs(),
             num_prompt_tokens=len(first.prompt),
             num_cached_tokens=first.num_cached_tokens,
         )
+
+    def _prompt_logprobs(self) -> list[TokenLogProbs | None] | None:
+        first, n = self.jobs[0], self.params.prompt_logprobs
+        if n is None:
+            return None
+        entries = first.prompt_log_probs
+        assert entries is not None, "they are read with the first step"
+        arrays = entries.chosen, entries.top_ids[:, :n], entries.top[:, :n]
+        return [None, *list_log_probs(first.prompt[1:], *(np.asarray(array).tolist() for array in arrays))]
 
     def _completion(self, job: "Job") -> Completion:
         output, n = job.output, self.params.logprobs

@@ -1,13 +1,13 @@
 """Decide which requests the device works on: who enters a slot, whose prompt is fed next, and who leaves.
 
 A scheduler runs in one thread and reads no clock, so that its decisions can be repeated. Each round lets requests into
-vacant slots, feeds one chunk of one prompt, dispatches a step of all active slots, and reads what the step before gave:
-the device has the next step when the host looks at the last one.
+vacant slots, feeds a chunk of a prompt, dispatches a step of all active slots, and reads what the step before gave: the
+device has the next step when the host looks at the last one.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,16 @@ import numpy as np
 from specjax import decode
 from specjax.engine import slots
 from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.draft_length import RecentAcceptance
+from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables, Row
 from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import use_of
+from specjax.sampling.guided.tables import Grammar
+
+CHUNKS_AHEAD = 2  # chunks that the device has not finished when the next is dispatched and no slot is active
 
 
 @dataclass(eq=False)
@@ -31,8 +36,9 @@ class Job:
     Attributes:
         tokens: the prompt and what was generated so far, without what a stop string cut off.
         output: the text of the output, which knows whether it has ended.
-        totals: the counts of its steps.
         log_probs: log-probabilities of the output tokens, read of each step; empty if not asked for.
+        prompt_log_probs: log-probabilities of the tokens of the prompt but the first, fields [prompt length - 1, ...];
+            None if not asked for, and before they are read with the first step.
         kinds: how each output token came about, as in `Piece.kind`.
         use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
@@ -48,10 +54,14 @@ class Job:
     sample: int = 0
     priority: int = 0
     wants_log_probs: bool = False
+    wants_prompt_log_probs: bool = False
+    grammar: Grammar | None = None  # that of its parameters
     salt: bytes | None = b""
+    owner: Any = None  # whatever the caller knows it by
     tokens: list[int] = field(default_factory=list)
-    totals: Totals | None = None
+    counts: tuple[Totals, int] | None = None  # the totals of all slots after its last step, and the index of its own
     log_probs: list[LogProbs] = field(default_factory=list)
+    prompt_log_probs: LogProbs | None = None
     kinds: list[str] = field(default_factory=list)
     is_done: bool = False
     error: Exception | None = None
@@ -64,10 +74,21 @@ class Job:
     is_active: bool = False  # whether its row takes part in steps: its prompt is computed
     num_computed: int = 0  # tokens whose chunks are dispatched
     features: Any = None  # of the last of them
+    scores: list[LogProbs] = field(default_factory=list)  # of the chunks of the prompt, on the device
+    is_scored: bool = False  # whether `scores` are those of the whole prompt, or have been read
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
         self.use = use_of(self.sampling)
+        self.is_scored = not self.wants_prompt_log_probs
+
+    @property
+    def totals(self) -> Totals | None:
+        """The counts of its steps; None before the first is read."""
+        if self.counts is None:
+            return None
+        totals, slot = self.counts
+        return jax.tree.map(lambda x: np.array(x[slot]), totals)
 
     @property
     def is_running(self) -> bool:
@@ -88,26 +109,42 @@ class Scheduler:
         tables: the page tables of the slots; None where their caches are dense.
         chunk_size: number of prompt tokens that are fed in a call.
         eos_token_ids: end-of-sequence tokens, which end an output without a `stop_reason`.
+        chunks_per_step: number of chunks that are fed between two steps, at most.
+        choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
+            returns the number of draft tokens of the next step, one of those of the device. None: always the largest.
 
     Attributes:
         waiting: number of jobs without a slot.
         running: jobs with a slot.
+        changed: jobs that got tokens or ended in steps read since the caller emptied it.
     """
 
     def __init__(
-        self, device: slots.Slots, tables: PageTables | None, chunk_size: int, eos_token_ids: Sequence[int] = ()
+        self,
+        device: slots.Slots,
+        tables: PageTables | None,
+        chunk_size: int,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        chunks_per_step: int = 1,
+        choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
+        self._chunks_per_step, self._choose = chunks_per_step, choose_draft_length
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
+        self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
-        self._queue: list[tuple[tuple[int, int], Job]] = []
+        self._queue, self._guided = _Queue(), _Queue()  # jobs without and with a grammar
         self._in_flight: deque[tuple[slots.Output, list[Job | None]]] = deque()
+        self._fed: deque[Any] = deque()  # features of the last chunks
+        self._acceptance = RecentAcceptance()
+        self.changed: list[Job] = []
         self._num_jobs = 0
-        self._is_table_new = False
+        self._is_table_new = self._are_grammars_new = False
 
     @property
     def waiting(self) -> int:
-        return sum(not job.is_done for _, job in self._queue)
+        return len(self._queue) + len(self._guided)
 
     @property
     def running(self) -> list[Job]:
@@ -130,47 +167,78 @@ class Scheduler:
                 raise ValueError(f"prompt and max_tokens must fit the {available} pages, got a need of {needed}")
 
     def add(self, job: Job) -> None:
-        """Queue a job that has passed `check`."""
+        """Queue a job that has passed `check`, unless it has ended."""
+        if job.is_done:
+            return
         job.number = self._num_jobs
         self._num_jobs += 1
-        heapq.heappush(self._queue, (job.rank, job))
+        self._queue_of(job).push(job)
 
     def cancel(self, job: Job) -> None:
         """End a job now; what the device still computes of it is not read."""
         if not job.is_done:
             job.is_done = True
+            if job.slot is None and job.number >= 0:
+                self._queue_of(job).drop(job)
             self._leave(job)
 
     def advance(self) -> bool:
         """Do one round; return whether there is more to do."""
         self._admit()
-        self._feed()
+        for _ in range(self._chunks_per_step):
+            self._feed()
         self._step()
         while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
-        return bool(self._queue or self._in_flight or self.running)
+        return bool(self.waiting or self._in_flight or self.running)
+
+    def _queue_of(self, job: Job) -> "_Queue":
+        return self._queue if job.grammar is None else self._guided
 
     def _room(self, length: int) -> int:
         """Slots that a row of this length needs for the steps up to the time its length is known again."""
         return min(length + 2 * self._width, self._device.max_length)
 
     def _admit(self) -> None:
-        """Let the first jobs of the queue into vacant slots, as long as there are pages."""
-        while self._queue and None in self._slots:
-            job = self._queue[0][1]
-            if not job.is_done:
-                if self._tables is not None:
-                    tokens = np.array(job.tokens, np.int32)
-                    job.pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt)
-                    if job.pages is None:
-                        return
-                    job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
-                    if not job.num_preempted:
-                        job.num_cached_tokens = job.num_computed
-                    self._is_table_new = True
-                job.slot = self._slots.index(None)
-                self._slots[job.slot] = job
-            heapq.heappop(self._queue)
+        """Let the first jobs into vacant slots, as long as there are pages.
+
+        Where the first job with a grammar finds no place for it, those behind it that have one wait, too.
+        """
+        queues = [self._queue, self._guided]
+        while None in self._slots:
+            jobs = [job for queue in queues if (job := queue.first) is not None]
+            if not jobs:
+                return
+            job = min(jobs, key=lambda job: job.rank)
+            if job.grammar is not None and not self._place_grammar(job.grammar):
+                queues = [self._queue]
+                continue
+            if not self._place_tokens(job):
+                if job.grammar is not None:
+                    self._grammars.remove(job.grammar)
+                return
+            self._queue_of(job).pop()
+            job.slot = self._slots.index(None)
+            self._slots[job.slot] = job
+
+    def _place_grammar(self, grammar: Grammar) -> bool:
+        """Hold a place of the tables for a grammar; return whether there is one."""
+        is_known = grammar in self._grammars
+        has_place = self._grammars.insert(grammar)
+        self._are_grammars_new |= has_place and not is_known
+        return has_place
+
+    def _place_tokens(self, job: Job) -> bool:
+        """Give a job pages for its tokens; return whether there are enough."""
+        if self._tables is None:
+            return True
+        tokens = np.array(job.tokens, np.int32)
+        job.pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt, takes=job.is_scored)
+        if job.pages is None:
+            return False
+        job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
+        self._is_table_new = True
+        return True
 
     def _feed(self) -> None:
         """Feed the next chunk of the first job whose prompt is not computed; after the last one it becomes active."""
@@ -178,20 +246,48 @@ class Scheduler:
         if not jobs:
             return
         job = min(jobs, key=lambda job: job.rank)
+        self._take(job)
         tokens, slot = np.array(job.tokens, np.int32), job.slot
         assert slot is not None
         self._send_tables()
         features = self._device.no_features if job.num_computed == 0 else job.features
         chunk = slots.chunk_at(tokens, job.num_computed, self._chunk_size, features)
-        job.features = self._device.prefill(slot, chunk)
+        job.features, scores = self._device.prefill(slot, chunk, log_probs=not job.is_scored)
+        if scores is not None:
+            job.scores.append(scores)
         job.num_computed += self._chunk_size
         if job.pages is not None and self._tables is not None and job.num_computed <= len(tokens):
             self._tables.register(job.pages, job.num_computed, job.features)
+        self._fed.append(job.features)
+        if len(self._fed) > CHUNKS_AHEAD:
+            last = self._fed.popleft()
+            if not self._active:
+                jax.block_until_ready(last)
         if job.num_computed >= len(tokens):
-            options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals}
-            row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
-            self._device.insert(slot, row)
-            job.is_active = True
+            self._activate(job, slot, tokens)
+
+    def _take(self, job: Job) -> None:
+        """Let a job take the chunks that others have computed since it came, instead of computing them."""
+        if self._tables is None or job.pages is None:
+            return
+        while job.is_scored and self._tables.take(job.pages, job.num_computed):
+            job.num_computed, job.features = job.num_computed + self._chunk_size, job.pages.value
+            self._is_table_new = True
+        if not job.num_preempted:
+            job.num_cached_tokens = job.pages.num_cached_tokens
+
+    def _activate(self, job: Job, slot: int, tokens: np.ndarray) -> None:
+        """Make a job whose tokens are computed take part in steps."""
+        guide = None
+        if job.grammar is not None:
+            guide = self._grammars.guide(job.grammar, tokens[len(job.prompt) :])
+            if self._are_grammars_new:
+                self._device.set_grammars(self._grammars.token_classes, self._grammars.transitions)
+                self._are_grammars_new = False
+        options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals, "guide": guide}
+        row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
+        self._device.insert(slot, row)
+        job.is_active = job.is_scored = True
 
     def _step(self) -> None:
         """Dispatch a step of all active slots; where there are too few pages for it, some lose their slots."""
@@ -203,14 +299,16 @@ class Scheduler:
             return
         self._send_tables()
         use = max(job.use for job in active)
-        output = self._device.step(use, log_probs=any(job.wants_log_probs for job in active))
+        num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
+        wants_log_probs = any(job.wants_log_probs for job in active)
+        output = self._device.step(use, log_probs=wants_log_probs, num_draft_tokens=num_draft_tokens)
         self._in_flight.append((output, [job if job and job.is_active else None for job in self._slots]))
 
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
         if self._tables is None or job.pages is None:
             return True
-        unread = sum(job in jobs for _, jobs in self._in_flight)
+        unread = sum(jobs[job.slot] is job for _, jobs in self._in_flight if job.slot is not None)
         room = min(len(job.tokens) + (unread + 1) * self._width, self._device.max_length)
         before = job.pages.stop
         if not self._tables.ensure(job.pages, room):
@@ -227,7 +325,7 @@ class Scheduler:
         job = max(self.running, key=lambda job: job.rank)
         self._leave(job)
         job.num_preempted += 1
-        heapq.heappush(self._queue, (job.rank, job))
+        self._queue_of(job).push(job)
 
     def _send_tables(self) -> None:
         if self._tables is not None and self._is_table_new:
@@ -239,30 +337,36 @@ class Scheduler:
     def _read(self) -> None:
         """Read the oldest step, and end the jobs that it ends."""
         output, jobs = self._in_flight.popleft()
-        read: Any = jax.device_get(output)
-        tokens, finished, log_probs = read.tokens, read.finished, read.log_probs
+        read: Any = jax.device_get((output, {job.number: job.scores for job in jobs if job and job.scores}))
+        output, scores = read
+        self._acceptance.update(output.num_drafts, output.num_accepted)
         for slot, job in enumerate(jobs):
-            if job is None or job.is_done:
-                continue
-            committed = tokens[slot][tokens[slot] >= 0].tolist()
-            job.tokens += committed
-            job.kinds += _kinds(int(read.num_drafts[slot]), int(read.num_accepted[slot]), len(committed))
-            job.totals = jax.tree.map(lambda x, slot=slot: np.array(x[slot]), read.totals)
-            if log_probs is not None and job.wants_log_probs:
-                width = len(committed)
-                job.log_probs.append(jax.tree.map(lambda x, slot=slot, width=width: x[slot, :width], log_probs))
-            try:
-                job.output.extend(committed)
-                if job.output.finish_reason is None and finished[slot] != decode.RUNNING:
-                    job.output.finish(finished[slot] == decode.STOP, self._eos)
-            except Exception as error:  # of the tokenizer: it ends this job alone
-                job.error = error
-            if job.error is not None or job.output.finish_reason is not None:
-                job.is_done = True
-                self._leave(job)
+            if job is not None and not job.is_done:
+                if job.scores:
+                    job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
+                self._extend(job, slot, output)
+
+    def _extend(self, job: Job, slot: int, output: slots.Output) -> None:
+        """Add what a step gave a job, and end the job where it ends."""
+        committed = [token for token in output.tokens[slot].tolist() if token >= 0]
+        job.tokens += committed
+        job.kinds += _kinds(int(output.num_drafts[slot]), int(output.num_accepted[slot]), len(committed))
+        job.counts = output.totals, slot
+        if output.log_probs is not None and job.wants_log_probs:
+            job.log_probs.append(jax.tree.map(lambda x: np.array(x[slot, : len(committed)]), output.log_probs))
+        try:
+            job.output.extend(committed)
+            if job.output.finish_reason is None and output.finished[slot] != decode.RUNNING:
+                job.output.finish(bool(output.finished[slot] == decode.STOP), self._eos)
+        except Exception as error:  # of the tokenizer: it ends this job alone
+            job.error = error
+        if job.error is not None or job.output.finish_reason is not None:
+            job.is_done = True
+            self._leave(job)
+        self.changed.append(job)
 
     def _leave(self, job: Job) -> None:
-        """Take a job out of its slot, if it has one, and free its pages."""
+        """Take a job out of its slot, if it has one, and free its pages and the place of its grammar."""
         if job.slot is None:
             return
         self._device.evict([job.slot])
@@ -270,8 +374,51 @@ class Scheduler:
         if job.pages is not None and self._tables is not None:
             self._tables.free(job.pages)
             self._is_table_new = True
+        if job.grammar is not None:
+            self._grammars.remove(job.grammar)
+        if not job.is_scored:
+            job.scores = []
         job.slot = job.pages = job.features = None
         job.num_computed = 0
+
+
+class _Queue:
+    """Jobs that wait, the first by rank first."""
+
+    def __init__(self):
+        self._jobs: list[tuple[tuple[int, int], Job]] = []  # a heap, with jobs that have ended meanwhile
+        self._num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs) - self._num_ended
+
+    @property
+    def first(self) -> Job | None:
+        """The first job, None where there is none."""
+        while self._jobs and self._jobs[0][1].is_done:
+            heapq.heappop(self._jobs)
+            self._num_ended -= 1
+        return self._jobs[0][1] if self._jobs else None
+
+    def push(self, job: Job) -> None:
+        heapq.heappush(self._jobs, (job.rank, job))
+
+    def pop(self) -> None:
+        """Remove the job that is `first`."""
+        heapq.heappop(self._jobs)
+
+    def drop(self, job: Job) -> None:
+        """Note that a job in the queue has ended."""
+        self._num_ended += 1
+        if self._num_ended > len(self._jobs) // 2:  # so that they take no memory
+            self._jobs = [entry for entry in self._jobs if not entry[1].is_done]
+            heapq.heapify(self._jobs)
+            self._num_ended = 0
+
+
+def _joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
+    """Return the log-probabilities of several chunks [1, T, ...] as one, cut to a length."""
+    return jax.tree.map(lambda *arrays: np.concatenate([array[0] for array in arrays])[:length], *parts)
 
 
 def _kinds(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:

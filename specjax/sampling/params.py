@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.sampling.guided.sources import Source
 from specjax.sampling.guided.tables import Grammar
 from specjax.types import Array, Context
 from specjax.validation import is_integer
@@ -57,7 +58,8 @@ class SamplingParams:
             the model's logits. The context describes the one sequence: `tokens` [N] with the drafts, -1 from `length`
             on, and `prompt_length`. Functions that compare equal share a compilation; arrays that are bound by
             `jax.tree_util.Partial` may change without another compilation.
-        guided_decoding: a `specjax.guided.Grammar` that the generated text must follow.
+        guided_decoding: a `specjax.guided.Grammar` that the generated text must follow. An engine also takes what
+            it is compiled from, `guided.Regex`, `guided.JsonSchema` or `guided.Choices`, and compiles it.
         logprobs: how many of the most likely tokens to list with their log-probabilities for every generated token,
             beside the token itself; None lists none. The log-probabilities are those of the distribution that the token
             was drawn from, after the effect of all these parameters; at temperature 0, of this distribution at
@@ -89,7 +91,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str | Sequence[int]] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
-    guided_decoding: Grammar | None = None
+    guided_decoding: Grammar | Source | None = None
     n: int = 1
     best_of: int | None = None
     logprobs: int | None = None
@@ -106,8 +108,8 @@ class SamplingParams:
         sequences = self._checked_sequences()
         self._require(
             "guided_decoding",
-            "None or a specjax.guided.Grammar, as guided.from_regex returns",
-            self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
+            "None or a specjax.guided.Grammar, as guided.from_regex returns, or what an engine compiles to one",
+            self.guided_decoding is None or isinstance(self.guided_decoding, Grammar | Source),
         )
         for name in (
             "ignore_eos",
