@@ -116,7 +116,7 @@ class Scheduler:
     Attributes:
         waiting: number of jobs without a slot.
         running: jobs with a slot.
-        changed: jobs that got tokens or ended in steps read since the caller emptied it.
+        changed: jobs that became active, got tokens or ended since the caller emptied it.
     """
 
     def __init__(
@@ -288,6 +288,7 @@ class Scheduler:
         row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
         self._device.insert(slot, row)
         job.is_active = job.is_scored = True
+        self.changed.append(job)
 
     def _step(self) -> None:
         """Dispatch a step of all active slots; where there are too few pages for it, some lose their slots."""
