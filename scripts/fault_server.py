@@ -206,7 +206,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--max-length", "256", "--num-slots", "8"]
-    with subprocess.Popen([*command, "--max-waiting", "14"], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [*command, "--max-waiting", "20", "--request-timeout", "60"], stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             port = int(server.stdout.readline().rsplit(":", 1)[1])
             wrong = asyncio.run(attack(port, args.requests, args.seed, server.pid))

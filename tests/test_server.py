@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import jax
@@ -545,33 +545,38 @@ def pair(tmp_path_factory):
 @pytest.mark.slow
 class TestCommand:
     def test_from_start_to_end(self, pair):
+        body = completion(max_tokens=150, stream=True)
         with process(*pair, SPECJAX_API_KEY="secret other") as (started, client):
             assert client.call("GET", "/health")[0] == 200
             assert client.call("GET", "/v1/models")[0] == 401
             headers = JSON | {"authorization": "Bearer other"}
-            body = completion(max_tokens=150, stream=True)
             for _ in range(8):  # a client that leaves is a broken pipe
                 client.send("POST", "/v1/completions", body, headers).close()
-            response = client.send("POST", "/v1/completions", body, headers).getresponse()
-            response.readline()
-            started.terminate()
-            assert response.read().endswith(b"data: [DONE]\n\n")
+            with closing(client.send("POST", "/v1/completions", body, headers)) as connection:
+                response = connection.getresponse()
+                response.readline()
+                started.terminate()
+                assert response.read().endswith(b"data: [DONE]\n\n")
             assert started.wait(timeout=60) == 0
 
     def test_killed_in_the_middle_of_a_stream(self, pair):
+        body = completion(max_tokens=180, stream=True)
         with process(*pair) as (started, client):
-            response = client.send("POST", "/v1/completions", completion(max_tokens=180, stream=True)).getresponse()
-            response.readline()
-            started.kill()
-            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
-                response.read()
+            with closing(client.send("POST", "/v1/completions", body)) as connection:
+                response = connection.getresponse()
+                response.readline()
+                started.kill()
+                with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                    response.read()
+                response.close()
 
     @pytest.mark.parametrize(
         "arguments, message",
         [
             (["--port", "99999"], "port must be in [0, 65535], got 99999"),
             (["--host", "192.0.2.1"], "cannot listen at 192.0.2.1:8000"),
-            (["--num-slots", "0"], "num_slots must be"),
+            (["--num-slots", "0"], "num_slots must be at least 1, got 0"),
+            (["--max-waiting", "-1"], "max_waiting must be at least 0, got -1"),
             (["--api-key", ""], "api_key must be"),
             (["--request-timeout", "0"], "request_timeout must be"),
         ],

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import socket
 import sys
 import time
@@ -53,17 +54,13 @@ def serve(
         ValueError: an argument is out of its range.
         OSError: the address is in use or not of this machine.
     """
-    for option, seconds in (("request_timeout", request_timeout), ("shutdown_timeout", shutdown_timeout)):
-        if not (0 < seconds < math.inf or (seconds == 0 and option == "shutdown_timeout")):
-            raise ValueError(f"{option} must be positive seconds, got {seconds}")
-    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in api_keys):
-        raise ValueError("api_key must be made of printable ASCII characters without spaces, at least one")
+    least = {"num_slots": (num_slots, 1), "max_waiting": (max_waiting, 0), "shutdown_timeout": (shutdown_timeout, 0)}
+    _check(least, request_timeout, api_keys)
     is_local = host in LOOPBACK
     if not is_local and not api_keys:
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
-    listener = _listen(host, port)
     with (
-        listener,
+        _listen(host, port) as listener,
         Engine(
             llm.model,
             llm.proposer,
@@ -84,6 +81,17 @@ def serve(
         server = Server(app, shutdown_timeout, f"specjax: {name} is ready at {address}")
         server.run(sockets=[listener])
     return 1 if server.has_failed else 0
+
+
+def _check(least: dict[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
+    """Raise ValueError for an argument out of its range; `least` has numbers and the least that they may be."""
+    for name, (number, smallest) in least.items():
+        if not smallest <= number < math.inf:
+            raise ValueError(f"{name} must be at least {smallest}, got {number}")
+    if not 0 < request_timeout < math.inf:
+        raise ValueError(f"request_timeout must be positive, got {request_timeout}")
+    if not all(re.fullmatch("[!-~]+", key) for key in api_keys):
+        raise ValueError("api_key must be one or more printable characters of ASCII, without spaces")
 
 
 def _listen(host: str, port: int) -> socket.socket:
