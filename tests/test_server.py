@@ -561,14 +561,15 @@ class TestCommand:
 
     def test_killed_in_the_middle_of_a_stream(self, pair):
         body = completion(max_tokens=180, stream=True)
-        with process(*pair) as (started, client):
-            with closing(client.send("POST", "/v1/completions", body)) as connection:
-                response = connection.getresponse()
-                response.readline()
-                started.kill()
-                with pytest.raises((http.client.IncompleteRead, ConnectionError)):
-                    response.read()
-                response.close()
+        with (
+            process(*pair) as (started, client),
+            closing(client.send("POST", "/v1/completions", body)) as connection,
+            closing(connection.getresponse()) as response,
+        ):
+            response.readline()
+            started.kill()
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                response.read()
 
     @pytest.mark.parametrize(
         "arguments, message",
