@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from specjax import decode, proposers, verifiers
-from specjax.engine import requests
+from specjax import proposers, verifiers
+from specjax.engine import slots
 from specjax.engine.llm import LLM, Completion, Piece
-from specjax.engine.requests import _prefill
 from specjax.models import load
 from specjax.sampling import SamplingParams
 
@@ -212,11 +210,18 @@ class TestGenerate:
         assert sum(r.metrics.num_drafted for r in results) > 0
 
     def test_few_compilations(self, llm):
-        llm.generate(PROMPTS, GREEDY)
-        sizes = _prefill._cache_size(), decode._generate._cache_size()
-        llm.generate([PROMPTS[0] * 3, *PROMPTS[1:]], SamplingParams(temperature=0.5, max_tokens=40, seed=1))
-        llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=30, stop="no such text"))
-        assert (_prefill._cache_size(), decode._generate._cache_size()) == sizes
+        def num_programs():
+            return [
+                f._cache_size() for f in (slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)
+            ]
+
+        llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=40))
+        before = num_programs()
+        llm.generate([PROMPTS[0] * 3, *PROMPTS * 5], SamplingParams(temperature=0.8, max_tokens=30, seed=1))
+        llm.generate(PROMPTS[:2], SamplingParams(temperature=0.5, max_tokens=30, stop="no such text", top_k=7))
+        params = [GREEDY, SamplingParams(temperature=1, max_tokens=9, stop_token_ids=[5, 6, 7])] * 6
+        llm.generate(PROMPTS * 4, params)
+        assert num_programs() == before
 
     @pytest.mark.slow
     def test_bad_words_are_text(self, chain):
@@ -247,19 +252,10 @@ class TestEnds:
         completion = say(chain, max_tokens=5).completions[0]
         assert completion == Completion("o東\ufffd", chain.sentence_ids[1:6], None, "length", None)
 
-    def test_max_length(self, chain, monkeypatch):
+    def test_max_length(self, chain):
         short = copy.copy(chain)
         short.max_length = 12
-        compiled = []  # programs whenever the clock is read
-
-        def read_clock():
-            compiled.append(decode._generate._cache_size())
-            return float(len(compiled))
-
-        monkeypatch.setattr(requests, "time", SimpleNamespace(perf_counter=read_clock))
-        result = say(short)  # compiles, for its size is its own: before the time of decoding begins
-        assert compiled[0] < compiled[1] and len(set(compiled[1:])) == 1
-        assert result.metrics.seconds == (len(compiled) - 1) / 2
+        result = say(short)
         completion = result.completions[0]
         assert (completion.token_ids, completion.finish_reason) == (chain.sentence_ids[1:12], "length")
 
@@ -326,12 +322,7 @@ class TestEnds:
         params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in ("東", None, ", ", "t")]
         results = chain.plain().generate([chain.sentence_ids[:1]] * 4, params)
         assert texts(results) == ["o", SENTENCE[1:], "o東京é🚀", SENTENCE[1:-1]]
-        assert [result.metrics.num_steps for result in results] == [
-            9,
-            20,
-            17,
-            20,
-        ]  # looked at after the first and then every eighth
+        assert [result.metrics.num_steps for result in results] == [4, 20, 15, 19]  # up to its stop string
 
 
 class TestStream:
@@ -389,7 +380,7 @@ class TestStream:
         def interrupt(*args, **options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(decode, "generate", interrupt)
+        monkeypatch.setattr(slots.Slots, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
         assert stream.result.text == "o東"

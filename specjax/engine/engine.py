@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from specjax import proposers, verifiers
-from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.grammar_compiler import GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
@@ -103,9 +102,7 @@ class Request:
         self._future: Future[Result] = Future()
         self._future.set_running_or_notify_cancel()  # only the engine ends it
         self._future.add_done_callback(lambda _: self._wake())
-        self._start, self._first = time.perf_counter(), math.nan
-        self._num_certain = [0] * len(samples.jobs)  # tokens of each sample whose text is certain
-        self._listeners: list[Callable[[], object]] = []  # to be called when that or the future changes
+        self._listeners: list[Callable[[], object]] = []  # to be called when there are pieces, or an end
 
     @property
     def is_done(self) -> bool:
@@ -159,10 +156,10 @@ class Request:
 
     def _new_pieces(self) -> Iterator[list[Piece]]:
         """Yield the pieces that have come since the last time, none where there are none, until the request ends."""
-        samples, is_done = [self._samples.pieces(i) for i in range(len(self._num_certain))], False
-        counts = [0] * len(samples)
+        counts, is_done = [0] * len(self._samples.jobs), False
+        samples = [self._samples.pieces(i) for i in range(len(counts))]
         while not is_done:
-            is_done, certain = self._future.done(), self._num_certain
+            is_done, certain = self._future.done(), self._samples.num_certain
             for i, count in enumerate(certain):
                 new = list(itertools.islice(samples[i], count - counts[i]))
                 if new:
@@ -172,22 +169,10 @@ class Request:
                 yield []
         self._future.result()
 
-    def _update(self) -> None:
-        """Note which tokens are certain now."""
-        certain = [job.output.num_certain for job in self._samples.jobs]
-        if certain != self._num_certain:
-            if math.isnan(self._first):
-                self._first = time.perf_counter()
-            self._num_certain = certain
-            self._wake()
-
     def _wake(self) -> None:
         for wake in tuple(self._listeners):
             with suppress(RuntimeError):  # of an event loop that has been closed
                 wake()
-
-    def _result(self) -> Result:
-        return self._samples.result(time.perf_counter() - self._start, self._first - self._start)
 
 
 class Engine:
@@ -319,17 +304,10 @@ class Engine:
 
         rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
         key = key_data(params.seed, self._entropy)
-        wants = params.logprobs is not None or params.num_samples > 1
-        grammar = params.guided_decoding
-        options = {"wants_log_probs": wants, "grammar": grammar if isinstance(grammar, Grammar) else None}
-        jobs = []
-        for i in range(params.num_samples):
-            options["wants_prompt_log_probs"] = i == 0 and params.prompt_logprobs is not None
-            jobs.append(Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, **options))
-        for job in jobs:
-            self._scheduler.check(job)
-        request = Request(self, Samples(prompt, params, jobs))
-        for job in jobs:
+        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority)
+        self._scheduler.check(samples.jobs[0])
+        request = Request(self, samples)
+        for job in samples.jobs:
             job.owner = request
         with self._changed:
             self._check_open()
@@ -458,18 +436,19 @@ class Engine:
             self._fail(request, CancelledError("the request was cancelled"))
 
     def _collect(self) -> None:
-        """Give out what the last steps have changed, and the results of requests that have ended."""
-        changed, self._scheduler.changed = self._scheduler.changed, []
-        for request in dict.fromkeys(job.owner for job in changed):
-            jobs = request._samples.jobs
-            error = next((job.error for job in jobs if job.error is not None), None)
+        """Give out what the last round has changed, and the results of requests that have ended."""
+        now = time.perf_counter()
+        for request in dict.fromkeys(job.owner for job in self._scheduler.changed):
+            samples = request._samples
+            error = next((job.error for job in samples.jobs if job.error is not None), None)
+            result = None
             try:
-                request._update()
-                result = request._result() if error is None and all(job.is_done for job in jobs) else None
+                if samples.update(now):
+                    request._wake()
+                if error is None and samples.is_done:
+                    result = samples.result()
             except Exception as other:  # of one request, which ends alone
-                error, result = error or other, None
-            if request not in self._live:
-                continue
+                error = error or other
             if error is not None:
                 self._fail(request, error)
             elif result is not None:

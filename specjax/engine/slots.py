@@ -331,7 +331,7 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
 def no_features(model: Model, proposer: Proposer | None, state: decode.State) -> PyTree:
     """Return what stands for the features of the token before a prompt, as host arrays [1, ...]."""
     chunk = chunk_at(np.zeros(1, np.int32), 0, 1, None)
-    _, last, _ = jax.eval_shape(prefill_chunk, model, proposer, state, np.int32(0), chunk)
+    _, last, _ = jax.eval_shape(_prefill_chunk, model, proposer, state, np.int32(0), chunk)
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
 
 
