@@ -455,6 +455,7 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_engines_are_closed_before_the_process_ends():
     """A thread that calls a device while the interpreter ends may crash it."""
     program = """

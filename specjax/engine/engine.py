@@ -361,7 +361,6 @@ class Engine:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._compiler.close()
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -411,6 +410,7 @@ class Engine:
                         failure.__cause__ = self._failure
                         request._future.set_exception(failure)
                 self._live.clear()
+            self._compiler.close()
 
     def _add(self, request: Request) -> None:
         for job in request._samples.jobs:
