@@ -455,14 +455,12 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.slow
 def test_engines_are_closed_before_the_process_ends():
     """A thread that calls a device while the interpreter ends may crash it."""
     program = """
 from test_engine import engine_of, make
 from specjax import SamplingParams
-requests = [engine_of(make(0), None).submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(2)]
-print(requests[0].is_done)
+requests = [engine_of(make(0), None).submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True))]
 """
     folder = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}

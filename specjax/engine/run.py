@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from specjax.engine.draft_length import CHOICES, BestDraftLength
+from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
@@ -131,9 +132,9 @@ class Run:
         page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
         tables = pool = None
         if llm.model.takes_pages and getattr(llm.proposer, "takes_pages", False):
-            pages_per_row = -(-max_length // page_size)
-            pool = num_slots * pages_per_row, page_size
-            tables = PageTables(*pool, pages_per_row, chunk_size)
+            sizes = {"num_slots": num_slots, "max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
+            pool = num_pages_that_fit(llm.model, llm.proposer, **sizes), page_size
+            tables = PageTables(*pool, -(-max_length // page_size), chunk_size)
         device = _Device(
             llm.model,
             llm.proposer,
@@ -241,6 +242,7 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
         grammars=_most([min(len(grammars), llm.num_slots)]),
         grammar_states=_most([min(sum(num_states), llm.num_slots * max(num_states, default=0))]),
         grammar_classes=_most(grammar.transitions.shape[1] for grammar in grammars),
+        samples=max(p.num_samples for p in distinct),
         logits_processors=known,
     )
     given = capacities, llm.eos_token_ids, llm.model.vocab_size, tokenize
