@@ -7,6 +7,7 @@ import pytest
 from test_tokenizer import make_tokenizer
 
 from specjax.engine.requests import Completion, Metrics, Piece, Result
+from specjax.sampling import guided
 from specjax.server import answers, protocol
 from specjax.server.fields import MAX_DEPTH, BadRequest
 from specjax.server.messages import encode_chat
@@ -288,18 +289,17 @@ class TestTools:
         assert b"weather" in served.tokenizer.decode(free.prompts[0]).encode()
         choice = {"type": "function", "function": {"name": "weather"}}
         forced = chat(served, tools=[TOOL, OTHER], tool_choice=choice)
-        assert forced.tools.forced == "weather" and json.loads(forced.constraint.source) == WEATHER
+        assert forced.tools.forced == "weather" and forced.params.guided_decoding == guided.JsonSchema(WEATHER)
         assert chat(served, tools=[TOOL], tool_choice="required").tools.forced == "weather"
 
     def test_grammar_of_one_of_several(self, served):
         pytest.importorskip("outlines_core")
         call = chat(served, tools=[TOOL, OTHER], tool_choice="required")
-        grammar = call.constraint.compile(served.vocabulary, served.eos_token_ids)
+        grammar = call.params.guided_decoding.compile(served.vocabulary, served.eos_token_ids)
         state = 0
         for token in served.tokenizer.encode('{"name": "weather", "arguments": {"city": "Rome"}}').ids:
             state = grammar.transitions[state, grammar.token_classes[token]]
             assert state >= 0
-        assert call.params_with(grammar).guided_decoding is grammar
 
     def test_calls_in_text(self):
         free = Tools([], ("weather", "time"))
