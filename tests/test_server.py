@@ -1,13 +1,20 @@
 """The server on a port: its routes, its streams, clients that leave, and inputs that are meant to harm it."""
 
 import asyncio
+import configparser
 import gc
 import hmac
 import http.client
+import importlib
 import json
+import os
 import re
+import shlex
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +23,11 @@ from pathlib import Path
 
 import jax
 import pytest
+from test_llm import write_pair
 from test_protocol import TEMPLATE
 from test_tokenizer import make_tokenizer
 
-from specjax import Capacities, Engine, SamplingParams, proposers
+from specjax import Capacities, Engine, SamplingParams, cli, proposers
 from specjax.engine.engine import QueueFull
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
@@ -34,6 +42,9 @@ from specjax.server.served import Served
 VOCAB_SIZE, MAX_LENGTH, NUM_SLOTS, NUM_DRAFTS, MAX_WAITING = 300, 192, 3, 3, 6
 CONFIG = DecoderConfig(VOCAB_SIZE, 16, 1, 2, 1, 8, 16, MAX_LENGTH)
 SERVER = Path(guard.__file__).parent
+ROOT = Path(__file__).parent.parent
+PAGE, SCRIPTS = ROOT / "docs" / "server.md", ROOT / "scripts"
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
 JSON = {"content-type": "application/json"}
 
 
@@ -123,7 +134,7 @@ def chat(content="the cat", **fields):
 def running(engine, served, shutdown_timeout=5.0, **options):
     """A server of an engine on a free port, in a thread."""
     app = App(engine, served, About(NUM_DRAFTS, "rejection"), **options)
-    server = Server(app, shutdown_timeout)
+    server = Server(app, shutdown_timeout, "ready")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -274,9 +285,11 @@ class TestLimits:
         wait_until_idle(engine)
 
     def test_all_or_none_of_several_prompts(self, client, engine):
-        many = completion(prompt=[[5]] * (NUM_SLOTS + MAX_WAITING + 20), max_tokens=150)
+        before = engine.stats().num_tokens
+        many = completion(prompt=[[5]] * (NUM_SLOTS + MAX_WAITING + 40), max_tokens=180)
         assert client.call("POST", "/v1/completions", many)[0] == 429
         wait_until_idle(engine)
+        assert engine.stats().num_tokens - before < 180 * MAX_WAITING
 
     def test_time_is_over(self, engine, served):
         with running(engine, served, request_timeout=0.02) as client:
@@ -452,6 +465,129 @@ class TestKeys:
             assert client.call("GET", "/v1/models", headers={"host": "evil.example:80"})[0] == 400
             for host in ("localhost", "127.0.0.1:8000", "[::1]:1"):
                 assert client.call("GET", "/v1/models", headers={"host": host})[0] == 200
+
+
+class TestDocs:
+    """What docs/server.md shows and says."""
+
+    def adapted(self, text, client):
+        return text.replace("127.0.0.1:8000", f"127.0.0.1:{client.port}").replace("specjax", "small")
+
+    @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+    def test_commands(self, client):
+        lines = re.findall(r"^curl .*$", PAGE.read_text(), flags=re.MULTILINE)
+        assert len(lines) >= 5
+        for line in lines:
+            command = shlex.split(self.adapted(line, client))
+            done = subprocess.run([*command, "--silent", "--fail"], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0 and len(done.stdout) > 10, done.stderr
+            assert ("[DONE]" in done.stdout) == ("stream" in line)
+
+    def test_the_client_in_python(self, client, capsys):
+        pytest.importorskip("openai")
+        (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+        names = {}
+        exec(self.adapted(block, client), names)
+        names["client"].close()
+        assert capsys.readouterr().out
+
+    def test_limits(self):
+        rows = re.findall(r"^\| .* \| (\d+) \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), flags=re.MULTILINE)
+        assert len(rows) > 15
+        for number, module, name in rows:
+            found = getattr(importlib.import_module(f"specjax.server.{module}"), name)
+            assert float(number) == found, name
+
+    def test_metrics_have_these_names(self, client):
+        text = client.call("GET", "/metrics")[2]
+        section = PAGE.read_text().split("## Metrics")[1].split("A dashboard")[0]
+        names = set(re.findall(r"`(\w+(?:_total|_seconds|_perc|running|waiting))`", section))
+        assert len(names) == 18
+        assert names == set(re.findall(r"^# TYPE specjax:(\w+) ", text, flags=re.MULTILINE))
+
+    def test_unit_and_container(self):
+        unit = configparser.ConfigParser(strict=False, interpolation=None)
+        unit.optionxform = str
+        unit.read_string((PAGE.parent / "specjax.service").read_text())
+        assert unit.sections() == ["Unit", "Service", "Install"]
+        started = shlex.split(unit["Service"]["ExecStart"])
+        assert cli._parser().parse_args(started[1:]).host == "127.0.0.1"
+        lines = (PAGE.parent / "Containerfile").read_text().splitlines()
+        instructions = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+        known = {"FROM", "ARG", "COPY", "RUN", "USER", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+        assert set(instructions) <= known
+        for line in lines:
+            if line.startswith("COPY "):
+                assert all((PAGE.parent.parent / source).exists() for source in line.split()[1:-1])
+        assert json.loads(instructions["HEALTHCHECK"].split(" CMD ")[1])[0] == "python"
+        entry = json.loads(instructions["ENTRYPOINT"])
+        assert cli._parser().parse_args(entry[1:]).host == "0.0.0.0"
+
+
+@contextmanager
+def process(*arguments, **environment):
+    """The command in a process of its own: the process, and a client of its server."""
+    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--num-slots", "2", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as started:
+        try:
+            line = started.stdout.readline()
+            yield started, Client(int(line.rsplit(":", 1)[1]), None)
+        finally:
+            started.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", target, "--draft", draft, "--name", "small"]
+
+
+@pytest.mark.slow
+class TestCommand:
+    def test_from_start_to_end(self, pair):
+        with process(*pair, SPECJAX_API_KEY="secret other") as (started, client):
+            assert client.call("GET", "/health")[0] == 200
+            assert client.call("GET", "/v1/models")[0] == 401
+            headers = JSON | {"authorization": "Bearer other"}
+            body = completion(max_tokens=150, stream=True)
+            for _ in range(8):  # a client that leaves is a broken pipe
+                client.send("POST", "/v1/completions", body, headers).close()
+            response = client.send("POST", "/v1/completions", body, headers).getresponse()
+            response.readline()
+            started.terminate()
+            assert response.read().endswith(b"data: [DONE]\n\n")
+            assert started.wait(timeout=60) == 0
+
+    def test_killed_in_the_middle_of_a_stream(self, pair):
+        with process(*pair) as (started, client):
+            response = client.send("POST", "/v1/completions", completion(max_tokens=180, stream=True)).getresponse()
+            response.readline()
+            started.kill()
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                response.read()
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["--port", "99999"], "port must be in [0, 65535], got 99999"),
+            (["--host", "192.0.2.1"], "cannot listen at 192.0.2.1:8000"),
+            (["--num-slots", "0"], "num_slots must be"),
+            (["--api-key", ""], "api_key must be"),
+            (["--request-timeout", "0"], "request_timeout must be"),
+        ],
+    )
+    def test_wrong_arguments(self, pair, arguments, message, capsys):
+        assert cli.main(["serve", *map(str, pair), *arguments]) == 2
+        assert f"specjax: error: {message}" in capsys.readouterr().err
+
+    @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs chromium")
+    def test_the_page_in_a_browser(self, tmp_path):
+        with process("--max-length", 512) as (_, client):
+            url, file = f"http://127.0.0.1:{client.port}", tmp_path / "page.png"
+            command = [sys.executable, SCRIPTS / "check_page.py", url, "--screenshot", file]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout) == (0, "the page works\n"), done.stdout + done.stderr
+        assert file.read_bytes().startswith(b"\x89PNG")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -195,7 +195,7 @@ class _Answer:
         """Return the body of the whole answer."""
         return answers.answer(self._call, await self._results(), self._head, self._served)
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events that are there at a time, together; those of a grammar not before it is compiled."""
         call = self._call
         writers = [
@@ -372,7 +372,7 @@ async def _on_leaving(http: HttpRequest, error: Exception) -> Response:
 
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     """Answer to what no route takes."""
-    assert isinstance(error, HTTPException)
+    assert isinstance(error, HTTPException), "no other errors come here"
     if error.status_code == 405:
         wrong = f"{http.scope['path']} does not take {http.method}"
         return ApiError(405, wrong, code="method_not_allowed", headers=error.headers).response()

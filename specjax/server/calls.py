@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ class Disconnected(Exception):
     """The client has left."""
 
 
-async def attended(receive: Receive, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
+async def attended(receive: Receive, work: Awaitable[T], seconds: float | None) -> T:
     """Return the result of work, which is cancelled when the client leaves or its time is over.
 
     Args:
@@ -116,14 +116,13 @@ async def submit(engine: Engine, submissions: Sequence[Submission]) -> list[Requ
     return await in_thread(submit_all, undo=cancel)
 
 
-async def in_thread(function: Any, undo: Any = None) -> Any:
+async def in_thread(function: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
     """Return what a function returns in a thread; if the caller is cancelled meanwhile, `undo` gets it."""
     future = asyncio.get_running_loop().run_in_executor(None, function)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        if undo is not None:
-            future.add_done_callback(lambda done: done.exception() or undo(done.result()))
+        future.add_done_callback(lambda done: done.exception() or undo(done.result()))
         raise
 
 

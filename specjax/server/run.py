@@ -1,6 +1,7 @@
 """Run the server of an LLM until a signal ends it."""
 
 import logging
+import math
 import socket
 import sys
 import time
@@ -52,6 +53,11 @@ def serve(
         ValueError: an argument is out of its range.
         OSError: the address is in use or not of this machine.
     """
+    for option, seconds in (("request_timeout", request_timeout), ("shutdown_timeout", shutdown_timeout)):
+        if not (0 < seconds < math.inf or (seconds == 0 and option == "shutdown_timeout")):
+            raise ValueError(f"{option} must be positive seconds, got {seconds}")
+    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in api_keys):
+        raise ValueError("api_key must be made of printable ASCII characters without spaces, at least one")
     is_local = host in LOOPBACK
     if not is_local and not api_keys:
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
@@ -75,8 +81,7 @@ def serve(
         options = {"api_keys": api_keys, "request_timeout": request_timeout, "is_local": is_local}
         app = App(engine, served(llm, name), about, **options)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        print(f"specjax: {name} is ready at {address}", flush=True)
-        server = Server(app, shutdown_timeout)
+        server = Server(app, shutdown_timeout, f"specjax: {name} is ready at {address}")
         server.run(sockets=[listener])
     return 1 if server.has_failed else 0
 
@@ -103,19 +108,20 @@ class Server(uvicorn.Server):
     Args:
         app: the application.
         shutdown_timeout: seconds that requests may still take after a signal.
+        greeting: what to print when it listens.
 
     Attributes:
         has_failed: whether it ended because the engine failed.
     """
 
-    def __init__(self, app: App, shutdown_timeout: float):
+    def __init__(self, app: App, shutdown_timeout: float, greeting: str):
         config = uvicorn.Config(
             app.guard,
             http="h11",  # which limits what it reads of a header
             ws="none",
             lifespan="off",
             loop="asyncio",
-            log_level=logging.WARNING,
+            log_level=logging.ERROR,  # a warning for every request that is no HTTP would be too many
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -125,7 +131,11 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._app, self._timeout, self._deadline = app, shutdown_timeout, 0.0
-        self.has_failed = False
+        self._greeting, self.has_failed = greeting, False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._greeting, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._app.guard.is_ending:
