@@ -1,7 +1,10 @@
 """Bodies of requests and answers: what is read, what is refused by its name, and the formats of what goes back."""
 
+import importlib
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from test_tokenizer import make_tokenizer
@@ -14,6 +17,7 @@ from specjax.server.messages import encode_chat
 from specjax.server.served import Served, generation_defaults
 from specjax.server.tools import Tools, find_calls, num_certain
 
+PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 VOCAB_SIZE, MAX_LENGTH = 300, 400
 TEMPLATE = """{%- if tools %}{{ '<s>' + (tools | tojson) }}{% endif %}
 {%- for message in messages %}{{ '<s>' + message.role + '\\n' + (message.content | trim) + '</s>' }}{% endfor %}
@@ -279,6 +283,13 @@ class TestControlTokens:
         ids = encode_chat(served, [{"role": "user", "content": "x"}], [tool], {"style": "<s>"})
         assert [i for i in ids if i in SPECIAL] == [0, 0, 2, 0]
         assert served.tokenizer.decode(ids, skip_special_tokens=False).count("</s>") == 3
+
+
+def test_the_limits_are_those_of_the_page():
+    rows = re.findall(r"^\| .* \| (\d+) \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(rows) > 10
+    for number, module, constant in rows:
+        assert getattr(importlib.import_module(f"specjax.server.{module}"), constant) == int(number)
 
 
 class TestTools:
