@@ -168,7 +168,9 @@ class Bench:
         """Add to a row what the engine did in the block: compilations, and pages that are still in use."""
         before = self.compilations.number
         yield
-        pages = engine.stats().pages
+        while (stats := engine.stats()).num_running + stats.num_waiting:  # what was cancelled has not ended yet
+            time.sleep(POLL)
+        pages = stats.pages
         row["compilations"] = row.get("compilations", 0) + self.compilations.number - before
         row["pages_used"] = None if pages is None else pages.num_used
 
@@ -351,7 +353,7 @@ def entering(bench: Bench) -> Iterator[dict[str, Any]]:
         "step_s": statistics.median(before),
         "chunk_s": alone / num_chunks,
         "between_arrivals_s": spread(during),
-        "longest_s": max(during),
+        "longest_s": max(during, default=math.nan),
         "first_token_s": waited,
     }
 

@@ -5,8 +5,8 @@
     python scripts/bench_serve.py --url http://127.0.0.1:8000 --concurrency 1 8 64 --prompts 256 768 --outputs 128 384
 
 The load is that of `bench_engine.py`, and so is the table: requests of mixed lengths as streams of /v1/completions, in
-closed loops and with Poisson arrivals at 70 % of the capacity of the largest loop. Prompts are random token ids, so that
-every server gets the same work. The clients take a core of their own where the server leaves one.
+closed loops and with Poisson arrivals at 70 % of the capacity of the largest loop. Prompts are random token ids, so
+that every server gets the same work. The clients take a core of their own where the server leaves one.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main() -> None:
     source = np.random.default_rng(0).integers(1, args.vocab_size, SOURCE)
     works = make_works(args.requests, tuple(args.prompts), tuple(args.outputs), source, shared=args.shared)
     send = client.sender(name)
-    measure(send, works[:1], 1, math.nan)  # what the server does once is done
+    asyncio.run(closed_loop(send, works[:1], 1))  # what the server does once is done
     print(f"{args.url}, model {name}, prompts of {args.prompts} tokens, answers of {args.outputs}.\n\n{header()}")
     rows, rate = [], math.nan
     for concurrency in (*args.concurrency, None):

@@ -1,7 +1,7 @@
 """Loads for benchmarks of servers and engines: requests of mixed lengths, their arrivals, and what clients see.
 
-A load is sent by a function `send(work)`, which yields None as tokens of the answer come, and last, if it knows, counts:
-`num_tokens`, `num_drafted` and `num_accepted`. Times are in seconds.
+A load is sent by a function `send(work)`, which yields None as tokens of the answer come, and last, if it knows, their
+counts: `num_tokens`, `num_drafted` and `num_accepted`. Times are in seconds.
 """
 
 import asyncio

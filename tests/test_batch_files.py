@@ -9,12 +9,14 @@ import sys
 import time
 
 import pytest
+from test_llm import SENTENCE, chain_tensors, write_checkpoint
+from test_llm import make_tokenizer as make_llm_tokenizer
 from test_protocol import figures
 from test_tokenizer import make_tokenizer
 
 from specjax.cli import main
 from specjax.engine.requests import Completion, Result
-from specjax.sampling import SamplingParams
+from specjax.sampling import guided
 from specjax.server import batch_files
 from specjax.server.served import Served
 
@@ -31,11 +33,9 @@ class Engine:
 
     def __init__(self, fails=None):
         self.fails, self.num_calls, self.running, self.most = fails, 0, 0, 0
-        self.params: list[SamplingParams] = []
 
     async def generate(self, prompt, params, *, priority=0):
         self.num_calls += 1
-        self.params.append(params)
         self.running += 1
         self.most = max(self.most, self.running)
         if self.num_calls == self.fails:
@@ -44,6 +44,8 @@ class Engine:
             raise KeyError("of this request alone")
         if params.stop_token_ids:
             raise ValueError("stop_token_ids must have at most 0 ids (Capacities.stop_tokens), got 1")
+        if params.guided_decoding == guided.Regex("("):
+            raise ValueError("guided_decoding must be a valid grammar, got (")
         await asyncio.sleep(0.001 * (len(prompt) % 5))
         self.running -= 1
         return Result(prompt, [Completion(str(len(prompt)), [len(prompt)], None, "length", None)], figures(1))
@@ -203,21 +205,12 @@ def test_several_prompts(served, files):
     assert [choice["text"] for choice in choices] == ["1", "2"]
 
 
-def test_a_grammar_is_compiled_once(served, files, monkeypatch):
-    pytest.importorskip("outlines_core")
-    made = []
-    compiled = batch_files.protocol.Constraint.compile
-
-    def compile_(self, *of):
-        made.append(self.source)
-        return compiled(self, *of)
-
-    monkeypatch.setattr(batch_files.protocol.Constraint, "compile", compile_)
-    files[2]([line(0, {"guided_regex": "[ab]{2}"}), line(1, {"guided_regex": "("}), line(2, {"guided_regex": "[ab]"})])
-    engine = Engine()
-    assert run(engine, served, files) == (3, 1, 0)
-    assert sorted(made) == ["(", "[ab]", "[ab]{2}"]
-    assert all(params.guided_decoding is not None for params in engine.params)
+def test_a_grammar_that_is_refused_names_its_field(served, files):
+    files[2]([line(0, {"guided_regex": "[ab]{2}"}), line(1, {"guided_regex": "("})])
+    assert run(Engine(), served, files) == (2, 1, 0)
+    error = read(files)["r1"]["response"]["body"]["error"]
+    assert (error["param"], error["code"]) == ("guided_regex", "invalid_grammar")
+    assert error["message"].startswith("guided_regex must be a valid grammar")
 
 
 class TestCommand:
@@ -232,25 +225,27 @@ class TestCommand:
         assert "another file" in capsys.readouterr().err
 
     @pytest.mark.slow
-    def test_killed_and_started_again(self, files):
-        """Kill it in the middle; the second run gives what one run would give, whose seeds say so."""
+    def test_killed_and_started_again(self, files, tmp_path):
+        """Kill it in the middle; together the runs give what one gives, as the seeds show."""
         requests, results, write = files
-        body = {"model": "specjax", "prompt": "def f(", "max_tokens": 24, "temperature": 1.0, "ignore_eos": True}
-        write([line(i, body | {"seed": i % 5}) for i in range(60)])
-        options = ["--max-length", "64", "--num-slots", "2", "--num-draft-tokens", "2"]
+        tensors = chain_tensors([*make_llm_tokenizer().encode(SENTENCE, add_special_tokens=False).ids, 1])
+        model = str(write_checkpoint(tmp_path / "small", tensors, num_layers=1, hidden=128))
+        body = {"prompt": SENTENCE[0], "max_tokens": 24, "temperature": 2.0, "ignore_eos": True}
+        write([line(i, body | {"seed": i % 5}) for i in range(300)])
+        options = ["--model", model, "--max-length", "64", "--num-slots", "2"]
         command = [sys.executable, "-m", "specjax", "batch", str(requests), "--out", str(results), *options]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
             deadline = time.monotonic() + 300
             while not (results.exists() and results.read_bytes().count(b"\n") >= 10):
                 assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.01)
+                time.sleep(0.005)
             os.kill(process.pid, signal.SIGKILL)
         first = results.read_bytes().count(b"\n")
-        assert first < 60
+        assert first < 300
         second = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
         assert second.returncode == 0, second.stderr
-        assert f"{60 - first} answered, 0 of them with an error, {first} before" in second.stderr
+        assert f"{300 - first} answered, 0 of them with an error, {first} before" in second.stderr
         found = texts(files)
-        assert len(found) == 60
-        assert len(set(found.values())) == 5  # equal seeds, equal texts, whichever run made them
-        assert all(found[f"r{i}"] == found[f"r{i % 5}"] for i in range(60))
+        assert len(found) == 300
+        assert len(set(found.values())) == 5
+        assert all(found[f"r{i}"] == found[f"r{i % 5}"] for i in range(300))

@@ -1,18 +1,23 @@
 """Bodies of requests and answers: what is read, what is refused by its name, and the formats of what goes back."""
 
+import importlib
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from test_tokenizer import make_tokenizer
 
 from specjax.engine.requests import Completion, Metrics, Piece, Result
+from specjax.sampling import guided
 from specjax.server import answers, protocol
 from specjax.server.fields import MAX_DEPTH, BadRequest
 from specjax.server.messages import encode_chat
 from specjax.server.served import Served, generation_defaults
 from specjax.server.tools import Tools, find_calls, num_certain
 
+PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 VOCAB_SIZE, MAX_LENGTH = 300, 400
 TEMPLATE = """{%- if tools %}{{ '<s>' + (tools | tojson) }}{% endif %}
 {%- for message in messages %}{{ '<s>' + message.role + '\\n' + (message.content | trim) + '</s>' }}{% endfor %}
@@ -280,6 +285,13 @@ class TestControlTokens:
         assert served.tokenizer.decode(ids, skip_special_tokens=False).count("</s>") == 3
 
 
+def test_the_limits_are_those_of_the_page():
+    rows = re.findall(r"^\| .* \| (\d+) \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(rows) > 10
+    for number, module, constant in rows:
+        assert getattr(importlib.import_module(f"specjax.server.{module}"), constant) == int(number)
+
+
 class TestTools:
     def test_the_choice(self, served):
         assert chat(served, tools=[TOOL], tool_choice="none").tools is None
@@ -288,18 +300,17 @@ class TestTools:
         assert b"weather" in served.tokenizer.decode(free.prompts[0]).encode()
         choice = {"type": "function", "function": {"name": "weather"}}
         forced = chat(served, tools=[TOOL, OTHER], tool_choice=choice)
-        assert forced.tools.forced == "weather" and json.loads(forced.constraint.source) == WEATHER
+        assert forced.tools.forced == "weather" and forced.params.guided_decoding == guided.JsonSchema(WEATHER)
         assert chat(served, tools=[TOOL], tool_choice="required").tools.forced == "weather"
 
     def test_grammar_of_one_of_several(self, served):
         pytest.importorskip("outlines_core")
         call = chat(served, tools=[TOOL, OTHER], tool_choice="required")
-        grammar = call.constraint.compile(served.vocabulary, served.eos_token_ids)
+        grammar = call.params.guided_decoding.compile(served.vocabulary, served.eos_token_ids)
         state = 0
         for token in served.tokenizer.encode('{"name": "weather", "arguments": {"city": "Rome"}}').ids:
             state = grammar.transitions[state, grammar.token_classes[token]]
             assert state >= 0
-        assert call.params_with(grammar).guided_decoding is grammar
 
     def test_calls_in_text(self):
         free = Tools([], ("weather", "time"))

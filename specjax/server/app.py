@@ -5,7 +5,7 @@ import concurrent.futures
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 import specjax
 from specjax.engine.engine import Engine, Request
 from specjax.engine.requests import Piece, Result
-from specjax.sampling.guided import Choices, JsonSchema, Regex, Source
 from specjax.server import answers, protocol
 from specjax.server.answers import ChoiceStream
 from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, pieces, read_json, submit
@@ -29,7 +28,7 @@ from specjax.server.fields import Fields, check_tree
 from specjax.server.guard import Guard
 from specjax.server.messages import MAX_TEXT_LENGTH, encode_chat, read_messages, read_template_arguments
 from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
-from specjax.server.protocol import Call, Constraint
+from specjax.server.protocol import Call
 from specjax.server.served import Served
 from specjax.server.tools import read_tools
 
@@ -166,10 +165,7 @@ class App:
     async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Request]]:
         """Submit what a body asks for."""
         call = await in_thread(lambda: parse(body, self._served))
-        params = call.params
-        if call.constraint is not None:
-            params = replace(params, guided_decoding=_grammar(call.constraint))
-        submissions = [Submission(prompt, params, call.priority) for prompt in call.prompts]
+        submissions = [Submission(prompt, call.params, call.priority) for prompt in call.prompts]
         try:
             return call, await submit(self.engine, submissions)
         except ValueError as error:
@@ -311,16 +307,6 @@ class _EventStream(Response):
             self._give_up()
             async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
                 await send_part(_event(api_error(error).body), is_last=True)
-
-
-def _grammar(constraint: Constraint) -> Source:
-    """Return what an engine compiles to the grammar of a constraint."""
-    match constraint.kind:
-        case "regex":
-            return Regex(constraint.source)
-        case "json_schema":
-            return JsonSchema(constraint.source)
-    return Choices(json.loads(constraint.source))
 
 
 def _refused_grammar(error: BaseException, call: Call) -> protocol.BadRequest | None:

@@ -6,7 +6,6 @@ a last line without its end, and leaves out the requests that have a result.
 """
 
 import asyncio
-import functools
 import hashlib
 import json
 import uuid
@@ -18,7 +17,6 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specjax.engine.requests import Result
 from specjax.sampling import SamplingParams
-from specjax.sampling.guided.tables import Grammar
 from specjax.server import answers, protocol
 from specjax.server.fields import BadRequest
 from specjax.server.served import Served
@@ -30,7 +28,6 @@ MAX_LINE_BYTES = 2**24  # of a request
 MAX_ID_LENGTH = 512  # characters of a custom_id
 REQUESTS_PER_SLOT = 4  # requests in the engine at a time, for each of its slots
 GRAMMARS = 8  # different grammars of requests that run at a time
-MAX_GRAMMARS = 32  # compiled grammars that are kept for the next requests
 
 _PARSERS: dict[str, Callable[[Any, Served], protocol.Call]] = {
     "/v1/completions": protocol.parse_completion,
@@ -238,13 +235,10 @@ async def _answer_all(
     engine: Generates, served: Served, requests: Iterator[Request], limit: int
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the results of requests as they end, with at most `limit` of them under way."""
-    compiled = functools.lru_cache(MAX_GRAMMARS)(
-        lambda constraint: constraint.compile(served.vocabulary, served.eos_token_ids)
-    )
     running: set[asyncio.Task] = set()
     try:
         for request in requests:
-            running.add(asyncio.create_task(_result(engine, served, compiled, request)))
+            running.add(asyncio.create_task(_result(engine, served, request)))
             while len(running) >= limit:
                 ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
@@ -258,9 +252,7 @@ async def _answer_all(
             await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _result(
-    engine: Generates, served: Served, compiled: Callable[[protocol.Constraint], Grammar], request: Request
-) -> dict[str, Any]:
+async def _result(engine: Generates, served: Served, request: Request) -> dict[str, Any]:
     """Return the result of a request, also of one that is refused."""
     unanswered = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": None}
     if request.error is not None:
@@ -269,10 +261,9 @@ async def _result(
         message = f"line {request.number} {request.error}"
         return unanswered | {"error": {"code": "invalid_line", "message": message}}
     try:
-        status, body = 200, await _answer(engine, served, compiled, request)
-    except ValueError as error:
-        bad = protocol.bad_parameter(error)
-        status, body = bad.status, bad.body()
+        status, body = 200, await _answer(engine, served, request)
+    except BadRequest as error:
+        status, body = error.status, error.body()
     except (RuntimeError, CancelledError):  # of the engine, so that no request can be answered
         raise
     except Exception as error:  # of this request alone
@@ -281,23 +272,20 @@ async def _result(
     return unanswered | {"response": response, "error": None}
 
 
-async def _answer(
-    engine: Generates, served: Served, compiled: Callable[[protocol.Constraint], Grammar], request: Request
-) -> dict[str, Any]:
+async def _answer(engine: Generates, served: Served, request: Request) -> dict[str, Any]:
     """Return the body of the answer to a request."""
     call = _PARSERS[request.url](request.body, served)
     if call.stream:
         raise BadRequest("stream must be false in a file of requests", "stream", "unsupported_parameter")
-    grammar = None if call.constraint is None else await asyncio.to_thread(compiled, call.constraint)
-    params = call.params_with(grammar)
     generated = [
-        asyncio.ensure_future(engine.generate(prompt, params, priority=call.priority)) for prompt in call.prompts
+        asyncio.ensure_future(engine.generate(prompt, call.params, priority=call.priority)) for prompt in call.prompts
     ]
     try:
         results = await asyncio.gather(*generated)
-    except BaseException:
+    except ValueError as error:
+        raise protocol.bad_parameter(error, call.constraint) from error
+    finally:
         for future in generated:
             future.cancel()
         await asyncio.gather(*generated, return_exceptions=True)
-        raise
     return answers.answer(call, results, answers.new_head(call), served)

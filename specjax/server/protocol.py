@@ -5,11 +5,10 @@ Every limit on sizes and counts is a constant of this module, of `messages` or o
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specjax.sampling import SamplingParams, guided
-from specjax.sampling.guided.tables import Grammar
 from specjax.server.fields import BadRequest, Fields, check_tree, shown
 from specjax.server.messages import MAX_TEXT_LENGTH, encode_chat, read_messages, read_template_arguments
 from specjax.server.served import Served
@@ -61,31 +60,10 @@ _UNSUPPORTED_CHAT: dict[str, tuple] = {
 
 
 class Constraint(NamedTuple):
-    """What the text of an answer must follow. It is hashable, so that grammars can be kept by it."""
+    """What the text of an answer must follow."""
 
-    kind: str  # "regex", "json_schema" or "choices"
-    source: str  # the pattern, the schema as JSON, or a JSON list of the choices
+    source: guided.Source  # what an engine compiles to a grammar
     param: str  # the field of the body that asks for it
-
-    def compile(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-        """Return the grammar, which may take seconds.
-
-        Args:
-            vocabulary: the bytes of every token, as `Served.vocabulary` has them.
-            eos_token_ids: the tokens that end a text.
-
-        Raises:
-            BadRequest: the source is not valid, or the vocabulary cannot make a text of it.
-        """
-        make: Any = {
-            "regex": guided.from_regex,
-            "json_schema": lambda source, *of: guided.from_json_schema(json.loads(source), *of),
-            "choices": lambda source, *of: guided.from_choices(json.loads(source), *of),
-        }[self.kind]
-        try:
-            return make(self.source, vocabulary, eos_token_ids)
-        except (ValueError, TypeError) as error:
-            raise BadRequest(f"{self.param} is not supported: {error}", self.param, "invalid_grammar") from error
 
 
 @dataclass(frozen=True)
@@ -96,7 +74,7 @@ class Call:
         is_chat: whether it is of a chat.
         prompts: token ids of each prompt; a chat has one.
         prompt_texts: text of each prompt, empty where the answer does not echo it.
-        params: sampling parameters, without the grammar.
+        params: sampling parameters, with what the grammar is compiled from.
         constraint: what the answers must follow, None for free text.
         priority: requests with a smaller number come first.
         stream: whether the answer is a stream.
@@ -121,10 +99,6 @@ class Call:
     omits_output: bool = False
     tools: Tools | None = None
     user: str | None = None
-
-    def params_with(self, grammar: Grammar | None) -> SamplingParams:
-        """Return the sampling parameters with the grammar that `constraint` was compiled to."""
-        return self.params if grammar is None else replace(self.params, guided_decoding=grammar)
 
 
 def parse_completion(body: Any, served: Served) -> Call:
@@ -154,6 +128,7 @@ def parse_completion(body: Any, served: Served) -> Call:
         best_of=fields.integer("best_of", 1, MAX_SAMPLES),
         logprobs=top,
         prompt_logprobs=top if echo else None,
+        guided_decoding=constraint and constraint.source,
     )
     if answer["stream"] and params.num_samples > params.n:
         raise fields.refuse("best_of", f"n = {params.n} in a stream")
@@ -194,17 +169,26 @@ def parse_chat(body: Any, served: Served) -> Call:
         default_max_tokens=served.max_length,
         max_tokens=limits[0] if limits else None,
         logprobs=logprobs,
+        guided_decoding=constraint and constraint.source,
     )
     fields.finish()
     return Call(True, (prompt,), ("",), params, constraint, **answer, top_logprobs=logprobs, tools=tools)
 
 
-def bad_parameter(error: ValueError) -> BadRequest:
-    """Return the answer to a request that the engine refuses; its messages begin with the name of a parameter."""
+def bad_parameter(error: ValueError, constraint: Constraint | None = None) -> BadRequest:
+    """Return the answer to a request that the engine refuses; its messages begin with the name of a parameter.
+
+    Args:
+        error: what the engine raised.
+        constraint: that of the request, to say which of its fields made the grammar.
+    """
     if isinstance(error, BadRequest):
         return error
-    name = str(error).partition(" ")[0]
-    return BadRequest(str(error), name if name.isidentifier() else None, "invalid_value")
+    message, code = str(error), "invalid_value"
+    if constraint is not None and message.startswith("guided_decoding"):
+        message, code = message.replace("guided_decoding", constraint.param, 1), "invalid_grammar"
+    name = message.partition(" ")[0]
+    return BadRequest(message, name if name.isidentifier() else None, code)
 
 
 def _fields(body: Any, served: Served, unsupported: dict[str, tuple]) -> Fields:
@@ -349,13 +333,13 @@ def _read_constraint(fields: Fields, tool_schema: dict[str, Any] | None) -> Cons
     """Return what the answer must follow, by at most one of the fields that say so."""
     found = [] if tool_schema is None else [_schema_constraint(tool_schema, "tool_choice", "tools")]
     if (pattern := fields.text("guided_regex", MAX_REGEX_LENGTH)) is not None:
-        found.append(Constraint("regex", pattern, "guided_regex"))
+        found.append(Constraint(guided.Regex(pattern), "guided_regex"))
     if (choices := fields.items("guided_choice", MAX_CHOICES)) is not None:
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise fields.refuse("guided_choice", "one or more strings that are not empty")
         if sum(map(len, choices)) > MAX_CHOICES_LENGTH:
             raise BadRequest(f"guided_choice must have at most {MAX_CHOICES_LENGTH} characters", "guided_choice")
-        found.append(Constraint("choices", json.dumps(choices), "guided_choice"))
+        found.append(Constraint(guided.Choices(choices), "guided_choice"))
     if (schema := fields.any("guided_json")) is not None:
         if isinstance(schema, str) and len(schema) <= MAX_SCHEMA_LENGTH:
             try:
@@ -401,4 +385,4 @@ def _schema_constraint(schema: Any, param: str, path: str) -> Constraint:
     source = json.dumps(schema)
     if len(source) > MAX_SCHEMA_LENGTH:
         raise BadRequest(f"{path} must have at most {MAX_SCHEMA_LENGTH} characters, got {len(source)}", param)
-    return Constraint("json_schema", source, param)
+    return Constraint(guided.JsonSchema(source), param)
