@@ -250,6 +250,14 @@ class TestAnswers:
     def test_guided(self, client):
         assert re.fullmatch("[ab]{3}", client.complete(guided_regex="[ab]{3}", ignore_eos=False)["choices"][0]["text"])
 
+    def test_scores_of_a_prompt(self, client, served):
+        choice = client.complete(echo=True, logprobs=1, max_tokens=1)["choices"][0]
+        num_tokens = len(served.tokenizer.encode("the cat").ids)
+        assert choice["text"].startswith("the cat")
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert all(value < 0 for value in choice["logprobs"]["token_logprobs"][1:])
+        assert len(choice["logprobs"]["token_logprobs"]) == num_tokens + 1
+
     def test_the_client_of_openai(self, client):
         openai = pytest.importorskip("openai")
         with openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0) as api:

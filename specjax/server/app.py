@@ -158,8 +158,8 @@ class App:
             return JSONResponse(await attended(http.receive, answer.body(), seconds))
         except BaseException as error:
             self._give_up(requests)
-            if (refused := _refused_grammar(error, call)) is not None:
-                raise refused from error
+            if isinstance(error, ValueError) and str(error).startswith("guided_decoding"):  # it does not compile
+                raise protocol.bad_parameter(error, call.constraint) from error
             raise
 
     async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Request]]:
@@ -307,14 +307,6 @@ class _EventStream(Response):
             self._give_up()
             async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
                 await send_part(_event(api_error(error).body), is_last=True)
-
-
-def _refused_grammar(error: BaseException, call: Call) -> protocol.BadRequest | None:
-    """Return the error that names the field of a grammar, if an error of the engine is about that."""
-    if call.constraint is None or not (isinstance(error, ValueError) and str(error).startswith("guided_decoding")):
-        return None
-    name = call.constraint.param
-    return protocol.BadRequest(str(error).replace("guided_decoding", name, 1), name, "invalid_grammar")
 
 
 def _event(body: dict[str, Any]) -> bytes:
