@@ -127,7 +127,13 @@ def _add_serve(commands: Any) -> None:
     _add_model_arguments(serve)
     add = serve.add_argument
     add("--name", help="what clients call the model; default: the name of its directory, specjax for the built-in pair")
-    add("--num-draft-tokens", type=int, default=4, metavar="K", help="draft tokens per step; 0: plain decoding")
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="draft tokens per step; 0: plain decoding; default: 4",
+    )
     add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; default: this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="port to listen at, 0 takes a free one; default: 8000")
@@ -351,7 +357,13 @@ def _add_batch(commands: Any) -> None:
         "--name",
         help="what the requests call the model; default: the name of its directory, specjax for the built-in pair",
     )
-    add("--num-draft-tokens", type=int, default=4, metavar="K", help="draft tokens per step; 0: plain decoding")
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="draft tokens per step; 0: plain decoding; default: 4",
+    )
     add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
 
 
