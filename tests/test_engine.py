@@ -2,13 +2,18 @@
 
 import asyncio
 import itertools
+import os
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from test_scheduler import Letters, alone, replace_params
@@ -21,12 +26,14 @@ from test_slots import (
     NUM_SLOTS,
     PAGE_SIZE,
     VOCAB,
+    Compilations,
     make,
     make_proposer,
     some_jobs,
 )
 
-from specjax import SamplingParams, guided, verifiers
+from specjax import Capacities, SamplingParams, guided, verifiers
+from specjax.engine import memory
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 
@@ -360,7 +367,7 @@ def test_grammars_are_compiled_for_their_requests(guided_engine):
         (guided.Regex("a)(b"), r"guided_decoding must be a valid grammar, got ValueError: pattern must be a regular"),
         (guided.Regex("x"), "must match a text that the vocabulary can make"),
         (guided.Regex("[A-E]{50}"), "guided_decoding must have at most 40 states"),
-        (guided.JsonSchema({"type": "nothing"}), "guided_decoding must be a valid grammar"),
+        (guided.JsonSchema({"type": "nothing"}), r"guided_decoding must be a valid grammar"),
     ],
 )
 def test_a_grammar_that_does_not_compile_ends_its_request(guided_engine, source, message):
@@ -397,3 +404,78 @@ def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkey
     monkeypatch.setattr(guided_engine._compiler, "_time_limit", 60)
     fine = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("AC"), max_tokens=3))
     assert fine.result(timeout=30).text == "AC"
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_start(target):
+    """Of two numbers of drafts, chunks with and without log-probabilities, and all other kinds of requests."""
+    small = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=2, grammars=1, grammar_states=8)
+    options = {"draft_lengths": (0, 2), "choose_draft_length": lambda running, rate: 0 if running > 1 else 2}
+    jax.block_until_ready(jax.jit(lambda: 0)())
+    with (
+        Compilations() as start,
+        engine_of(target, make_proposer("ngram", None), num_slots=2, capacities=small, **options) as engine,
+    ):
+        assert start.number == 13
+        changes = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 3}, {"presence_penalty": 1.0}, {"top_k": 3}]
+        changes += [{"guided_decoding": guided.Choices(["AB"])}, {"stop": "A"}, {"temperature": 0}]
+        with Compilations() as later:
+            requests = [engine.submit([*range(i + 1)], SamplingParams(**each)) for i, each in enumerate(changes)]
+            requests[1].cancel()
+            results = [request.result(timeout=60) for request in requests if request is not requests[1]]
+            engine.submit([1]).result(timeout=60)
+        assert later.number == 0
+    entries = results[1].prompt_logprobs
+    assert entries[0] is None and [next(iter(entry)) for entry in entries[1:]] == [1, 2] and len(entries[2]) <= 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"draft_lengths": (0, 3)}, "choose_draft_length must be given where draft_lengths has several numbers"),
+        ({"choose_draft_length": max}, "choose_draft_length must be given where draft_lengths has several numbers"),
+        ({"draft_lengths": (4,)}, r"draft_lengths must be one or more integers in \[0, 3\], got \(4,\)"),
+        ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
+        ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
+    ],
+)
+def test_bad_sizes(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of(target, make_proposer("ngram", None), **options)
+
+
+def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
+    def choose(num_running, rate):
+        raise ZeroDivisionError("no choice")
+
+    with engine_of(target, None) as engine:
+        engine._scheduler._choose = choose
+        with pytest.raises(RuntimeError, match="the engine has failed") as raised:
+            engine.submit([1]).result(timeout=60)
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_engines_are_closed_before_the_process_ends():
+    """A thread that calls a device while the interpreter ends may crash it."""
+    program = """
+from test_engine import engine_of, make
+from specjax import SamplingParams
+requests = [engine_of(make(0), None).submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True))]
+"""
+    folder = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_pages_are_as_many_as_fit(target, monkeypatch):
+    proposer = make_proposer("draft_model", make(1))
+    sizes = {"num_slots": 4, "max_length": 64, "page_size": 8, "chunk_size": 16}
+    page = 2 * 8 * (2 * 8) * 4  # of two models: slots, keys and values of a head of 8 numbers
+    calls = memory.COPIES * 4 * 16 * VOCAB
+    for pages, expected in ((1000, 32), (10.5, 10)):
+        monkeypatch.setattr(memory, "free_bytes", lambda pages=pages: int(pages * page) + calls + 16)
+        assert memory.num_pages_that_fit(target, proposer, **sizes) == expected
+    monkeypatch.setattr(memory, "free_bytes", lambda: 7 * page + calls)
+    with pytest.raises(ValueError, match=r"max_length must be at most the .* tokens that fit into the free memory"):
+        memory.num_pages_that_fit(target, proposer, **sizes)

@@ -373,3 +373,56 @@ def test_jobs_that_end_in_the_queue_take_no_memory(device):
 
 def replace_job(job):
     return Job(job.prompt, job.sampling, job.key_data, Detokenizer(Letters(), job.prompt, job.output.params))
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_whatever_a_request_asks_for_survives_preemption(device):
+    """Samples of requests with stop strings, grammars, penalties, min_tokens and log-probabilities."""
+    kinds = [replace(params, min_tokens=3, logprobs=2, n=3) for params in guided_kinds() if params.temperature > 0]
+    kinds = [replace(params, stop=() if params.guided_decoding else tuple("CDEFGHIJKLMN")) for params in kinds]
+    requests = [replace_params(request, max_tokens=16) for request in some_jobs(6, 8, kinds)]
+    runs = []
+    for meanwhile in (lambda scheduler: lambda: None, preempting):
+        jobs = [
+            job_of(request, sample=i, wants_log_probs=True, grammar=request.params.guided_decoding)
+            for request in requests
+            for i in range(3)
+        ]
+        scheduler, tables = scheduler_of(device)
+        run(scheduler, jobs, 8, meanwhile(scheduler))
+        assert_nothing_left(scheduler, tables)
+        runs.append(jobs)
+    assert sum(job.num_preempted for job in runs[1]) > 6 and not any(job.num_preempted for job in runs[0])
+    assert {"stop", "length"} == {job.output.finish_reason for job in runs[0]}
+    assert sum(isinstance(job.output.stop_reason, str) for job in runs[0]) >= 3
+    for one, other in zip(*runs, strict=True):
+        count = len(one.output.token_ids)
+        assert one.output.text(0, count) == other.output.text(0, len(other.output.token_ids))
+        assert (one.output.token_ids, one.output.stop_reason) == (other.output.token_ids, other.output.stop_reason)
+        assert one.kinds[:count] == other.kinds[:count]
+        jax.tree.map(np.testing.assert_array_equal, one.totals, other.totals)
+        total, same = (np.concatenate([part.chosen for part in job.log_probs])[:count].sum() for job in (one, other))
+        np.testing.assert_allclose(total, same, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+@pytest.mark.parametrize("chunks_per_step", [1, 4])
+def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step):
+    calls = []
+    for name in ("prefill", "step"):
+
+        def call(*args, _name=name, **options):
+            calls.append(_name)
+            return getattr(Slots, _name)(device, *args, **options)
+
+        monkeypatch.setattr(device, name, call)
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, chunks_per_step=chunks_per_step)
+    kinds = [replace(KINDS[0], stop_token_ids=None, ignore_eos=True)]
+    for i, request in enumerate(some_jobs(NUM_SLOTS, 9, kinds)):
+        request = replace_params(request, max_tokens=10)
+        scheduler.add(job_of(replace(request, prompt=np.arange(i, i + 17, dtype=np.int32))))
+    while scheduler.advance():
+        pass
+    between = [len(part) for part in "".join(name[0] for name in calls).split("s")]
+    assert max(between[1:]) == chunks_per_step

@@ -361,7 +361,6 @@ class Engine:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._compiler.close()
         self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -411,6 +410,7 @@ class Engine:
                         failure.__cause__ = self._failure
                         request._future.set_exception(failure)
                 self._live.clear()
+            self._compiler.close()
 
     def _add(self, request: Request) -> None:
         for job in request._samples.jobs:
@@ -436,20 +436,19 @@ class Engine:
             self._fail(request, CancelledError("the request was cancelled"))
 
     def _collect(self) -> None:
-        """Give out what the last steps have changed, and the results of requests that have ended."""
+        """Give out what the last round has changed, and the results of requests that have ended."""
         now = time.perf_counter()
-        changed, self._scheduler.changed = self._scheduler.changed, []
-        for request in dict.fromkeys(job.owner for job in changed):
+        for request in dict.fromkeys(job.owner for job in self._scheduler.changed):
             samples = request._samples
-            if samples.update(now):
-                request._wake()
             error = next((job.error for job in samples.jobs if job.error is not None), None)
+            result = None
             try:
-                result = samples.result() if error is None and samples.is_done else None
+                if samples.update(now):
+                    request._wake()
+                if error is None and samples.is_done:
+                    result = samples.result()
             except Exception as other:  # of one request, which ends alone
-                error, result = error or other, None
-            if request not in self._live:
-                continue
+                error = error or other
             if error is not None:
                 self._fail(request, error)
             elif result is not None:

@@ -14,7 +14,7 @@ from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.scheduler import Job
 from specjax.log_probs import LogProbs
 from specjax.sampling import Sampling, SamplingParams
-from specjax.sampling.guided.tables import Grammar
+from specjax.sampling.guided import Grammar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

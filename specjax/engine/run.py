@@ -18,7 +18,8 @@ from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
 from specjax.sampling.capacities import Capacities, of_request, use_of
-from specjax.sampling.guided.tables import Grammar, round_up
+from specjax.sampling.guided import Grammar, Source, vocabulary
+from specjax.sampling.guided.tables import round_up
 from specjax.sampling.params import LogitsProcessor
 from specjax.types import Array, Context
 
@@ -62,6 +63,7 @@ class Run:
     ):
         self._start = time.perf_counter()
         self._tokenizer = llm.tokenizer
+        params = _with_grammars(llm, params)
         self._capacities, self._rows = _sampling(llm, params)
         self._device, self._scheduler = self._make_scheduler(llm, prompt_ids, params)
         self._coming = enumerate(zip(prompts, prompt_ids, params, key_data, strict=True))
@@ -79,7 +81,6 @@ class Run:
     def advance(self) -> None:
         """Do one round of the scheduler: feed prompts, dispatch a step, and read the one before."""
         self._scheduler.advance()
-        self._scheduler.changed.clear()  # all that live are looked at
         clock = time.perf_counter() - self._device.seconds_compiling
         for i, samples in list(self.live.items()):
             samples.update(clock)
@@ -228,7 +229,7 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
     words = [tokenized(p.bad_words or (), tokenize) for p in distinct]
     stops = [{*(p.stop_token_ids or ()), *(() if p.ignore_eos else llm.eos_token_ids)} for p in distinct]
     listed = max((n for p in distinct for n in (p.logprobs, p.prompt_logprobs) if n is not None), default=0)
-    grammars = {p.guided_decoding for p in distinct if isinstance(p.guided_decoding, Grammar)}
+    grammars = {p.guided_decoding: None for p in distinct if isinstance(p.guided_decoding, Grammar)}
     num_states = [grammar.transitions.shape[0] for grammar in grammars]
     processors, known = _placed_processors(distinct)
     capacities = Capacities(
@@ -250,6 +251,20 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
         for p, own in zip(distinct, processors, strict=True)
     )
     return capacities, {id(p): row for p, row in zip(distinct, rows, strict=True)}
+
+
+def _with_grammars(llm: "LLM", params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+    """Return the parameters with grammars in place of what these are compiled from."""
+    sources = {p.guided_decoding: None for p in params if isinstance(p.guided_decoding, Source)}
+    if not sources:
+        return params
+    words = vocabulary(llm.tokenizer)
+    compiled: dict[Any, Grammar] = {source: source.compile(words, llm.eos_token_ids) for source in sources}
+    distinct = {id(p): p for p in params}
+    own = {
+        i: replace(p, guided_decoding=compiled.get(p.guided_decoding, p.guided_decoding)) for i, p in distinct.items()
+    }
+    return [own[id(p)] for p in params]
 
 
 def _most(sizes: Any, least: int = 1) -> int:

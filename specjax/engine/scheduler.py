@@ -9,6 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -59,7 +60,7 @@ class Job:
     salt: bytes | None = b""
     owner: Any = None  # whatever the caller knows it by
     tokens: list[int] = field(default_factory=list)
-    counts: tuple[Totals, int] | None = None  # the totals of all slots after its last step, and the index of its own
+    counts: "tuple[Counts, int] | None" = None  # of all slots after its last step, and the index of its own
     log_probs: list[LogProbs] = field(default_factory=list)
     prompt_log_probs: LogProbs | None = None
     kinds: list[str] = field(default_factory=list)
@@ -87,8 +88,8 @@ class Job:
         """The counts of its steps; None before the first is read."""
         if self.counts is None:
             return None
-        totals, slot = self.counts
-        return jax.tree.map(lambda x: np.array(x[slot]), totals)
+        counts, slot = self.counts
+        return jax.tree.map(lambda x: np.array(x[slot]), counts.totals)
 
     @property
     def is_running(self) -> bool:
@@ -99,6 +100,17 @@ class Job:
     def rank(self) -> tuple[int, int]:
         """Sorts jobs: a smaller number comes first, of `priority` and then of arrival."""
         return self.priority, self.number
+
+
+class Counts:
+    """The totals of all slots after a step, which are read from the device when somebody asks for them."""
+
+    def __init__(self, totals: Totals):
+        self._totals = totals
+
+    @cached_property
+    def totals(self) -> Totals:
+        return jax.device_get(self._totals)
 
 
 class Scheduler:
@@ -116,7 +128,7 @@ class Scheduler:
     Attributes:
         waiting: number of jobs without a slot.
         running: jobs with a slot.
-        changed: jobs that became active, got tokens or ended since the caller emptied it.
+        changed: jobs that became active in the last round, or got tokens of a step that it read.
     """
 
     def __init__(
@@ -184,6 +196,7 @@ class Scheduler:
 
     def advance(self) -> bool:
         """Do one round; return whether there is more to do."""
+        self.changed = []
         self._admit()
         for _ in range(self._chunks_per_step):
             self._feed()
@@ -311,11 +324,10 @@ class Scheduler:
             return True
         unread = sum(jobs[job.slot] is job for _, jobs in self._in_flight if job.slot is not None)
         room = min(len(job.tokens) + (unread + 1) * self._width, self._device.max_length)
-        before = job.pages.stop
-        if not self._tables.ensure(job.pages, room):
-            return False
-        self._is_table_new |= job.pages.stop != before
-        return True
+        if room <= job.pages.stop * self._tables.page_size:
+            return True
+        self._is_table_new = True
+        return self._tables.ensure(job.pages, room)
 
     def _make_room(self) -> None:
         """Free pages: of what is not read yet some may end; else the last of the jobs gives its slot up."""
@@ -338,27 +350,32 @@ class Scheduler:
     def _read(self) -> None:
         """Read the oldest step, and end the jobs that it ends."""
         output, jobs = self._in_flight.popleft()
-        read: Any = jax.device_get((output, {job.number: job.scores for job in jobs if job and job.scores}))
-        output, scores = read
-        self._acceptance.update(output.num_drafts, output.num_accepted)
-        for slot, job in enumerate(jobs):
-            if job is not None and not job.is_done:
-                if job.scores:
-                    job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
-                self._extend(job, slot, output)
+        scores = {job.number: job.scores for job in jobs if job and job.scores}
+        counts = output.num_drafts, output.num_accepted
+        read: Any = jax.device_get((output.tokens, output.finished, counts, output.log_probs, scores))
+        tokens, finished, counts, log_probs, scores = read
+        self._acceptance.update(*counts)
+        totals = Counts(output.totals)
+        rows = zip(jobs, tokens.tolist(), finished.tolist(), *(each.tolist() for each in counts), strict=True)
+        for slot, (job, row, reason, num_drafts, num_accepted) in enumerate(rows):
+            if job is None or job.is_done:
+                continue
+            if job.scores:
+                job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
+            committed = [token for token in row if token >= 0]
+            job.counts = totals, slot
+            job.kinds += _kinds(num_drafts, num_accepted, len(committed))
+            if log_probs is not None and job.wants_log_probs:
+                job.log_probs.append(_own(log_probs, slot, len(committed)))
+            self._extend(job, committed, reason)
 
-    def _extend(self, job: Job, slot: int, output: slots.Output) -> None:
-        """Add what a step gave a job, and end the job where it ends."""
-        committed = [token for token in output.tokens[slot].tolist() if token >= 0]
+    def _extend(self, job: Job, committed: list[int], finished: int) -> None:
+        """Add the tokens of a step to a job, and end the job where it ends."""
         job.tokens += committed
-        job.kinds += _kinds(int(output.num_drafts[slot]), int(output.num_accepted[slot]), len(committed))
-        job.counts = output.totals, slot
-        if output.log_probs is not None and job.wants_log_probs:
-            job.log_probs.append(jax.tree.map(lambda x: np.array(x[slot, : len(committed)]), output.log_probs))
         try:
             job.output.extend(committed)
-            if job.output.finish_reason is None and output.finished[slot] != decode.RUNNING:
-                job.output.finish(bool(output.finished[slot] == decode.STOP), self._eos)
+            if job.output.finish_reason is None and finished != decode.RUNNING:
+                job.output.finish(finished == decode.STOP, self._eos)
         except Exception as error:  # of the tokenizer: it ends this job alone
             job.error = error
         if job.error is not None or job.output.finish_reason is not None:
@@ -415,6 +432,11 @@ class _Queue:
             self._jobs = [entry for entry in self._jobs if not entry[1].is_done]
             heapq.heapify(self._jobs)
             self._num_ended = 0
+
+
+def _own(log_probs: LogProbs, slot: int, width: int) -> LogProbs:
+    """Return a copy of the first log-probabilities of a slot."""
+    return jax.tree.map(lambda x: np.array(x[slot, :width]), log_probs)
 
 
 def _joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
