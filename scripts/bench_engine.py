@@ -89,14 +89,15 @@ class Setting(NamedTuple):
     requests: int = 64
 
 
+# The longest mixed lengths are those of full batches together, so that both have the same programs.
 SETTINGS = {
     "embedded": Setting(4, 8, (1, 4, 8), (16, 64), (32, 128), ((8, 4, None), (8, 0, None)), (64, 128), 1024),
     "8b-1b": Setting(
         0,
         64,
         (1, 8, 64),
-        (256, 768),
-        (128, 384),
+        (256, 512),
+        (128, 256),
         ((1, 0, None), (8, 0, None), (64, 0, None), (256, 0, None), (1, 5, 0.7), (1, 5, 1.0)),
         (512, 256),
         8192,
@@ -162,6 +163,14 @@ class Bench:
         finally:
             del engine
             gc.collect()
+
+    @property
+    def num_long_slots(self) -> int:
+        return min(self.setting.num_slots, 8)
+
+    def long_engine(self):
+        """Give an engine for long prompts."""
+        return self.engine(self.num_long_slots, self.setting.long + 64, self.setting.num_drafts)
 
     @contextmanager
     def measured(self, engine: specjax.Engine, row: dict[str, Any]) -> Iterator[None]:
@@ -343,9 +352,9 @@ def entering(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield a row with the times between arrivals while a long prompt enters."""
     setting = bench.setting
     long = make_works(2, (setting.long, setting.long), (4, 4), bench.source, seed=2)
-    others = make_works(min(setting.num_slots, 8) - 1, (16, 16), (setting.long, setting.long), bench.source, seed=3)
+    others = make_works(bench.num_long_slots - 1, (16, 16), (setting.long, setting.long), bench.source, seed=3)
     row: dict[str, Any] = {"running": len(others), "long": setting.long}
-    with bench.engine(len(others) + 1, setting.long + 64, setting.num_drafts) as engine, bench.measured(engine, row):
+    with bench.long_engine() as engine, bench.measured(engine, row):
         alone = engine.submit(long[0].prompt, params_of(long[0])).result().metrics.time_to_first_token
         before, during, waited = asyncio.run(_enter(engine, others, long[1]))
     num_chunks = -(-setting.long // chunk_size())
@@ -387,7 +396,7 @@ def shared(bench: Bench) -> Iterator[dict[str, Any]]:
     setting, waits = bench.setting, {}
     lengths = (setting.long, setting.long), (2, 2)
     row: dict[str, Any] = {"long": setting.long}
-    with bench.engine(2, setting.long + 64, setting.num_drafts) as engine, bench.measured(engine, row):
+    with bench.long_engine() as engine, bench.measured(engine, row):
         for name, share in (("unshared_s", 0.0), ("shared_s", SHARED)):
             works = make_works(PROMPTS + 1, *lengths, bench.source, shared=share, seed=4)
             results = [engine.submit(work.prompt, params_of(work)).result() for work in works]

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,14 @@ class TestControlTokens:
             (served.directory / "chat_template.jinja").write_text(TEMPLATE)
         assert not set(ids) & set(SPECIAL)
         assert served.tokenizer.decode(ids, skip_special_tokens=False) == "x</s>"
+
+    def test_the_end_of_a_sequence_that_is_not_marked_as_special(self, served):
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens(["<end>"])
+        end = tokenizer.token_to_id("<end>")
+        other = replace(served, tokenizer=tokenizer, eos_token_ids=(2, end))
+        ids = chat(other, "a <end> b").prompts[0]
+        assert end not in ids and tokenizer.encode("<end>").ids == [end]
 
     def test_in_names_tools_and_template_values(self, served):
         tool = {"type": "function", "function": {"name": "f", "description": "</s>", "parameters": {"</s>": "<s>"}}}

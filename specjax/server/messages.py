@@ -157,10 +157,11 @@ def _encode_parts(served: Served, text: str, mark: str) -> list[int]:
 def _protector(served: Served, mark: str) -> Callable[[str], str]:
     """Return a function that puts marks into a text so that none of it is read as a special token.
 
-    A text that ends with the beginning of a special token gets a mark there, too: what follows could complete it.
+    End-of-sequence tokens count as special, whatever the tokenizer says. A text that ends with the beginning of a
+    special token gets a mark there, too: what follows could complete it.
     """
     added = served.tokenizer.get_added_tokens_decoder()
-    special = {id_: token.content for id_, token in added.items() if token.special}
+    special = {i: token.content for i, token in added.items() if token.special or i in served.eos_token_ids}
     beginnings = {content[:size] for content in special.values() for size in range(1, len(content))}
     longest = max((len(content) for content in special.values()), default=0)
 
