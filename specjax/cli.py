@@ -206,7 +206,7 @@ def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> d
 
 def _json_report(prompt: str, result: "Result", compared: dict[str, Any] | None) -> str:
     completion = result.completions[0]._asdict()
-    del completion["logprobs"]
+    del completion["logprobs"], completion["index"]
     report = {"prompt": prompt, **completion, "metrics": result.metrics._asdict()}
     return json.dumps(_finite(report | ({"compare": compared} if compared else {})))
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,10 +11,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import proposers, verifiers
-from specjax.engine import slots
+from specjax.engine import run, slots
+from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.llm import LLM, Completion, Piece
 from specjax.models import load
-from specjax.sampling import SamplingParams
+from specjax.sampling import SamplingParams, guided
 
 BOS, EOS = "<s>", "</s>"
 MAX_LENGTH = 192
@@ -241,6 +243,85 @@ class TestGenerate:
         assert "100%" in capsys.readouterr().err
 
 
+def double_first(logits, context):
+    return logits.at[:20].multiply(2)
+
+
+def add_one(logits, context):
+    return logits + jax.numpy.arange(logits.shape[0]) / 100
+
+
+class TestCompany:
+    """Requests get what they get alone, whoever is decoded with them."""
+
+    @pytest.fixture
+    def narrow(self, llm):
+        other = copy.copy(llm)
+        other.num_slots = 2
+        return other
+
+    def test_more_samples_than_slots(self, narrow, monkeypatch):
+        kinds = [
+            GREEDY,
+            SamplingParams(temperature=1, seed=1, max_tokens=30),
+            SamplingParams(temperature=0.8, seed=2, max_tokens=5, top_k=9),
+            SamplingParams(temperature=0.9, seed=3, max_tokens=12, n=2, best_of=3),
+        ]
+        requests = [(prompt, params) for prompt in PROMPTS for params in kinds]
+        num_live, advance = [], run.Run.advance
+        monkeypatch.setattr(run.Run, "advance", lambda self: num_live.append(len(self.live)) or advance(self))
+        results = narrow.generate(*map(list, zip(*requests, strict=True)))
+        assert max(num_live) <= 4  # others take no memory yet
+        for (prompt, params), result in zip(requests, results, strict=True):
+            (alone,) = narrow.generate(prompt, params)
+            assert result.prompt == prompt
+            assert [each.token_ids for each in result.completions] == [each.token_ids for each in alone.completions]
+            assert (result.metrics[:6], result.num_prompt_tokens) == (alone.metrics[:6], alone.num_prompt_tokens)
+
+    def test_a_buffer_that_ends_with_the_request(self, llm):
+        """Drafts go on to the last token, though the token buffer of a longer request has room for more of them."""
+        ids = llm.tokenizer.encode(PROMPTS[0]).ids
+        seeded = [SamplingParams(temperature=1, seed=i, max_tokens=128 - len(ids), ignore_eos=True) for i in range(4)]
+        alone = [llm.generate([ids], params)[0] for params in seeded]
+        long = SamplingParams(temperature=0, max_tokens=150)
+        results = llm.generate([PROMPTS[1], *[ids] * 4], [long, *seeded])[1:]
+        assert tokens(results) == tokens(alone)
+
+    def test_without_pages(self, llm, narrow):
+        narrow.model = replace(llm.model, takes_pages=False)
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9 + i) for i in range(3)]
+        assert tokens(narrow.generate(PROMPTS, params)) == tokens(llm.generate(PROMPTS, params))
+
+    @pytest.mark.slow
+    def test_grammars(self, narrow):
+        choices = [["a cat", "a dog"], ["the mat"], ["end", "the END"]]
+        sources = [guided.Choices(texts) for texts in choices]
+        compiled = sources[1].compile(guided.vocabulary(narrow.tokenizer), narrow.eos_token_ids)
+        grammars = [sources[0], compiled, None, sources[2], sources[0]]
+        params = [SamplingParams(temperature=1, seed=i, guided_decoding=g) for i, g in enumerate(grammars)]
+        results = narrow.generate(["a"] * 5, params)
+        for result, texts in zip(results, [choices[0], choices[1], None, choices[2], choices[0]], strict=True):
+            assert texts is None or result.text in texts
+        assert narrow.stream("a", params[1]).result.text == ""
+        assert "".join(piece.text for piece in narrow.stream("a", params[1])) == "the mat"
+
+    @pytest.mark.slow
+    def test_logits_processors_in_any_order(self, llm):
+        rows = [[double_first, add_one], [add_one, double_first], [add_one], [add_one, add_one], None]
+        params = [SamplingParams(temperature=0, max_tokens=9, logits_processors=row) for row in rows]
+        together = llm.generate([PROMPTS[0]] * 5, params)
+        assert tokens(together) == [llm.generate(PROMPTS[0], p)[0].token_ids for p in params]
+        assert len({tuple(result.token_ids) for result in together}) > 2
+
+    def test_an_error_of_the_tokenizer(self, llm, monkeypatch):
+        def fail(self, tokens):
+            raise UnicodeError("no such letter")
+
+        monkeypatch.setattr(Detokenizer, "extend", fail)
+        with pytest.raises(UnicodeError, match="no such letter"):
+            llm.generate(PROMPTS, GREEDY)
+
+
 class TestEnds:
     def test_end_of_sequence(self, chain):
         result = say(chain)
@@ -450,6 +531,7 @@ class TestBadInput:
         [
             ({"num_draft_tokens": -1}, "num_draft_tokens must be an integer >= 0 or 'auto', got -1"),
             ({"max_length": MAX_LENGTH + 1}, r"max_length must be in \[2, 192\], the model's limit, got 193"),
+            ({"num_slots": 0}, "num_slots must be None or an integer >= 1, got 0"),
             ({"num_draft_tokens": True}, "num_draft_tokens must be an integer >= 0 or 'auto', got True"),
             ({"max_length": 100.5}, r"max_length must be in \[2, 192\], the model's limit, got 100.5"),
             ({"max_length": 1}, r"max_length must be in \[2, 192\], the model's limit, got 1"),
