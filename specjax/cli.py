@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import specjax
@@ -34,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly, as other commands do, when a pipe closes
     args = _parser().parse_args(argv)
     try:
-        return _generate(args)
+        return args.run(args)
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
-        message = f'the package {error.name} is missing, install it with: pip install "specjax[cli]"'
+        message = f'the package {error.name} is missing, install it with: pip install "specjax[{args.extra}]"'
     except (ValueError, OSError, NotImplementedError) as error:
         message = str(error)
     print(f"specjax: error: {message}", file=sys.stderr)
@@ -63,13 +65,14 @@ def _parser() -> argparse.ArgumentParser:
         "a summary goes to standard error.",
     )
     _add_arguments(generate)
+    _add_batch(commands)
+    _add_serve(commands)
     return parser
 
 
-def _add_arguments(generate: argparse.ArgumentParser) -> None:
-    """Add the arguments of `specjax generate`."""
-    add = generate.add_argument
-    add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
+def _add_model_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which models run, and how."""
+    add = command.add_argument
     add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: built-in pair")
     add(
         "--draft",
@@ -78,6 +81,26 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
+    add(
+        "--compilation-cache",
+        metavar="DIR",
+        help="folder for compiled programs; default: in the user's cache directory",
+    )
+    add(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_const",
+        const=False,
+        help="compile anew at every start",
+    )
+
+
+def _add_arguments(generate: argparse.ArgumentParser) -> None:
+    """Add the arguments of `specjax generate`."""
+    generate.set_defaults(run=_generate, extra="cli")
+    add = generate.add_argument
+    add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
+    _add_model_arguments(generate)
     add("--chat", action="store_true", help="answer the prompt with the model's chat template")
     add(
         "--num-draft-tokens",
@@ -95,17 +118,75 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
     add("--compare", action="store_true", help="also measure plain decoding of the target")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add(
-        "--compilation-cache",
-        metavar="DIR",
-        help="folder for compiled programs; default: in the user's cache directory",
+
+
+def _add_serve(commands: Any) -> None:
+    """Add the command `specjax serve`."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve clients of OpenAI's protocol, and a page to look at",
+        description="Serve a model by HTTP to clients of OpenAI's protocol, and a page that shows how it decodes.",
     )
+    serve.set_defaults(run=_serve, extra="serve")
+    _add_model_arguments(serve)
+    add = serve.add_argument
+    add("--name", help="what clients call the model; default: the name of its directory, specjax for the built-in pair")
     add(
-        "--no-compilation-cache",
-        dest="compilation_cache",
-        action="store_const",
-        const=False,
-        help="compile anew at every start",
+        "--num-draft-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="draft tokens per step; 0: plain decoding; default: 4",
+    )
+    add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; default: this machine alone")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen at, 0 takes a free one; default: 8000")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="key that clients must send; may be repeated; default: those in SPECJAX_API_KEY, with spaces between them",
+    )
+    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
+    add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait for a slot; default: 256")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds of a request; default: 600")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that running requests may take after SIGTERM; default: 30",
+    )
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Run `specjax serve` and return its exit code."""
+    from specjax import verifiers
+    from specjax.engine.llm import LLM
+    from specjax.server.run import serve
+
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
+    llm = LLM(
+        args.model,
+        args.draft,
+        args.num_draft_tokens,
+        verifier=getattr(verifiers, args.verifier),
+        dtype=args.dtype,
+        max_length=args.max_length,
+        compilation_cache=args.compilation_cache,
+    )
+    name = args.name or ("specjax" if args.model is None else Path(args.model).name)
+    return serve(
+        llm,
+        name,
+        host=args.host,
+        port=args.port,
+        num_slots=args.num_slots,
+        max_waiting=args.max_waiting,
+        api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
     )
 
 
@@ -210,7 +291,7 @@ def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> d
 
 def _json_report(prompt: str, result: "Result", compared: dict[str, Any] | None) -> str:
     completion = result.completions[0]._asdict()
-    del completion["logprobs"]
+    del completion["logprobs"], completion["index"]
     report = {"prompt": prompt, **completion, "metrics": result.metrics._asdict()}
     return json.dumps(_finite(report | ({"compare": compared} if compared else {})))
 
@@ -261,3 +342,66 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _add_batch(commands: Any) -> None:
+    """Add the command `specjax batch`."""
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description="Answer a file of requests in OpenAI's batch format, a line of JSON each. Where the file of "
+        "results has some already, the others are answered.",
+    )
+    batch.set_defaults(run=_batch, extra="cli")
+    _add_model_arguments(batch)
+    add = batch.add_argument
+    add("requests", type=Path, metavar="REQUESTS", help="file of requests, JSON Lines")
+    add("--out", type=Path, required=True, metavar="RESULTS", help="file of results; it is appended to")
+    add(
+        "--name",
+        help="what the requests call the model; default: the name of its directory, specjax for the built-in pair",
+    )
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="draft tokens per step; 0: plain decoding; default: 4",
+    )
+    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
+
+
+def _batch(args: argparse.Namespace) -> int:
+    """Run `specjax batch` and return its exit code."""
+    from specjax.engine.llm import LLM
+    from specjax.server import batch_files
+    from specjax.server.served import served
+
+    if args.out.exists() and args.out.samefile(args.requests):
+        raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
+    batch_files.check_ids(args.requests)  # before models are loaded
+    llm = LLM(
+        args.model,
+        args.draft,
+        args.num_draft_tokens,
+        dtype=args.dtype,
+        max_length=args.max_length,
+        compilation_cache=args.compilation_cache,
+    )
+    name = args.name or ("specjax" if args.model is None else Path(args.model).name)
+    with specjax.Engine(
+        llm.model,
+        llm.proposer,
+        num_slots=args.num_slots,
+        max_length=llm.max_length,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=llm.eos_token_ids,
+        verifier=llm.verifier,
+        capacities=specjax.Capacities(grammars=batch_files.GRAMMARS),
+    ) as engine:
+        files = args.requests, args.out
+        numbers = batch_files.run(engine, served(llm, name), *files, num_slots=args.num_slots, progress=True)
+    print(
+        f"{numbers.answered} answered, {numbers.errors} of them with an error, {numbers.known} before", file=sys.stderr
+    )
+    return 0

@@ -44,12 +44,20 @@ def feed_chunk(
         The cache, the proposer's state, the features of the last token of each row [B, ...], and the buffer. Padding of
         a chunk is in slots that are overwritten before any token sees them.
     """
+    cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, cache, proposer_state)
+    if log_probs is not None:
+        log_probs = record(log_probs, chunk.positions + 1, chunk.following, logits, chunk.rows)
+    return cache, proposer_state, last, log_probs
+
+
+def run_chunk(
+    model: Model, proposer: Proposer, chunk: Chunk, cache: PyTree, proposer_state: PyTree
+) -> tuple[PyTree, PyTree, PyTree, Array]:
+    """Do as `feed_chunk` does, and return the logits [B, T, V] of the chunk in place of a buffer."""
     output, cache = run(model, ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages), cache)
     if chunk.previous is None:
         chunk = chunk._replace(previous=jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), output.features))
     proposer_state = proposer.prefill(chunk, output.features, proposer_state)
-    if log_probs is not None:
-        log_probs = record(log_probs, chunk.positions + 1, chunk.following, output.logits, chunk.rows)
     index = jnp.maximum(chunk.num_tokens - 1, 0)
 
     def last(features: Array, previous: Array) -> Array:
@@ -57,7 +65,7 @@ def feed_chunk(
         has_any = (chunk.num_tokens > 0).reshape(-1, *[1] * (fed.ndim - 1))
         return jnp.where(has_any, fed, previous)
 
-    return cache, proposer_state, jax.tree.map(last, output.features, chunk.previous), log_probs
+    return cache, proposer_state, jax.tree.map(last, output.features, chunk.previous), output.logits
 
 
 def feed(

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
-from specjax import LLM, SamplingParams, decode
+from specjax import LLM, SamplingParams
 from specjax.cli import _compare, main
+from specjax.engine.slots import Slots
 
 pytestmark = pytest.mark.slow  # the command
 
@@ -100,15 +101,15 @@ class TestText:
 
 
 def interrupt_after(monkeypatch, calls):
-    """Interrupt decoding as Ctrl-C would: the first call compiles, each other one makes a step."""
-    decode_generate, counter = decode.generate, iter(range(calls))
+    """Interrupt decoding as Ctrl-C would: the last of the calls, each of which dispatches a step."""
+    step, counter = Slots.step, iter(range(calls))
 
-    def decode_or_interrupt(*args, **options):
+    def step_or_interrupt(*args, **options):
         if next(counter, None) is None:
             raise KeyboardInterrupt
-        return decode_generate(*args, **options)
+        return step(*args, **options)
 
-    monkeypatch.setattr(decode, "generate", decode_or_interrupt)
+    monkeypatch.setattr(Slots, "step", step_or_interrupt)
 
 
 class TestJson:

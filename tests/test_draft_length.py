@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from test_llm import random_tensors, write_checkpoint
 
-from specjax import LLM, Model, ModelOutput, SamplingParams, decode, metrics, proposers, sampling
-from specjax.engine.draft_length import CHOICES, DraftLength
+from specjax import LLM, Model, ModelOutput, SamplingParams, decode, proposers, sampling
+from specjax.engine.draft_length import CHOICES, BestDraftLength, RecentAcceptance, with_draft_lengths
 
 
 def apply(params, inputs, cache):
@@ -23,60 +23,42 @@ def bigram(seed, padding=0):
     return Model({"table": table, "padding": jnp.zeros(padding)}, apply, init_cache, 3)
 
 
-def after(totals, num_drafts, num_accepted, steps):
-    """Totals after steps in which each row had so many drafts and accepted so many of them."""
-    batch_size = totals.steps.shape[0]
-    counts = (jnp.full(batch_size, n) for n in (num_drafts, num_accepted, num_accepted + 1))
-    counts = (*counts, jnp.ones(batch_size, bool))
-    for _ in range(steps):
-        totals = metrics.update(totals, *counts)
-    return totals
+def best(accepting):
+    return BestDraftLength.of(bigram(0, 1000), proposers.draft_model(bigram(1, 300), 8))(1, accepting.rate)
 
 
 def test_follows_acceptance():
-    choice = DraftLength(bigram(0, 1000), proposers.draft_model(bigram(1, 300), 8), 2)
-    totals = metrics.zeros(2, max(CHOICES))
-    first = choice.num_draft_tokens
-    assert first in CHOICES[1:]
-    assert choice.proposer.num_draft_tokens == first
-
-    for _ in range(6):
-        totals = after(totals, choice.num_draft_tokens, choice.num_draft_tokens, steps=8)
-        choice.update(jax.tree.map(np.asarray, totals))
-    assert choice.num_draft_tokens == 8
+    recent, nothing = RecentAcceptance(), np.zeros(2, np.int32)
+    assert best(recent) in CHOICES[1:]
+    for _ in range(48):
+        recent.update(np.full(2, 4), np.full(2, 4))
+    assert best(recent) == 8
 
     rejecting = 0
-    while choice.num_draft_tokens:
-        totals = after(totals, choice.num_draft_tokens, 0, steps=8)
-        choice.update(jax.tree.map(np.asarray, totals))
+    while best(recent):
+        recent.update(np.full(2, best(recent)), nothing)
         rejecting += 1
-    assert rejecting <= 6
-    assert choice.proposer.num_draft_tokens == 0
+    assert rejecting <= 48
 
     plain = 0
-    while not choice.num_draft_tokens:  # what was seen fades, so drafts get another try
-        totals = after(totals, 0, 0, steps=8)
-        choice.update(jax.tree.map(np.asarray, totals))
+    while not best(recent):  # what was seen fades, so drafts get another try
+        recent.update(nothing, nothing)
         plain += 1
-    assert 1 <= plain <= 8
+    assert 1 <= plain <= 64
 
 
 def test_counts_trials():
     """A rejection is a trial, a draft behind one is not."""
-    choice = DraftLength(bigram(0, 1000), proposers.draft_model(bigram(1, 300), 8), 3)
-    num_drafts = choice.num_draft_tokens
-    totals = metrics.zeros(3, max(CHOICES))
-    accepted = jnp.array([0, 1, num_drafts])
-    totals = metrics.update(totals, jnp.full(3, num_drafts), accepted, accepted + 1, jnp.ones(3, bool))
-    choice.update(jax.tree.map(np.asarray, totals))
-    assert (choice._accepted, choice._trials) == (1 + num_drafts, 1 + 2 + num_drafts)
+    recent = RecentAcceptance()
+    recent.update(np.full(3, 4), np.array([0, 1, 4]))
+    assert (recent._accepted, recent._trials) == (5, 7)
 
 
 def test_distribution_is_the_targets():
-    """Chunks of one step whose number of drafts follows acceptance: pairs of tokens have the target's distribution."""
+    """Steps whose number of drafts follows acceptance: pairs of tokens have the target's distribution."""
     target, draft, batch_size = bigram(0, 40), proposers.draft_model(bigram(4), 8), 20000
     rows = sampling.batch([SamplingParams(max_tokens=12)] * batch_size)
-    choice = DraftLength(target, draft, batch_size)
+    recent, choose, proposer = RecentAcceptance(), BestDraftLength.of(target, draft), with_draft_lengths(draft, CHOICES)
     state = decode.prefill(
         target,
         draft,
@@ -86,11 +68,14 @@ def test_distribution_is_the_targets():
         jax.random.key(5),
         max_length=13,
     )
-    used = set()
+    used, before = set(), jax.tree.map(np.array, state.totals)
     while bool(state.context.active.any()):
-        used.add(choice.num_draft_tokens)
-        state = decode.generate(target, choice.proposer, state, max_steps=1)
-        choice.update(jax.tree.map(np.array, state.totals))
+        num_draft_tokens = choose(batch_size, recent.rate)
+        used.add(num_draft_tokens)
+        state = decode.generate(target, proposer[num_draft_tokens], state, max_steps=1)
+        after = jax.tree.map(np.array, state.totals)
+        recent.update(after.drafted - before.drafted, after.accepted - before.accepted)
+        before = after
     assert len(used) > 1
 
     tokens = np.asarray(state.context.tokens)

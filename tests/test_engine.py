@@ -1,24 +1,60 @@
 """The engine's thread: requests of many callers, cancelled, refused and failed ones among them."""
 
 import asyncio
+import itertools
+import os
+import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from test_scheduler import Letters, alone, replace_params
-from test_slots import CAPACITIES, CHUNK, EOS, KINDS, MAX_LENGTH, NUM_SLOTS, PAGE_SIZE, make, make_proposer, some_jobs
+from test_slots import (
+    CAPACITIES,
+    CHUNK,
+    EOS,
+    KINDS,
+    MAX_LENGTH,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    VOCAB,
+    Compilations,
+    make,
+    make_proposer,
+    some_jobs,
+)
 
-from specjax import SamplingParams, verifiers
-from specjax.engine.engine import Engine
+from specjax import Capacities, SamplingParams, guided, verifiers
+from specjax.engine import memory
+from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 
 
 class Tokenizer(Letters):
+    """Letters for tokens, as a tokenizer of bytes has them; the end of a sequence is special."""
+
     def encode(self, text, add_special_tokens=True):
         raise AssertionError("the tests give token ids")
+
+    def decode(self, ids, skip_special_tokens):
+        return super().decode([i for i in ids if not (skip_special_tokens and i in EOS)], skip_special_tokens)
+
+    def to_str(self):
+        return '{"decoder": {"type": "ByteLevel"}}'
+
+    def get_vocab(self):
+        return {chr(ord("A") + i): i for i in range(VOCAB)}
+
+    def get_added_tokens_decoder(self):
+        return {EOS[0]: SimpleNamespace(special=True, content="F")}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +134,102 @@ def test_samples_are_ranked_by_their_log_probability(engine):
     assert [each.token_ids for each in again.completions] == [each.token_ids for each in result.completions]
 
 
+STREAMED = SamplingParams(temperature=1.0, n=3, logprobs=2, max_tokens=20, seed=4, ignore_eos=True)
+
+
+def check_pieces(pieces, result):
+    """The pieces of each sample are its tokens, their text and their log-probabilities, in their order."""
+    assert sorted(each.index for each in result.completions) == [0, 1, 2]
+    for completion in result.completions:
+        own = [piece for piece in pieces if piece.index == completion.index]
+        assert [piece.token_id for piece in own] == completion.token_ids
+        assert "".join(piece.text for piece in own) == completion.text
+        assert [piece.logprobs for piece in own] == completion.logprobs
+    kinds = [piece.kind for piece in pieces]
+    assert set(kinds) <= {"accepted", "recovered", "bonus"}
+    assert kinds.count("accepted") <= result.metrics.num_accepted
+
+
+def test_pieces(engine):
+    request = engine.submit([1, 2, 3], STREAMED)
+    pieces = list(request)
+    check_pieces(pieces, request.result(timeout=0))
+    check_pieces(list(request), request.result())  # again from the first token
+    assert (request.result().num_prompt_tokens, request.result().num_cached_tokens) == (3, 0)
+
+
+def test_pieces_come_while_the_request_runs(engine, monkeypatch):
+    rounds, advance = threading.Semaphore(4), engine._scheduler.advance
+    monkeypatch.setattr(engine._scheduler, "advance", lambda: rounds.acquire() and advance())
+    request = engine.submit([1, 2, 3], replace(STREAMED, n=1, max_tokens=20))
+    pieces = iter(request)
+    first = next(pieces)
+    assert not request.is_done
+    pieces.close()
+    assert request._listeners == []
+    rounds.release(1000)
+    assert request.result(timeout=120).token_ids[0] == first.token_id
+
+
+def test_pieces_for_asynchronous_callers(engine):
+    async def call():
+        requests = [engine.submit([1, 2, i], STREAMED) for i in range(3)]
+
+        async def stream(request):
+            return [piece async for piece in request]
+
+        return zip(await asyncio.gather(*map(stream, requests)), requests, strict=True)
+
+    for pieces, request in asyncio.run(call()):
+        check_pieces(pieces, request.result(timeout=0))
+
+
+def test_an_iteration_ends_as_the_request_does(engine):
+    long = replace(STREAMED, n=1, max_tokens=MAX_LENGTH)
+    requests = [engine.submit([1, 2], long) for _ in range(2 * NUM_SLOTS)]
+    last = requests[-1]  # it waits for a slot
+    for request in requests:
+        request.cancel()
+    with pytest.raises(CancelledError, match="the request was cancelled"):
+        list(last)
+
+    async def leave(request):
+        pieces = aiter(request)
+        await anext(pieces)
+        await pieces.aclose()
+
+    request = engine.submit([1, 2], long)
+    asyncio.run(leave(request))
+    assert request.result(timeout=120).completions[0].finish_reason == "length"
+
+
+def test_text_is_held_back_while_a_stop_string_may_come(engine):
+    (completion,) = engine.submit([1, 2], replace(STREAMED, n=1)).result(timeout=120).completions
+    stop = completion.text[5:8]
+    request = engine.submit([1, 2], replace(STREAMED, n=1, stop=stop))
+    assert "".join(piece.text for piece in request) == completion.text[: completion.text.index(stop)]
+    assert request.result(timeout=0).completions[0].stop_reason == stop
+
+
+def test_counters_never_fall(engine):
+    before = engine.stats()
+    requests = [engine.submit([1, 2, i], replace(STREAMED, n=1)) for i in range(6)]
+    requests[0].cancel()
+    seen, names = [before], ("num_finished", "num_tokens", "num_prompt_tokens", "num_drafts", "num_drafted")
+    while not all(request.is_done for request in requests):
+        seen.append(engine.stats())
+    after = engine.stats()
+    for one, other in itertools.pairwise([*seen, after]):
+        assert all(getattr(one, name) <= getattr(other, name) for name in (*names, "num_accepted"))
+    assert after.num_finished - before.num_finished == 6
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 18
+    assert after.num_tokens - before.num_tokens >= 100
+    assert 0 < after.num_drafted <= 3 * after.num_drafts
+    figures = [request.result().metrics for request in requests[1:]]
+    assert after.num_drafted - before.num_drafted >= sum(each.num_drafted for each in figures)
+    assert sum(after.num_accepted_at) == after.num_accepted
+
+
 def test_requests_without_a_seed_differ(engine):
     params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
     results = [engine.submit([1, 2, 3], params) for _ in range(4)]
@@ -134,7 +266,8 @@ def test_cancelled_requests_end(engine):
         ([], {}, "prompt must have at least one token"),
         ([99], {}, r"prompt must have token ids in \[0, 31\), got 99"),
         ([1] * MAX_LENGTH, {}, "prompt must leave room for one token"),
-        ([1], {"prompt_logprobs": 1}, "prompt_logprobs must be None in an engine, got 1"),
+        ([1], {"prompt_logprobs": 4}, r"prompt_logprobs must have at most 3 tokens \(Capacities.logprobs\), got 4"),
+        ([1], {"n": 10**9}, r"n must have at most 128 completions \(Capacities.samples\), got 1000000000"),
         ([1], {"stop_token_ids": list(range(9))}, "stop_token_ids must have at most 4 ids"),
     ],
 )
@@ -150,7 +283,7 @@ def test_close_ends_what_runs(target):
     for _ in range(40):
         try:
             requests.append(engine.submit([1], params))
-        except RuntimeError as error:
+        except QueueFull as error:
             assert "max_waiting is 2" in str(error)
             refused += 1
     assert refused
@@ -158,6 +291,8 @@ def test_close_ends_what_runs(target):
     engine.close()
     for request in requests:
         assert request.is_done
+    with pytest.raises(CancelledError, match="the engine was closed"):
+        list(requests[-1])
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.submit([1], params)
 
@@ -170,7 +305,7 @@ def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeyp
 
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, skip_special_tokens: "")
     bad = engine.submit([30], SamplingParams(max_tokens=20, ignore_eos=True, n=2))
-    for job in bad._jobs:
+    for job in bad._samples.jobs:
         job.output._decode = lambda ids: decode(None, [30], True)
     request = seeded(1)[0]
     good = engine.submit(request.prompt.tolist(), request.params)
@@ -194,3 +329,157 @@ def test_a_failure_of_the_device_ends_every_request(target, monkeypatch):
     with pytest.raises(RuntimeError, match="the engine has failed"):
         engine.submit([1])
     engine.close()
+
+
+LARGE = replace(CAPACITIES, grammars=2, grammar_states=40, grammar_classes=20)
+
+
+@pytest.fixture(scope="module")
+def guided_engine(target):
+    with engine_of(target, None, capacities=LARGE) as engine:
+        yield engine
+
+
+def test_grammars_are_compiled_for_their_requests(guided_engine):
+    """More of them than have a place, several requests of one, and requests without one that do not wait."""
+    patterns = ["(AB|CD)+E", "[G-K]{3}", "B(A|C){2,5}D"]
+    sources = [guided.Regex(pattern) for pattern in patterns] + [guided.Choices(["GO", "AHEAD"])]
+    params = [SamplingParams(guided_decoding=source, max_tokens=12, seed=i) for i, source in enumerate(sources * 3)]
+    requests = [guided_engine.submit([1, 2, i], each) for i, each in enumerate(params)]
+    free = guided_engine.submit([1, 2], SamplingParams(max_tokens=12, seed=1))
+    assert len(free.result(timeout=60).token_ids) <= 12
+    for i, request in enumerate(requests):
+        result = request.result(timeout=120)
+        text, source = result.text, sources[i % 4]
+        if result.completions[0].finish_reason == "length":
+            continue
+        if isinstance(source, guided.Choices):
+            assert text in source.texts
+        else:
+            assert re.fullmatch(source.pattern, text)
+    reasons = [request.result().completions[0].finish_reason for request in requests]
+    assert reasons.count("stop") >= 6
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (guided.Regex("a)(b"), r"guided_decoding must be a valid grammar, got ValueError: pattern must be a regular"),
+        (guided.Regex("x"), "must match a text that the vocabulary can make"),
+        (guided.Regex("[A-E]{50}"), "guided_decoding must have at most 40 states"),
+        (guided.JsonSchema({"type": "nothing"}), r"guided_decoding must be a valid grammar"),
+    ],
+)
+def test_a_grammar_that_does_not_compile_ends_its_request(guided_engine, source, message):
+    request = guided_engine.submit([1], SamplingParams(guided_decoding=source, n=2))
+    with pytest.raises(ValueError, match=message):
+        request.result(timeout=120)
+    assert guided_engine.stats().num_waiting == 0
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request(guided_engine, monkeypatch):
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 0.3)
+    slow = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("(A|B)*A(A|B){18}"), max_tokens=3))
+    other = guided_engine.submit([1], SamplingParams(max_tokens=3))
+    assert len(other.result(timeout=60).token_ids) <= 3
+    with pytest.raises(ValueError, match=r"compiles within 0\.3 seconds and its memory, got no answer in time"):
+        slow.result(timeout=120)
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 60)
+    fine = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("AB"), max_tokens=3))
+    assert fine.result(timeout=120).text == "AB"
+
+
+def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkeypatch):
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 1)
+    slow = [
+        guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex(f"(A|B)*A(A|B){{{n}}}")))
+        for n in range(17, 27)
+    ]
+    for request in slow:
+        request.cancel()
+        with pytest.raises(CancelledError):
+            request.result(timeout=10)
+    stats = guided_engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.pages.num_used) == (0, 0, 0)
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 60)
+    fine = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("AC"), max_tokens=3))
+    assert fine.result(timeout=30).text == "AC"
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_start(target):
+    """Of two numbers of drafts, chunks with and without log-probabilities, and all other kinds of requests."""
+    small = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=2, grammars=1, grammar_states=8)
+    options = {"draft_lengths": (0, 2), "choose_draft_length": lambda running, rate: 0 if running > 1 else 2}
+    jax.block_until_ready(jax.jit(lambda: 0)())
+    with (
+        Compilations() as start,
+        engine_of(target, make_proposer("ngram", None), num_slots=2, capacities=small, **options) as engine,
+    ):
+        assert start.number == 13
+        changes = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 3}, {"presence_penalty": 1.0}, {"top_k": 3}]
+        changes += [{"guided_decoding": guided.Choices(["AB"])}, {"stop": "A"}, {"temperature": 0}]
+        with Compilations() as later:
+            requests = [engine.submit([*range(i + 1)], SamplingParams(**each)) for i, each in enumerate(changes)]
+            requests[1].cancel()
+            results = [request.result(timeout=60) for request in requests if request is not requests[1]]
+            engine.submit([1]).result(timeout=60)
+        assert later.number == 0
+    entries = results[1].prompt_logprobs
+    assert entries[0] is None and [next(iter(entry)) for entry in entries[1:]] == [1, 2] and len(entries[2]) <= 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"draft_lengths": (0, 3)}, "choose_draft_length must be given where draft_lengths has several numbers"),
+        ({"choose_draft_length": max}, "choose_draft_length must be given where draft_lengths has several numbers"),
+        ({"draft_lengths": (4,)}, r"draft_lengths must be one or more integers in \[0, 3\], got \(4,\)"),
+        ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
+        ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
+    ],
+)
+def test_bad_sizes(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of(target, make_proposer("ngram", None), **options)
+
+
+def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
+    def choose(num_running, rate):
+        raise ZeroDivisionError("no choice")
+
+    with engine_of(target, None) as engine:
+        engine._scheduler._choose = choose
+        with pytest.raises(RuntimeError, match="the engine has failed") as raised:
+            engine.submit([1]).result(timeout=60)
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_engines_are_closed_before_the_process_ends():
+    """A thread that calls a device while the interpreter ends may crash it."""
+    program = """
+import atexit
+engines = []
+atexit.register(lambda: print([engine._thread.is_alive() for engine in engines]))  # runs last
+from test_engine import engine_of, make
+from specjax import SamplingParams
+engines.append(engine_of(make(0), None))
+requests = [engines[0].submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(100)]
+"""
+    folder = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[False]\n", "")
+
+
+def test_pages_are_as_many_as_fit(target, monkeypatch):
+    proposer = make_proposer("draft_model", make(1))
+    sizes = {"num_slots": 4, "max_length": 64, "page_size": 8, "chunk_size": 16}
+    page = 2 * 8 * (2 * 8) * 4  # of two models: slots, keys and values of a head of 8 numbers
+    calls = memory.COPIES * 4 * 16 * VOCAB
+    for pages, expected in ((1000, 32), (10.5, 10)):
+        monkeypatch.setattr(memory, "free_bytes", lambda pages=pages: int(pages * page) + calls + 16)
+        assert memory.num_pages_that_fit(target, proposer, **sizes) == expected
+    monkeypatch.setattr(memory, "free_bytes", lambda: 7 * page + calls)
+    with pytest.raises(ValueError, match=r"max_length must be at most the .* tokens that fit into the free memory"):
+        memory.num_pages_that_fit(target, proposer, **sizes)

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from specjax import decode, proposers, verifiers
-from specjax.engine import requests
+from specjax import proposers, verifiers
+from specjax.engine import run, slots
+from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.llm import LLM, Completion, Piece
-from specjax.engine.requests import _prefill
 from specjax.models import load
-from specjax.sampling import SamplingParams
+from specjax.sampling import SamplingParams, guided
 
 BOS, EOS = "<s>", "</s>"
 MAX_LENGTH = 192
@@ -212,11 +212,18 @@ class TestGenerate:
         assert sum(r.metrics.num_drafted for r in results) > 0
 
     def test_few_compilations(self, llm):
-        llm.generate(PROMPTS, GREEDY)
-        sizes = _prefill._cache_size(), decode._generate._cache_size()
-        llm.generate([PROMPTS[0] * 3, *PROMPTS[1:]], SamplingParams(temperature=0.5, max_tokens=40, seed=1))
-        llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=30, stop="no such text"))
-        assert (_prefill._cache_size(), decode._generate._cache_size()) == sizes
+        def num_programs():
+            return [
+                f._cache_size() for f in (slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)
+            ]
+
+        llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=40))
+        before = num_programs()
+        llm.generate([PROMPTS[0] * 3, *PROMPTS * 5], SamplingParams(temperature=0.8, max_tokens=30, seed=1))
+        llm.generate(PROMPTS[:2], SamplingParams(temperature=0.5, max_tokens=30, stop="no such text", top_k=7))
+        params = [GREEDY, SamplingParams(temperature=1, max_tokens=9, stop_token_ids=[5, 6, 7])] * 6
+        llm.generate(PROMPTS * 4, params)
+        assert num_programs() == before
 
     @pytest.mark.slow
     def test_bad_words_are_text(self, chain):
@@ -236,6 +243,97 @@ class TestGenerate:
         assert "100%" in capsys.readouterr().err
 
 
+def double_first(logits, context):
+    return logits.at[:20].multiply(2)
+
+
+def add_one(logits, context):
+    return logits + jax.numpy.arange(logits.shape[0]) / 100
+
+
+class TestCompany:
+    """Requests get what they get alone, whoever is decoded with them."""
+
+    @pytest.fixture
+    def narrow(self, llm):
+        other = copy.copy(llm)
+        other.num_slots = 2
+        return other
+
+    def test_more_samples_than_slots(self, narrow, monkeypatch):
+        kinds = [
+            GREEDY,
+            SamplingParams(temperature=1, seed=1, max_tokens=30),
+            SamplingParams(temperature=0.8, seed=2, max_tokens=5, top_k=9),
+            SamplingParams(temperature=0.9, seed=3, max_tokens=12, n=2, best_of=3),
+        ]
+        requests = [(prompt, params) for prompt in PROMPTS for params in kinds]
+        num_live, advance = [], run.Run.advance
+        monkeypatch.setattr(run.Run, "advance", lambda self: num_live.append(len(self.live)) or advance(self))
+        results = narrow.generate(*map(list, zip(*requests, strict=True)))
+        assert max(num_live) <= 4  # others take no memory yet
+        for (prompt, params), result in zip(requests, results, strict=True):
+            (alone,) = narrow.generate(prompt, params)
+            assert result.prompt == prompt
+            assert [each.token_ids for each in result.completions] == [each.token_ids for each in alone.completions]
+            assert (result.metrics[:6], result.num_prompt_tokens) == (alone.metrics[:6], alone.num_prompt_tokens)
+
+    def test_a_buffer_that_ends_with_the_request(self, llm):
+        """Drafts go on to the last token, though the token buffer of a longer request has room for more of them."""
+        ids = llm.tokenizer.encode(PROMPTS[0]).ids
+        seeded = [SamplingParams(temperature=1, seed=i, max_tokens=128 - len(ids), ignore_eos=True) for i in range(4)]
+        alone = [llm.generate([ids], params)[0] for params in seeded]
+        long = SamplingParams(temperature=0, max_tokens=150)
+        results = llm.generate([PROMPTS[1], *[ids] * 4], [long, *seeded])[1:]
+        assert tokens(results) == tokens(alone)
+
+    def test_without_pages(self, llm, narrow):
+        narrow.model = replace(llm.model, takes_pages=False)
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9 + i) for i in range(3)]
+        assert tokens(narrow.generate(PROMPTS, params)) == tokens(llm.generate(PROMPTS, params))
+
+    @pytest.mark.slow
+    def test_grammars(self, narrow):
+        choices = [["a cat", "a dog"], ["the mat"], ["end", "the END"]]
+        sources = [guided.Choices(texts) for texts in choices]
+        compiled = sources[1].compile(guided.vocabulary(narrow.tokenizer), narrow.eos_token_ids)
+        grammars = [sources[0], compiled, None, sources[2], sources[0]]
+        params = [SamplingParams(temperature=1, seed=i, guided_decoding=g) for i, g in enumerate(grammars)]
+        results = narrow.generate(["a"] * 5, params)
+        for result, texts in zip(results, [choices[0], choices[1], None, choices[2], choices[0]], strict=True):
+            assert texts is None or result.text in texts
+        assert narrow.stream("a", params[1]).result.text == ""
+        assert "".join(piece.text for piece in narrow.stream("a", params[1])) == "the mat"
+
+    def test_logits_processors_keep_their_order(self):
+        rows = [[double_first, add_one], [add_one, double_first], [add_one], [add_one, add_one], None]
+        own, known = run._placed_processors([SamplingParams(temperature=0, logits_processors=row) for row in rows])
+        for row, placed in zip(rows, own, strict=True):
+            assert [each.function for each in placed] == (row or [])
+            assert [each for each in known if each in placed] == placed
+
+    @pytest.mark.slow
+    def test_logits_processors_in_any_order(self, llm):
+        rows = [[double_first, add_one], [add_one, double_first], [add_one], [add_one, add_one], None]
+        params = [SamplingParams(temperature=0, max_tokens=9, logits_processors=row) for row in rows]
+        together = llm.generate([PROMPTS[0]] * 5, params)
+        assert tokens(together) == [llm.generate(PROMPTS[0], p)[0].token_ids for p in params]
+        assert len({tuple(result.token_ids) for result in together}) > 2
+
+    def test_number_of_slots(self):
+        sizes = [run.choose_num_slots(None, n) for n in (1, 2, 63, 64, 1000)]
+        assert sizes == [1, 8, 8, 32, 32]  # on CPUs
+        assert [run.choose_num_slots(5, n) for n in (1, 2, 1000)] == [1, 5, 5]
+
+    def test_an_error_of_the_tokenizer(self, llm, monkeypatch):
+        def fail(self, tokens):
+            raise UnicodeError("no such letter")
+
+        monkeypatch.setattr(Detokenizer, "extend", fail)
+        with pytest.raises(UnicodeError, match="no such letter"):
+            llm.generate(PROMPTS, GREEDY)
+
+
 class TestEnds:
     def test_end_of_sequence(self, chain):
         result = say(chain)
@@ -247,19 +345,10 @@ class TestEnds:
         completion = say(chain, max_tokens=5).completions[0]
         assert completion == Completion("o東\ufffd", chain.sentence_ids[1:6], None, "length", None)
 
-    def test_max_length(self, chain, monkeypatch):
+    def test_max_length(self, chain):
         short = copy.copy(chain)
         short.max_length = 12
-        compiled = []  # programs whenever the clock is read
-
-        def read_clock():
-            compiled.append(decode._generate._cache_size())
-            return float(len(compiled))
-
-        monkeypatch.setattr(requests, "time", SimpleNamespace(perf_counter=read_clock))
-        result = say(short)  # compiles, for its size is its own: before the time of decoding begins
-        assert compiled[0] < compiled[1] and len(set(compiled[1:])) == 1
-        assert result.metrics.seconds == (len(compiled) - 1) / 2
+        result = say(short)
         completion = result.completions[0]
         assert (completion.token_ids, completion.finish_reason) == (chain.sentence_ids[1:12], "length")
 
@@ -326,12 +415,7 @@ class TestEnds:
         params = [SamplingParams(temperature=0, max_tokens=40, stop=stop) for stop in ("東", None, ", ", "t")]
         results = chain.plain().generate([chain.sentence_ids[:1]] * 4, params)
         assert texts(results) == ["o", SENTENCE[1:], "o東京é🚀", SENTENCE[1:-1]]
-        assert [result.metrics.num_steps for result in results] == [
-            9,
-            20,
-            17,
-            20,
-        ]  # looked at after the first and then every eighth
+        assert [result.metrics.num_steps for result in results] == [4, 20, 15, 19]  # up to its stop string
 
 
 class TestStream:
@@ -389,7 +473,7 @@ class TestStream:
         def interrupt(*args, **options):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(decode, "generate", interrupt)
+        monkeypatch.setattr(slots.Slots, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
         assert stream.result.text == "o東"
@@ -459,6 +543,7 @@ class TestBadInput:
         [
             ({"num_draft_tokens": -1}, "num_draft_tokens must be an integer >= 0 or 'auto', got -1"),
             ({"max_length": MAX_LENGTH + 1}, r"max_length must be in \[2, 192\], the model's limit, got 193"),
+            ({"num_slots": 0}, "num_slots must be None or an integer >= 1, got 0"),
             ({"num_draft_tokens": True}, "num_draft_tokens must be an integer >= 0 or 'auto', got True"),
             ({"max_length": 100.5}, r"max_length must be in \[2, 192\], the model's limit, got 100.5"),
             ({"max_length": 1}, r"max_length must be in \[2, 192\], the model's limit, got 1"),

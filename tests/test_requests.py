@@ -11,7 +11,6 @@ import pytest
 from test_llm import PROMPTS, tokens, write_pair
 
 from specjax import ModelInput, keys, verifiers
-from specjax.engine import requests
 from specjax.engine.llm import LLM
 from specjax.sampling import SamplingParams
 
@@ -177,20 +176,6 @@ class TestSamples:
     def test_match_gives_the_samples_of_plain_decoding(self, matching):
         fast, plain = (other.generate(PROMPTS[0], sampled(n=5))[0] for other in (matching, matching.plain()))
         assert [c.token_ids for c in fast.completions] == [c.token_ids for c in plain.completions]
-
-    @pytest.mark.slow
-    def test_prompts_are_fed_once(self, llm, monkeypatch):
-        shapes = []
-        prefill = requests._prefill
-
-        def spy(model, proposer, prompts, lengths, *args, **options):
-            shapes.append(prompts.shape[0])
-            return prefill(model, proposer, prompts, lengths, *args, **options)
-
-        monkeypatch.setattr(requests, "_prefill", spy)
-        results = llm.generate([*PROMPTS[:2], PROMPTS[0]], [sampled(n=2), sampled(n=2), sampled(seed=9)])
-        assert shapes == [2]
-        assert [len(result.completions) for result in results] == [2, 2, 1]
 
     @pytest.mark.slow
     def test_stop_strings_cut_before_the_ranking(self, llm):

@@ -9,7 +9,9 @@ from test_slots import (
     CAPACITIES,
     CHUNK,
     EOS,
+    GRAMMARS,
     KINDS,
+    LONGEST,
     MAX_LENGTH,
     NUM_SLOTS,
     PAGE_SIZE,
@@ -20,7 +22,8 @@ from test_slots import (
     some_jobs,
 )
 
-from specjax import decode, verifiers
+from specjax import SamplingParams, decode, sampling, verifiers
+from specjax import keys as streams
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.pages import PageTables
 from specjax.engine.scheduler import Job, Scheduler
@@ -85,6 +88,19 @@ def run(scheduler, jobs, seed, meanwhile=lambda: None):
     raise AssertionError("the jobs do not end")
 
 
+def preempting(scheduler):
+    """A function that takes a job's slot away in every third call."""
+    rounds = iter(range(10_000))
+
+    def preempt():
+        is_third = next(rounds) % 3 == 0
+        for _ in range(2):  # the first call may find that reading what is in flight is enough
+            if is_third and scheduler.running:
+                scheduler._make_room()
+
+    return preempt
+
+
 def assert_nothing_left(scheduler, tables):
     assert scheduler.running == [] and scheduler.waiting == 0
     if tables is not None:
@@ -120,15 +136,7 @@ def test_preempted_jobs_go_on_where_they_were(device):
     requests = some_jobs(12, 1, kinds)
     jobs = [job_of(request) for request in requests]
     scheduler, tables = scheduler_of(device)
-    rounds = iter(range(10_000))
-
-    def preempt():
-        is_third = next(rounds) % 3 == 0
-        for _ in range(2):  # the first call may find that reading what is in flight is enough
-            if is_third and scheduler.running:
-                scheduler._make_room()
-
-    run(scheduler, jobs, 1, preempt)
+    run(scheduler, jobs, 1, preempting(scheduler))
     assert_nothing_left(scheduler, tables)
     assert sum(job.num_preempted for job in jobs) >= 6
     drafted, accepted = (sum(int(getattr(job.totals, name)) for job in jobs) for name in ("drafted", "accepted"))
@@ -235,3 +243,199 @@ def test_bad_jobs_are_refused(target):
         scheduler.check(job_of(long))
     with pytest.raises(ValueError, match="prompt and max_tokens must fit the 2 pages, got a need of"):
         scheduler.check(job_of(request))
+
+
+def guided_kinds():
+    """All kinds of parameters, some with a grammar; of the grammars, no two fit into the tables."""
+    kinds = [replace(params, stop_token_ids=None, ignore_eos=True) for params in KINDS]
+    return [replace(kinds[1], guided_decoding=GRAMMARS[0]), *kinds, replace(kinds[2], guided_decoding=GRAMMARS[1])]
+
+
+@pytest.mark.parametrize("device", [PLENTY, pytest.param(FEW, marks=pytest.mark.slow)], indirect=True)
+def test_grammars_survive_preemption_and_wait_for_a_place(device):
+    requests = some_jobs(10, 6, guided_kinds())
+    jobs = [job_of(request, grammar=request.params.guided_decoding) for request in requests]
+    scheduler, tables = scheduler_of(device)
+    together, preempt = set(), preempting(scheduler)
+
+    def meanwhile():
+        together.add(frozenset(job.grammar for job in scheduler.running) - {None})
+        preempt()
+
+    run(scheduler, jobs, 6, meanwhile)
+    assert_nothing_left(scheduler, tables)
+    assert not any(entry.count for entry in scheduler._grammars._entries.values())
+    assert frozenset(GRAMMARS) not in together and len(together) == 3
+    assert sum(job.num_preempted for job in jobs if job.grammar) >= 3
+    for request, job in zip(requests, jobs, strict=True):
+        assert_as_alone(device, request, job)
+
+
+@pytest.mark.parametrize("device", [PLENTY, pytest.param(None, marks=pytest.mark.slow)], indirect=True)
+def test_log_probs_of_prompts_are_those_of_prefill(device):
+    """Of prompts with a common beginning, one of which is preempted before it is read."""
+    requests = some_jobs(6, 5)
+    jobs = [job_of(request, wants_prompt_log_probs=i % 3 < 2) for i, request in enumerate(requests)]
+    scheduler, tables = scheduler_of(device)
+    run(scheduler, jobs, 5, preempting(scheduler))
+    assert_nothing_left(scheduler, tables)
+    assert any(job.num_preempted for job in jobs if job.wants_prompt_log_probs)
+    for request, job in zip(requests, jobs, strict=True):
+        assert_as_alone(device, request, job)
+        if not job.wants_prompt_log_probs:
+            assert job.prompt_log_probs is None
+            continue
+        assert job.num_cached_tokens == 0
+        state = prompt_log_probs(device.model, request, CAPACITIES.logprobs)
+        for name in ("chosen", "top_ids", "top"):
+            expected = np.asarray(getattr(state.log_probs, name))[0, 1 : len(job.prompt)]
+            np.testing.assert_allclose(getattr(job.prompt_log_probs, name), expected, rtol=1e-5, atol=1e-5)
+
+
+def prompt_log_probs(target, request, num_logprobs):
+    """The state that `prefill` makes of a prompt alone."""
+    prompt = np.zeros((1, LONGEST), np.int32)
+    prompt[0, : len(request.prompt)] = request.prompt
+    given = target, None, prompt, np.array([len(request.prompt)]), sampling.batch([SamplingParams()])
+    options = {"max_length": MAX_LENGTH, "num_logprobs": num_logprobs, "prompt_logprobs": True}
+    return score(*given, jax.random.key(0), **options)
+
+
+score = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_samples_compute_a_chunk_once(device, monkeypatch):
+    """Those that arrive together, too; the last chunk, which their steps write, is each one's own."""
+    request = some_jobs(1, 2)[0]
+    request = replace(request, prompt=np.arange(20, dtype=np.int32))
+    request = replace_params(request, temperature=0.9, n=NUM_SLOTS)
+    jobs = [job_of(request, sample=i) for i in range(NUM_SLOTS)]
+    scheduler, tables = scheduler_of(device)
+    fed, prefill = [], device.prefill
+    monkeypatch.setattr(device, "prefill", lambda slot, chunk, **o: fed.append(slot) or prefill(slot, chunk, **o))
+    for job in jobs:
+        scheduler.add(job)
+    while scheduler.advance():
+        tables.check()
+    assert_nothing_left(scheduler, tables)
+    assert len(fed) == 2 + NUM_SLOTS
+    assert [job.num_cached_tokens for job in jobs] == [0, *[2 * CHUNK] * (NUM_SLOTS - 1)]
+    for job in jobs:
+        key = jax.random.wrap_key_data(request.key[None], impl="threefry2x32")
+        own = np.asarray(jax.random.key_data(streams.samples(key, jax.numpy.array([job.sample]))))[0]
+        assert_as_alone(device, replace(request, key=own), job)
+
+
+def test_the_number_of_drafts_follows_the_load(target):
+    """Under `match` the tokens stay those of the request alone, whatever is chosen before each step."""
+    pool = PLENTY, PAGE_SIZE
+    sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
+    near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)
+    proposer = make_proposer("draft_model", replace(target, params=near))
+    device = Slots(target, proposer, verifier=verifiers.match, draft_lengths=(0, 3), **sizes)
+    assert device.draft_lengths == (3, 0)
+    seen = []
+
+    def choose(num_running, rate):
+        seen.append((num_running, rate))
+        return 3 if num_running < NUM_SLOTS else 0
+
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, choose_draft_length=choose)
+    requests = some_jobs(9, 7, [replace(KINDS[2], stop_token_ids=None, ignore_eos=True)])
+    jobs = [job_of(request) for request in requests]
+    run(scheduler, jobs, 7)
+    assert_nothing_left(scheduler, tables)
+    assert {count for count, _ in seen} == {1, 2, 3} and len({rate for _, rate in seen}) > 3
+    assert sum(int(job.totals.row_steps) for job in jobs) < sum(int(job.totals.steps) for job in jobs)
+    assert sum(int(job.totals.accepted) for job in jobs) > 5
+    for request, job in zip(requests, jobs, strict=True):
+        state = alone(target, proposer, verifiers.match, request)
+        length = int(state.context.length[0])
+        assert job.output.token_ids == np.asarray(state.context.tokens)[0, len(job.prompt) : length].tolist()
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_jobs_that_end_in_the_queue_take_no_memory(device):
+    scheduler, _ = scheduler_of(device)
+    jobs = [job_of(request) for request in some_jobs(3)] * 400
+    jobs = [replace_job(job) for job in jobs]
+    for job in jobs:
+        scheduler.add(job)
+    for job in jobs[5:]:
+        scheduler.cancel(job)
+    assert scheduler.waiting == 5 and len(scheduler._queue._jobs) <= 10
+    while scheduler.advance():
+        pass
+    assert all(job.is_done for job in jobs)
+
+
+def replace_job(job):
+    return Job(job.prompt, job.sampling, job.key_data, Detokenizer(Letters(), job.prompt, job.output.params))
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_whatever_a_request_asks_for_survives_preemption(device):
+    """Samples of requests with stop strings, grammars, penalties, min_tokens and log-probabilities."""
+    kinds = [replace(params, min_tokens=3, logprobs=2, n=3) for params in guided_kinds() if params.temperature > 0]
+    kinds = [replace(params, stop=() if params.guided_decoding else tuple("CDEFGHIJKLMN")) for params in kinds]
+    requests = [replace_params(request, max_tokens=16) for request in some_jobs(6, 8, kinds)]
+    runs = []
+    for meanwhile in (lambda scheduler: lambda: None, preempting):
+        jobs = [
+            job_of(request, sample=i, wants_log_probs=True, grammar=request.params.guided_decoding)
+            for request in requests
+            for i in range(3)
+        ]
+        scheduler, tables = scheduler_of(device)
+        run(scheduler, jobs, 8, meanwhile(scheduler))
+        assert_nothing_left(scheduler, tables)
+        runs.append(jobs)
+    assert sum(job.num_preempted for job in runs[1]) > 6 and not any(job.num_preempted for job in runs[0])
+    assert {"stop", "length"} == {job.output.finish_reason for job in runs[0]}
+    assert sum(isinstance(job.output.stop_reason, str) for job in runs[0]) >= 3
+    for one, other in zip(*runs, strict=True):
+        count = len(one.output.token_ids)
+        assert one.output.text(0, count) == other.output.text(0, len(other.output.token_ids))
+        assert (one.output.token_ids, one.output.stop_reason) == (other.output.token_ids, other.output.stop_reason)
+        assert one.kinds[:count] == other.kinds[:count]
+        jax.tree.map(np.testing.assert_array_equal, one.totals, other.totals)
+        total, same = (np.concatenate([part.chosen for part in job.log_probs])[:count].sum() for job in (one, other))
+        np.testing.assert_allclose(total, same, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+@pytest.mark.parametrize("chunks_per_step", [1, 4])
+def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step):
+    calls = []
+    for name in ("prefill", "step"):
+
+        def call(*args, _name=name, **options):
+            calls.append(_name)
+            return getattr(Slots, _name)(device, *args, **options)
+
+        monkeypatch.setattr(device, name, call)
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, chunks_per_step=chunks_per_step)
+    kinds = [replace(KINDS[0], stop_token_ids=None, ignore_eos=True)]
+    for i, request in enumerate(some_jobs(NUM_SLOTS, 9, kinds)):
+        request = replace_params(request, max_tokens=10)
+        scheduler.add(job_of(replace(request, prompt=np.arange(i, i + 17, dtype=np.int32))))
+    while scheduler.advance():
+        pass
+    between = [len(part) for part in "".join(name[0] for name in calls).split("s")]
+    assert max(between[1:]) == chunks_per_step
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_a_row_that_cannot_be_made_ends_its_job_alone(device):
+    requests = some_jobs(4, 2)
+    jobs = [job_of(request) for request in requests]
+    jobs[1].key_data = np.zeros(3, np.uint32)
+    scheduler, tables = scheduler_of(device)
+    run(scheduler, jobs, 2)
+    assert_nothing_left(scheduler, tables)
+    assert "key_data must be uint32 [2]" in str(jobs[1].error)
+    for i in (0, 2, 3):
+        assert_as_alone(device, requests[i], jobs[i])

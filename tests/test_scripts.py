@@ -91,6 +91,17 @@ def run_measuring_nothing(script, run, monkeypatch):
             row = {"batch": batch, "context": context, "num_drafts": num_drafts, "step_s": 0.1 * (num_drafts + 1)}
             return row | {"compile_s": 1.0, "floor_s": 0.1, "tokens_per_s": {1.0: 9.0}}
 
+        load = script("load")
+        seen = load.Load([load.Trace(0.0, [0.1, 0.2], {"num_tokens": 2})], 1.0)
+
+        def rows_of_loads(bench):
+            for number in range(3):
+                measured()
+                yield {"load": f"closed loop, {number}", "compilations": 0, "pages_used": 0} | load.figures(seen)
+
+        async def no_tokens(work):
+            yield None
+
         module = script(name)
         model = SimpleNamespace(params={"embedding": np.zeros(1)})
         stand_ins = {
@@ -99,6 +110,14 @@ def run_measuring_nothing(script, run, monkeypatch):
                 "run": stand_in((SimpleNamespace(totals=None), 1.0)),
                 "tokens_per_second": stand_in(2.0),
                 "metrics": SimpleNamespace(acceptance_rate=lambda _: 0.5, mean_acceptance_length=lambda _: 2.0),
+            },
+            "bench_engine": {
+                "Bench": lambda *_: None,
+                "PARTS": {"loads": (rows_of_loads, load.COLUMNS, load.load_row)},
+            },
+            "bench_serve": {
+                "measure": stand_in(seen),
+                "Client": lambda *_: SimpleNamespace(sender=lambda model: no_tokens),
             },
             "bench_prefill": {"prefill_seconds": stand_in(0.1)},
             "bench_proposers": {"device_seconds": stand_in(1e-6), "SHAPES": [(1, 64)] * 3},
@@ -114,6 +133,8 @@ def run_measuring_nothing(script, run, monkeypatch):
 VERIFY = ("--dtypes", "float32", "--implementations", "xla", "--batches", "1", "--vocabs")
 BRIEF = {
     "bench_decode": ("--batches", "1", "--num-drafts", "2", "3"),
+    "bench_engine": (),
+    "bench_serve": ("--model", "any", "--concurrency", "1", "4"),
     "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),
     "bench_prefill": ("--rows", "1x16", "1x32", "2x16"),
     "bench_proposers": (),

@@ -12,13 +12,20 @@ from specjax.models.config_file import ConfigFile
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def render(directory: Path, messages: Sequence[Mapping[str, Any]]) -> str:
+def render(
+    directory: Path,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
     """Write messages as a prompt that ends where the assistant's answer begins.
 
     Args:
         directory: directory of a checkpoint. It holds chat_template.jinja, or a tokenizer_config.json with the field
             chat_template.
         messages: at least one mapping with "role" ("system", "user" or "assistant") and "content".
+        tools: descriptions of functions that the model may call, if the template knows of tools.
+        variables: further values that the template may use.
 
     Returns:
         The prompt. The template has already written the special tokens into it.
@@ -50,7 +57,8 @@ def render(directory: Path, messages: Sequence[Mapping[str, Any]]) -> str:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     template, tokens = _read_template(directory)
     try:
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
+        values = variables | tokens | {"messages": messages, "tools": tools, "documents": None}
+        return environment.from_string(template).render(values, add_generation_prompt=True)
     except Exception as error:  # the template's code may raise anything
         raise ValueError(f"the chat template of {directory} refuses the messages: {error}") from error
 

@@ -1,62 +1,92 @@
 """Choose the number of draft tokens for the next steps from the acceptance rate of recent steps."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from specjax import metrics, proposers, theory
-from specjax.metrics import Totals
-from specjax.proposers import DraftModel
+from specjax import proposers, theory
+from specjax.proposers import DraftModel, Fallback, NGram
 from specjax.types import Model, Proposer, PyTree
+from specjax.validation import is_integer
 
 CHOICES = (0, 2, 4, 6, 8)  # values of K; the step is compiled once for each value that gets used
 FADE = 0.9  # factor on past counts at each step; old failures fade, so drafts are tried again after some plain steps
 PRIOR_RATE, PRIOR_TRIALS = 0.7, 4.0  # acceptance rate assumed at first, and the number of trials this prior weighs
 
 
-class DraftLength:
-    """Choose K for a batch between chunks of steps: `theory.best_draft_length` at the recent acceptance rate.
+def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict[int, Proposer]:
+    """Return for each number of draft tokens, the largest first, a proposer that makes so many.
 
-    Each choice depends on committed tokens alone and precedes the drafts that it governs, so the output keeps the
-    target's distribution. The cost model of a step is one read of the target's weights and K reads of the draft's.
+    They share the state that the first of them makes, and may take turns from step to step.
 
     Args:
-        target: the target model.
-        draft: the proposer with the draft model; its `num_draft_tokens` is ignored.
-        batch_size: number of rows B.
-    """
+        proposer: a draft model, a look-up of n-grams, or a fallback of these.
+        draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding.
 
-    def __init__(self, target: Model, draft: DraftModel, batch_size: int):
-        cost = _num_bytes(draft.model.params) / _num_bytes(target.params)
-        self._step_costs = {k: 1 + k * cost for k in CHOICES}
-        self._draft = draft
+    Raises:
+        ValueError: there is no number, one is out of its range, or the proposer is of another kind.
+    """
+    most = proposer.num_draft_tokens
+    if not draft_lengths or not all(is_integer(k) and 0 <= k <= most for k in draft_lengths):
+        raise ValueError(f"draft_lengths must be one or more integers in [0, {most}], got {draft_lengths!r}")
+    return {k: _with_draft_length(proposer, k) for k in sorted(set(draft_lengths), reverse=True)}
+
+
+def _with_draft_length(proposer: Proposer, num_draft_tokens: int) -> Proposer:
+    if num_draft_tokens == 0:
+        return proposers.none()
+    num_draft_tokens = min(num_draft_tokens, proposer.num_draft_tokens)
+    if isinstance(proposer, DraftModel):
+        return replace(proposer, num_draft_tokens=num_draft_tokens, may_pause=True)
+    if isinstance(proposer, NGram):
+        return replace(proposer, num_draft_tokens=num_draft_tokens)
+    if isinstance(proposer, Fallback):
+        return Fallback(*(_with_draft_length(each, num_draft_tokens) for each in (proposer.first, proposer.second)))
+    raise ValueError(
+        f"draft_lengths must be None for a proposer that is no draft model, n-gram look-up or fallback, "
+        f"got {type(proposer).__name__}"
+    )
+
+
+class RecentAcceptance:
+    """Estimate how often a draft is accepted, from steps whose weight fades."""
+
+    def __init__(self):
         self._accepted = self._trials = 0.0
-        self._totals = jax.tree.map(np.asarray, metrics.zeros(batch_size, max(CHOICES)))
-        self.num_draft_tokens = self._best()
 
     @property
-    def proposer(self) -> Proposer:
-        """The proposer for the next steps. The proposers of all K share the state that was made for the largest K."""
-        if self.num_draft_tokens == 0:
-            return proposers.none()
-        return replace(self._draft, num_draft_tokens=self.num_draft_tokens, may_pause=True)
+    def rate(self) -> float:
+        """The acceptance rate of a draft whose predecessors are accepted, in (0, 1)."""
+        return (self._accepted + PRIOR_RATE * PRIOR_TRIALS) / (self._trials + PRIOR_TRIALS)
 
-    def update(self, totals: Totals) -> None:
-        """Choose K again, given the batch's totals after a chunk of steps with the present K."""
-        added = jax.tree.map(np.subtract, totals, self._totals)
-        num_drafts, fade = self.num_draft_tokens, FADE ** int(added.steps.max())
-        accepted = int(added.accepted.sum())
-        num_full = int(added.accepted_at[:, num_drafts - 1].sum()) if num_drafts else 0  # row steps with no rejection
-        self._accepted = fade * self._accepted + accepted
-        self._trials = fade * self._trials + accepted + int(added.row_steps.sum()) - num_full
-        self._totals = totals
-        self.num_draft_tokens = self._best()
+    def update(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Count one step, given the numbers [B] of drafts and of accepted ones of its rows."""
+        accepted = int(num_accepted.sum())
+        self._accepted = FADE * self._accepted + accepted
+        self._trials = FADE * self._trials + accepted + int((num_accepted < num_drafts).sum())
 
-    def _best(self) -> int:
-        """Return the best K at the estimated acceptance rate."""
-        rate = (self._accepted + PRIOR_RATE * PRIOR_TRIALS) / (self._trials + PRIOR_TRIALS)
-        return theory.best_draft_length(rate, self._step_costs)
+
+@dataclass(frozen=True)
+class BestDraftLength:
+    """Choose `theory.best_draft_length`, where a step costs a read of the target's weights and K of the draft's.
+
+    Args:
+        draft_cost: the bytes of the draft's weights as a share of the target's.
+        draft_lengths: the numbers of draft tokens to choose from.
+    """
+
+    draft_cost: float
+    draft_lengths: tuple[int, ...] = CHOICES
+
+    @classmethod
+    def of(cls, target: Model, draft: DraftModel, draft_lengths: Sequence[int] = CHOICES) -> "BestDraftLength":
+        """Return the choice for a pair of models."""
+        return cls(_num_bytes(draft.model.params) / _num_bytes(target.params), tuple(draft_lengths))
+
+    def __call__(self, num_running: int, acceptance_rate: float) -> int:
+        return theory.best_draft_length(acceptance_rate, {k: 1 + k * self.draft_cost for k in self.draft_lengths})
 
 
 def _num_bytes(params: PyTree) -> int:

@@ -1,26 +1,33 @@
 """Serve requests that come and go on one batch of slots, from a thread that keeps the device busy."""
 
 import asyncio
+import atexit
+import itertools
 import math
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from specjax import verifiers
-from specjax.engine.detokenizer import Detokenizer
+from specjax import proposers, verifiers
+from specjax.engine.grammar_compiler import GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
-from specjax.engine.requests import Completion, Result, TokenLogProbs, list_log_probs, metrics_of
+from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Job, Scheduler
 from specjax.engine.slots import Slots
 from specjax.sampling import SamplingParams
-from specjax.sampling.capacities import Capacities, of_request
+from specjax.sampling.capacities import Capacities, check_grammar, of_request
+from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
 
@@ -32,24 +39,70 @@ CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between 
 
 
 class Stats(NamedTuple):
-    """What an engine is doing."""
+    """What an engine is doing, and what it has done since its start; numbers of the second kind never fall."""
 
     num_running: int  # samples that have a slot
     num_waiting: int  # samples that wait for one
     num_finished: int  # requests that have ended, cancelled ones included
-    num_tokens: int  # tokens of finished requests
+    num_tokens: int  # generated tokens whose text is certain
     num_preempted: int  # how often a running sample gave its slot up to others
-    pages: PageStats | None  # of the cache; None where it is dense
+    pages: PageStats | None  # of the cache, with the tokens that were looked up and found; None where it is dense
+    num_prompt_tokens: int = 0  # tokens of the prompts of all requests
+    num_drafts: int = 0  # steps of samples with at least one draft token
+    num_drafted: int = 0  # draft tokens
+    num_accepted: int = 0  # accepted draft tokens
+    num_accepted_at: tuple[int, ...] = ()  # accepted draft tokens at each of the K positions of a draft
+
+
+class _Counts(NamedTuple):
+    """Sums over samples, of numbers that grow while a sample runs."""
+
+    num_tokens: int
+    num_preempted: int
+    num_drafts: int
+    num_drafted: int
+    num_accepted: int
+    num_accepted_at: np.ndarray  # [K]
+
+    @classmethod
+    def zeros(cls, num_draft_tokens: int) -> "_Counts":
+        return cls(0, 0, 0, 0, 0, np.zeros(num_draft_tokens, np.int64))
+
+    def plus(self, jobs: Iterable[Job]) -> "_Counts":
+        """Add those of jobs."""
+        counts = self
+        for job in jobs:
+            figures = 0, 0, 0, 0
+            if (totals := job.totals) is not None:
+                figures = int(totals.row_steps), int(totals.drafted), int(totals.accepted), totals.accepted_at
+            own = job.output.num_certain, job.num_preempted, *figures
+            sums: Any = (a + b for a, b in zip(counts, own, strict=True))
+            counts = _Counts(*sums)
+        return counts
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait already."""
 
 
 class Request:
-    """A request that an engine works on."""
+    """A request that an engine works on.
 
-    def __init__(self, engine: "Engine", prompt: str | Sequence[int], params: SamplingParams, jobs: list[Job]):
-        self._engine, self._prompt, self._params, self._jobs = engine, prompt, params, jobs
+    Iterate over it to get each token as a `Piece` as soon as its text is certain, of all samples as they come. A `for`
+    waits, an `async for` leaves the event loop to others. Every iteration begins with the first token. After the last,
+    `result` has everything. An iteration raises what `result` raises, behind the pieces that came before. To leave an
+    iteration early does not end the request; `cancel` does.
+    """
+
+    def __init__(self, engine: "Engine", samples: Samples):
+        self._engine, self._samples = engine, samples
+        grammar = samples.params.guided_decoding
+        self._source = grammar if isinstance(grammar, Source) else None
+        self._grammar: Future[Grammar] = Future()  # what it is compiled to
         self._future: Future[Result] = Future()
         self._future.set_running_or_notify_cancel()  # only the engine ends it
-        self._start, self._first = time.perf_counter(), math.nan
+        self._future.add_done_callback(lambda _: self._wake())
+        self._listeners: list[Callable[[], object]] = []  # to be called when there are pieces, or an end
 
     @property
     def is_done(self) -> bool:
@@ -69,45 +122,72 @@ class Request:
         """
         return self._future.result(timeout)
 
+    async def wait(self) -> Result:
+        """Return the result, as `result` does, and leave the event loop to others until it is there.
+
+        If the caller is cancelled, the request goes on.
+        """
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # of an event loop that has been closed
+                loop.call_soon_threadsafe(done.set)
+
+        self._future.add_done_callback(wake)
+        await done.wait()
+        return self._future.result()
+
     def cancel(self) -> None:
         """End the request. What it has so far is lost, and its slots are free for others before the next step."""
         self._engine._send(self._engine._cancel, self)
 
-    def _result(self) -> Result:
-        now = time.perf_counter()
-        ranked = self._jobs
-        if len(ranked) > 1:
-            ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self._params.n]
-        totals = jax.tree.map(lambda *counts: np.stack(counts), *(job.totals for job in self._jobs))
-        num_tokens = sum(len(job.output.token_ids) for job in self._jobs)
-        figures = metrics_of(totals, num_tokens, now - self._start, self._first - self._start)
-        return Result(self._prompt, [_completion(job, self._params) for job in ranked], figures)
+    def __iter__(self) -> Iterator[Piece]:
+        changed = threading.Event()
+        with self._listening(changed.set):
+            for pieces in self._new_pieces():
+                yield from pieces
+                if not pieces:
+                    changed.wait()
+                    changed.clear()
 
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        with self._listening(lambda: loop.call_soon_threadsafe(changed.set)):
+            for pieces in self._new_pieces():
+                for piece in pieces:
+                    yield piece
+                if not pieces:
+                    await changed.wait()
+                    changed.clear()
 
-def _completion(job: Job, params: SamplingParams) -> Completion:
-    output = job.output
-    return Completion(
-        text=output.text(0, len(output.token_ids)),
-        token_ids=output.token_ids,
-        logprobs=None if params.logprobs is None else _list_log_probs(job, params.logprobs),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-    )
+    @contextmanager
+    def _listening(self, wake: Callable[[], object]) -> Iterator[None]:
+        self._listeners.append(wake)
+        try:
+            yield
+        finally:
+            self._listeners.remove(wake)
 
+    def _new_pieces(self) -> Iterator[list[Piece]]:
+        """Yield the pieces that have come since the last time, none where there are none, until the request ends."""
+        counts, is_done = [0] * len(self._samples.jobs), False
+        samples = [self._samples.pieces(i) for i in range(len(counts))]
+        while not is_done:
+            is_done, certain = self._future.done(), self._samples.num_certain
+            for i, count in enumerate(certain):
+                new = list(itertools.islice(samples[i], count - counts[i]))
+                if new:
+                    yield new
+            counts = certain
+            if not is_done:
+                yield []
+        self._future.result()
 
-def _list_log_probs(job: Job, n: int) -> list[TokenLogProbs]:
-    """Return for each token of the output its own log-probability, then those of the n most likely tokens."""
-    tokens = job.output.token_ids
-    chosen, ids, values = (
-        np.concatenate([np.asarray(getattr(part, name)) for part in job.log_probs])[: len(tokens)]
-        for name in ("chosen", "top_ids", "top")
-    )
-    return list_log_probs(tokens, chosen.tolist(), ids[:, :n].tolist(), values[:, :n].tolist())
-
-
-def _total_log_prob(job: Job) -> float:
-    chosen = np.concatenate([np.asarray(part.chosen) for part in job.log_probs])
-    return float(chosen[: len(job.output.token_ids)].sum())
+    def _wake(self) -> None:
+        for wake in tuple(self._listeners):
+            with suppress(RuntimeError):  # of an event loop that has been closed
+                wake()
 
 
 class Engine:
@@ -125,16 +205,26 @@ class Engine:
         max_length: the most tokens of a prompt and its output.
         tokenizer: the tokenizer of the target.
         eos_token_ids: the end-of-sequence tokens.
-        num_pages: number of pages of the caches; None is enough for every slot at its longest.
+        num_pages: number of pages of the caches; None is enough for every slot at its longest, or as many as fit into
+            the free memory of a device that says how much it has.
         page_size: slots of a page.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
+        chunks_per_step: number of chunks that are fed between two steps, at most. 1 keeps the time between the tokens
+            of a request short while the prompts of others enter; more fill vacant slots sooner.
+        draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
+            decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
+        choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
+            each step, given the number of samples in it and an estimate of how often drafts were accepted lately. It
+            must be given where there are several. The tokens of a request then depend on its company, but under
+            `verifiers.match`; the distribution that they are drawn from does not.
+        grammar_seconds: the most seconds that the grammar of a request may take to compile.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or the pages do not fit into the memory of the device.
     """
 
     def __init__(
@@ -152,34 +242,55 @@ class Engine:
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
+        chunks_per_step: int = 1,
+        draft_lengths: Sequence[int] | None = None,
+        choose_draft_length: Callable[[int, float], int] | None = None,
+        grammar_seconds: float = 10.0,
     ):
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
-        for name, number in (("page_size", page_size), ("chunk_size", chunk_size)):
+        numbers = {"page_size": page_size, "chunk_size": chunk_size, "chunks_per_step": chunks_per_step}
+        for name, number in numbers.items():
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
-        takes_pages = model.takes_pages and (proposer is None or getattr(proposer, "takes_pages", False))
+        if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
+            raise ValueError(
+                f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
+                f"{choose_draft_length!r} and {draft_lengths!r}"
+            )
+        if not 0 < grammar_seconds < math.inf:
+            raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
+        proposer = proposer or proposers.none()
+        takes_pages = model.takes_pages and getattr(proposer, "takes_pages", False)
         tables = pool = None
         if takes_pages:
             pages_per_row = -(-max_length // page_size)
-            num_pages = num_slots * pages_per_row if num_pages is None else num_pages
+            if num_pages is None:
+                lengths = {"max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
+                num_pages = num_pages_that_fit(model, proposer, num_slots=num_slots, **lengths)
             tables, pool = PageTables(num_pages, page_size, pages_per_row, chunk_size), (num_pages, page_size)
         elif num_pages is not None:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
-        device = Slots(model, proposer, verifier=verifier, **sizes)
+        device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, **sizes)
         device.compile(chunk_size)
-        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids)
+        options = {"chunks_per_step": chunks_per_step, "choose_draft_length": choose_draft_length}
+        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids, **options)
         self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
+        limits = {"time_limit": grammar_seconds, "max_kept": 2 * self._capacities.grammars}
+        given = partial(vocabulary, tokenizer), eos_token_ids, self._check_grammar
+        self._compiler = GrammarCompiler(*given, **limits)
         self._entropy = np.random.default_rng()
         self._live: dict[Request, None] = {}
-        self._num_finished = self._num_tokens = self._num_preempted = 0
+        self._num_finished = self._num_prompt_tokens = 0
+        self._ended = _Counts.zeros(device.proposer.num_draft_tokens)  # of the requests that are not live
         self._calls: deque[tuple[Any, tuple]] = deque()  # for the thread
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, None
         self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
+        _engines.add(self)
         self._thread.start()
 
     def submit(
@@ -195,11 +306,10 @@ class Engine:
 
         Raises:
             ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
-            RuntimeError: the engine is closed or has failed, or too many requests wait.
+            QueueFull: too many requests wait already, a RuntimeError.
+            RuntimeError: the engine is closed or has failed.
         """
         params = SamplingParams() if params is None else params
-        if params.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs must be None in an engine, got {params.prompt_logprobs}")
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
@@ -209,22 +319,24 @@ class Engine:
 
         rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
         key = key_data(params.seed, self._entropy)
-        wants = params.logprobs is not None or params.num_samples > 1
-        jobs = [
-            Job(ids, rows, key, Detokenizer(self._tokenizer, ids, params), i, priority, wants)
-            for i in range(params.num_samples)
-        ]
-        for job in jobs:
-            self._scheduler.check(job)
-        request = Request(self, prompt, params, jobs)
+        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority)
+        self._scheduler.check(samples.jobs[0])
+        request = Request(self, samples)
+        for job in samples.jobs:
+            job.owner = request
         with self._changed:
             self._check_open()
-            waiting = sum(not any(job.is_running for job in other._jobs) for other in self._live)
+            waiting = len(self._live) - len({job.owner for job in self._scheduler.running})
             if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise RuntimeError(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
+                raise QueueFull(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
             self._live[request] = None
-            self._calls.append((self._add, (request,)))
-            self._changed.notify()
+            self._num_prompt_tokens += len(ids)
+            if request._source is None:
+                self._calls.append((self._add, (request,)))
+                self._changed.notify()
+        if request._source is not None:
+            request._grammar = self._compiler.request(request._source)
+            request._grammar.add_done_callback(lambda _: self._send(self._compiled, request))
         return request
 
     async def generate(
@@ -241,11 +353,28 @@ class Engine:
     def stats(self) -> Stats:
         """Return what the engine is doing now."""
         with self._changed:
-            jobs = [job for request in self._live for job in request._jobs if not job.is_done]
-            num_running = sum(job.is_running for job in jobs)
-            counts = self._num_finished, self._num_tokens, self._num_preempted
-            pages = None if self._tables is None else self._tables.stats()
-            return Stats(num_running, len(jobs) - num_running, *counts, pages)
+            jobs = [job for request in self._live for job in request._samples.jobs]
+            unfinished = [job for job in jobs if not job.is_done]
+            num_running = sum(job.is_running for job in unfinished)
+            counts = self._ended.plus(jobs)
+            return Stats(
+                num_running=num_running,
+                num_waiting=len(unfinished) - num_running,
+                num_finished=self._num_finished,
+                num_tokens=counts.num_tokens,
+                num_preempted=counts.num_preempted,
+                pages=None if self._tables is None else self._tables.stats(),
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_drafts=counts.num_drafts,
+                num_drafted=counts.num_drafted,
+                num_accepted=counts.num_accepted,
+                num_accepted_at=tuple(counts.num_accepted_at.tolist()),
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests: it is not closed, and has not failed."""
+        return not self._is_closed
 
     def close(self) -> None:
         """Stop. Requests that have not ended are cancelled."""
@@ -301,36 +430,71 @@ class Engine:
                         failure.__cause__ = self._failure
                         request._future.set_exception(failure)
                 self._live.clear()
+            self._compiler.close()
 
     def _add(self, request: Request) -> None:
-        for job in request._jobs:
+        for job in request._samples.jobs:
             self._scheduler.add(job)
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        check_grammar(grammar, self._capacities, self._vocab_size)
+
+    def _compiled(self, request: Request) -> None:
+        """Queue the samples of a request whose grammar is compiled, or end it where that failed."""
+        if request not in self._live:
+            return
+        try:
+            for job in request._samples.jobs:
+                job.grammar = request._grammar.result()
+        except Exception as error:
+            self._fail(request, error)
+        else:
+            self._add(request)
 
     def _cancel(self, request: Request) -> None:
         if request in self._live:
-            for job in request._jobs:
-                self._scheduler.cancel(job)
-            self._end(request)
-            request._future.set_exception(CancelledError("the request was cancelled"))
+            self._fail(request, CancelledError("the request was cancelled"))
 
     def _collect(self) -> None:
-        """Give out the results of requests that have ended."""
+        """Give out what the last round has changed, and the results of requests that have ended."""
         now = time.perf_counter()
-        for request in list(self._live):
-            if math.isnan(request._first) and any(job.output.token_ids for job in request._jobs):
-                request._first = now
-            error = next((job.error for job in request._jobs if job.error is not None), None)
+        for request in dict.fromkeys(job.owner for job in self._scheduler.changed):
+            samples = request._samples
+            error = next((job.error for job in samples.jobs if job.error is not None), None)
+            result = None
+            try:
+                if samples.update(now):
+                    request._wake()
+                if error is None and samples.is_done:
+                    result = samples.result()
+            except Exception as other:  # of one request, which ends alone
+                error = error or other
             if error is not None:
-                for job in request._jobs:
-                    self._scheduler.cancel(job)
+                self._fail(request, error)
+            elif result is not None:
                 self._end(request)
-                request._future.set_exception(error)
-            elif all(job.is_done for job in request._jobs):
-                self._end(request)
-                request._future.set_result(request._result())
+                request._future.set_result(result)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request without a result."""
+        for job in request._samples.jobs:
+            self._scheduler.cancel(job)
+        self._end(request)
+        request._future.set_exception(error)
 
     def _end(self, request: Request) -> None:
         del self._live[request]
+        if request._source is not None:
+            self._compiler.leave(request._source)
         self._num_finished += 1
-        self._num_tokens += sum(len(job.output.token_ids) for job in request._jobs)
-        self._num_preempted += sum(job.num_preempted for job in request._jobs)
+        self._ended = self._ended.plus(request._samples.jobs)
+
+
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop the threads of engines that are not closed: one that calls a device while the process ends may crash it."""
+    for engine in list(_engines):
+        engine.close()

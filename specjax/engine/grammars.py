@@ -38,6 +38,10 @@ class GrammarTables:
         self.transitions[0] = 0
         self._entries: dict[Grammar, _Entry] = {}
 
+    def __contains__(self, grammar: Grammar) -> bool:
+        """Whether a grammar has a place, for a request or from an earlier one."""
+        return grammar in self._entries
+
     def insert(self, grammar: Grammar) -> bool:
         """Place a grammar for one more request; return whether there was room."""
         entry = self._entries.pop(grammar, None) or self._place(grammar)
@@ -62,7 +66,8 @@ class GrammarTables:
         """Return the place of a grammar, and its state after some generated tokens [N] as the row's first one."""
         entry, state = self._entries[grammar], 0
         for token in generated.tolist():
-            after = grammar.transitions[state, grammar.token_classes[token]]
+            is_known = token < len(grammar.token_classes)
+            after = grammar.transitions[state, grammar.token_classes[token]] if is_known else -1
             state = state if after < 0 else int(after)  # as `guided.advance` has it
         arrays: Any = None, None, np.int32(entry.index), np.int32(entry.first + state)
         return Guide(*arrays)

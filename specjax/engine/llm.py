@@ -14,7 +14,8 @@ from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES
 from specjax.engine.inputs import encode_prompt, key_data
-from specjax.engine.requests import STEPS_PER_CHUNK, Batch, Completion, Metrics, Piece, Result, Stream, show_progress
+from specjax.engine.requests import Completion, Metrics, Piece, Result
+from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
 from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
@@ -38,14 +39,17 @@ class LLM:
             for the embedded target, and no drafts for any other target. A draft model whose maximum length is lower
             drafts as long as a sequence is within it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
-            proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K every few steps for the
-            whole batch by the recent acceptance rate; the tokens of a request, seeded or not, then depend on its batch.
+            proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
+            its samples by the recent acceptance rate; the tokens of a request, seeded or not, then depend on the others
+            of its call.
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
         dtype: dtype of the weights; None is float32.
         max_length: maximum number of tokens in a sequence, prompt and output together; None is the model's limit.
         compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
             sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
             such as jax_compilation_cache_dir and jax_enable_compilation_cache, take precedence.
+        num_slots: number of samples that are decoded at a time, an integer >= 1; None is 64, and on CPUs 8, or 32 in a
+            call of 64 samples or more. A single sample, in `generate` or a stream, is decoded alone.
 
     Raises:
         ValueError: an argument has a wrong type or value, a checkpoint cannot be loaded, or target and draft have
@@ -68,6 +72,7 @@ class LLM:
         dtype: DTypeLike | None = None,
         max_length: int | None = None,
         compilation_cache: str | Path | Literal[False] | None = None,
+        num_slots: int | None = None,
     ):
         is_auto = num_draft_tokens == "auto"
         if is_auto:
@@ -76,6 +81,8 @@ class LLM:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
             raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}")
+        if not (num_slots is None or (is_integer(num_slots) and num_slots >= 1)):
+            raise ValueError(f"num_slots must be None or an integer >= 1, got {num_slots!r}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)
@@ -107,6 +114,7 @@ class LLM:
             raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
         self.proposer = draft
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
+        self.num_slots = num_slots
         self._entropy = np.random.default_rng()
 
     def plain(self) -> "LLM":
@@ -122,10 +130,9 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Result]:
-        """Generate completions for all prompts in one batch.
+        """Generate completions for all prompts.
 
-        After the first step, decoding is one loop on the device, unless a stop string, the progress bar or
-        `num_draft_tokens="auto"` needs the host between steps.
+        At most `num_slots` samples are decoded at a time; where one ends, the next begins.
 
         Args:
             prompts: one text, or a list of texts or of lists of token ids; their lengths may differ.
@@ -155,12 +162,12 @@ class LLM:
         if not prompts:
             return []
         ids = [self._encode(f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
-        batch = Batch(self, prompts, ids, params, self._key_data(params))
-        needs_host = progress or self.chooses_draft_length or any(p.stop for p in params)
-        chunks = batch.run(STEPS_PER_CHUNK if needs_host else None)
-        for _ in show_progress(chunks, batch.detokenizers) if progress else chunks:
-            pass
-        return batch.results()
+        run = Run(self, prompts, ids, params, self._key_data(params))
+        if progress:
+            show_progress(run)
+        while not run.is_done:
+            run.advance()
+        return [result for result in run.results if result is not None]
 
     def chat(
         self,
@@ -218,7 +225,7 @@ class LLM:
         if params.num_samples > 1:
             raise ValueError(f"n and best_of must be 1 in a stream, got {params.n} and {params.best_of}")
         ids = self._encode("prompt", prompt, params)
-        return Stream(Batch(self, [prompt], [ids], [params], self._key_data([params])))
+        return Stream(Run(self, [prompt], [ids], [params], self._key_data([params])))
 
     def _load_draft(self, directory: Path, dtype: DTypeLike) -> Model:
         """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""

@@ -15,7 +15,7 @@ class Row:
 
     table: np.ndarray  # [P] int32: the page of each page_size slots, num_pages for none; it changes in place
     length: int  # number of tokens it was inserted with
-    num_cached_tokens: int = 0  # number of its first tokens that were found in the cache, whole chunks
+    num_cached_tokens: int = 0  # number of its tokens that were found in the cache, whole chunks
     value: Any = None  # the value stored with the last chunk found
     start: int = 0  # entries [start, stop) of the table hold pages
     stop: int = 0
@@ -75,7 +75,7 @@ class PageTables:
         self._rows: dict[Row, None] = {}
         self._num_query_tokens = self._num_hit_tokens = 0
 
-    def insert(self, tokens: np.ndarray, num_slots: int, salt: bytes | None = b"") -> Row | None:
+    def insert(self, tokens: np.ndarray, num_slots: int, salt: bytes | None = b"", *, takes: bool = True) -> Row | None:
         """Make a row for a sequence, which begins with the pages of the longest known chain of its chunks.
 
         Args:
@@ -83,9 +83,10 @@ class PageTables:
             num_slots: number of slots that the row has pages for, at least; more come from `ensure`.
             salt: whatever else changes what the cache holds, or who may see that a prompt was known: rows share where
                 it is equal. None: the row neither takes nor gives shared pages.
+            takes: whether the row takes shared pages; if not, it computes all of its chunks, and gives them.
 
         Returns:
-            The row, whose slots from `num_cached_tokens` on are to be computed. None where there are too few pages.
+            The row, whose slots from its `num_cached_tokens` on are to be computed. None where there are too few pages.
 
         Raises:
             ValueError: tokens are not [length] int32 with length at least 1, or do not fit a table.
@@ -96,7 +97,7 @@ class PageTables:
         row = self._empty_row(len(tokens))
         if salt is not None:
             row.keys = self._prefixes.keys(tokens, salt)
-            row.chain = self._prefixes.find(row.keys)
+            row.chain = self._prefixes.find(row.keys) if takes else []
         found = [page for chunk in row.chain for page in chunk.pages]
         self._pool.share(found)  # before anything is evicted
         self._append(row, found)
@@ -128,6 +129,32 @@ class PageTables:
         if pages is None:
             return False
         self._append(row, pages)
+        return True
+
+    def take(self, row: Row, num_computed: int) -> bool:
+        """Let a row take the chunk behind its first `num_computed` slots, where another has computed it by now.
+
+        The row's `value` is then that of the chunk, and its own pages for it are free. Only for a row that still
+        computes its prompt.
+
+        Returns:
+            Whether there is such a chunk.
+        """
+        self._check_live(row)
+        num_known = len(row.chain)
+        if num_computed != num_known * self.chunk_size or num_known >= len(row.keys) or row.start:
+            return False
+        chunk = self._prefixes.follow(row.keys[num_known], row.chain[-1] if row.chain else None)
+        if chunk is None:
+            return False
+        stop = (num_computed + self.chunk_size) // self.page_size
+        entries = row.table[stop - len(chunk.pages) : stop]
+        self._pool.share(chunk.pages)
+        self._pool.free(entries.tolist())
+        entries[:] = chunk.pages
+        row.chain.append(chunk)
+        row.num_cached_tokens, row.value = row.num_cached_tokens + self.chunk_size, chunk.value
+        self._num_hit_tokens += self.chunk_size
         return True
 
     def register(self, row: Row, num_computed: int, value: Any = None) -> None:

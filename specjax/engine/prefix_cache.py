@@ -70,11 +70,16 @@ class PrefixCache:
         """Return the longest known chain of chunks that a sequence begins with."""
         chain = []
         for key in keys:
-            chunk = self._chunks.get(key.digest)
-            if chunk is None or not _is_same(chunk, key, chain[-1] if chain else None):
+            chunk = self.follow(key, chain[-1] if chain else None)
+            if chunk is None:
                 break
             chain.append(chunk)
         return chain
+
+    def follow(self, key: ChunkKey, parent: CachedChunk | None) -> CachedChunk | None:
+        """Return the known chunk of a key that continues `parent`, None for the first chunk of a prompt."""
+        chunk = self._chunks.get(key.digest)
+        return chunk if chunk is not None and _is_same(chunk, key, parent) else None
 
     def register(
         self, key: ChunkKey, parent: CachedChunk | None, pages: Sequence[int], value: Any

@@ -1,41 +1,23 @@
-"""Run a batch of requests: feed the prompts, decode on the device, and collect texts, tokens and metrics."""
+"""What a request is made of: its samples, the pieces of their text, and its result."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, metrics, sampling
-from specjax import keys as streams
+from specjax import metrics
 from specjax.engine.detokenizer import Detokenizer
-from specjax.engine.draft_length import DraftLength
-from specjax.proposers import DraftModel
-from specjax.sampling import SamplingParams
-from specjax.sampling.guided.tables import round_up
+from specjax.engine.scheduler import Job
+from specjax.log_probs import LogProbs
+from specjax.sampling import Sampling, SamplingParams
+from specjax.sampling.guided import Grammar
 
 if TYPE_CHECKING:
-    from specjax.engine.llm import LLM
-
-STEPS_PER_CHUNK = 8  # steps on the device before the host looks for stop strings, and before it chooses K again
-
-
-@partial(jax.jit, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
-def _prefill(model, proposer, prompts, lengths, sampling, key_data, sample, **options):
-    """Call `decode.prefill` on rows that are samples of requests.
-
-    Args:
-        model, proposer, prompts, lengths, sampling, options: as `decode.prefill` takes them.
-        key_data: [B, 2] uint32, data of the key of each row's request.
-        sample: [B] uint32, index of each row among the samples of its request.
-    """
-    keys = streams.samples(jax.random.wrap_key_data(key_data, impl="threefry2x32"), sample)
-    return decode.prefill(model, proposer, prompts, lengths, sampling, keys, **options)
-
+    from tokenizers import Tokenizer
 
 TokenLogProbs = dict[int, float]  # token id -> log-probability
 
@@ -50,7 +32,7 @@ class Metrics(NamedTuple):
     acceptance_rate: float  # num_accepted / num_drafted
     acceptance_rate_per_position: tuple[float, ...]  # acceptance rate at each of the K positions of a draft
     mean_acceptance_length: float  # mean tokens of a step with drafts, before stop conditions cut the output
-    seconds: float  # seconds of the batch in the decoding loop, without compilation and prefill
+    seconds: float  # seconds from when its prompt was computed to its end, without compilation
     tokens_per_second: float  # num_tokens / seconds
     system_efficiency: float  # emitted tokens / tokens that would be emitted if every draft were accepted
     time_to_first_token: float  # seconds from the call, with prefill and compilation; NaN before the first token
@@ -75,24 +57,6 @@ def metrics_of(totals: metrics.Totals, num_tokens: int, seconds: float, time_to_
     )
 
 
-def list_log_probs(
-    tokens: Sequence[int], chosen: Sequence[float], ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]]
-) -> list[TokenLogProbs]:
-    """Return for each token its own log-probability, then those of the most likely tokens that are possible.
-
-    Args:
-        tokens: the token ids.
-        chosen: the log-probability of each.
-        ids: the most likely tokens in the place of each.
-        values: their log-probabilities.
-    """
-    listed = []
-    for token, own, others, likely in zip(tokens, chosen, ids, values, strict=True):
-        possible = {i: value for i, value in zip(others, likely, strict=True) if value > -math.inf and i != token}
-        listed.append({token: own} | possible)
-    return listed
-
-
 class Completion(NamedTuple):
     """One sampled continuation of a prompt."""
 
@@ -101,6 +65,7 @@ class Completion(NamedTuple):
     logprobs: list[TokenLogProbs] | None  # for each token: its own entry, then the most likely; None if not requested
     finish_reason: str | None  # "stop", "length" (max_tokens or max_length reached), or None if interrupted
     stop_reason: int | str | None  # stop token id or stop string that ended it; None for an end-of-sequence token
+    index: int = 0  # number of the sample among those of the request
 
 
 class Result(NamedTuple):
@@ -112,6 +77,8 @@ class Result(NamedTuple):
     prompt_logprobs: list[TokenLogProbs | None] | None = (
         None  # entry of each prompt token after truncation; first is None
     )
+    num_prompt_tokens: int = 0  # number of tokens of the prompt after truncation
+    num_cached_tokens: int = 0  # number of them that were found in the pages of other requests
 
     @property
     def text(self) -> str:
@@ -130,239 +97,156 @@ class Piece(NamedTuple):
     text: str  # text of the token; empty if it is special, or if its character ends in a later token
     token_id: int  # id of the token
     kind: str  # "accepted" draft, "recovered" after a rejection, "bonus" after full acceptance, "target" without drafts
+    index: int = 0  # number of the sample among those of the request
+    logprobs: TokenLogProbs | None = None  # entry of the token, as in `Completion.logprobs`; None if not requested
 
 
-class Batch:
-    """Hold one batch of requests: its outputs on the host and its decoding state on the device.
-
-    Every sample of a request is a row. Rows with the same prompt share its prefill. The constructor feeds the prompts
-    and compiles the decoding loop.
+class Samples:
+    """The samples of one request, as jobs of a scheduler: the pieces of their text, and their result.
 
     Args:
-        llm: the models, tokenizer and limits.
-        prompts: prompts as they were given.
-        prompt_ids: token ids of each prompt.
-        params: parameters of each request.
-        key_data: [number of requests, 2] uint32, data of the key of each request.
+        prompt: the prompt as it was given.
+        token_ids: its token ids.
+        params: the parameters of the request.
+        sampling: what `capacities.of_request` makes of them.
+        key_data: [2] uint32, the data of the request's key.
+        tokenizer: the tokenizer of the target.
+        priority: as `Job.priority`.
 
     Attributes:
-        detokenizers: the output of each row.
-        totals: counts of each row, for metrics.
-        seconds: seconds in the decoding loop.
-        time_to_first_token: seconds from the call to the first token; NaN before it.
+        jobs: the samples.
+        num_certain: number of tokens of each sample whose text was certain at the last `update`.
+        start: time of the call, of `time.perf_counter`.
     """
 
     def __init__(
         self,
-        llm: "LLM",
-        prompts: Sequence[str | Sequence[int]],
-        prompt_ids: Sequence[list[int]],
-        params: Sequence[SamplingParams],
+        prompt: str | Sequence[int],
+        token_ids: list[int],
+        params: SamplingParams,
+        sampling: Sampling,
         key_data: np.ndarray,
+        tokenizer: "Tokenizer",
+        priority: int = 0,
     ):
-        self._start = time.perf_counter()
-        self._llm, self._prompts, self._params = llm, prompts, params
-        counts = [p.num_samples for p in params]
-        request = np.repeat(np.arange(len(params)), counts).tolist()  # index of each row's request
-        sample = np.concatenate([np.arange(count) for count in counts])  # index of each row within its request
-        self._request_rows = np.split(np.arange(len(request)), np.cumsum(counts)[:-1])
-        row_ids, row_params = [prompt_ids[i] for i in request], [params[i] for i in request]
-        self.detokenizers = [Detokenizer(llm.tokenizer, *row) for row in zip(row_ids, row_params, strict=True)]
-        self._prompt_ids, self._num_read = row_ids, np.array([len(row) for row in row_ids])
+        self._prompt, self.params = prompt, params
+        self.jobs = [
+            Job(
+                token_ids,
+                sampling,
+                key_data,
+                Detokenizer(tokenizer, token_ids, params),
+                sample,
+                priority,
+                wants_log_probs=params.logprobs is not None or params.num_samples > 1,
+                wants_prompt_log_probs=params.prompt_logprobs is not None and sample == 0,
+                grammar=params.guided_decoding if isinstance(params.guided_decoding, Grammar) else None,
+            )
+            for sample in range(params.num_samples)
+        ]
+        self.num_certain = [0] * len(self.jobs)
+        self.start, self._time_to_first_token = time.perf_counter(), math.nan
+        self._begin = self._end = math.nan  # of decoding
 
-        # Equal prompts are prefilled once; `shared` maps each row to its prompt in `unique`.
-        unique = list(dict.fromkeys(map(tuple, prompt_ids)))
-        shared = np.array([unique.index(tuple(row)) for row in row_ids])
-        lengths = np.array([len(row) for row in unique])
-        longest = max(len(row) + p.max_tokens for row, p in zip(row_ids, row_params, strict=True))
-        width, max_length = (min(_round_up(n), llm.max_length) for n in (lengths.max(), longest))
-        tokens = [[*row, *[0] * (width - len(row))] for row in unique]
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return all(job.is_done for job in self.jobs)
 
-        def tokenize(text: str) -> list[int]:
-            return llm.tokenizer.encode(text, add_special_tokens=False).ids
+    def update(self, clock: float) -> bool:
+        """Note what a round of the scheduler has brought.
 
-        rows = sampling.batch(row_params, llm.eos_token_ids, llm.model.vocab_size, tokenize)
-        listed = [n for p in params for n in (p.logprobs, p.prompt_logprobs) if n is not None]
-        has_logprobs = bool(listed) or max(counts) > 1
-        num_logprobs = min(round_up(max(listed)), llm.model.vocab_size) if any(listed) else 0
-        self._draft_length = None
-        if llm.chooses_draft_length and isinstance(llm.proposer, DraftModel):
-            self._draft_length = DraftLength(llm.model, llm.proposer, len(request))
-        self._state = _prefill(
-            llm.model,
-            llm.proposer,
-            np.asarray(tokens, np.int32),
-            np.asarray(lengths, np.int32),
-            rows,
-            key_data[request],
-            np.asarray(sample, np.uint32),
-            max_length=max_length,
-            rows=np.asarray(shared, np.int32) if len(unique) < len(shared) else None,
-            num_logprobs=num_logprobs if has_logprobs else None,
-            prompt_logprobs=any(p.prompt_logprobs is not None for p in params),
-        )
-        self._step(0)  # compile the loop now, so that later calls are timed without compilation
-        self.seconds, self.time_to_first_token = 0.0, math.nan
+        Args:
+            clock: the time that `Metrics.seconds` is measured in.
 
-    def run(self, max_steps: int | None) -> Iterator[None]:
-        """Decode one step and then chunks of `max_steps` steps (None: until the end); yield after each chunk.
-
-        At each yield, `detokenizers`, `totals` and the times are up to date.
+        Returns:
+            Whether more tokens are certain.
         """
-        num_steps, num_taken, is_running = 1, 0, True
-        while is_running:
-            start = time.perf_counter()
-            tokens, length, finished = self._step(num_steps)
-            end = time.perf_counter()
-            self.seconds += end - start
-            if math.isnan(self.time_to_first_token):
-                self.time_to_first_token = end - self._start
-            for i, output in enumerate(self.detokenizers):
-                if output.finish_reason is None:
-                    output.extend(tokens[i, self._num_read[i] : length[i]].tolist())
-                if output.finish_reason is None and finished[i] != decode.RUNNING:
-                    output.finish(finished[i] == decode.STOP, self._llm.eos_token_ids)
-            self._num_read = length
-            is_done = np.array([output.finish_reason is not None for output in self.detokenizers])
-            if np.any(is_done & (finished == decode.RUNNING)):
-                self._state = decode.deactivate(self._state, jnp.asarray(is_done))
-            if self._draft_length is not None:
-                assert num_steps is not None, "K is chosen between chunks of steps"
-                num_taken += num_steps
-                if num_taken % STEPS_PER_CHUNK == 1:  # after steps 1, 9, 17, ..., in chunks or one at a time
-                    self._draft_length.update(self.totals)
-            num_steps, is_running = max_steps, not is_done.all()
-            if is_running and self._draft_length is not None:
-                self._step(0)  # the next chunk may have another K: compile it outside the time that is measured
-            yield
+        if math.isnan(self._begin) and any(job.is_active or job.kinds for job in self.jobs):
+            self._begin = clock
+        self._end = clock
+        if math.isnan(self._time_to_first_token) and any(job.kinds for job in self.jobs):
+            self._time_to_first_token = time.perf_counter() - self.start
+        num_certain = [job.output.num_certain for job in self.jobs]
+        if num_certain == self.num_certain:
+            return False
+        self.num_certain = num_certain
+        return True
 
-    def results(self) -> list[Result]:
-        """Return the result of each request, with its n best completions, the best first."""
-        return [self._result(i, self._ranked(i)) for i in range(len(self._params))]
+    def pieces(self, sample: int) -> Iterator[Piece]:
+        """Yield the tokens of a sample. At most as many as are certain may be taken so far."""
+        job, n = self.jobs[sample], self.params.logprobs
+        entries = itertools.repeat(None) if n is None else _list_log_probs(job, n)
+        for i in itertools.count():
+            output = job.output
+            yield Piece(output.text(i, i + 1), output.token_ids[i], job.kinds[i], sample, next(entries))
 
-    def partial_result(self, num_tokens: int) -> Result:
-        """Return the result of the first `num_tokens` tokens of a batch of one row."""
-        return self._result(0, [0], num_tokens)
-
-    def _ranked(self, request: int) -> list[int]:
-        """Return the rows of a request's n best completions, sorted by their total log-probability."""
-        rows = self._request_rows[request].tolist()
-        if len(rows) == 1:
-            return rows
-
-        def score(row: int) -> float:
-            start = len(self._prompt_ids[row])
-            return float(self._log_probs.chosen[row, start : start + len(self.detokenizers[row].token_ids)].sum())
-
-        return sorted(rows, key=score, reverse=True)[: self._params[request].n]
-
-    def _result(self, request: int, ranked: list[int], num_tokens: int | None = None) -> Result:
-        """Return the result of a request from its ranked rows, cut to `num_tokens` if that is given."""
-        rows, params = self._request_rows[request], self._params[request]
-        totals = jax.tree.map(lambda count: count[rows], self.totals)
-        generated = num_tokens
-        if generated is None:
-            generated = sum(len(self.detokenizers[row].token_ids) for row in rows)
-        figures = metrics_of(totals, generated, self.seconds, self.time_to_first_token)
+    def result(self, num_tokens: int | None = None) -> Result:
+        """Return the result with the n best completions, the best first, each cut to `num_tokens` if that is given."""
+        ranked, first, n = self.jobs, self.jobs[0], self.params.prompt_logprobs
+        if len(ranked) > 1:
+            ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self.params.n]
+        totals = [job.totals for job in self.jobs if job.totals is not None]
+        if not totals:
+            totals = [jax.tree.map(lambda x: np.asarray(x)[0], metrics.zeros(1, 0))]
+        generated = sum(len(job.output.token_ids) for job in self.jobs) if num_tokens is None else num_tokens
         prompt_logprobs = None
-        if params.prompt_logprobs is not None:
-            ids = self._prompt_ids[rows[0]]
-            prompt_logprobs = [None, *self._list_log_probs(rows[0], 1, ids[1:], params.prompt_logprobs)]
-        completions = [self._completion(row, params, num_tokens) for row in ranked]
-        return Result(self._prompts[request], completions, figures, prompt_logprobs)
+        if n is not None and first.prompt_log_probs is not None:
+            prompt_logprobs = [None, *_listed(first.prompt[1:], first.prompt_log_probs, n)]
+        return Result(
+            self._prompt,
+            [self._completion(job, num_tokens) for job in ranked],
+            metrics_of(
+                jax.tree.map(lambda *counts: np.stack(counts), *totals),
+                generated,
+                0.0 if math.isnan(self._begin) else self._end - self._begin,
+                self._time_to_first_token,
+            ),
+            prompt_logprobs,
+            num_prompt_tokens=len(first.prompt),
+            num_cached_tokens=first.num_cached_tokens,
+        )
 
-    def _completion(self, row: int, params: SamplingParams, num_tokens: int | None) -> Completion:
-        """Return the completion of a row, cut to `num_tokens` if that is given."""
-        output = self.detokenizers[row]
+    def _completion(self, job: Job, num_tokens: int | None) -> Completion:
+        output, n = job.output, self.params.logprobs
         token_ids = output.token_ids[:num_tokens]
         is_whole = len(token_ids) == len(output.token_ids)
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = self._list_log_probs(row, len(self._prompt_ids[row]), token_ids, params.logprobs)
         return Completion(
             text=output.text(0, len(token_ids)),
             token_ids=token_ids,
-            logprobs=logprobs,
+            logprobs=None if n is None else list(itertools.islice(_list_log_probs(job, n), len(token_ids))),
             finish_reason=output.finish_reason if is_whole else None,
             stop_reason=output.stop_reason if is_whole else None,
+            index=job.sample,
         )
 
-    def _list_log_probs(self, row: int, start: int, token_ids: list[int], n: int) -> list[TokenLogProbs]:
-        """Return the log-probabilities at each of the tokens from position `start` on.
 
-        Each entry holds the token itself and then the n most likely tokens of that position.
-        """
-        stop = start + len(token_ids)
-        chosen, ids, values = (
-            array[row, start:stop].tolist()
-            for array in (self._log_probs.chosen, self._log_probs.top_ids[..., :n], self._log_probs.top[..., :n])
-        )
-        return list_log_probs(token_ids, chosen, ids, values)
-
-    def _step(self, max_steps: int | None) -> list[np.ndarray]:
-        """Decode a chunk of steps, and return the tokens [B, L], lengths [B] and `finished` [B] of all rows."""
-        llm = self._llm
-        proposer = llm.proposer if self._draft_length is None else self._draft_length.proposer
-        self._state = state = decode.generate(
-            llm.model, proposer, self._state, verifier=llm.verifier, max_steps=max_steps
-        )
-        read: Any = state.context.tokens, state.context.length, state.finished, state.totals, state.log_probs
-        # The next chunk reuses these buffers, so the host keeps copies.
-        *rows, self.totals, self._log_probs = jax.tree.map(np.array, jax.device_get(read))
-        return rows
+def _list_log_probs(job: Job, n: int) -> Iterator[TokenLogProbs]:
+    """Yield for each token of a job's output its own log-probability, then those of the n most likely tokens."""
+    start = 0
+    for part in job.log_probs:  # which may grow meanwhile
+        tokens = job.output.token_ids[start : start + len(part.chosen)]
+        start += len(part.chosen)
+        yield from _listed(tokens, part, n)
 
 
-class Stream:
-    """Iterate over the `Piece`s of one request. Iteration may end early; `result` covers the pieces given so far."""
+def _listed(tokens: Sequence[int], log_probs: LogProbs, n: int) -> list[TokenLogProbs]:
+    """Return for each token its own log-probability, then those of the n most likely tokens that are possible.
 
-    def __init__(self, batch: Batch):
-        self._batch = batch
-        self._num_tokens = 0
-        self._pieces = self._iterate()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    @property
-    def result(self) -> Result:
-        """The result that the pieces given so far make up."""
-        return self._batch.partial_result(self._num_tokens)
-
-    def _iterate(self) -> Iterator[Piece]:
-        output, kinds, before = self._batch.detokenizers[0], [], self._batch.totals
-        for _ in self._batch.run(max_steps=1):
-            after = self._batch.totals
-            drafted, accepted, emitted = (
-                int((getattr(after, name) - getattr(before, name))[0]) for name in ("drafted", "accepted", "emitted")
-            )
-            last = "target" if drafted == 0 else "bonus" if accepted == drafted else "recovered"
-            kinds += (["accepted"] * accepted + [last])[:emitted]
-            before = after
-            while self._num_tokens < output.num_certain:
-                i = self._num_tokens
-                self._num_tokens += 1
-                yield Piece(output.text(i, i + 1), output.token_ids[i], kinds[i])
+    Args:
+        tokens: the token ids.
+        log_probs: fields [number of tokens or more, ...].
+        n: how many of the most likely tokens to list.
+    """
+    arrays = log_probs.chosen, log_probs.top_ids[:, :n], log_probs.top[:, :n]
+    rows = (np.asarray(array)[: len(tokens)].tolist() for array in arrays)
+    listed = []
+    for token, own, others, likely in zip(tokens, *rows, strict=True):
+        possible = {i: value for i, value in zip(others, likely, strict=True) if value > -math.inf and i != token}
+        listed.append({token: own} | possible)
+    return listed
 
 
-def show_progress(chunks: Iterator[None], detokenizers: Sequence[Detokenizer]) -> Iterator[None]:
-    """Yield the chunks while a progress bar on standard error counts the tokens."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("tokens")
-        for _ in chunks:
-            counts = [len(each.token_ids) for each in detokenizers]
-            limits = [n if d.finish_reason else d.params.max_tokens for n, d in zip(counts, detokenizers, strict=True)]
-            progress.update(task, completed=sum(counts), total=sum(limits))
-            yield
-
-
-def _round_up(size: int) -> int:
-    """Round a size up by at most 64, or a quarter if that is more, so that few different sizes are compiled."""
-    size = int(size)
-    step = max(64, 1 << size.bit_length() >> 3)
-    return -(-size // step) * step
+def _total_log_prob(job: Job) -> float:
+    chosen = np.concatenate([np.asarray(part.chosen) for part in job.log_probs])
+    return float(chosen[: len(job.output.token_ids)].sum())

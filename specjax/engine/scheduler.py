@@ -1,14 +1,15 @@
 """Decide which requests the device works on: who enters a slot, whose prompt is fed next, and who leaves.
 
 A scheduler runs in one thread and reads no clock, so that its decisions can be repeated. Each round lets requests into
-vacant slots, feeds one chunk of one prompt, dispatches a step of all active slots, and reads what the step before gave:
-the device has the next step when the host looks at the last one.
+vacant slots, feeds a chunk of a prompt, dispatches a step of all active slots, and reads what the step before gave: the
+device has the next step when the host looks at the last one.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,11 +18,16 @@ import numpy as np
 from specjax import decode
 from specjax.engine import slots
 from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.draft_length import RecentAcceptance
+from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables, Row
 from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import use_of
+from specjax.sampling.guided.tables import Grammar
+
+CHUNKS_AHEAD = 2  # chunks that the device has not finished when the next is dispatched and no slot is active
 
 
 @dataclass(eq=False)
@@ -31,13 +37,15 @@ class Job:
     Attributes:
         tokens: the prompt and what was generated so far, without what a stop string cut off.
         output: the text of the output, which knows whether it has ended.
-        totals: the counts of its steps.
-        log_probs: log-probabilities of the output tokens, read of each step; None if not asked for.
+        log_probs: log-probabilities of the output tokens, read of each step; empty if not asked for.
+        prompt_log_probs: log-probabilities of the tokens of the prompt but the first, fields [prompt length - 1, ...];
+            None if not asked for, and before they are read with the first step.
+        kinds: how each output token came about, as in `Piece.kind`.
         use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
-        error: what ended it, where its own text could not be made.
+        error: what ended it, where its own text or row could not be made.
         num_preempted: how often it gave its slot up to others, to be computed anew.
-        num_cached_tokens: number of tokens that its last prefill found in the pages of others.
+        num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
     """
 
     prompt: list[int]
@@ -47,10 +55,15 @@ class Job:
     sample: int = 0
     priority: int = 0
     wants_log_probs: bool = False
+    wants_prompt_log_probs: bool = False
+    grammar: Grammar | None = None  # that of its parameters
     salt: bytes | None = b""
+    owner: Any = None  # whatever the caller knows it by
     tokens: list[int] = field(default_factory=list)
-    totals: Totals | None = None
+    counts: "tuple[Counts, int] | None" = None  # of all slots after its last step, and the index of its own
     log_probs: list[LogProbs] = field(default_factory=list)
+    prompt_log_probs: LogProbs | None = None
+    kinds: list[str] = field(default_factory=list)
     is_done: bool = False
     error: Exception | None = None
     num_preempted: int = 0
@@ -62,10 +75,21 @@ class Job:
     is_active: bool = False  # whether its row takes part in steps: its prompt is computed
     num_computed: int = 0  # tokens whose chunks are dispatched
     features: Any = None  # of the last of them
+    scores: list[LogProbs] = field(default_factory=list)  # of the chunks of the prompt, on the device
+    is_scored: bool = False  # whether `scores` are those of the whole prompt, or have been read
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
         self.use = use_of(self.sampling)
+        self.is_scored = not self.wants_prompt_log_probs
+
+    @property
+    def totals(self) -> Totals | None:
+        """The counts of its steps; None before the first is read."""
+        if self.counts is None:
+            return None
+        counts, slot = self.counts
+        return jax.tree.map(lambda x: np.array(x[slot]), counts.totals)
 
     @property
     def is_running(self) -> bool:
@@ -78,6 +102,17 @@ class Job:
         return self.priority, self.number
 
 
+class Counts:
+    """The totals of all slots after a step, which are read from the device when somebody asks for them."""
+
+    def __init__(self, totals: Totals):
+        self._totals = totals
+
+    @cached_property
+    def totals(self) -> Totals:
+        return jax.device_get(self._totals)
+
+
 class Scheduler:
     """Run jobs on the slots of a device.
 
@@ -86,26 +121,42 @@ class Scheduler:
         tables: the page tables of the slots; None where their caches are dense.
         chunk_size: number of prompt tokens that are fed in a call.
         eos_token_ids: end-of-sequence tokens, which end an output without a `stop_reason`.
+        chunks_per_step: number of chunks that are fed between two steps, at most.
+        choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
+            returns the number of draft tokens of the next step, one of those of the device. None: always the largest.
 
     Attributes:
         waiting: number of jobs without a slot.
         running: jobs with a slot.
+        changed: jobs that became active in the last round, or got tokens of a step that it read.
     """
 
     def __init__(
-        self, device: slots.Slots, tables: PageTables | None, chunk_size: int, eos_token_ids: Sequence[int] = ()
+        self,
+        device: slots.Slots,
+        tables: PageTables | None,
+        chunk_size: int,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        chunks_per_step: int = 1,
+        choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
+        self._chunks_per_step, self._choose = chunks_per_step, choose_draft_length
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
+        self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
-        self._queue: list[tuple[tuple[int, int], Job]] = []
+        self._queue, self._guided = _Queue(), _Queue()  # jobs without and with a grammar
         self._in_flight: deque[tuple[slots.Output, list[Job | None]]] = deque()
+        self._fed: deque[Any] = deque()  # features of the last chunks
+        self._acceptance = RecentAcceptance()
+        self.changed: list[Job] = []
         self._num_jobs = 0
-        self._is_table_new = False
+        self._is_table_new = self._are_grammars_new = False
 
     @property
     def waiting(self) -> int:
-        return sum(not job.is_done for _, job in self._queue)
+        return len(self._queue) + len(self._guided)
 
     @property
     def running(self) -> list[Job]:
@@ -128,67 +179,138 @@ class Scheduler:
                 raise ValueError(f"prompt and max_tokens must fit the {available} pages, got a need of {needed}")
 
     def add(self, job: Job) -> None:
-        """Queue a job that has passed `check`."""
+        """Queue a job that has passed `check`, unless it has ended."""
+        if job.is_done:
+            return
         job.number = self._num_jobs
         self._num_jobs += 1
-        heapq.heappush(self._queue, (job.rank, job))
+        self._queue_of(job).push(job)
 
     def cancel(self, job: Job) -> None:
         """End a job now; what the device still computes of it is not read."""
         if not job.is_done:
             job.is_done = True
+            if job.slot is None and job.number >= 0:
+                self._queue_of(job).drop(job)
             self._leave(job)
 
     def advance(self) -> bool:
         """Do one round; return whether there is more to do."""
+        self.changed = []
         self._admit()
-        self._feed()
+        for _ in range(self._chunks_per_step):
+            if not self._feed():
+                break
         self._step()
         while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
-        return bool(self._queue or self._in_flight or self.running)
+        return bool(self.waiting or self._in_flight or self.running)
+
+    def _queue_of(self, job: Job) -> "_Queue":
+        return self._queue if job.grammar is None else self._guided
 
     def _room(self, length: int) -> int:
         """Slots that a row of this length needs for the steps up to the time its length is known again."""
         return min(length + 2 * self._width, self._device.max_length)
 
     def _admit(self) -> None:
-        """Let the first jobs of the queue into vacant slots, as long as there are pages."""
-        while self._queue and None in self._slots:
-            job = self._queue[0][1]
-            if not job.is_done:
-                if self._tables is not None:
-                    tokens = np.array(job.tokens, np.int32)
-                    job.pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt)
-                    if job.pages is None:
-                        return
-                    job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
-                    job.num_cached_tokens = job.num_computed
-                    self._is_table_new = True
-                job.slot = self._slots.index(None)
-                self._slots[job.slot] = job
-            heapq.heappop(self._queue)
+        """Let the first jobs into vacant slots, as long as there are pages.
 
-    def _feed(self) -> None:
-        """Feed the next chunk of the first job whose prompt is not computed; after the last one it becomes active."""
+        Where the first job with a grammar finds no place for it, those behind it that have one wait, too.
+        """
+        queues = [self._queue, self._guided]
+        while None in self._slots:
+            jobs = [job for queue in queues if (job := queue.first) is not None]
+            if not jobs:
+                return
+            job = min(jobs, key=lambda job: job.rank)
+            if job.grammar is not None and not self._place_grammar(job.grammar):
+                queues = [self._queue]
+                continue
+            if not self._place_tokens(job):
+                if job.grammar is not None:
+                    self._grammars.remove(job.grammar)
+                return
+            self._queue_of(job).pop()
+            job.slot = self._slots.index(None)
+            self._slots[job.slot] = job
+
+    def _place_grammar(self, grammar: Grammar) -> bool:
+        """Hold a place of the tables for a grammar; return whether there is one."""
+        is_known = grammar in self._grammars
+        has_place = self._grammars.insert(grammar)
+        self._are_grammars_new |= has_place and not is_known
+        return has_place
+
+    def _place_tokens(self, job: Job) -> bool:
+        """Give a job pages for its tokens; return whether there are enough."""
+        if self._tables is None:
+            return True
+        tokens = np.array(job.tokens, np.int32)
+        job.pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt, takes=job.is_scored)
+        if job.pages is None:
+            return False
+        job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
+        self._is_table_new = True
+        return True
+
+    def _feed(self) -> bool:
+        """Feed the next chunk of the first job whose prompt is not computed; return whether there is such a job.
+
+        After the last chunk the job becomes active.
+        """
         jobs = [job for job in self.running if not job.is_active]
         if not jobs:
-            return
+            return False
         job = min(jobs, key=lambda job: job.rank)
+        self._take(job)
         tokens, slot = np.array(job.tokens, np.int32), job.slot
         assert slot is not None
         self._send_tables()
         features = self._device.no_features if job.num_computed == 0 else job.features
         chunk = slots.chunk_at(tokens, job.num_computed, self._chunk_size, features)
-        job.features = self._device.prefill(slot, chunk)
+        job.features, scores = self._device.prefill(slot, chunk, log_probs=not job.is_scored)
+        if scores is not None:
+            job.scores.append(scores)
         job.num_computed += self._chunk_size
         if job.pages is not None and self._tables is not None and job.num_computed <= len(tokens):
             self._tables.register(job.pages, job.num_computed, job.features)
+        self._fed.append(job.features)
+        if len(self._fed) > CHUNKS_AHEAD:
+            last = self._fed.popleft()
+            if not self._active:
+                jax.block_until_ready(last)
         if job.num_computed >= len(tokens):
-            options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals}
+            self._activate(job, slot, tokens)
+        return True
+
+    def _take(self, job: Job) -> None:
+        """Let a job take the chunks that others have computed since it came, instead of computing them."""
+        if self._tables is None or job.pages is None:
+            return
+        while job.is_scored and self._tables.take(job.pages, job.num_computed):
+            job.num_computed, job.features = job.num_computed + self._chunk_size, job.pages.value
+            self._is_table_new = True
+        if not job.num_preempted:
+            job.num_cached_tokens = job.pages.num_cached_tokens
+
+    def _activate(self, job: Job, slot: int, tokens: np.ndarray) -> None:
+        """Make a job whose tokens are computed take part in steps."""
+        try:
+            guide = None if job.grammar is None else self._grammars.guide(job.grammar, tokens[len(job.prompt) :])
+            options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals, "guide": guide}
             row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
-            self._device.insert(slot, row)
-            job.is_active = True
+        except Exception as error:  # of its parameters: it ends this job alone
+            job.error, job.is_done = error, True
+            self.changed.append(job)
+            self._leave(job)
+            return
+        if self._are_grammars_new:
+            self._device.set_grammars(self._grammars.token_classes, self._grammars.transitions)
+            self._are_grammars_new = False
+        self._device.insert(slot, row)
+        job.is_active = job.is_scored = True
+        self.changed.append(job)
 
     def _step(self) -> None:
         """Dispatch a step of all active slots; where there are too few pages for it, some lose their slots."""
@@ -200,20 +322,21 @@ class Scheduler:
             return
         self._send_tables()
         use = max(job.use for job in active)
-        output = self._device.step(use, log_probs=any(job.wants_log_probs for job in active))
+        num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
+        wants_log_probs = any(job.wants_log_probs for job in active)
+        output = self._device.step(use, log_probs=wants_log_probs, num_draft_tokens=num_draft_tokens)
         self._in_flight.append((output, [job if job and job.is_active else None for job in self._slots]))
 
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
         if self._tables is None or job.pages is None:
             return True
-        unread = sum(job in jobs for _, jobs in self._in_flight)
+        unread = sum(jobs[job.slot] is job for _, jobs in self._in_flight if job.slot is not None)
         room = min(len(job.tokens) + (unread + 1) * self._width, self._device.max_length)
-        before = job.pages.stop
-        if not self._tables.ensure(job.pages, room):
-            return False
-        self._is_table_new |= job.pages.stop != before
-        return True
+        if room <= job.pages.stop * self._tables.page_size:
+            return True
+        self._is_table_new = True
+        return self._tables.ensure(job.pages, room)
 
     def _make_room(self) -> None:
         """Free pages: of what is not read yet some may end; else the last of the jobs gives its slot up."""
@@ -224,7 +347,7 @@ class Scheduler:
         job = max(self.running, key=lambda job: job.rank)
         self._leave(job)
         job.num_preempted += 1
-        heapq.heappush(self._queue, (job.rank, job))
+        self._queue_of(job).push(job)
 
     def _send_tables(self) -> None:
         if self._tables is not None and self._is_table_new:
@@ -236,29 +359,41 @@ class Scheduler:
     def _read(self) -> None:
         """Read the oldest step, and end the jobs that it ends."""
         output, jobs = self._in_flight.popleft()
-        read: Any = output.tokens, output.finished, output.totals, output.log_probs
-        tokens, finished, totals, log_probs = jax.device_get(read)
-        for slot, job in enumerate(jobs):
+        scores = {job.number: job.scores for job in jobs if job and job.scores}
+        counts = output.num_drafts, output.num_accepted
+        read: Any = jax.device_get((output.tokens, output.finished, counts, output.log_probs, scores))
+        tokens, finished, counts, log_probs, scores = read
+        self._acceptance.update(*counts)
+        totals = Counts(output.totals)
+        rows = zip(jobs, tokens.tolist(), finished.tolist(), *(each.tolist() for each in counts), strict=True)
+        for slot, (job, row, reason, num_drafts, num_accepted) in enumerate(rows):
             if job is None or job.is_done:
                 continue
-            committed = tokens[slot][tokens[slot] >= 0].tolist()
-            job.tokens += committed
-            job.totals = jax.tree.map(lambda x, slot=slot: np.array(x[slot]), totals)
+            if job.scores:
+                job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
+            committed = [token for token in row if token >= 0]
+            job.counts = totals, slot
+            job.kinds += _kinds(num_drafts, num_accepted, len(committed))
             if log_probs is not None and job.wants_log_probs:
-                width = len(committed)
-                job.log_probs.append(jax.tree.map(lambda x, slot=slot, width=width: x[slot, :width], log_probs))
-            try:
-                job.output.extend(committed)
-                if job.output.finish_reason is None and finished[slot] != decode.RUNNING:
-                    job.output.finish(finished[slot] == decode.STOP, self._eos)
-            except Exception as error:  # of the tokenizer: it ends this job alone
-                job.error = error
-            if job.error is not None or job.output.finish_reason is not None:
-                job.is_done = True
-                self._leave(job)
+                job.log_probs.append(_own(log_probs, slot, len(committed)))
+            self._extend(job, committed, reason)
+
+    def _extend(self, job: Job, committed: list[int], finished: int) -> None:
+        """Add the tokens of a step to a job, and end the job where it ends."""
+        job.tokens += committed
+        try:
+            job.output.extend(committed)
+            if job.output.finish_reason is None and finished != decode.RUNNING:
+                job.output.finish(finished == decode.STOP, self._eos)
+        except Exception as error:  # of the tokenizer: it ends this job alone
+            job.error = error
+        if job.error is not None or job.output.finish_reason is not None:
+            job.is_done = True
+            self._leave(job)
+        self.changed.append(job)
 
     def _leave(self, job: Job) -> None:
-        """Take a job out of its slot, if it has one, and free its pages."""
+        """Take a job out of its slot, if it has one, and free its pages and the place of its grammar."""
         if job.slot is None:
             return
         self._device.evict([job.slot])
@@ -266,5 +401,59 @@ class Scheduler:
         if job.pages is not None and self._tables is not None:
             self._tables.free(job.pages)
             self._is_table_new = True
+        if job.grammar is not None:
+            self._grammars.remove(job.grammar)
+        if not job.is_scored:
+            job.scores = []
         job.slot = job.pages = job.features = None
         job.num_computed = 0
+
+
+class _Queue:
+    """Jobs that wait, the first by rank first."""
+
+    def __init__(self):
+        self._jobs: list[tuple[tuple[int, int], Job]] = []  # a heap, with jobs that have ended meanwhile
+        self._num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs) - self._num_ended
+
+    @property
+    def first(self) -> Job | None:
+        """The first job, None where there is none."""
+        while self._jobs and self._jobs[0][1].is_done:
+            heapq.heappop(self._jobs)
+            self._num_ended -= 1
+        return self._jobs[0][1] if self._jobs else None
+
+    def push(self, job: Job) -> None:
+        heapq.heappush(self._jobs, (job.rank, job))
+
+    def pop(self) -> None:
+        """Remove the job that is `first`."""
+        heapq.heappop(self._jobs)
+
+    def drop(self, job: Job) -> None:
+        """Note that a job in the queue has ended."""
+        self._num_ended += 1
+        if self._num_ended > len(self._jobs) // 2:  # so that they take no memory
+            self._jobs = [entry for entry in self._jobs if not entry[1].is_done]
+            heapq.heapify(self._jobs)
+            self._num_ended = 0
+
+
+def _own(log_probs: LogProbs, slot: int, width: int) -> LogProbs:
+    """Return a copy of the first log-probabilities of a slot."""
+    return jax.tree.map(lambda x: np.array(x[slot, :width]), log_probs)
+
+
+def _joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
+    """Return the log-probabilities of several chunks [1, T, ...] as one, cut to a length."""
+    return jax.tree.map(lambda *arrays: np.concatenate([array[0] for array in arrays])[:length], *parts)
+
+
+def _kinds(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:
+    """Return how each committed token of a step came about, as in `Piece.kind`."""
+    last = "target" if num_drafts == 0 else "bonus" if num_accepted == num_drafts else "recovered"
+    return (["accepted"] * num_accepted + [last])[:num_committed]

@@ -19,10 +19,11 @@ import numpy as np
 
 from specjax import decode, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
+from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
-from specjax.log_probs import LogProbs
+from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
-from specjax.prompts import feed_chunk
+from specjax.prompts import run_chunk
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, placed, restrict
 from specjax.sampling.guided.tables import Guide
@@ -187,8 +188,14 @@ def with_grammars(state: decode.State, token_classes: Array, transitions: Array)
 
 
 def prefill_chunk(
-    model: Model, proposer: Proposer | None, state: decode.State, slot: Array, chunk: Chunk
-) -> tuple[decode.State, PyTree]:
+    model: Model,
+    proposer: Proposer | None,
+    state: decode.State,
+    slot: Array,
+    chunk: Chunk,
+    *,
+    num_logprobs: int | None = None,
+) -> tuple[decode.State, PyTree, LogProbs | None]:
     """Feed one chunk of a prompt to a vacant slot, whose pages are in the table of the state.
 
     Args:
@@ -198,25 +205,28 @@ def prefill_chunk(
         slot: [] int32 in [0, B).
         chunk: the chunk, [1, T], without rows and pages, as `chunk_at` returns it. `previous` are the features that the
             call before returned, and zeros (`no_features`) at the start of the prompt.
+        num_logprobs: how many of the most likely tokens to list beside the one that follows each token of the chunk,
+            static; None reports no log-probabilities.
 
     Returns:
-        The state, and the features of the last token of the chunk [1, ...].
+        The state, the features of the last token of the chunk [1, ...], and the log-probabilities of `chunk.following`
+        by the model's logits, fields [1, T, ...].
     """
     proposer = proposer or proposers.none()
     table = state.context.pages
     if table is not None:
         rows = jnp.asarray(slot)[None]
         chunk = chunk._replace(rows=rows, pages=table[rows])
-        cache, proposer_state, last, _ = feed_chunk(model, proposer, chunk, state.cache, state.proposer)
-        return state._replace(cache=cache, proposer=proposer_state), last
-    # Every leaf has a row for each slot: the prompt is fed in a batch of one.
-    whole = state.cache, state.proposer
-    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), whole)
-    *one, last, _ = feed_chunk(model, proposer, chunk, *one)
-    cache, proposer_state = jax.tree.map(
-        lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), whole, tuple(one)
-    )
-    return state._replace(cache=cache, proposer=proposer_state), last
+        cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, state.cache, state.proposer)
+    else:  # every leaf has a row for each slot: the prompt is fed in a batch of one
+        whole = state.cache, state.proposer
+        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), whole)
+        *one, last, logits = run_chunk(model, proposer, chunk, *one)
+        cache, proposer_state = jax.tree.map(
+            lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), whole, tuple(one)
+        )
+    entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
+    return state._replace(cache=cache, proposer=proposer_state), last, entries
 
 
 def step(
@@ -321,7 +331,7 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
 def no_features(model: Model, proposer: Proposer | None, state: decode.State) -> PyTree:
     """Return what stands for the features of the token before a prompt, as host arrays [1, ...]."""
     chunk = chunk_at(np.zeros(1, np.int32), 0, 1, None)
-    _, last = jax.eval_shape(prefill_chunk, model, proposer, state, np.int32(0), chunk)
+    _, last, _ = jax.eval_shape(_prefill_chunk, model, proposer, state, np.int32(0), chunk)
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
 
 
@@ -333,9 +343,11 @@ class Slots:
     Args:
         model, proposer, num_slots, max_length, capacities, pool: as `empty` takes them.
         verifier, scorer: as `step` takes them.
+        draft_lengths: the numbers of draft tokens K that a step may have; None is the proposer's alone.
 
     Attributes:
         state: the state. The next call reuses its arrays.
+        draft_lengths: the numbers of draft tokens, the largest first.
         no_features: features of the token before a prompt, for the first chunk.
     """
 
@@ -350,10 +362,17 @@ class Slots:
         pool: tuple[int, int] | None = None,
         verifier: Verifier = verifiers.rejection,
         scorer: Scorer = scorers.mqa,
+        draft_lengths: Sequence[int] | None = None,
     ):
         self.model, self.proposer = model, proposer or proposers.none()
+        self._proposers = {self.proposer.num_draft_tokens: self.proposer}
+        if draft_lengths is not None:
+            self._proposers = with_draft_lengths(self.proposer, draft_lengths)
+            self.proposer = next(iter(self._proposers.values()))
+        self.draft_lengths = tuple(self._proposers)
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
-        self._functions = decode.as_pytrees(verifier, scorer, self.proposer)
+        for each in self._proposers.values():
+            self._functions = decode.as_pytrees(verifier, scorer, each)
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
         self.state = _empty(self.model, self.proposer, **sizes)
         self.no_features = no_features(self.model, self.proposer, self.state)
@@ -362,12 +381,14 @@ class Slots:
         """Compile every call, while all slots are vacant, with chunks of one size."""
         chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, self.no_features)
         row = request(self.state, np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities))
-        self.prefill(0, chunk)
+        for log_probs in (False, True):
+            self.prefill(0, chunk, log_probs=log_probs)
         self.insert(0, row)
         self.evict([0])
-        for use in (GREEDY, CUT, EVERYTHING):
-            self.step(use)
-        self.step(log_probs=True)
+        for num_draft_tokens in self.draft_lengths:
+            for use in (GREEDY, CUT, EVERYTHING):
+                self.step(use, num_draft_tokens=num_draft_tokens)
+            self.step(log_probs=True, num_draft_tokens=num_draft_tokens)
 
     def insert(self, slot: int, row: Row) -> None:
         """Make a vacant slot an active row; see `insert`."""
@@ -400,21 +421,29 @@ class Slots:
             raise ValueError(f"tables must have shapes {shapes}, got {(token_classes.shape, transitions.shape)}")
         self.state = with_grammars(self.state, *jax.device_put((token_classes.copy(), transitions.copy())))
 
-    def prefill(self, slot: int, chunk: Chunk) -> PyTree:
-        """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`."""
-        self._check(slot)
-        self.state, last = _prefill_chunk(self.model, self.proposer, self.state, np.int32(slot), chunk)
-        return last
+    def prefill(self, slot: int, chunk: Chunk, *, log_probs: bool = False) -> tuple[PyTree, LogProbs | None]:
+        """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`.
 
-    def step(self, use: int = EVERYTHING, *, log_probs: bool = False) -> Output:
+        With `log_probs` it returns those of the tokens that follow, too, with as many of the most likely tokens as the
+        capacities say.
+        """
+        self._check(slot)
+        num_logprobs = self.capacities.logprobs if log_probs else None
+        given = self.model, self.proposer, self.state, np.int32(slot), chunk
+        self.state, last, entries = _prefill_chunk(*given, num_logprobs=num_logprobs)
+        return last, entries
+
+    def step(self, use: int = EVERYTHING, *, log_probs: bool = False, num_draft_tokens: int | None = None) -> Output:
         """Take a step in all active rows; see `step`.
 
         With `log_probs` it computes everything, and lists as many of the most likely tokens as the capacities say.
+        `num_draft_tokens` is one of `draft_lengths`; None is the largest.
         """
+        proposer = self.proposer if num_draft_tokens is None else self._proposers[num_draft_tokens]
         functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
         num_logprobs = self.capacities.logprobs if log_probs else None
         options = {"use": EVERYTHING if log_probs else use, "num_logprobs": num_logprobs}
-        self.state, output = _step(self.model, self.proposer, self.state, **functions, **options)
+        self.state, output = _step(self.model, proposer, self.state, **functions, **options)
         return output
 
     def _check(self, slot: int) -> None:
@@ -425,5 +454,5 @@ class Slots:
 _empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
 _insert = jax.jit(insert, donate_argnums=0)
 _evict = jax.jit(evict, donate_argnums=0)
-_prefill_chunk = jax.jit(prefill_chunk, donate_argnums=2)
+_prefill_chunk = jax.jit(prefill_chunk, donate_argnums=2, static_argnames="num_logprobs")
 _step = jax.jit(step, donate_argnums=2, static_argnames=("use", "num_logprobs"))

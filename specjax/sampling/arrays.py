@@ -93,8 +93,15 @@ def batch(
         allowed_tokens=_padded(allowed),
         bad_words=_padded_words(bad_words),
         logits_processors=_shared_processors([p.logits_processors or () for p in params]),
-        guide=guided.batch([p.guided_decoding for p in params], vocab_size),
+        guide=guided.batch([_grammar(p) for p in params], vocab_size),
     )
+
+
+def _grammar(params: SamplingParams) -> guided.Grammar | None:
+    grammar = params.guided_decoding
+    if grammar is not None and not isinstance(grammar, guided.Grammar):
+        raise ValueError(f"guided_decoding must be compiled for a batch: a Grammar, got {grammar!r}")
+    return grammar
 
 
 def check_vocabulary(

@@ -14,7 +14,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from specjax.sampling.arrays import Sampling, check_vocabulary, tokenized
-from specjax.sampling.guided.tables import Guide
+from specjax.sampling.guided.tables import Grammar, Guide
 from specjax.sampling.params import LogitsProcessor, SamplingParams
 from specjax.validation import is_integer
 
@@ -62,6 +62,7 @@ class Capacities:
     grammars: int = 0  # number of grammars
     grammar_states: int = 4096  # number of their states, all together
     grammar_classes: int = 512  # number of classes of tokens of one grammar
+    samples: int = 128  # number of completions that are generated of a prompt, n or best_of
     logits_processors: tuple[LogitsProcessor, ...] = ()  # those that requests may use, in this order
 
     def __post_init__(self):
@@ -175,13 +176,9 @@ def of_request(
         }
         check_vocabulary([params], named, vocab_size)
     grammar = params.guided_decoding
-    if grammar is not None:
-        known, (num_states, num_classes) = len(grammar.token_classes), grammar.transitions.shape
-        if vocab_size is not None and known > vocab_size:
-            raise ValueError(f"guided_decoding must have at most vocab_size = {vocab_size} tokens, got {known}")
-        _check("guided_decoding", "grammars", "grammars", 1, capacities)
-        _check("guided_decoding", "grammar_states", "states", num_states, capacities)
-        _check("guided_decoding", "grammar_classes", "classes of tokens", num_classes, capacities)
+    if isinstance(grammar, Grammar):
+        check_grammar(grammar, capacities, vocab_size)
+    _check("guided_decoding", "grammars", "grammars", int(grammar is not None), capacities)
     _check("stop_token_ids", "stop_tokens", "ids, with those of the end of a sequence", len(stops), capacities)
     _check("logit_bias", "biases", "tokens", len(biases), capacities)
     _check("allowed_token_ids", "allowed_tokens", "ids", len(allowed), capacities)
@@ -189,6 +186,7 @@ def of_request(
     _check("bad_words", "bad_word_length", "tokens in a word", max(map(len, words), default=0), capacities)
     for name in ("logprobs", "prompt_logprobs"):
         _check(name, "logprobs", "tokens", getattr(params, name) or 0, capacities)
+    _check("n" if params.best_of is None else "best_of", "samples", "completions", params.num_samples, capacities)
 
     arrays = _arrays(capacities)
     for name in _NUMBERS:
@@ -201,6 +199,16 @@ def of_request(
         arrays["bad_words"][i, capacities.bad_word_length - len(word) :] = word
     processors = _uses_of(params.logits_processors or (), capacities.logits_processors)
     return _sampling(arrays, processors, grammar is not None, capacities)
+
+
+def check_grammar(grammar: Grammar, capacities: Capacities, vocab_size: int | None = None) -> None:
+    """Raise ValueError for a grammar that is larger than the capacities, or than a vocabulary."""
+    known, (num_states, num_classes) = len(grammar.token_classes), grammar.transitions.shape
+    if vocab_size is not None and known > vocab_size:
+        raise ValueError(f"guided_decoding must have at most vocab_size = {vocab_size} tokens, got {known}")
+    _check("guided_decoding", "grammars", "grammars", 1, capacities)
+    _check("guided_decoding", "grammar_states", "states", num_states, capacities)
+    _check("guided_decoding", "grammar_classes", "classes of tokens", num_classes, capacities)
 
 
 def _check(name: str, capacity: str, unit: str, number: int, capacities: Capacities) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.sampling.guided.sources import Source
 from specjax.sampling.guided.tables import Grammar
 from specjax.types import Array, Context
 from specjax.validation import is_integer
@@ -28,8 +29,8 @@ class SamplingParams:
 
     Args:
         n: the number of completions to return, the best first by the sum of their tokens' log-probabilities.
-        best_of: the number of completions to generate, of which the best n are returned; None is n. They share one pass
-            over the prompt. At temperature 0, where all completions are the same, n and best_of must be 1.
+        best_of: the number of completions to generate, of which the best n are returned; None is n. At temperature 0,
+            where all completions are the same, n and best_of must be 1.
         temperature: 0, which is greedy, or a positive number.
         top_k: the number of most likely tokens to keep; -1 keeps all. Tokens as likely as the last one are kept too
             (`sampling.ExactTopK` keeps exactly k).
@@ -55,9 +56,10 @@ class SamplingParams:
             before it. A word that begins in the prompt may be completed.
         logits_processors: functions `(logits [V], context) -> logits [V]` that JAX can trace, applied in their order to
             the model's logits. The context describes the one sequence: `tokens` [N] with the drafts, -1 from `length`
-            on, and `prompt_length`. Functions that compare equal share a compilation; arrays that are bound by
-            `jax.tree_util.Partial` may change without another compilation.
-        guided_decoding: a `specjax.guided.Grammar` that the generated text must follow.
+            on, and `prompt_length`. Functions that compare equal share a compilation; in `sampling.batch` arrays that
+            are bound by `jax.tree_util.Partial` may change without another compilation.
+        guided_decoding: a `specjax.guided.Grammar` that the generated text must follow. `Engine` and `LLM` also take
+            what it is compiled from, `guided.Regex`, `guided.JsonSchema` or `guided.Choices`, and compile it.
         logprobs: how many of the most likely tokens to list with their log-probabilities for every generated token,
             beside the token itself; None lists none. The log-probabilities are those of the distribution that the token
             was drawn from, after the effect of all these parameters; at temperature 0, of this distribution at
@@ -89,7 +91,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str | Sequence[int]] | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
-    guided_decoding: Grammar | None = None
+    guided_decoding: Grammar | Source | None = None
     n: int = 1
     best_of: int | None = None
     logprobs: int | None = None
@@ -106,8 +108,8 @@ class SamplingParams:
         sequences = self._checked_sequences()
         self._require(
             "guided_decoding",
-            "None or a specjax.guided.Grammar, as guided.from_regex returns",
-            self.guided_decoding is None or isinstance(self.guided_decoding, Grammar),
+            "None or a specjax.guided.Grammar, as guided.from_regex returns, or what an engine compiles to one",
+            self.guided_decoding is None or isinstance(self.guided_decoding, Grammar | Source),
         )
         for name in (
             "ignore_eos",

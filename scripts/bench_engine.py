@@ -1,0 +1,557 @@
+"""Measure `specjax.Engine` under load on this machine's accelerator, with the embedded pair or random weights.
+
+    python scripts/bench_engine.py
+    python scripts/bench_engine.py --preset 8b-1b --json engine.json
+    python scripts/bench_engine.py --preset embedded --parts loads --requests 8
+
+The script prints each row as soon as it is measured. Models are made once, engines once for each setting. The parts:
+
+* loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
+  loop. Clients are streams: they see each token as its text becomes certain.
+* full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
+  slots are active, and of the whole run. With 8b-1b also for other numbers of slots, and with drafts that are accepted
+  at given rates.
+* static: requests of mixed lengths, all there at the start, against static batches of the same size in that order.
+* entering: the time between arrivals of tokens of running requests while a long prompt is fed, against a step and a
+  chunk.
+* shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
+* gap: the share of the time in which the device waits for the host, by JAX's profiler: gaps of more than GAP between
+  two operations. On GPUs alone.
+
+A part says how often something was compiled after the engine had started, and how many pages were in use when all
+requests had ended; both must be 0.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import statistics
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from bench_decode import load as load_models
+from jax.tree_util import Partial
+from load import (
+    COLUMNS,
+    COUNTS,
+    Send,
+    Work,
+    closed_loop,
+    figures,
+    gaps,
+    header,
+    load_row,
+    make_works,
+    poisson,
+    spread,
+    table_row,
+)
+
+import specjax
+from specjax import SamplingParams, decode, models, proposers, sampling, verifiers
+from specjax.engine import engine as engine_module
+from specjax.engine.tokenizer import load_tokenizer
+
+GAP = 1e-5  # seconds
+TEMPERATURE = 0.8
+UTILISATION = 0.7  # of the capacity, for Poisson arrivals
+SHARED = 0.9  # of long prompts
+REPEATS = 3  # runs of full and mixed batches, whose medians count
+PROMPTS = 5  # of each kind, for the time to the first token
+POLL = 0.05  # seconds between looks at the engine
+
+prefill = jax.jit(decode.prefill, static_argnames="max_length")
+
+
+class Setting(NamedTuple):
+    """What is measured with a preset."""
+
+    num_drafts: int
+    num_slots: int  # of the engine for loads
+    concurrency: tuple[int, ...]  # of the closed loops
+    prompts: tuple[int, int]  # tokens, mixed
+    outputs: tuple[int, int]
+    full: tuple[tuple[int, int, float | None], ...]  # slots, K, and the rate at which drafts are accepted, if set
+    full_lengths: tuple[int, int]  # tokens of prompt and output
+    long: int  # tokens of a long prompt
+    requests: int = 64
+
+
+# The longest mixed lengths are those of full batches together, so that both have the same programs.
+SETTINGS = {
+    "embedded": Setting(4, 8, (1, 4, 8), (16, 64), (32, 128), ((8, 4, None), (8, 0, None)), (64, 128), 1024),
+    "8b-1b": Setting(
+        0,
+        64,
+        (1, 8, 64),
+        (256, 512),
+        (128, 256),
+        ((1, 0, None), (8, 0, None), (64, 0, None), (256, 0, None), (1, 5, 0.7), (1, 5, 1.0)),
+        (512, 256),
+        8192,
+        256,
+    ),
+}
+SETTINGS["1b-100m"] = SETTINGS["8b-1b"]
+
+
+class Compilations:
+    """Counts what XLA compiles, or loads from the cache of programs, from now on."""
+
+    def __init__(self):
+        self.number = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+
+    def _count(self, event: str, duration: float, **kwargs: Any) -> None:
+        self.number += event == "/jax/core/compile/backend_compile_duration"
+
+
+class Bench:
+    """The models of a preset, and the engines that run them.
+
+    Args:
+        preset: names the models and the setting.
+        num_requests: requests of a load.
+
+    Attributes:
+        compile_s: seconds that the start of the last engine took.
+    """
+
+    def __init__(self, preset: str, num_requests: int | None = None):
+        setting = SETTINGS[preset]
+        self.setting = setting if num_requests is None else setting._replace(requests=num_requests)
+        self.target, self.draft = load_models(preset)
+        self.tokenizer = load_tokenizer(models.EMBEDDED / "target")  # its texts are nonsense for other models
+        self.source = source_of(preset, self.tokenizer)
+        self.compilations = Compilations()
+
+    def proposer(self, num_drafts: int) -> Any:
+        return proposers.draft_model(self.draft, num_drafts) if num_drafts else proposers.none()
+
+    @contextmanager
+    def engine(self, num_slots: int, max_length: int, num_drafts: int, rate: float | None = None, **options: Any):
+        """Give an engine, which ends with the block."""
+        sizes = {"num_slots": num_slots, "max_length": max_length + 2 * (num_drafts + 1)}
+        capacities = specjax.Capacities(4, 0, 0, 0, 0, logprobs=0)
+        start = time.perf_counter()
+        engine = specjax.Engine(
+            self.target,
+            self.proposer(num_drafts),
+            tokenizer=self.tokenizer,
+            verifier=verifier_of(num_drafts, rate),
+            capacities=capacities,
+            **sizes,
+            **options,
+        )
+        try:
+            with engine:
+                self.compile_s = time.perf_counter() - start
+                engine.submit([1, 2, 3], SamplingParams(max_tokens=2)).result()  # what is done once is done
+                yield engine
+        finally:
+            del engine
+            gc.collect()
+
+    @property
+    def num_long_slots(self) -> int:
+        return min(self.setting.num_slots, 8)
+
+    def long_engine(self):
+        """Give an engine for long prompts."""
+        return self.engine(self.num_long_slots, self.setting.long + 64, self.setting.num_drafts)
+
+    @contextmanager
+    def measured(self, engine: specjax.Engine, row: dict[str, Any]) -> Iterator[None]:
+        """Add to a row what the engine did in the block: compilations, and pages that are still in use."""
+        before = self.compilations.number
+        yield
+        while (stats := engine.stats()).num_running + stats.num_waiting:  # what was cancelled has not ended yet
+            time.sleep(POLL)
+        pages = stats.pages
+        row["compilations"] = row.get("compilations", 0) + self.compilations.number - before
+        row["pages_used"] = None if pages is None else pages.num_used
+
+
+def verifier_of(num_drafts: int, rate: float | None) -> Any:
+    """Return rejection sampling, or a verifier that accepts each draft, after those before it, at a rate."""
+    if rate is None:
+        return verifiers.rejection
+    return Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(num_drafts)])
+
+
+def params_of(work: Work) -> SamplingParams:
+    return SamplingParams(temperature=TEMPERATURE, seed=work.seed, max_tokens=work.max_tokens, ignore_eos=True)
+
+
+def source_of(preset: str, tokenizer: Any) -> np.ndarray:
+    """Return the token ids that prompts are pieces of: held-out Python source, or random ids for random weights."""
+    if preset != "embedded":
+        return np.random.default_rng(0).integers(1, 4000, 200_000)
+    from train_embedded import HELD_OUT  # needs what training needs
+
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    return np.concatenate([tokenizer.encode((stdlib / f"{name}.py").read_text()).ids for name in HELD_OUT])
+
+
+def streams(engine: specjax.Engine) -> Send:
+    """Return the function that sends a request of a load as a stream."""
+
+    async def send(work: Work) -> AsyncIterator[dict[str, int] | None]:
+        request = engine.submit(work.prompt, params_of(work))
+        async for _ in request:
+            yield None
+        metrics = request.result().metrics
+        yield {name: getattr(metrics, name) for name in COUNTS}
+
+    return send
+
+
+def run_all(engine: specjax.Engine, works: Sequence[Work]) -> dict[str, float]:
+    """Submit all requests at once, wait for them, and return tokens/s: of the whole, and while all slots were active.
+
+    The second is NaN where the engine was full for less than two looks at it.
+    """
+    looks: list[tuple[float, int, int]] = []
+    is_done = threading.Event()
+
+    def look() -> None:
+        while not is_done.wait(POLL):
+            stats = engine.stats()
+            looks.append((time.perf_counter(), stats.num_tokens, stats.num_running))
+
+    watcher = threading.Thread(target=look)
+    start = time.perf_counter()
+    requests = [engine.submit(work.prompt, params_of(work)) for work in works]
+    watcher.start()
+    num_tokens = sum(request.result().metrics.num_tokens for request in requests)
+    seconds = time.perf_counter() - start
+    is_done.set()
+    watcher.join()
+    return {"tokens_per_s": num_tokens / seconds, "full_tokens_per_s": full_rate(looks)}
+
+
+def full_rate(looks: Sequence[tuple[float, int, int]]) -> float:
+    """Return tokens/s between the first and the last look at which as many samples as ever had given tokens.
+
+    Args:
+        looks: the time, the number of tokens so far and the number of running samples, in the order of time.
+    """
+    most = max((running for _, _, running in looks), default=0)
+    full = [(when, tokens) for when, tokens, running in looks if running == most]
+    # The prompts of the last samples are still fed when they begin to run, which slows the others down.
+    full = full[len(full) // 4 :]
+    if len(full) < 2:
+        return math.nan
+    (start, first), (end, last) = full[0], full[-1]
+    return (last - first) / (end - start)
+
+
+class Static:
+    """Decode requests as static batches, with `specjax.generate`.
+
+    Args:
+        bench: the models.
+        width: tokens to which prompts are padded.
+        max_length: the most tokens of a prompt and its output.
+    """
+
+    def __init__(self, bench: Bench, num_drafts: int, rate: float | None, width: int, max_length: int):
+        self.target, self.proposer = bench.target, bench.proposer(num_drafts)
+        self.verifier, self.width, self.max_length = verifier_of(num_drafts, rate), width, max_length
+
+    def seconds(self, works: Sequence[Work]) -> tuple[float, float]:
+        """Return the seconds of the prompts and of the loop."""
+        tokens = np.array([work.prompt + [0] * (self.width - len(work.prompt)) for work in works], np.int32)
+        lengths = np.array([len(work.prompt) for work in works], np.int32)
+        rows = sampling.batch([params_of(work) for work in works])
+        key, sizes = jax.random.key(works[0].seed), {"max_length": self.max_length}
+        start = time.perf_counter()
+        state = jax.block_until_ready(prefill(self.target, self.proposer, tokens, lengths, rows, key, **sizes))
+        middle = time.perf_counter()
+        state = decode.generate(self.target, self.proposer, state, verifier=self.verifier)
+        jax.block_until_ready(state.context.length)
+        return middle - start, time.perf_counter() - middle
+
+
+def loads(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield the rows of closed loops and of Poisson arrivals."""
+    setting, rate = bench.setting, math.nan
+    works = make_works(setting.requests, setting.prompts, setting.outputs, bench.source)
+    with bench.engine(setting.num_slots, setting.prompts[1] + setting.outputs[1], setting.num_drafts) as engine:
+        for concurrency in setting.concurrency:
+            some = works[: max(concurrency * 2, setting.requests * concurrency // setting.concurrency[-1])]
+            row: dict[str, Any] = {"load": f"closed loop, {concurrency}"}
+            with bench.measured(engine, row):
+                result = asyncio.run(closed_loop(streams(engine), some, concurrency))
+            rate = len(result.traces) / result.seconds
+            yield row | figures(result)
+        row = {"load": f"Poisson, {UTILISATION * rate:.2f} a second"}
+        with bench.measured(engine, row):
+            result = asyncio.run(poisson(streams(engine), works, UTILISATION * rate))
+        yield row | figures(result)
+
+
+def full(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield rows with the speed of full batches of equal lengths, and that of `specjax.generate`."""
+    prompt, output = bench.setting.full_lengths
+    for num_slots, num_drafts, rate in bench.setting.full:
+        works = make_works(num_slots, (prompt, prompt), (output, output), bench.source)
+        row: dict[str, Any] = {"slots": num_slots, "num_drafts": num_drafts, "rate": rate}
+        batch = Static(bench, num_drafts, rate, prompt, prompt + output)
+        batch.seconds(works)  # compiles
+        runs, num_tokens = [], num_slots * output
+        with bench.engine(num_slots, prompt + output, num_drafts, rate) as engine:
+            row["compile_s"] = bench.compile_s
+            for _ in range(REPEATS):  # in turns, so that both see the same of what else the machine does
+                with bench.measured(engine, row):
+                    runs.append(run_all(engine, works))
+                feeding, looping = batch.seconds(works)
+                runs[-1] |= {"generate_tokens_per_s": num_tokens / (feeding + looping)}
+                runs[-1] |= {"loop_tokens_per_s": num_tokens / looping}
+        yield row | medians(runs)
+
+
+def static(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield a row with the speed of mixed lengths, and that of static batches."""
+    setting = bench.setting
+    size, max_length = setting.num_slots, setting.prompts[1] + setting.outputs[1]
+    number = max(size, setting.requests // size * size)
+    works = make_works(number, setting.prompts, setting.outputs, bench.source, seed=1)
+    num_tokens = sum(work.max_tokens for work in works)
+    row: dict[str, Any] = {"slots": size, "requests": number}
+    batch = Static(bench, setting.num_drafts, None, setting.prompts[1], max_length)
+    batch.seconds(works[:size])  # compiles
+    runs = []
+    with bench.engine(size, max_length, setting.num_drafts) as engine:
+        for _ in range(REPEATS):
+            with bench.measured(engine, row):
+                runs.append(run_all(engine, works))
+            seconds = sum(sum(batch.seconds(works[i : i + size])) for i in range(0, number, size))
+            runs[-1] |= {"static_tokens_per_s": num_tokens / seconds}
+    yield row | medians(runs)
+
+
+def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure of some runs."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def entering(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield a row with the times between arrivals while a long prompt enters."""
+    setting = bench.setting
+    long = make_works(2, (setting.long, setting.long), (4, 4), bench.source, seed=2)
+    others = make_works(bench.num_long_slots - 1, (16, 16), (setting.long, setting.long), bench.source, seed=3)
+    row: dict[str, Any] = {"running": len(others), "long": setting.long}
+    with bench.long_engine() as engine, bench.measured(engine, row):
+        alone = engine.submit(long[0].prompt, params_of(long[0])).result().metrics.time_to_first_token
+        before, during, waited = asyncio.run(_enter(engine, others, long[1]))
+    num_chunks = -(-setting.long // chunk_size())
+    yield row | {
+        "step_s": statistics.median(before),
+        "chunk_s": alone / num_chunks,
+        "between_arrivals_s": spread(during),
+        "longest_s": max(during, default=math.nan),
+        "first_token_s": waited,
+    }
+
+
+async def _enter(engine: specjax.Engine, others: Sequence[Work], work: Work) -> tuple[list[float], list[float], float]:
+    """Run requests, then one more; return the others' gaps before and meanwhile, and its time to the first token."""
+    requests, traces = [engine.submit(other.prompt, params_of(other)) for other in others], [[] for _ in others]
+
+    async def follow(request: Any, times: list[float]) -> None:
+        with suppress(CancelledError):
+            async for _ in request:
+                times.append(time.perf_counter())
+
+    tasks = [asyncio.create_task(follow(*pair)) for pair in zip(requests, traces, strict=True)]
+    while min(map(len, traces)) < 64:
+        await asyncio.sleep(0.01)
+    start = time.perf_counter()
+    async for _ in engine.submit(work.prompt, params_of(work)):
+        break
+    end = time.perf_counter()
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*tasks)
+    before = [gap for times in traces for gap in gaps([t for t in times[16:] if t < start])]
+    during = [gap for times in traces for gap in gaps([t for t in times if start <= t <= end])]
+    return before, during, end - start
+
+
+def shared(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield a row with the time to the first token of long prompts that share nothing, or most."""
+    setting, waits = bench.setting, {}
+    lengths = (setting.long, setting.long), (2, 2)
+    row: dict[str, Any] = {"long": setting.long}
+    with bench.long_engine() as engine, bench.measured(engine, row):
+        for name, share in (("unshared_s", 0.0), ("shared_s", SHARED)):
+            works = make_works(PROMPTS + 1, *lengths, bench.source, shared=share, seed=4)
+            results = [engine.submit(work.prompt, params_of(work)).result() for work in works]
+            waits[name] = statistics.median(result.metrics.time_to_first_token for result in results[1:])
+            waits["num_cached_tokens"] = results[-1].num_cached_tokens
+    yield row | waits
+
+
+def gap(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield rows with the share of the time in which the device waits between two operations."""
+    if jax.default_backend() != "gpu":
+        return
+    prompt, output = bench.setting.full_lengths
+    for num_slots, num_drafts, rate in bench.setting.full[:3]:
+        row: dict[str, Any] = {"slots": num_slots, "num_drafts": num_drafts}
+        works = make_works(2 * num_slots, (prompt, prompt), (output, output), bench.source)
+        with bench.engine(num_slots, prompt + output, num_drafts, rate) as engine, bench.measured(engine, row):
+            requests = [engine.submit(work.prompt, params_of(work)) for work in works]
+            while engine.stats().num_tokens < 8 * num_slots:
+                time.sleep(POLL)
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    time.sleep(0.5)
+                (path,) = Path(folder).rglob("*.xplane.pb")
+                row |= waits_of_device(jax.profiler.ProfileData.from_file(str(path)))
+            for request in requests:
+                request.cancel()
+        yield row
+
+
+def waits_of_device(profile: Any) -> dict[str, float]:
+    """Return the share of a profile in which the device does nothing, and that of waits of more than GAP."""
+    spans = sorted(
+        (event.start_ns, event.end_ns)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:0")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    )
+    waits, until = [], spans[0][1]
+    for start, end in spans[1:]:
+        if start > until:
+            waits.append(1e-9 * (start - until))
+        until = max(until, end)
+    seconds = 1e-9 * (until - spans[0][0])
+    return {"idle": sum(waits) / seconds, "host_gap": sum(wait for wait in waits if wait > GAP) / seconds}
+
+
+def chunk_size() -> int:
+    """Return the number of tokens of a chunk of a prompt."""
+    return engine_module.CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else engine_module.CHUNK_SIZE
+
+
+def full_row(row: dict[str, Any]) -> str:
+    drafts = row["num_drafts"] if row["rate"] is None else f"{row['num_drafts']}, accepted at {row['rate']}"
+    names = "full_tokens_per_s", "loop_tokens_per_s", "tokens_per_s", "generate_tokens_per_s"
+    inside, loop, whole, generate = (row[name] for name in names)
+    speeds = [f"{inside:.0f}", f"{loop:.0f}", f"{inside / loop:.2f}", f"{whole:.0f}", f"{generate:.0f}"]
+    return table_row(
+        [row["slots"], drafts, *speeds, f"{whole / generate:.2f}", f"{row['compile_s']:.0f}", *checks(row)]
+    )
+
+
+def static_row(row: dict[str, Any]) -> str:
+    ours, theirs = row["tokens_per_s"], row["static_tokens_per_s"]
+    return table_row(
+        [row["slots"], row["requests"], f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}", *checks(row)]
+    )
+
+
+def entering_row(row: dict[str, Any]) -> str:
+    between = row["between_arrivals_s"]
+    names = row["step_s"], row["chunk_s"], between["p50"], between["p99"], row["longest_s"], row["first_token_s"]
+    return table_row([row["long"], row["running"], *(f"{1e3 * seconds:.1f}" for seconds in names), *checks(row)])
+
+
+def shared_row(row: dict[str, Any]) -> str:
+    one, other = row["unshared_s"], row["shared_s"]
+    times = [f"{1e3 * one:.1f}", f"{1e3 * other:.1f}", f"{other / one:.2f}"]
+    return table_row([row["long"], row["num_cached_tokens"], *times, *checks(row)])
+
+
+def gap_row(row: dict[str, Any]) -> str:
+    shares = [f"{100 * row[name]:.1f}" for name in ("host_gap", "idle")]
+    return table_row([row["slots"], row["num_drafts"], *shares, *checks(row)])
+
+
+def checks(row: dict[str, Any]) -> list[Any]:
+    return [row["compilations"], row["pages_used"]]
+
+
+CHECKS = ("compilations", "pages in use after")
+PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str], Callable[[dict[str, Any]], str]]] = {
+    "loads": (loads, COLUMNS, load_row),
+    "full": (
+        full,
+        (
+            "slots",
+            "K",
+            "tokens/s, all slots active",
+            "loop of generate",
+            "ratio",
+            "with prompts",
+            "generate with prompts",
+            "ratio",
+            "compile, s",
+            *CHECKS,
+        ),
+        full_row,
+    ),
+    "static": (static, ("slots", "requests", "tokens/s", "static batches", "ratio", *CHECKS), static_row),
+    "entering": (
+        entering,
+        (
+            "tokens that enter",
+            "running",
+            "ms: step",
+            "chunk",
+            "between arrivals meanwhile, p50",
+            "p99",
+            "longest",
+            "first token",
+            *CHECKS,
+        ),
+        entering_row,
+    ),
+    "shared": (shared, ("tokens", "found", "ms to first token: unshared", "shared", "ratio", *CHECKS), shared_row),
+    "gap": (gap, ("slots", "K", "% of the time: waits for the host", "idle", *CHECKS), gap_row),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=tuple(SETTINGS), default="embedded")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--requests", type=int, help="requests of a load; default: those of the preset")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
+
+    bench = Bench(args.preset, args.requests)
+    device = jax.devices()[0]
+    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}.")
+    rows = []
+    for part in args.parts:
+        measure, columns, show = PARTS[part]
+        print(f"\n{part}\n\n{header(columns)}")
+        for row in measure(bench):
+            rows.append({"part": part} | row)
+            print(show(row))
+    if args.json:
+        about = {"device": device.device_kind, "jax": jax.__version__, "preset": args.preset}
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""How many pages of a cache the memory of a device has room for."""
+
+import math
+from typing import Any
+
+import jax
+
+from specjax.types import Model, Proposer
+
+SHARE = 0.9  # of the memory that XLA may use; the rest is for what the allocator cannot join
+COPIES = 6  # arrays of the size of a step's logits that live at a time
+
+
+def free_bytes() -> int | None:
+    """Return how much of the first device's memory is left for pages and calls; None where the device does not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return int(SHARE * stats["bytes_limit"]) - stats["bytes_in_use"]
+
+
+def num_pages_that_fit(
+    model: Model, proposer: Proposer, *, num_slots: int, max_length: int, page_size: int, chunk_size: int
+) -> int:
+    """Return as many pages as all slots need at their longest, or as fit into the memory that is free now.
+
+    Raises:
+        ValueError: not even one slot at its longest fits.
+    """
+    pages_per_row = -(-max_length // page_size)
+    wanted, free = num_slots * pages_per_row, free_bytes()
+    if free is None:
+        return wanted
+
+    def size(num_pages: int) -> int:
+        pool = num_pages, page_size
+        caches: Any = jax.eval_shape(lambda: (model.init_cache(*pool), proposer.init(num_slots, max_length, pool)))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+
+    rows = max(num_slots * (proposer.num_draft_tokens + 1), chunk_size)
+    page, one = size(2) - size(1), size(1)
+    fitting = (free - COPIES * 4 * rows * model.vocab_size - (one - page)) // max(page, 1)
+    if fitting < min(wanted, pages_per_row):
+        raise ValueError(
+            f"max_length must be at most the {max(0, fitting) * page_size} tokens that fit into the free memory of the "
+            f"device with num_slots = {num_slots}, got {max_length}"
+        )
+    return min(wanted, fitting)

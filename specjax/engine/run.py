@@ -1,0 +1,304 @@
+"""Decode the requests of one call in the caller's thread, on slots that are made for it."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from specjax.engine.draft_length import CHOICES, BestDraftLength
+from specjax.engine.memory import num_pages_that_fit
+from specjax.engine.pages import PageTables
+from specjax.engine.requests import Piece, Result, Samples
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.slots import Output, Row, Slots
+from specjax.proposers import DraftModel
+from specjax.sampling import Sampling, SamplingParams
+from specjax.sampling.arrays import tokenized
+from specjax.sampling.capacities import Capacities, of_request, use_of
+from specjax.sampling.guided import Grammar, Source, vocabulary
+from specjax.sampling.guided.tables import round_up
+from specjax.sampling.params import LogitsProcessor
+from specjax.types import Array, Context
+
+if TYPE_CHECKING:
+    from specjax.engine.llm import LLM
+
+LEAST_LENGTH = 128  # slots of the smallest token buffer
+PAGE_SIZE, CPU_PAGE_SIZE = 64, 32  # slots
+CHUNK_SIZE, CPU_CHUNK_SIZE = 256, 32  # tokens of a prompt that are fed in a call
+NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
+MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as much as others: so many pay in long calls
+
+
+def choose_num_slots(num_slots: int | None, num_samples: int) -> int:
+    """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`."""
+    if num_samples == 1:
+        return 1
+    if num_slots is not None:
+        return num_slots
+    if jax.default_backend() != "cpu":
+        return NUM_SLOTS
+    return CPU_NUM_SLOTS if num_samples < MANY_SAMPLES else CPU_NUM_SLOTS_OF_MANY
+
+
+class Run:
+    """Decode the requests of one call.
+
+    A single sample has a slot for itself; otherwise there are as many slots as the LLM says, and samples wait for one.
+    Sizes are rounded up, so that few programs are compiled: one that feeds prompts and one that takes steps, which
+    computes what the most demanding of the requests asks for.
+
+    Args:
+        llm: the models, tokenizer and limits.
+        prompts: prompts as they were given.
+        prompt_ids: token ids of each prompt.
+        params: parameters of each request.
+        key_data: [number of requests, 2] uint32, data of the key of each request.
+
+    Attributes:
+        results: the result of each request that has ended, else None.
+        live: the requests that have begun and not ended, by their index.
+
+    Raises:
+        ValueError: a parameter is out of the range of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        llm: "LLM",
+        prompts: Sequence[str | Sequence[int]],
+        prompt_ids: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        key_data: np.ndarray,
+    ):
+        self._start = time.perf_counter()
+        self._tokenizer = llm.tokenizer
+        params = _with_grammars(llm, params)
+        self._capacities, self._rows = _sampling(llm, params)
+        self._device, self._scheduler = self._make_scheduler(llm, prompt_ids, params)
+        self._coming = enumerate(zip(prompts, prompt_ids, params, key_data, strict=True))
+        self.results: list[Result | None] = [None] * len(params)
+        self.live: dict[int, Samples] = {}
+        self._num_left = len(params)
+        self._num_tokens, self._most_tokens = 0, sum(p.max_tokens * p.num_samples for p in params)
+        self._add()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request has ended."""
+        return self._num_left == 0
+
+    def advance(self) -> None:
+        """Do one round of the scheduler: feed prompts, dispatch a step, and read the one before."""
+        self._scheduler.advance()
+        clock = time.perf_counter() - self._device.seconds_compiling
+        for i, samples in list(self.live.items()):
+            samples.update(clock)
+            for job in samples.jobs:
+                if job.error is not None:
+                    raise job.error
+            if samples.is_done:
+                self._end(i)
+        self._add()
+
+    def progress(self) -> tuple[int, int]:
+        """Return the number of tokens so far, and how many they may become."""
+        running = sum(len(job.output.token_ids) for samples in self.live.values() for job in samples.jobs)
+        return self._num_tokens + running, self._most_tokens
+
+    def _add(self) -> None:
+        """Hand the next requests in, so that there is one for each slot that may become vacant."""
+        while self._scheduler.waiting < self._device.num_slots:
+            item = next(self._coming, None)
+            if item is None:
+                return
+            i, (prompt, ids, params, key_data) = item
+            samples = Samples(prompt, ids, params, self._rows[id(params)], key_data, self._tokenizer)
+            samples.start = self._start
+            self.live[i] = samples
+            for job in samples.jobs:
+                self._scheduler.add(job)
+
+    def _end(self, i: int) -> None:
+        samples = self.live.pop(i)
+        num_tokens = sum(len(job.output.token_ids) for job in samples.jobs)
+        self._num_left -= 1
+        self._num_tokens += num_tokens
+        self._most_tokens += num_tokens - samples.params.max_tokens * len(samples.jobs)
+        self.results[i] = samples.result()
+
+    def _make_scheduler(
+        self, llm: "LLM", prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
+    ) -> tuple["_Device", Scheduler]:
+        choose = draft_lengths = None
+        if llm.chooses_draft_length and isinstance(llm.proposer, DraftModel):
+            choose, draft_lengths = BestDraftLength.of(llm.model, llm.proposer), CHOICES
+        # A row near the end of its buffer may get no drafts, which changes what its seed gives.
+        longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
+        needed = longest + llm.proposer.num_draft_tokens
+        max_length = min(max(round_up(needed), LEAST_LENGTH), llm.max_length)
+        num_slots = choose_num_slots(llm.num_slots, sum(p.num_samples for p in params))
+        is_cpu = jax.default_backend() == "cpu"
+        page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
+        tables = pool = None
+        if llm.model.takes_pages and getattr(llm.proposer, "takes_pages", False):
+            sizes = {"num_slots": num_slots, "max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
+            pool = num_pages_that_fit(llm.model, llm.proposer, **sizes), page_size
+            tables = PageTables(*pool, -(-max_length // page_size), chunk_size)
+        device = _Device(
+            llm.model,
+            llm.proposer,
+            num_slots=num_slots,
+            max_length=max_length,
+            capacities=self._capacities,
+            pool=pool,
+            verifier=llm.verifier,
+            draft_lengths=draft_lengths,
+            use=max(use_of(row) for row in self._rows.values()),
+            log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
+        )
+        # Nobody reads between the steps, so vacant slots are filled at once.
+        options = {"chunks_per_step": num_slots * -(-max_length // chunk_size), "choose_draft_length": choose}
+        return device, Scheduler(device, tables, chunk_size, llm.eos_token_ids, **options)
+
+
+class Stream:
+    """Iterate over the `Piece`s of one request. Iteration may end early; `result` covers the pieces given so far."""
+
+    def __init__(self, run: Run):
+        self._run, self._samples = run, run.live[0]
+        self._num_tokens = 0
+        self._pieces = self._iterate()
+        run.advance()  # compiles
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> Result:
+        """The result that the pieces given so far make up."""
+        return self._samples.result(self._num_tokens)
+
+    def _iterate(self) -> Iterator[Piece]:
+        pieces = self._samples.pieces(0)
+        while self._num_tokens < self._samples.num_certain[0] or not self._run.is_done:
+            if self._num_tokens < self._samples.num_certain[0]:
+                self._num_tokens += 1
+                yield next(pieces)
+            else:
+                self._run.advance()
+
+
+def show_progress(run: Run) -> None:
+    """Decode to the end, while a progress bar on standard error counts the tokens."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("tokens")
+        while not run.is_done:
+            run.advance()
+            completed, total = run.progress()
+            progress.update(task, completed=completed, total=total)
+
+
+class _Device(Slots):
+    """Slots that take every step by the program `use`, and know the time of calls that may compile it."""
+
+    def __init__(self, *args: Any, use: int, log_probs: bool, **options: Any):
+        super().__init__(*args, **options)
+        self._use, self._log_probs = use, log_probs
+        self._compiled: set[int | None] = set()
+        self.seconds_compiling = 0.0
+        self.evict([])  # compiles
+
+    def insert(self, slot: int, row: Row) -> None:
+        super().insert(slot, row)
+        if self.num_slots == 1:  # so that the time of decoding begins when the prompt is computed
+            jax.block_until_ready(self.state)
+
+    def step(self, use: int = 0, *, log_probs: bool = False, num_draft_tokens: int | None = None) -> Output:
+        start = time.perf_counter()
+        output = super().step(self._use, log_probs=self._log_probs, num_draft_tokens=num_draft_tokens)
+        if num_draft_tokens not in self._compiled:
+            self._compiled.add(num_draft_tokens)
+            self.seconds_compiling += time.perf_counter() - start
+        return output
+
+
+def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities, dict[int, Sampling]]:
+    """Return capacities for all parameters, and the arrays of each, by the `id` of the parameters."""
+
+    def tokenize(text: str) -> list[int]:
+        return llm.tokenizer.encode(text, add_special_tokens=False).ids
+
+    distinct = list({id(p): p for p in params}.values())
+    words = [tokenized(p.bad_words or (), tokenize) for p in distinct]
+    stops = [{*(p.stop_token_ids or ()), *(() if p.ignore_eos else llm.eos_token_ids)} for p in distinct]
+    listed = max((n for p in distinct for n in (p.logprobs, p.prompt_logprobs) if n is not None), default=0)
+    grammars = {p.guided_decoding: None for p in distinct if isinstance(p.guided_decoding, Grammar)}
+    num_states = [grammar.transitions.shape[0] for grammar in grammars]
+    num_slots = choose_num_slots(llm.num_slots, sum(p.num_samples for p in params))
+    processors, known = _placed_processors(distinct)
+    capacities = Capacities(
+        stop_tokens=_most(map(len, stops), 8),
+        biases=_most(len(p.logit_bias or ()) for p in distinct),
+        allowed_tokens=_most(len(set(p.allowed_token_ids or ())) for p in distinct),
+        bad_words=_most(map(len, words)),
+        bad_word_length=_most(len(word) for row in words for word in row),
+        logprobs=min(_most([listed]), llm.model.vocab_size),
+        grammars=_most([min(len(grammars), num_slots)]),
+        grammar_states=_most([min(sum(num_states), num_slots * max(num_states, default=0))]),
+        grammar_classes=_most(grammar.transitions.shape[1] for grammar in grammars),
+        samples=max(p.num_samples for p in distinct),
+        logits_processors=known,
+    )
+    given = capacities, llm.eos_token_ids, llm.model.vocab_size, tokenize
+    rows = (
+        of_request(replace(p, logits_processors=own or None), *given)
+        for p, own in zip(distinct, processors, strict=True)
+    )
+    return capacities, {id(p): row for p, row in zip(distinct, rows, strict=True)}
+
+
+def _with_grammars(llm: "LLM", params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+    """Return the parameters with grammars in place of what these are compiled from."""
+    sources = {p.guided_decoding: None for p in params if isinstance(p.guided_decoding, Source)}
+    if not sources:
+        return params
+    words = vocabulary(llm.tokenizer)
+    compiled: dict[Any, Grammar] = {source: source.compile(words, llm.eos_token_ids) for source in sources}
+    distinct = {id(p): p for p in params}
+    own = {
+        i: replace(p, guided_decoding=compiled.get(p.guided_decoding, p.guided_decoding)) for i, p in distinct.items()
+    }
+    return [own[id(p)] for p in params]
+
+
+def _most(sizes: Any, least: int = 1) -> int:
+    """Return the largest of the sizes, rounded up to a power of two and at least `least`; 0 if nothing is asked for."""
+    size = max(sizes, default=0)
+    return max(round_up(size), least) if size else 0
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A logits processor that stands at a place of its own."""
+
+    place: int
+    function: LogitsProcessor
+
+    def __call__(self, logits: Array, context: Context) -> Array:
+        return self.function(logits, context)
+
+
+def _placed_processors(params: Sequence[SamplingParams]) -> tuple[list[list[_Placed]], tuple[_Placed, ...]]:
+    """Return the logits processors of each request, and all of them in an order that keeps that of each request."""
+    rows = [[_Placed(*entry) for entry in enumerate(p.logits_processors or ())] for p in params]
+    return rows, tuple(sorted({entry: None for row in rows for entry in row}, key=lambda entry: entry.place))

@@ -1,0 +1,168 @@
+"""Work for a client as long as it is there: read its body, submit its requests, and give them up when it leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive
+
+from specjax.engine.engine import Engine, Request
+from specjax.engine.requests import Piece
+from specjax.sampling import SamplingParams
+from specjax.server.errors import ApiError
+
+MAX_BODY_BYTES = 4 * 2**20
+BODY_SECONDS = 60.0  # in which a body must arrive
+
+T = TypeVar("T")
+
+
+class Submission(NamedTuple):
+    """What an engine is asked for."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+
+
+class Disconnected(Exception):
+    """The client has left."""
+
+
+async def attended(receive: Receive, work: Awaitable[T], seconds: float | None) -> T:
+    """Return the result of work, which is cancelled when the client leaves or its time is over.
+
+    Args:
+        receive: tells that the client has left, after its body has been read.
+        work: what to do.
+        seconds: its time; None is any.
+
+    Raises:
+        Disconnected: the client has left.
+        TimeoutError: the time is over.
+    """
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_until_left(receive))
+    try:
+        await asyncio.wait((worker, watcher), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            return worker.result()
+        if watcher.done():
+            raise Disconnected
+        raise TimeoutError
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_json(http: HttpRequest) -> Any:
+    """Return the JSON value of a body.
+
+    Raises:
+        ApiError: the body is too long, slow, or no JSON.
+        Disconnected: the client has left.
+    """
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":  # which a page of another site cannot send without asking
+        got = content_type[:100] or "none"
+        raise ApiError(415, f"the header Content-Type must be application/json, got {got}", code="invalid_content_type")
+    content = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await http.receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                content += message.get("body", b"")
+                if len(content) > MAX_BODY_BYTES:
+                    message = f"the body must have at most {MAX_BODY_BYTES} bytes"
+                    raise ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        message = f"the body must arrive within {BODY_SECONDS:g} seconds"
+        raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body must be JSON: {error}", code="invalid_json") from None
+
+
+async def submit(engine: Engine, submissions: Sequence[Submission]) -> list[Request]:
+    """Submit requests together: where one is refused, none runs. Long prompts do not hold others up.
+
+    Raises:
+        ValueError, QueueFull, RuntimeError: as `Engine.submit`.
+    """
+
+    def submit_all() -> list[Request]:
+        requests: list[Request] = []
+        try:
+            for prompt, params, priority in submissions:
+                requests.append(engine.submit(prompt, params, priority=priority))
+        except BaseException:
+            cancel(requests)
+            raise
+        return requests
+
+    return await in_thread(submit_all, undo=cancel)
+
+
+async def in_thread(function: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
+    """Return what a function returns in a thread; if the caller is cancelled meanwhile, `undo` gets it."""
+    future = asyncio.get_running_loop().run_in_executor(None, function)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(lambda done: done.exception() or undo(done.result()))
+        raise
+
+
+def cancel(requests: Sequence[Request]) -> None:
+    """End requests; what has ended stays as it is."""
+    for request in requests:
+        request.cancel()
+
+
+async def pieces(requests: Sequence[Request]) -> AsyncIterator[list[tuple[int, Piece]]]:
+    """Yield the pieces of several requests as they come, each with the index of its request; all there are at a time.
+
+    Raises:
+        RuntimeError, concurrent.futures.CancelledError: as `Request.result`, after the pieces before.
+    """
+    found: list[tuple[int, Piece]] = []
+    changed = asyncio.Event()
+
+    async def collect(index: int, request: Request) -> None:
+        async for piece in request:
+            found.append((index, piece))
+            changed.set()
+
+    tasks = [asyncio.create_task(collect(*each)) for each in enumerate(requests)]
+    for task in tasks:
+        task.add_done_callback(lambda _: changed.set())
+    try:
+        is_done = False
+        while not is_done:
+            await changed.wait()
+            changed.clear()
+            is_done = all(task.done() for task in tasks)
+            new, found = found, []
+            if new:
+                yield new
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(Exception):
+            await asyncio.gather(*tasks, return_exceptions=True)

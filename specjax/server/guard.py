@@ -1,0 +1,106 @@
+"""What every request passes before a route: checks of its size, host and key, and whether the server is ending."""
+
+import asyncio
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specjax.server.errors import ApiError, shutting_down
+
+MAX_HEADER_BYTES = 16 * 1024  # of all names and values of headers, and the path
+OPEN_PATHS = ("/", "/health")  # those that need no key
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Guard:
+    """Stand before an application and answer what must not reach it.
+
+    The path that is checked is the path that is routed: a root path is not known here, and the host only matters where
+    it must be this machine. Every path but `OPEN_PATHS` needs a key, whether there is a route or not.
+
+    Args:
+        app: the application.
+        api_keys: the keys; without any, every request may pass.
+        is_local: whether requests must name this machine as their host. It keeps pages of other sites, whose name a
+            resolver says is this machine, away from a server without keys.
+
+    Attributes:
+        tasks: those that handle a request now.
+        is_ending: whether new requests are turned away.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = (), *, is_local: bool = False):
+        self._app, self._is_local = app, is_local
+        self._keys = [key.encode() for key in api_keys]
+        self.tasks: set[asyncio.Task] = set()
+        self.is_ending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close"})
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        is_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                added = (b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff")
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        scope = {**scope, "root_path": "", "state": {**scope.get("state", {}), "request_id": request_id}}
+        task = asyncio.current_task()
+        assert task is not None, "a server calls an application in a task"
+        self.tasks.add(task)
+        try:
+            self._check(scope, headers)
+            await self._app(scope, receive, send_with_id)
+        except ApiError as error:
+            await error.response()(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if is_started or not self.is_ending:
+                raise
+            await shutting_down().response()(scope, receive, send_with_id)
+        finally:
+            self.tasks.discard(task)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise ApiError for a request that must not pass."""
+        size = len(scope["path"]) + len(scope.get("query_string", b""))
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > MAX_HEADER_BYTES:
+            raise ApiError(431, f"path and headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
+        if self._is_local and _host(headers) not in LOOPBACK:
+            raise ApiError(400, "the header Host must name this machine, as the server has no keys and listens on it")
+        if scope["path"] not in OPEN_PATHS and self._keys and not self._has_key(headers):
+            raise ApiError(
+                401,
+                "the header Authorization must hold a key of this server: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        if self.is_ending and scope["method"] == "POST":
+            raise shutting_down()
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        is_known = [hmac.compare_digest(key.strip(), known) for known in self._keys]  # all of them, whatever matches
+        return scheme.lower() == b"bearer" and any(is_known)
+
+
+def _host(headers: dict[bytes, bytes]) -> str:
+    """Return the name in the header Host, without the port."""
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    return re.sub(r":\d*$", "", host)

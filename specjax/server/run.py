@@ -1,0 +1,170 @@
+"""Run the server of an LLM until a signal ends it."""
+
+import logging
+import math
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+
+from specjax.engine.engine import Engine
+from specjax.engine.llm import LLM
+from specjax.sampling.capacities import Capacities
+from specjax.server.app import About, App
+from specjax.server.guard import MAX_HEADER_BYTES
+from specjax.server.served import served
+
+MAX_CONNECTIONS = 4096
+SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to the end of the process
+CAPACITIES = Capacities(grammars=16, grammar_states=16384)
+GRAMMAR_SECONDS = 30.0  # that a grammar may take to compile
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    llm: LLM,
+    name: str,
+    *,
+    host: str,
+    port: int,
+    num_slots: int,
+    max_waiting: int,
+    api_keys: Sequence[str] = (),
+    request_timeout: float,
+    shutdown_timeout: float,
+) -> int:
+    """Serve an LLM until SIGINT or SIGTERM, and return the exit code: 0, or 1 where the engine failed.
+
+    Args:
+        llm: the models.
+        name: what clients call the model.
+        host: address to listen at.
+        port: port to listen at; 0 takes a free one.
+        num_slots: number of samples that run at a time.
+        max_waiting: the most requests that wait for a slot.
+        api_keys: the keys that clients may use; without any, everybody may.
+        request_timeout: seconds that a request may take.
+        shutdown_timeout: seconds that requests may still take after the first signal; a second signal ends them.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        OSError: the address is in use or not of this machine.
+    """
+    least = {"num_slots": (num_slots, 1), "max_waiting": (max_waiting, 0), "shutdown_timeout": (shutdown_timeout, 0)}
+    _check(least, request_timeout, api_keys)
+    is_local = host in LOOPBACK
+    if not is_local and not api_keys:
+        print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
+    with (
+        _listen(host, port) as listener,
+        Engine(
+            llm.model,
+            llm.proposer,
+            num_slots=num_slots,
+            max_length=llm.max_length,
+            tokenizer=llm.tokenizer,
+            eos_token_ids=llm.eos_token_ids,
+            verifier=llm.verifier,
+            capacities=CAPACITIES,
+            grammar_seconds=GRAMMAR_SECONDS,
+            max_waiting=max_waiting,
+        ) as engine,
+    ):
+        about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
+        options = {"api_keys": api_keys, "request_timeout": request_timeout, "is_local": is_local}
+        app = App(engine, served(llm, name), about, **options)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        server = Server(app, shutdown_timeout, f"specjax: {name} is ready at {address}")
+        server.run(sockets=[listener])
+    return 1 if server.has_failed else 0
+
+
+def _check(least: dict[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
+    """Raise ValueError for an argument out of its range; `least` has numbers and the least that they may be."""
+    for name, (number, smallest) in least.items():
+        if not smallest <= number < math.inf:
+            raise ValueError(f"{name} must be at least {smallest}, got {number}")
+    if not 0 < request_timeout < math.inf:
+        raise ValueError(f"request_timeout must be positive, got {request_timeout}")
+    if not all(re.fullmatch("[!-~]+", key) for key in api_keys):
+        raise ValueError("api_key must be one or more printable characters of ASCII, without spaces")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; a port in use is found before models are compiled."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OverflowError as error:
+        listener.close()
+        raise ValueError(f"port must be in [0, 65535], got {port}") from error
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """Run an application; after a signal its requests may finish while new ones are turned away.
+
+    Args:
+        app: the application.
+        shutdown_timeout: seconds that requests may still take after a signal.
+        greeting: what to print when it listens.
+
+    Attributes:
+        has_failed: whether it ended because the engine failed.
+    """
+
+    def __init__(self, app: App, shutdown_timeout: float, greeting: str):
+        config = uvicorn.Config(
+            app.guard,
+            http="h11",  # which limits what it reads of a header
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_level=logging.ERROR,  # a warning for every request that is no HTTP would be too many
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+            h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
+        )
+        super().__init__(config)
+        self._app, self._timeout, self._deadline = app, shutdown_timeout, 0.0
+        self._greeting, self.has_failed = greeting, False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._greeting, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._app.guard.is_ending:
+            self.should_exit = True
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
+        self._app.guard.is_ending = True
+
+    async def on_tick(self, counter: int) -> bool:
+        guard = self._app.guard
+        should_exit = await super().on_tick(counter)
+        if not guard.is_ending and not self._app.engine.is_running:
+            self.has_failed = True
+            self._end()
+        if guard.is_ending and (not guard.tasks or time.monotonic() >= self._deadline):
+            should_exit = True
+        if should_exit:
+            guard.is_ending = True
+            for task in tuple(guard.tasks):
+                task.cancel()
+        return should_exit

@@ -1,0 +1,116 @@
+"""What parsing a body and writing an answer need to know of the model that serves."""
+
+import codecs
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+import specjax
+from specjax.models.config_file import ConfigFile
+from specjax.sampling import guided
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from specjax.engine.llm import LLM
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that answers requests.
+
+    Args:
+        name: the name that clients give as `model`.
+        tokenizer: its tokenizer.
+        vocab_size: V.
+        max_length: the most tokens of a prompt and its answer.
+        eos_token_ids: its end-of-sequence tokens.
+        directory: directory of the checkpoint, for its chat template; None is a model that does not chat.
+        defaults: values of sampling parameters that a request leaves out, as `generation_defaults` reads them.
+        fingerprint: a text that changes where the same request may get another answer.
+    """
+
+    name: str
+    tokenizer: "Tokenizer"
+    vocab_size: int
+    max_length: int
+    eos_token_ids: Sequence[int] = ()
+    directory: Path | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    @cached_property
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every token, empty for special tokens."""
+        return guided.vocabulary(self.tokenizer)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token; of a special token, those of its name."""
+        known = self.vocabulary[token] if token < len(self.vocabulary) else b""
+        return known or (self.tokenizer.id_to_token(token) or "").encode()
+
+    def token_text(self, token: int) -> str:
+        r"""Return the text of a token; where it is a part of a character, "bytes:" and its bytes as \x.. each."""
+        content = self.token_bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def offsets(self, tokens: Sequence[int], start: int = 0) -> list[int]:
+        """Return where in a text that begins at `start` the text of each token begins, in characters."""
+        decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), []
+        for token in tokens:
+            found.append(start)
+            start += len(decoder.decode(self.vocabulary[token] if token < len(self.vocabulary) else b""))
+        return found
+
+
+def served(llm: "LLM", name: str) -> Served:
+    """Return what serving the model of an LLM under a name needs.
+
+    Raises:
+        ValueError: generation_config.json of the checkpoint is damaged.
+    """
+    about = [specjax.__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
+    about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm._directory.name]
+    about += [str(leaf.dtype) for leaf in jax.tree.leaves(llm.model.params)[:1]]
+    return Served(
+        name=name,
+        tokenizer=llm.tokenizer,
+        vocab_size=llm.model.vocab_size,
+        max_length=llm.max_length,
+        eos_token_ids=llm.eos_token_ids,
+        directory=llm._directory,
+        defaults=generation_defaults(llm._directory),
+        fingerprint="fp_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:12],
+    )
+
+
+def generation_defaults(directory: Path) -> dict[str, Any]:
+    """Return the sampling parameters that generation_config.json of a checkpoint names.
+
+    They are temperature, top_p, top_k (where 0 is -1, which keeps all), min_p, repetition_penalty, and max_new_tokens.
+
+    Raises:
+        ValueError: the file is damaged, or a value is no number.
+    """
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    config = ConfigFile(path)
+    found = {name: config.fields[name] for name in DEFAULTS if config.fields.get(name) is not None}
+    for name, value in found.items():
+        kinds = (int,) if name in ("top_k", "max_new_tokens") else (int, float)
+        if type(value) not in kinds:
+            raise ValueError(f"{config.where(name)} must be a number, got {value!r}")
+    if found.get("top_k") == 0:
+        found["top_k"] = -1
+    return found

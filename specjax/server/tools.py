@@ -1,0 +1,162 @@
+"""Tools that a model may call: their descriptions, the choice among them, and calls in the text of an answer."""
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specjax.server.fields import Fields
+from specjax.server.messages import MAX_NAME_LENGTH
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_LENGTH = 2**14  # characters
+
+_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_OPENING = "<tool_call>"
+_PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls that are a whole answer
+
+
+class Tools(NamedTuple):
+    """The tools of a request."""
+
+    described: list[dict[str, Any]]  # as the template takes them; empty where the request forbids calls
+    names: tuple[str, ...]  # names of those that the model may call
+    forced: str | None = None  # name of the one tool that the answer calls: its text is the arguments
+    is_required: bool = False  # whether the answer must call one of several: its text names it
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool in an answer."""
+
+    name: str
+    arguments: str  # a JSON text
+
+    def body(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def read_tools(fields: Fields) -> tuple[Tools | None, dict[str, Any] | None]:
+    """Return the tools of a body, and the JSON schema that an answer which must call one follows, None for others.
+
+    Raises:
+        BadRequest: a tool, or the choice of one, is not what it must be.
+    """
+    described = [_tool(tool) for tool in fields.readers("tools", MAX_TOOLS)]
+    functions = {tool["function"]["name"]: tool["function"] for tool in described}
+    if len(functions) != len(described):
+        raise fields.refuse("tools", "functions of different names")
+    fields.neutral("parallel_tool_calls", True)
+    choice = _choice(fields, list(functions))
+    if not described or choice == "none":
+        return None, None
+    names = tuple(functions)
+    if choice == "auto":
+        return Tools(described, names), None
+    if choice == "required" and len(names) > 1:
+        calls = [_call_schema(functions[name]) for name in names]
+        return Tools(described, names, is_required=True), {"anyOf": calls}
+    forced = next(iter(functions)) if choice == "required" else choice.removeprefix("function ")
+    return Tools(described, (forced,), forced), _arguments_schema(functions[forced])
+
+
+def _tool(fields: Fields) -> dict[str, Any]:
+    fields.require("type", "'function'")
+    fields.choice("type", ["function"])
+    fields.require("function", "an object")
+    function = fields.fields("function")
+    assert function is not None
+    name = function.require("name", "a string")
+    if not (isinstance(name, str) and re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME_LENGTH}}}", name)):
+        raise function.refuse("name", f"1 to {MAX_NAME_LENGTH} letters, digits, points, hyphens and underscores")
+    described: dict[str, Any] = {"name": name}
+    if (description := function.text("description", MAX_DESCRIPTION_LENGTH)) is not None:
+        described["description"] = description
+    if (parameters := function.object("parameters")) is not None:
+        described["parameters"] = parameters
+    function.boolean("strict")
+    function.finish()
+    fields.finish()
+    return {"type": "function", "function": described}
+
+
+def _choice(fields: Fields, names: Sequence[str]) -> str:
+    """Return "none", "auto", "required", or "function " and the name of the tool that must be called."""
+    value = fields.any("tool_choice")
+    if not isinstance(value, dict):
+        words = ["none", "auto", "required"]
+        choice = fields.choice("tool_choice", words) or "auto"
+        if choice == "required" and not names:
+            raise fields.refuse("tool_choice", "none or auto where there are no tools")
+        return choice
+    reader = Fields(value, fields.name("tool_choice"))
+    reader.choice("type", ["function"])
+    function = reader.fields("function") or Fields(None, reader.name("function"))
+    if function.require("name", "the name of a tool") not in names:
+        raise function.refuse("name", "the name of one of the tools")
+    function.finish()
+    reader.finish()
+    return f"function {function.any('name')}"
+
+
+def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object"}
+
+
+def _call_schema(function: dict[str, Any]) -> dict[str, Any]:
+    properties = {"name": {"const": function["name"]}, "arguments": _arguments_schema(function)}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Return the text of an answer without its calls, and the calls.
+
+    A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
+    calls are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere, or such objects, one or a list of
+    them, as the whole text; "parameters" stands for "arguments", too. Only names of the request's tools count. What is
+    no call stays text, and so does an answer that ended before its JSON did.
+    """
+    if tools.forced is not None:
+        return ("", [ToolCall(tools.forced, text)]) if _load(text) is not None else (text, [])
+    blocks = [_calls_of(match.group(1), tools) for match in _BLOCK.finditer(text)]
+    if blocks and all(blocks):
+        return _BLOCK.sub("", text).strip(), [call for block in blocks for call in block]
+    whole = text.strip()
+    for prefix in _PREFIXES:
+        whole = whole.removeprefix(prefix)
+    calls = _calls_of(whole, tools)
+    return ("", calls) if calls else (text, [])
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _calls_of(text: str, tools: Tools) -> list[ToolCall]:
+    """Return the calls of a JSON text, none if it holds anything else."""
+    value = _load(text)
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        name = item.get("name") if isinstance(item, dict) else None
+        arguments = item.get("arguments", item.get("parameters")) if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in tools.names or not isinstance(arguments, dict):
+            return []
+        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+    return calls
+
+
+def num_certain(text: str, tools: Tools) -> int:
+    """Return how many characters at the beginning of an unfinished answer are text, and no part of a call."""
+    start = text.lstrip()
+    if tools.forced is not None or tools.is_required or not start:
+        return 0
+    if start[0] in "{[" or any(prefix.startswith(start[: len(prefix)]) for prefix in _PREFIXES):
+        return 0
+    if _OPENING in text:
+        return text.index(_OPENING)
+    held = (size for size in range(min(len(text), len(_OPENING) - 1), 0, -1) if _OPENING.startswith(text[-size:]))
+    return len(text) - next(held, 0)

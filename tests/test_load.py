@@ -1,0 +1,178 @@
+"""Loads of the benchmarks: what is sent, when, and what is made of what comes back."""
+
+import asyncio
+import importlib
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SOURCE = np.arange(1000)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script as it runs: beside the others."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def load(script):
+    return script("load")
+
+
+def test_works_are_seeded_and_share_what_they_shall(load):
+    works = load.make_works(50, (10, 20), (3, 5), SOURCE, shared=0.5, seed=1)
+    assert works == load.make_works(50, (10, 20), (3, 5), SOURCE, shared=0.5, seed=1)
+    assert works != load.make_works(50, (10, 20), (3, 5), SOURCE, shared=0.5, seed=2)
+    lengths = [len(work.prompt) for work in works]
+    assert {min(lengths), max(lengths)} == {10, 20}
+    assert {work.max_tokens for work in works} == {3, 4, 5}
+    assert len({work.seed for work in works}) == 50
+    longest = max(works, key=lambda work: len(work.prompt)).prompt
+    assert all(work.prompt[: round(len(work.prompt) / 2)] == longest[: round(len(work.prompt) / 2)] for work in works)
+    assert len({work.prompt[-1] for work in works}) > 10
+
+
+def test_figures(load):
+    traces = [load.Trace(1.0, [1.5, 1.5001, 2.5], {"num_tokens": 3, "num_drafted": 4, "num_accepted": 1})]
+    traces += [load.Trace(2.0, [2.25], {"num_tokens": 1}), load.Trace(3.0, [], {"num_tokens": 0})]
+    figures = load.figures(load.Load(traces, 2.0))
+    assert (figures["requests"], figures["tokens_per_s"], figures["requests_per_s"]) == (3, 2.0, 1.5)
+    assert figures["first_token_s"]["mean"] == 0.375 and figures["first_token_s"]["p50"] == 0.375
+    assert figures["between_arrivals_s"]["mean"] == pytest.approx(0.9999)  # two tokens came together
+    assert figures["per_token_s"]["p99"] == 0.5
+    assert figures["acceptance"] == 0.25
+    assert load.load_row({"load": "x"} | figures).startswith("| x | 3 | 2 | 1.50 | 375.0 |")
+    assert math.isnan(load.figures(load.Load([], 1.0))["per_token_s"]["mean"])
+
+
+def test_a_closed_loop_keeps_its_number_under_way(load):
+    running = most = 0
+
+    async def send(work):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(work.max_tokens):
+            await asyncio.sleep(0.001)
+            yield None
+        running -= 1
+
+    works = load.make_works(12, (1, 2), (1, 4), SOURCE)
+    result = asyncio.run(load.closed_loop(send, works, 3))
+    assert most == 3 and len(result.traces) == 12
+    assert sum(trace.counts["num_tokens"] for trace in result.traces) == sum(work.max_tokens for work in works)
+
+
+def test_poisson_arrivals_wait_for_nobody(load):
+    async def send(work):
+        await asyncio.sleep(0.3)
+        yield None
+
+    works = load.make_works(60, (1, 2), (1, 1), SOURCE)
+    result = asyncio.run(load.poisson(send, works, 300.0, seed=1))
+    starts = sorted(trace.start for trace in result.traces)
+    assert 0.1 < starts[-1] - starts[0] < 0.5  # 0.2 on average
+    assert result.seconds < 1.5
+
+
+EVENTS = [
+    {"choices": [{"text": ""}]},
+    {"choices": [{"text": "a"}]},
+    {"choices": [{"text": "é\n"}]},
+    {
+        "choices": [],
+        "usage": {"completion_tokens": 5},
+        "metrics": {"speculative_decoding": {"num_draft_tokens": 6, "num_accepted_draft_tokens": 3}},
+    },
+]
+
+
+def serve_once(script, body, status="200 OK", chunk=7):
+    """Send a request to a server that answers with these bytes in small chunks; return what came, and what it got."""
+    bench, got = script("bench_serve"), {}
+
+    async def answer(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        size = int(head.split("Content-Length: ")[1].split("\r\n")[0])
+        got.update(head=head, body=json.loads(await reader.readexactly(size)))
+        writer.write(f"HTTP/1.1 {status}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        for start in range(0, len(body), chunk):
+            part = body[start : start + chunk]
+            writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            send = bench.Client(f"http://127.0.0.1:{port}", "key").sender("small")
+            return [item async for item in send(script("load").Work([1, 2], 5, 7))]
+
+    return asyncio.run(run()), got
+
+
+def test_a_stream_over_http(script):
+    body = b"".join(b"data: %s\n\n" % json.dumps(event, ensure_ascii=False).encode() for event in EVENTS)
+    items, got = serve_once(script, body + b"data: [DONE]\n\n")
+    assert items == [None, None, {"num_tokens": 5, "num_drafted": 6, "num_accepted": 3}]
+    assert got["body"]["prompt"] == [1, 2] and got["body"]["stream"] and got["body"]["max_tokens"] == 5
+    assert "Authorization: Bearer key\r\n" in got["head"]
+
+
+def test_errors_over_http(script):
+    with pytest.raises(RuntimeError, match="429 Too Many"):
+        serve_once(script, b'{"error": {}}', "429 Too Many Requests")
+    with pytest.raises(RuntimeError, match="broken"):
+        serve_once(script, b'data: {"error": {"message": "broken"}}\n\n')
+
+
+def test_the_speed_of_a_full_engine(script):
+    looks = [(0.0, 0, 1), (1.0, 5, 2), (2.0, 10, 2), (3.0, 20, 2), (4.0, 30, 2), (5.0, 31, 1)]
+    assert script("bench_engine").full_rate(looks) == 10.0
+    assert math.isnan(script("bench_engine").full_rate(looks[:2]))
+
+
+def test_waits_of_a_device(script):
+    def line(name, *spans):
+        return SimpleNamespace(name=name, events=[SimpleNamespace(start_ns=a, end_ns=b) for a, b in spans])
+
+    lines = [
+        line("Stream #1", (0, 100_000), (101_000, 150_000)),
+        line("Stream #2", (50_000, 120_000), (200_000, 250_000)),
+    ]
+    planes = [SimpleNamespace(name="/device:GPU:0", lines=[*lines, line("Steps", (0, 250_000))])]
+    planes.append(SimpleNamespace(name="/host:CPU", lines=[line("Stream", (0, 10**9))]))
+    waits = script("bench_engine").waits_of_device(SimpleNamespace(planes=planes))
+    assert waits == pytest.approx({"idle": 0.2, "host_gap": 0.2})
+
+
+@pytest.mark.slow
+def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_path):
+    """With a model of a few weights; the parts of a GPU alone are left out by themselves."""
+    bench = script("bench_engine")
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 32}
+    config = DecoderConfig(vocab_size=4096, max_length=1024, **sizes)
+    monkeypatch.setattr(bench, "load_models", lambda _: [decoder_model(config, init_params(config, i)) for i in (0, 1)])
+    # Sizes are such that all engines have the same programs.
+    setting = bench.Setting(2, 2, (1, 2), (4, 12), (8, 244), ((2, 2, None),), (8, 248), 192, 6)
+    monkeypatch.setitem(bench.SETTINGS, "embedded", setting)
+    monkeypatch.setattr(bench, "POLL", 0.002)
+    path = tmp_path / "numbers.json"
+    monkeypatch.setattr("sys.argv", ["bench_engine", "--json", str(path)])
+    monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
+    bench.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["part"] for row in rows] == ["loads"] * 3 + ["full", "static", "entering", "shared"]
+    assert all((row["compilations"], row["pages_used"]) == (0, 0) for row in rows)
+    assert rows[-1]["num_cached_tokens"] == 128
+    assert "| closed loop, 2 | 6 |" in capsys.readouterr().out
