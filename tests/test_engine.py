@@ -460,7 +460,8 @@ def test_engines_are_closed_before_the_process_ends():
     program = """
 from test_engine import engine_of, make
 from specjax import SamplingParams
-requests = [engine_of(make(0), None).submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True))]
+engine = engine_of(make(0), None)
+requests = [engine.submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(1000)]
 """
     folder = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}

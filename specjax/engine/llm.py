@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +21,7 @@ from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokeniz
 from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
-from specjax.sampling import SamplingParams, guided
+from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
 
@@ -164,7 +163,6 @@ class LLM:
         if not prompts:
             return []
         ids = [self._encode(f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
-        params = self._with_grammars(params)
         run = Run(self, prompts, ids, params, self._key_data(params))
         if progress:
             show_progress(run)
@@ -228,7 +226,7 @@ class LLM:
         if params.num_samples > 1:
             raise ValueError(f"n and best_of must be 1 in a stream, got {params.n} and {params.best_of}")
         ids = self._encode("prompt", prompt, params)
-        return Stream(Run(self, [prompt], [ids], self._with_grammars([params]), self._key_data([params])))
+        return Stream(Run(self, [prompt], [ids], [params], self._key_data([params])))
 
     def _load_draft(self, directory: Path, dtype: DTypeLike) -> Model:
         """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
@@ -243,18 +241,6 @@ class LLM:
     def _encode(self, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt after checks and truncation; errors call the prompt `name`."""
         return encode_prompt(name, prompt, self.tokenizer, params, self.max_length, self.model.vocab_size)
-
-    def _with_grammars(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """Return the parameters with compiled grammars."""
-        sources = {p.guided_decoding for p in params if isinstance(p.guided_decoding, guided.Source)}
-        if not sources:
-            return list(params)
-        vocabulary = guided.vocabulary(self.tokenizer)
-        grammars = {source: source.compile(vocabulary, self.eos_token_ids) for source in sources}
-        return [
-            replace(p, guided_decoding=grammars[p.guided_decoding]) if p.guided_decoding in grammars else p
-            for p in params
-        ]
 
     def _key_data(self, params: Sequence[SamplingParams]) -> np.ndarray:
         """Return the data [B, 2] uint32 of each request's key."""

@@ -199,7 +199,8 @@ class Scheduler:
         self.changed = []
         self._admit()
         for _ in range(self._chunks_per_step):
-            self._feed()
+            if not self._feed():
+                break
         self._step()
         while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
@@ -253,11 +254,14 @@ class Scheduler:
         self._is_table_new = True
         return True
 
-    def _feed(self) -> None:
-        """Feed the next chunk of the first job whose prompt is not computed; after the last one it becomes active."""
+    def _feed(self) -> bool:
+        """Feed the next chunk of the first job whose prompt is not computed; return whether there is such a job.
+
+        After the last chunk the job becomes active.
+        """
         jobs = [job for job in self.running if not job.is_active]
         if not jobs:
-            return
+            return False
         job = min(jobs, key=lambda job: job.rank)
         self._take(job)
         tokens, slot = np.array(job.tokens, np.int32), job.slot
@@ -278,6 +282,7 @@ class Scheduler:
                 jax.block_until_ready(last)
         if job.num_computed >= len(tokens):
             self._activate(job, slot, tokens)
+        return True
 
     def _take(self, job: Job) -> None:
         """Let a job take the chunks that others have computed since it came, instead of computing them."""
