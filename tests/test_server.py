@@ -300,11 +300,11 @@ class TestLimits:
         assert engine.stats().num_tokens - before < 180 * MAX_WAITING
 
     def test_time_is_over(self, engine, served):
-        with running(engine, served, request_timeout=0.02) as client:
-            status, _, body = client.call("POST", "/v1/completions", completion(max_tokens=180))
+        long = completion(max_tokens=180, n=64)
+        with running(engine, served, request_timeout=0.4) as client:
+            status, _, body = client.call("POST", "/v1/completions", long)
             assert (status, body["error"]["code"]) == (503, "timeout")
-            long = completion(max_tokens=180, stream=True)
-            *_, last = client.events("/v1/completions", long)
+            *_, last = client.events("/v1/completions", long | {"stream": True})
             assert last["error"]["code"] == "timeout"
         wait_until_idle(engine)
 
@@ -357,7 +357,7 @@ class TestClientsThatLeave:
 class TestEnd:
     def test_requests_finish_and_new_ones_are_turned_away(self, engine, served):
         with running(engine, served) as client:
-            events = client.events("/v1/completions", completion(max_tokens=150, stream=True))
+            events = client.events("/v1/completions", completion(max_tokens=150, n=12, stream=True))
             next(events)
             client.server.handle_exit(signal.SIGTERM, None)
             status, headers, body = client.call("POST", "/v1/completions", completion())
@@ -367,9 +367,10 @@ class TestEnd:
 
     def test_requests_that_take_too_long_get_an_error(self, engine, served):
         with running(engine, served, shutdown_timeout=0.0) as client, ThreadPoolExecutor(1) as pool:
-            events = client.events("/v1/completions", completion(max_tokens=180, stream=True))
+            long = completion(max_tokens=180, n=64)
+            events = client.events("/v1/completions", long | {"stream": True})
             next(events)
-            whole = pool.submit(client.call, "POST", "/v1/completions", completion(max_tokens=180))
+            whole = pool.submit(client.call, "POST", "/v1/completions", long)
             time.sleep(0.05)
             client.server.handle_exit(signal.SIGTERM, None)
             assert list(events)[-1]["error"]["code"] == "shutting_down"
@@ -568,7 +569,7 @@ class TestCommand:
             assert started.wait(timeout=60) == 0
 
     def test_killed_in_the_middle_of_a_stream(self, pair):
-        body = completion(max_tokens=180, stream=True)
+        body = completion(max_tokens=180, n=8, stream=True)
         with (
             process(*pair) as (started, client),
             closing(client.send("POST", "/v1/completions", body)) as connection,
