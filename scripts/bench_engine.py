@@ -418,7 +418,9 @@ def gap(bench: Bench) -> Iterator[dict[str, Any]]:
             while engine.stats().num_tokens < 8 * num_slots:
                 time.sleep(POLL)
             with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder):
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = options.host_tracer_level = 0  # they would slow the host down
+                with jax.profiler.trace(folder, profiler_options=options):
                     time.sleep(0.5)
                 (path,) = Path(folder).rglob("*.xplane.pb")
                 row |= waits_of_device(jax.profiler.ProfileData.from_file(str(path)))
