@@ -305,6 +305,13 @@ class TestCompany:
         assert narrow.stream("a", params[1]).result.text == ""
         assert "".join(piece.text for piece in narrow.stream("a", params[1])) == "the mat"
 
+    def test_logits_processors_keep_their_order(self):
+        rows = [[double_first, add_one], [add_one, double_first], [add_one], [add_one, add_one], None]
+        own, known = run._placed_processors([SamplingParams(temperature=0, logits_processors=row) for row in rows])
+        for row, placed in zip(rows, own, strict=True):
+            assert [each.function for each in placed] == (row or [])
+            assert [each for each in known if each in placed] == placed
+
     @pytest.mark.slow
     def test_logits_processors_in_any_order(self, llm):
         rows = [[double_first, add_one], [add_one, double_first], [add_one], [add_one, add_one], None]
@@ -312,6 +319,11 @@ class TestCompany:
         together = llm.generate([PROMPTS[0]] * 5, params)
         assert tokens(together) == [llm.generate(PROMPTS[0], p)[0].token_ids for p in params]
         assert len({tuple(result.token_ids) for result in together}) > 2
+
+    def test_number_of_slots(self):
+        sizes = [run.choose_num_slots(None, n) for n in (1, 2, 63, 64, 1000)]
+        assert sizes == [1, 8, 8, 32, 32]  # on CPUs
+        assert [run.choose_num_slots(5, n) for n in (1, 2, 1000)] == [1, 5, 5]
 
     def test_an_error_of_the_tokenizer(self, llm, monkeypatch):
         def fail(self, tokens):

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -24,8 +23,6 @@ from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
-
-NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
 
 __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
@@ -50,8 +47,8 @@ class LLM:
         compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
             sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
             such as jax_compilation_cache_dir and jax_enable_compilation_cache, take precedence.
-        num_slots: number of samples that are decoded at a time, an integer >= 1; None is 64, and 8 on CPUs. A single
-            sample, in `generate` or a stream, is decoded alone.
+        num_slots: number of samples that are decoded at a time, an integer >= 1; None is 64, and on CPUs 8, or 32 in a
+            call of 64 samples or more. A single sample, in `generate` or a stream, is decoded alone.
 
     Raises:
         ValueError: an argument has a wrong type or value, a checkpoint cannot be loaded, or target and draft have
@@ -113,8 +110,6 @@ class LLM:
             raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
         self.proposer = draft
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
-        if num_slots is None:
-            num_slots = CPU_NUM_SLOTS if jax.default_backend() == "cpu" else NUM_SLOTS
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()
 

@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 LEAST_LENGTH = 128  # slots of the smallest token buffer
 PAGE_SIZE, CPU_PAGE_SIZE = 64, 32  # slots
 CHUNK_SIZE, CPU_CHUNK_SIZE = 256, 32  # tokens of a prompt that are fed in a call
+NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
+MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as much as others: so many pay in long calls
+
+
+def choose_num_slots(num_slots: int | None, num_samples: int) -> int:
+    """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`."""
+    if num_samples == 1:
+        return 1
+    if num_slots is not None:
+        return num_slots
+    if jax.default_backend() != "cpu":
+        return NUM_SLOTS
+    return CPU_NUM_SLOTS if num_samples < MANY_SAMPLES else CPU_NUM_SLOTS_OF_MANY
 
 
 class Run:
@@ -127,7 +140,7 @@ class Run:
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + llm.proposer.num_draft_tokens
         max_length = min(max(round_up(needed), LEAST_LENGTH), llm.max_length)
-        num_slots = 1 if sum(p.num_samples for p in params) == 1 else llm.num_slots
+        num_slots = choose_num_slots(llm.num_slots, sum(p.num_samples for p in params))
         is_cpu = jax.default_backend() == "cpu"
         page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
         tables = pool = None
@@ -231,6 +244,7 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
     listed = max((n for p in distinct for n in (p.logprobs, p.prompt_logprobs) if n is not None), default=0)
     grammars = {p.guided_decoding: None for p in distinct if isinstance(p.guided_decoding, Grammar)}
     num_states = [grammar.transitions.shape[0] for grammar in grammars]
+    num_slots = choose_num_slots(llm.num_slots, sum(p.num_samples for p in params))
     processors, known = _placed_processors(distinct)
     capacities = Capacities(
         stop_tokens=_most(map(len, stops), 8),
@@ -239,8 +253,8 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
         bad_words=_most(map(len, words)),
         bad_word_length=_most(len(word) for row in words for word in row),
         logprobs=min(_most([listed]), llm.model.vocab_size),
-        grammars=_most([min(len(grammars), llm.num_slots)]),
-        grammar_states=_most([min(sum(num_states), llm.num_slots * max(num_states, default=0))]),
+        grammars=_most([min(len(grammars), num_slots)]),
+        grammar_states=_most([min(sum(num_states), num_slots * max(num_states, default=0))]),
         grammar_classes=_most(grammar.transitions.shape[1] for grammar in grammars),
         samples=max(p.num_samples for p in distinct),
         logits_processors=known,
