@@ -1,0 +1,9 @@
+"""Training of drafters: losses, reduced vocabularies, unrolled steps and data, as pure functions for any loop.
+
+Nothing here needs an optimiser; `scripts/train_draft.py` is a loop that uses these functions with optax and orbax.
+"""
+
+from specjax.training import losses
+from specjax.training.vocabulary import Vocabulary, vocabulary
+
+__all__ = ["Vocabulary", "losses", "vocabulary"]
