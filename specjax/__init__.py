@@ -23,7 +23,7 @@ from specjax.log_probs import logprobs
 from specjax.pages import Pages
 from specjax.sampling import Sampling, SamplingParams, guided
 from specjax.sampling.capacities import Capacities
-from specjax.types import Categorical, Chunk, Context, Draft, Model, ModelInput, ModelOutput, Verified
+from specjax.types import Categorical, Chunk, Context, Draft, Features, Model, ModelInput, ModelOutput, Verified
 
 __all__ = [
     "LLM",
@@ -33,6 +33,7 @@ __all__ = [
     "Context",
     "Draft",
     "Engine",
+    "Features",
     "Model",
     "ModelInput",
     "ModelOutput",

@@ -10,10 +10,10 @@ from specjax.proposers.draft_model import Fed
 from specjax.proposers.fallback import Both
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.guided.tables import Guide
-from specjax.types import Categorical, Chunk, Context, Draft, ModelInput, ModelOutput, Verified
+from specjax.types import Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified
 
 RECORDS = (
-    *(Categorical, Chunk, Context, Draft, ModelInput, ModelOutput, Verified),
+    *(Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified),
     *(Law, Residual, LogProbs, Totals, Sampling, Guide),
     *(Info, State, Fed, Both),
 )

@@ -80,11 +80,22 @@ class ModelInput(NamedTuple):
     pages: Array | None = None  # [B, P] int32, the pages of each row in order; None is a dense cache
 
 
+class Features(NamedTuple):
+    """Hidden states of a built-in model, for proposers that read them.
+
+    `taps` holds the residual stream at some layers side by side, in the order in which `Model.feature_layers` names
+    them. Layer 0 stands for the embeddings and layer j for what comes after j layers, before the final norm.
+    """
+
+    hidden: Array  # [B, T, H], the final hidden state after the last norm, which the head turns into logits
+    taps: Array | None = None  # [B, T, N H] of N layers; None where the model was asked for none
+
+
 class ModelOutput(NamedTuple):
     """The logits of every query token, and hidden states for the proposers that use them."""
 
     logits: Array  # [B, T, V] float32 or bfloat16
-    features: Any = None  # a pytree of arrays [B, T, ...]
+    features: Any = None  # a pytree of arrays [B, T, ...]; `Features` of built-in models
 
 
 class Context(NamedTuple):
@@ -113,7 +124,7 @@ class Chunk(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["apply", "init_cache", "vocab_size", "max_length", "takes_pages"],
+    meta_fields=["apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers"],
 )
 @dataclass(frozen=True)
 class Model:
@@ -137,6 +148,7 @@ class Model:
     vocab_size: int
     max_length: int | None = None  # the most tokens that a sequence may have; None means no limit
     takes_pages: bool = False  # whether `apply` takes `inputs.pages`
+    feature_layers: tuple[int, ...] = ()  # layers of `Features.taps`; see `models.with_feature_layers`
 
 
 class Proposer(Protocol):

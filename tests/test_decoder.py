@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import models, testing
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.linear import rms_norm
 from specjax.types import ModelInput
 
 CONFIG = DecoderConfig(61, 32, 2, 4, 2, 8, 64, 128)
@@ -116,3 +118,36 @@ def test_equal_configs_do_not_retrace(model):
 def test_bad_config(sizes, name):
     with pytest.raises(ValueError, match=name):
         DecoderConfig(*sizes)
+
+
+def test_features(model):
+    """The taps are the residual stream: the embeddings, a model of the first layer alone, and what the norm is of."""
+    ids, params = tokens(7), model.params
+    one = decoder_model(replace(CONFIG, num_layers=1), params | {"layers": {0: params["layers"][0]}}, (1,))
+    tapped = models.with_feature_layers(model, (2, 0, 1))
+    cache = tapped.init_cache(2, SLOTS)
+    output, cache = feed(tapped, ModelInput(ids[:, :4], positions(0, 4)), cache)
+    rest, _ = feed(tapped, ModelInput(ids[:, 4:], positions(4, 3)), cache)
+    last, embedded, first = jnp.split(jnp.concatenate([output.features.taps, rest.features.taps], axis=1), 3, axis=-1)
+    hidden = jnp.concatenate([output.features.hidden, rest.features.hidden], axis=1)
+    np.testing.assert_array_equal(embedded, params["embedding"][ids])
+    expected = feed(one, ModelInput(ids, positions(0, 7)), None)[0].features.taps
+    np.testing.assert_allclose(first, expected, atol=2e-5)
+    np.testing.assert_allclose(hidden, rms_norm(last, (params["norm"], CONFIG.norm_eps)), atol=2e-5)
+    np.testing.assert_allclose(hidden @ params["embedding"].T, whole(model, ids), atol=1e-4)
+
+
+def test_features_that_nobody_asked_for(model):
+    assert feed(model, ModelInput(tokens(3), positions(0, 3)), None)[0].features.taps is None
+    assert models.with_feature_layers(models.with_feature_layers(model, [1]), []) == model
+
+
+@pytest.mark.parametrize("layers", [(3,), (-1,), (1.0,), (True,)])
+def test_feature_layers_out_of_range(model, layers):
+    with pytest.raises(ValueError, match=r"feature_layers must be in \[0, 2\], the number of layers, got"):
+        models.with_feature_layers(model, layers)
+
+
+def test_only_built_in_models_have_feature_layers():
+    with pytest.raises(ValueError, match="model must be one that specjax built"):
+        models.with_feature_layers(testing.bigram_model(jnp.zeros((3, 3))), (0,))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from choice import one_of
 
-from specjax import checks, decode, metrics, proposers, sampling, scorers, testing
+from specjax import checks, decode, metrics, models, proposers, sampling, scorers, testing
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
@@ -113,6 +113,7 @@ class TestNGram:
 
 @pytest.mark.parametrize("drafts", [[[3, 4, 5], [6, -1, -1], [-1, -1, -1]], [[1, 2, 3]] * 3, [[], [], []]])
 def test_batch_expansion_is_mqa(target, drafts):
+    target = models.with_feature_layers(target, (2, 0))
     prompts, lengths = jnp.array([[3, 4, 3, 4, 3], [7, 7, 0, 0, 0], [9, 0, 0, 0, 0]]), jnp.array([5, 2, 1])
     rows = sampling.batch([SamplingParams(max_tokens=9)] * 3)
     state = prefill(target, None, prompts, lengths, rows, jax.random.key(0), max_length=32)
@@ -122,7 +123,8 @@ def test_batch_expansion_is_mqa(target, drafts):
     num_drafts = (draft.tokens >= 0).sum(axis=1)
     for b, n in enumerate(num_drafts.tolist()):
         np.testing.assert_allclose(many.logits[b, : n + 1], one.logits[b, : n + 1], atol=2e-5)
-        np.testing.assert_allclose(many.features[b, : n + 1], one.features[b, : n + 1], atol=2e-5)
+        for a, c in zip(many.features, one.features, strict=True):
+            np.testing.assert_allclose(a[b, : n + 1], c[b, : n + 1], atol=2e-5)
         for a, c in zip(jax.tree.leaves(many_cache), jax.tree.leaves(one_cache), strict=True):
             np.testing.assert_allclose(a[b, : lengths[b] + n], c[b, : lengths[b] + n], atol=2e-5)
 

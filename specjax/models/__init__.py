@@ -1,6 +1,6 @@
 """The built-in models.
 
-`load` needs the packages flax and safetensors (extra `models`), which are imported when `load` is first used.
+They need the packages flax and safetensors (extra `models`), which are imported when a function is first used.
 """
 
 from pathlib import Path
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specjax.models.checkpoint import load
+    from specjax.models.network import with_feature_layers
 
-__all__ = ["EMBEDDED", "load"]
+__all__ = ["EMBEDDED", "load", "with_feature_layers"]
 
 EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json and the checkpoints target/ and draft/
 
@@ -19,4 +20,8 @@ def __getattr__(name: str):
         from specjax.models.checkpoint import load
 
         return load
+    if name == "with_feature_layers":
+        from specjax.models.network import with_feature_layers
+
+        return with_feature_layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """Load a Hugging Face checkpoint, config.json and safetensors files, as a `Model`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -8,12 +9,17 @@ from jax.typing import DTypeLike
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import BUILD
+from specjax.models.network import with_feature_layers
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 
 def load(
-    directory: str | Path, dtype: DTypeLike = jnp.float32, *, sharding: jax.sharding.Sharding | None = None
+    directory: str | Path,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    sharding: jax.sharding.Sharding | None = None,
+    feature_layers: Sequence[int] = (),
 ) -> Model:
     """Load a checkpoint from a directory in the Hugging Face layout.
 
@@ -27,6 +33,8 @@ def load(
         dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
         sharding: sharding of every parameter; None puts the parameters on the default device. The axes of a mesh must
             have the axis type Auto.
+        feature_layers: layers whose residual stream the model gives to proposers, as `with_feature_layers` takes them;
+            `proposers.feature_layers` says which ones a drafter wants.
 
     Returns:
         A `Model` whose logits are float32.
@@ -56,4 +64,4 @@ def load(
     family = config.choice("model_type", tuple(BUILD))
     tensors = Tensors(directory, wanted, sharding)
     with tensors.progress():
-        return BUILD[family](config, tensors)
+        return with_feature_layers(BUILD[family](config, tensors), feature_layers)

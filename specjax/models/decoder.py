@@ -3,7 +3,7 @@
 Families that vary it set options of `DecoderConfig`; a network with another structure has a file of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -191,16 +191,19 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.head = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.hidden_size)))
 
-    def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
+    def __call__(
+        self, inputs: ModelInput, cache: list | None = None, feature_layers: tuple[int, ...] = ()
+    ) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`.
 
         Args:
             inputs: tokens and positions [B, T]. Without a cache they are whole sequences from position 0, attended
                 causally.
             cache: keys and values of each layer; None computes without a cache.
+            feature_layers: layers of `Features.taps`, static.
 
         Returns:
-            Logits [B, T, V] float32 with the final hidden states [B, T, D] as features, and the new cache.
+            Logits [B, T, V] float32 with `Features`, and the new cache.
         """
         config = self.config
         # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
@@ -218,15 +221,17 @@ class Decoder(nnx.Module):
                 window: None if cache is None and window is None else attention_mask(inputs, size, window)
                 for window in dict.fromkeys(windows)
             }
-            new_cache = []
+            new_cache, taps = [], network.Taps(feature_layers)
+            taps.collect(0, x)
             head = (self.embedding if config.tie_embeddings else self.head)[...]
             turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
             for i, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
                 layer_cache = None if cache is None else cache[i]
                 x, layer_cache = layer(x, inputs, turns, masks[window], window, layer_cache)
                 new_cache.append(layer_cache)
+                taps.collect(i + 1, x)
             norm = norm_of(self.norm[...], config)
-            features = rms_norm(x, norm)
+            features = taps.beside(rms_norm(x, norm))
             logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
@@ -243,6 +248,12 @@ def param_shapes(config: DecoderConfig) -> PyTree:
     return network.param_shapes(Decoder, config)
 
 
-def decoder_model(config: DecoderConfig, params: PyTree) -> Model:
-    """Return the `Model` of a decoder with these parameters; its cache has their dtype."""
-    return network.network_model(Decoder, config, params)
+def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequence[int] = ()) -> Model:
+    """Return the `Model` of a decoder with these parameters; its cache has their dtype.
+
+    Args:
+        config: sizes and options.
+        params: the parameters, as `init_params` names them.
+        feature_layers: as `models.with_feature_layers` takes them.
+    """
+    return network.network_model(Decoder, config, params, feature_layers)

@@ -3,8 +3,8 @@
 The functions are frozen dataclasses that compare by value, so a model that is built again does not retrace.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
+from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
+from specjax.validation import is_integer
 
 
 class NetworkConfig(Protocol):
@@ -30,7 +31,7 @@ class NetworkConfig(Protocol):
     def max_length(self) -> int: ...
 
 
-# The class of a network, an nnx.Module: Network(config, rngs)(inputs, cache) -> (ModelOutput, cache).
+# The class of a network, an nnx.Module: Network(config, rngs)(inputs, cache, feature_layers) -> (ModelOutput, cache).
 Network = Callable[[Any, nnx.Rngs], nnx.Module]
 
 
@@ -52,16 +53,35 @@ def param_shapes(network: Network, config: NetworkConfig) -> PyTree:
 
 @dataclass(frozen=True)
 class Apply:
-    """`Model.apply` for a network."""
+    """`Model.apply` for a network, which returns the residual stream at `feature_layers` in `Features.taps`."""
 
     network: Network
     config: NetworkConfig
+    feature_layers: tuple[int, ...] = ()
 
     def __call__(self, params: PyTree, inputs: ModelInput, cache: list | None) -> tuple[ModelOutput, list | None]:
         graph, state = _abstract(self.network, self.config)
         state = jax.tree.map(lambda x: x, state)  # a copy: the cached state is shared by all calls
         nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)(inputs, cache)
+        return nnx.merge(graph, state)(inputs, cache, self.feature_layers)
+
+
+class Taps:
+    """The residual stream at some layers, collected while a network runs its layers one after another."""
+
+    def __init__(self, layers: tuple[int, ...]):
+        self._layers = layers
+        self._collected: dict[int, Array] = {}
+
+    def collect(self, layer: int, x: Array) -> None:
+        """Keep the stream x [B, T, H] before the first layer (0) or after so many layers, if it was asked for."""
+        if layer in self._layers:
+            self._collected[layer] = x
+
+    def beside(self, hidden: Array) -> Features:
+        """Return what was collected beside the final hidden state [B, T, H]."""
+        streams = [self._collected[layer] for layer in self._layers]
+        return Features(hidden, jnp.concatenate(streams, axis=-1) if streams else None)
 
 
 @dataclass(frozen=True)
@@ -82,15 +102,16 @@ class InitCache:
         ]
 
 
-def network_model(network: Network, config: NetworkConfig, params: PyTree) -> Model:
+def network_model(network: Network, config: NetworkConfig, params: PyTree, feature_layers: Sequence[int] = ()) -> Model:
     """Return the `Model` of a network with these parameters.
 
     Args:
         network: class of the network.
         config: its config.
         params: its parameters. They include `embedding`, whose dtype the cache takes.
+        feature_layers: as `with_feature_layers` takes them.
     """
-    return Model(
+    model = Model(
         params=params,
         apply=Apply(network, config),
         init_cache=InitCache(config, str(params["embedding"].dtype)),
@@ -98,3 +119,33 @@ def network_model(network: Network, config: NetworkConfig, params: PyTree) -> Mo
         max_length=config.max_length,
         takes_pages=True,
     )
+    return with_feature_layers(model, feature_layers)
+
+
+def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
+    """Return a built-in model that gives the residual stream at some layers to proposers, in `Features.taps`.
+
+    The weights are shared. Layers that nobody asked for cost nothing.
+
+    Args:
+        model: a model of `models.load` or `decoder_model`.
+        feature_layers: layers in [0, number of layers], in the order that the proposer wants them side by side. 0 is
+            the embeddings, j the stream after j layers, before the final norm.
+
+    Raises:
+        ValueError: a layer is out of range, or the model is none of the built-in ones.
+
+    Example:
+        >>> from specjax import models
+        >>> model = models.load(models.EMBEDDED / "draft")
+        >>> models.with_feature_layers(model, [0, 2]).feature_layers
+        (0, 2)
+    """
+    layers = tuple(feature_layers)
+    if not isinstance(model.apply, Apply):
+        raise ValueError(f"model must be one that specjax built, to give its residual stream, got {model.apply!r}")
+    most = model.apply.config.num_layers
+    if not all(is_integer(layer) and 0 <= layer <= most for layer in layers):
+        raise ValueError(f"feature_layers must be in [0, {most}], the number of layers, got {list(feature_layers)!r}")
+    layers = tuple(int(layer) for layer in layers)
+    return replace(model, apply=replace(model.apply, feature_layers=layers), feature_layers=layers)

@@ -13,7 +13,7 @@ from flax import nnx
 from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
-from specjax.models.network import network_model
+from specjax.models.network import Taps, network_model
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
@@ -116,7 +116,9 @@ class OPT(nnx.Module):
             self.project_in = nnx.Param(init((config.embedding_size, config.hidden_size)))
             self.project_out = nnx.Param(init((config.hidden_size, config.embedding_size)))
 
-    def __call__(self, inputs: ModelInput, cache: list | None = None) -> tuple[ModelOutput, list | None]:
+    def __call__(
+        self, inputs: ModelInput, cache: list | None = None, feature_layers: tuple[int, ...] = ()
+    ) -> tuple[ModelOutput, list | None]:
         """Run the tokens of `inputs`, as `decoder.Decoder` does."""
         config = self.config
         # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
@@ -127,14 +129,16 @@ class OPT(nnx.Module):
                 x = x @ self.project_in[...]
             x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
             mask = None if cache is None else attention_mask(inputs, num_slots(cache[0], inputs))
-            new_cache = []
+            new_cache, taps = [], Taps(feature_layers)
+            taps.collect(0, x)
             for i, layer in enumerate(self.layers):
                 x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])
                 new_cache.append(layer_cache)
-            features = self.norm(x) if config.final_norm else x
-            projected = features @ self.project_out[...] if config.embedding_size != config.hidden_size else features
+                taps.collect(i + 1, x)
+            hidden = self.norm(x) if config.final_norm else x
+            projected = hidden @ self.project_out[...] if config.embedding_size != config.hidden_size else hidden
             logits = jnp.einsum("btd,vd->btv", projected, self.embedding[...], preferred_element_type=jnp.float32)
-        return ModelOutput(logits, features), None if cache is None else new_cache
+        return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
