@@ -57,6 +57,7 @@ class Scores(NamedTuple):
     scale: float
     softcap: float | None  # number c that turns a score s into c tanh(s / c); None for none
     window: int | None  # number of positions that a query sees, its own included; None is all
+    num_hidden: int  # number of slots, from the first on, that only their own tokens see
 
 
 class Attended(NamedTuple):
@@ -94,9 +95,11 @@ def layout_of(cache: Array, pages: Array | None) -> Layout:
     return Layout(num_pages, page_size, page_size * (1 if pages is None else pages.shape[1]), size)
 
 
-def scores_of(layout: Layout, scale: float | None, softcap: float | None, window: int | None) -> Scores:
+def scores_of(
+    layout: Layout, scale: float | None, softcap: float | None, window: int | None, num_hidden: int
+) -> Scores:
     """Return how scores are made; a scale of None is 1 / sqrt(head size)."""
-    return Scores(layout.head_size**-0.5 if scale is None else scale, softcap, window)
+    return Scores(layout.head_size**-0.5 if scale is None else scale, softcap, window, num_hidden)
 
 
 def locate(cached: Cached, slot: Array) -> tuple[Array, Array]:
@@ -231,7 +234,7 @@ def attend(
         keys: [N, lanes] of the slots.
         values: likewise.
         seen: [rows, N] bool, which slots each query sees; None is all.
-        scores_of: how scores are made. Its window must be part of `seen`.
+        scores_of: how scores are made. Its window and its hidden slots must be part of `seen`.
     """
     products = plgpu.dot(heads, keys.T)
     scale, softcap = scores_of.scale, scores_of.softcap

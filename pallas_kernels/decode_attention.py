@@ -92,6 +92,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    num_hidden: int = 0,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Attend to the slots before `start` and causally to the new tokens, and write these to the slots from it on.
@@ -111,6 +112,7 @@ def decode_attention(
         window: number of positions that a query sees, its own included; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
+        num_hidden: number of slots, from the first on, that only their own tokens see.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -123,7 +125,7 @@ def decode_attention(
     if reason is not None:
         raise NotImplementedError(reason)
     layout = layout_of(key_cache, pages)
-    plan = _plan(query.shape, key_cache.shape[2], layout, scores_of(layout, scale, softcap, window))
+    plan = _plan(query.shape, key_cache.shape[2], layout, scores_of(layout, scale, softcap, window, num_hidden))
     batch_size, *shape = query.shape
     if plan.splits == 1:
         results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -192,6 +194,8 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
         seen = (slot < end)[None]
         if plan.scores.window is not None:
             seen &= queries.position[:, None] - slot[None] < plan.scores.window
+        if plan.scores.num_hidden:
+            seen &= (slot >= plan.scores.num_hidden)[None]
         return attend(attended, queries.heads, keys, values, seen, plan.scores)
 
     def new_tokens(so_far):
@@ -243,6 +247,8 @@ def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Pla
     if plan.scores.window is not None:
         position = _positions(inputs, sequence, i, plan)
         seen &= queries.position[:, None] - position[None] < plan.scores.window
+    if plan.scores.num_hidden:
+        seen &= (queries.first + i >= plan.scores.num_hidden)[None] | (i[None] == token[:, None])
     return seen
 
 

@@ -63,6 +63,7 @@ def prompt_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    num_hidden: int = 0,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Write new tokens to the slots from `start` on, and attend from each to the slots up to its own.
@@ -80,6 +81,7 @@ def prompt_attention(
         window: number of slots that a query sees, its own included; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
+        num_hidden: number of slots, from the first on, that only their own tokens see.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -97,7 +99,7 @@ def prompt_attention(
     group = num_heads // kv_heads
     num_rows, num_warps = _program_size(batch_size * kv_heads, num_tokens * group, layout.lanes)
     block_size = _BLOCK if layout.lanes <= 128 else _BLOCK // 2
-    plan = _Plan(num_tokens, group, num_rows, block_size, layout, scores_of(layout, scale, softcap, window))
+    plan = _Plan(num_tokens, group, num_rows, block_size, layout, scores_of(layout, scale, softcap, window, num_hidden))
     new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
     key_cache, value_cache, query = call(
         partial(_write_kernel, plan=plan),
@@ -167,13 +169,18 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
         seen = distance >= 0
         if plan.scores.window is not None:
             seen &= distance < plan.scores.window
+        if plan.scores.num_hidden:
+            seen &= (slot >= plan.scores.num_hidden)[None] | (distance == 0)
         return attend(attended, heads, keys, values, None if is_seen_whole else seen, plan.scores)
 
     attended, width = Attended.nothing(plan.num_rows, plan.layout), plan.block_size
     if plan.scores.window is None:
         begin = jnp.minimum(first + 1, end) // width * width
+        hidden = jnp.minimum(pl.cdiv(plan.scores.num_hidden, width) * width, begin)
+        if plan.scores.num_hidden:
+            attended = walk(cached, jnp.int32(0), hidden, width, visit, attended)
         whole = partial(visit, is_seen_whole=True)
-        attended = walk(cached, jnp.int32(0), begin, width, whole, attended, has_part=False)
+        attended = walk(cached, hidden, begin, width, whole, attended, has_part=False)
     else:
         begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
     attended = walk(cached, begin, end, width, visit, attended)

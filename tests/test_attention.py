@@ -15,10 +15,14 @@ from specjax.types import ModelInput
 IMPLEMENTATIONS = {"xla": (jnp.float32, 1e-5)}  # name: dtype, and the error of a result relative to its norm
 BATCH, HEADS, KV_HEADS, SIZE, SLOTS, PAGE_SIZE = 3, 4, 2, 16, 192, 32
 STARTS = np.array([97, 64, 120], np.int32)
-OPTIONS = {"plain": {}, "window": {"window": 21, "scale": 0.4, "softcap": 2.0}}
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 21, "scale": 0.4, "softcap": 2.0},
+    "hidden": {"num_hidden": 3},
+}
 LAYOUTS = "dense", "pages"
-COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS]
-CASES = [(n, *combination) for n in (5, 64) for combination in COMBINATIONS]
+COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS if options != "hidden"]
+CASES = [*((n, *combination) for n in (5, 64) for combination in COMBINATIONS), (5, "dense", "hidden")]
 SLOW = [(n, *COMBINATIONS[n % 4]) for n in range(1, 64) if n != 5]
 
 
@@ -37,7 +41,7 @@ def turn(x, positions):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZE**-0.5, softcap=None):
+def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZE**-0.5, softcap=None, num_hidden=0):
     """What each query attends to: the slots up to its own, of which the last hold the new tokens."""
     query, key = (np.asarray(jnp.asarray(turn(x, positions)).astype(dtype), np.float64) for x in (query, key))
     keys, values = (np.array(cache[name], np.float64) for name in ("key", "value"))
@@ -46,7 +50,7 @@ def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZ
     attended = np.zeros(query.shape)
     for b, t, h in np.ndindex(query.shape[:3]):
         end = positions[b, t] + 1
-        begin = 0 if window is None else max(0, end - window)
+        begin = num_hidden if window is None else max(0, end - window)
         kv_head = h // (HEADS // KV_HEADS)
         scores = scale * keys[b, begin:end, kv_head] @ query[b, t, h]
         if softcap is not None:
@@ -56,9 +60,10 @@ def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZ
     return attended
 
 
-def attend_to_slots(query, key, value, cache, inputs, window=None, **options):
-    mask = attention_mask(inputs, num_slots(cache, inputs), window)
+def attend_to_slots(query, key, value, cache, inputs, window=None, num_hidden=0, **options):
+    mask = attention_mask(inputs, num_slots(cache, inputs), window, num_hidden)
     turns = rotation(inputs.positions, SIZE, 100.0)
+    options["num_hidden"] = num_hidden
     return attend_to_cache(query, key, value, cache, inputs, mask, turns, window, **options)[0]
 
 
@@ -87,7 +92,7 @@ def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, 
     assert error < tolerance
 
 
-@pytest.mark.parametrize("layout, options", COMBINATIONS)
+@pytest.mark.parametrize("layout, options", [*COMBINATIONS, ("dense", "hidden")])
 def test_blocks_of_slots(layout, options):
     """A long cache is attended to in blocks, of which only those that a row fills are read."""
     slots, num_tokens, starts = 3 * BLOCK + 64, 70, np.array([3, BLOCK - 20, 2 * BLOCK + 5], np.int32)
@@ -103,7 +108,7 @@ def test_blocks_of_slots(layout, options):
     inputs = ModelInput(jnp.zeros(positions.shape, jnp.int32), positions)
     options = OPTIONS[options]
     written = update_cache(cache, key, value, inputs)
-    mask = attention_mask(inputs, slots, options.get("window"))
+    mask = attention_mask(inputs, slots, options.get("window"), options.get("num_hidden", 0))
     scores = {name: options.get(name) for name in ("scale", "softcap")}
     expected = attend(query, written["key"], written["value"], mask, **scores)
 

@@ -44,7 +44,19 @@ def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.b
 
 
 def expected(
-    query, key, value, key_cache, value_cache, start, turns=None, tree=None, *, window=None, scale=None, softcap=None
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    start,
+    turns=None,
+    tree=None,
+    *,
+    window=None,
+    scale=None,
+    softcap=None,
+    num_hidden=0,
 ):
     if turns is not None:
         query, key = rotate(query, turns), rotate(key, turns)
@@ -54,6 +66,7 @@ def expected(
     caches = key_cache.at[row, slot].set(key, mode="drop"), value_cache.at[row, slot].set(value, mode="drop")
     position = jnp.broadcast_to(jnp.arange(num_slots)[None], (len(start), num_slots))
     mask = slot[..., None] >= position[:, None]
+    mask &= (position[:, None] >= num_hidden) | (slot[..., None] == position[:, None])
     if tree is not None:
         sees, slot = tree  # the positions of the tokens take the place of their slots
         index = jnp.arange(num_slots)[None] - start[:, None]
@@ -111,6 +124,7 @@ def check(case, interpret, page_size=None, turned=False, tree=False, **options):
 
 
 TURNED, WINDOW = {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}
+HIDDEN = {"num_hidden": 1}
 TREE = {"tree": True, "window": 6, "turned": True}
 
 
@@ -132,6 +146,9 @@ def slow(*values):
         ("several blocks of queries", {"page_size": 16, "turned": True}),
         slow("several blocks of queries", TREE),
         ("odd sizes", TREE | {"page_size": 152}),
+        ("empty and full", TURNED | HIDDEN),
+        slow("one token", {"page_size": 16} | HIDDEN),
+        slow("blocks of several splits", HIDDEN),
     ],
 )
 def test_few_tokens(case, options):
@@ -149,6 +166,8 @@ def test_few_tokens(case, options):
         slow("large programs", WINDOW),
         slow("odd sizes", TURNED | {"page_size": 76}),
         slow("large heads", {"softcap": 3.0}),
+        ("from the start", HIDDEN),
+        slow("in the middle", {"page_size": 16} | HIDDEN),
     ],
 )
 def test_many_tokens(case, options):

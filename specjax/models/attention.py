@@ -23,11 +23,11 @@ def num_slots(cache: Cache, inputs: ModelInput) -> int:
     return size if inputs.pages is None else inputs.pages.shape[1] * size
 
 
-def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None) -> Array:
+def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None, num_hidden: int = 0) -> Array:
     """Return which cache slots each query may attend to, [B, 1, T, S] bool.
 
     They are all slots before this call, and in it those that `inputs.mask` allows; with a window, only those that lie
-    less than `window` positions before the query.
+    less than `window` positions before the query. The first `num_hidden` slots are seen by their own tokens alone.
     """
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
@@ -43,6 +43,8 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
         inside = jnp.take_along_axis(inputs.positions[:, None], index, axis=2)  # in a tree, siblings share a position
         position = jnp.where(offset < 0, jnp.arange(num_slots)[None, None], inside)  # [B, 1, S]
         seen &= inputs.positions[:, :, None] - position < window
+    if num_hidden:
+        seen &= (jnp.arange(num_slots)[None, None] >= num_hidden) | (offset == query)
     return seen[:, None]
 
 
@@ -99,6 +101,7 @@ def attend_in_blocks(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    num_hidden: int = 0,
 ) -> Array:
     """Attend from the tokens of a chain to their slots and those before, a block of slots at a time.
 
@@ -123,6 +126,8 @@ def attend_in_blocks(
         )
         distance = position[:, :, None] - slot[:, None]  # [B, T, BLOCK]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if num_hidden:
+            seen &= (slot[:, None] >= num_hidden) | (distance == 0)
         scores = factor * jnp.einsum("btkgd,bskd->btkgs", grouped, key, preferred_element_type=dtype)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -149,6 +154,7 @@ def attend_to_cache(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    num_hidden: int = 0,
     implementation: str | None = None,
 ) -> tuple[Array, Cache]:
     """Write the keys and values of a call to its slots, and attend from its queries to the cache.
@@ -166,6 +172,7 @@ def attend_to_cache(
         window: number of positions that a query sees, its own included, as in `mask`; None is all.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
+        num_hidden: number of slots, from the first on, that only their own tokens see, as in `mask`.
         implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
 
     Returns:
@@ -178,7 +185,7 @@ def attend_to_cache(
 
     def by_kernel(query, key, value, cache, inputs, mask, rotation, *, interpret):
         tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
-        options = {"window": window, "interpret": interpret, **of_scores}
+        options = {"window": window, "num_hidden": num_hidden, "interpret": interpret, **of_scores}
         if _has_few(query):
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
             attended, *updated = of_few.decode_attention(*tokens, tree, **options)
@@ -191,7 +198,7 @@ def attend_to_cache(
             query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
         if inputs.mask is None and not _has_few(query) and num_slots(cache, inputs) > 2 * BLOCK:
-            return attend_in_blocks(query, cache, inputs, window, **of_scores), cache
+            return attend_in_blocks(query, cache, inputs, window, num_hidden=num_hidden, **of_scores), cache
         key, value, mask = read_cache(cache, inputs, mask)
         return attend(query, key, value, mask, **of_scores), cache
 

@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from specjax import distributions
 from specjax.calls import run
 from specjax.keys import DRAFT, stream
+from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.split import rows_to_draft, run_where
-from specjax.sampling import Sampling, process
+from specjax.sampling import Sampling
 from specjax.types import (
     Array,
-    Categorical,
     Chunk,
     Context,
     Draft,
@@ -75,13 +73,13 @@ class DraftModel:
         if self.may_pause:
             state = self._catch_up(context, speculates, state)
         draft_keys = stream(keys[:, :1], DRAFT, jnp.arange(num_drafts)[None])
-        operands = draft_keys, context, self._draft_sampling(sampling), state
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+        operands = draft_keys, context, sampling, state
         if may_skip:
-            (tokens, distribution), state = run_where(speculates, self._draft, *operands)
+            draft, state = run_where(speculates, self._draft, *operands)
         else:
-            (tokens, distribution), state = self._draft(*operands)
-        tokens = jnp.where(speculates[:, None], tokens, -1)
-        return Draft(tokens, distribution, jnp.where(speculates, num_drafts, 0).astype(jnp.int32)), state
+            draft, state = self._draft(*operands)
+        return only_in(speculates, draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Fed) -> Fed:
         kept = jnp.minimum(verified.num_accepted, self.num_draft_tokens - 1)  # the last draft has not been fed
@@ -108,21 +106,8 @@ class DraftModel:
             inputs = inputs._replace(pages=inputs.pages[:, :num_pages])
         return run(self.model, inputs, cache)
 
-    def _draft_sampling(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters that shape the drafts of each request."""
-        if self.is_greedy:
-            return sampling._replace(temperature=None, top_k=None, top_p=None, min_p=None)
-        if self.temperature is None:
-            return sampling
-        temperature = jnp.broadcast_to(self.temperature, sampling.max_tokens.shape)
-        if sampling.temperature is not None:
-            temperature = jnp.where(sampling.temperature > 0, temperature, 0)
-        return sampling._replace(temperature=temperature)
-
-    def _draft(
-        self, keys: Array, context: Context, sampling: Sampling, state: Fed
-    ) -> tuple[tuple[Array, Categorical | None], Fed]:
-        """Draw K tokens [B, K] for every row, and return them with their distribution and the new state.
+    def _draft(self, keys: Array, context: Context, sampling: Sampling, state: Fed) -> tuple[Draft, Fed]:
+        """Draw K tokens for every row, and return the draft and the new state.
 
         The first call feeds the last two committed tokens, the others feed one draft each. Two tokens are needed
         because the last draft is not fed: if it is accepted, the cache lacks it and the token that follows.
@@ -131,42 +116,15 @@ class DraftModel:
         output, cache = self._run(_committed(context, start, 2), state.cache)
         last = (context.length - 1 - start)[:, None, None]  # a context of one token has its only token first
         logits = jnp.take_along_axis(output.logits, last, axis=1)
-        width = self.num_draft_tokens
-        drafts = jnp.full((context.length.shape[0], width), -1, jnp.int32)
-        token, row = self._draw(keys[:, :1], process(sampling, logits, context, drafts, 0))
-        drafts = drafts.at[:, :1].set(token)
-        rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, width - 1), (0, 0))[: x.ndim]), row)
 
-        def body(carry, index):
-            drafts, rows, cache = carry
-            token = jax.lax.dynamic_slice_in_dim(drafts, index - 1, 1, axis=1)
+        def advance(token: Array, index: Array, cache: PyTree) -> tuple[Array, PyTree]:
             inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
             output, cache = self._run(inputs, cache)
-            key = jax.lax.dynamic_slice_in_dim(keys, index, 1, axis=1)
-            token, row = self._draw(key, process(sampling, output.logits, context, drafts, index))
-            drafts = jax.lax.dynamic_update_slice_in_dim(drafts, token, index, axis=1)
-            rows = jax.tree.map(
-                lambda all_rows, one: jax.lax.dynamic_update_slice_in_dim(all_rows, one, index, axis=1), rows, row
-            )
-            return (drafts, rows, cache), None
+            return output.logits, cache
 
-        # The scan traces the model once, a Python loop would trace it K-1 times. It is unrolled because the trip count
-        # is small: straight code needs no loop on the device inside the loop of steps.
-        (drafts, rows, cache), _ = jax.lax.scan(body, (drafts, rows, cache), jnp.arange(1, width), unroll=True)
-        distribution = None if rows is None else rows._replace(temperature=sampling.temperature)
+        draft, cache = Drawer(keys, context, sampling, self.is_greedy).chain(logits, advance, cache)
         length = jnp.where(state.length >= context.length - 2, context.length, state.length)
-        return (drafts, distribution), Fed(cache, length)
-
-    def _draw(self, key: Array, row: Categorical) -> tuple[Array, Categorical | None]:
-        """Draw a token [B, 1] from each row, and return the row without its temperature, which all drafts share.
-
-        Greedy drafts are deterministic, so the distribution is None.
-        """
-        if self.is_greedy:
-            best = distributions.normalize(row, argmax=True).argmax
-            assert best is not None, "it was asked for"
-            return best, None
-        return distributions.sample(key, row), row._replace(temperature=None)
+        return draft, Fed(cache, length)
 
 
 def _committed(context: Context, start: Array, num_tokens: int) -> ModelInput:
@@ -212,8 +170,7 @@ def draft_model(
     Raises:
         ValueError: a number is out of its range, or `max_length` exceeds the limit of the model.
     """
-    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 1):
-        raise ValueError(f"num_draft_tokens must be >= 1 (use proposers.none() for 0), got {num_draft_tokens!r}")
+    values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length
     elif not (is_integer(max_length) and max_length >= 1):
@@ -222,22 +179,12 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
-    values = None if temperature is None else _checked_temperature(temperature)
-    is_greedy = values is not None and not values.any()
     return DraftModel(
         model,
         num_draft_tokens,
         max_length,
-        temperature=None if values is None or is_greedy else jnp.asarray(values, jnp.float32),
+        temperature=values,
         is_greedy=is_greedy,
         speculate_below=speculate_below,
         may_pause=speculate_below is not None,
     )
-
-
-def _checked_temperature(temperature: float | Array) -> np.ndarray:
-    values = np.asarray(temperature)
-    is_number = values.ndim <= 1 and np.issubdtype(values.dtype, np.number)
-    if not is_number or not np.all((values >= 0) & np.isfinite(values)):
-        raise ValueError(f"temperature must be None, or a number or numbers [B], finite and >= 0, got {temperature!r}")
-    return values

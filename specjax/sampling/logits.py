@@ -68,6 +68,12 @@ def process(sampling: Sampling, logits: Array, context: Context, drafts: Array, 
     return Categorical(logits, sampling.temperature, cut)
 
 
+def reads_token_ids(sampling: Sampling) -> bool:
+    """Return whether `process` treats tokens differently by their ids, and not by their logits alone."""
+    by_logits = "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop_tokens"
+    return any(value is not None for name, value in sampling._asdict().items() if name not in by_logits)
+
+
 def num_generated(context: Context) -> Array:
     """Return the number [B] of committed tokens that do not belong to the prompt."""
     return context.length - _prompt_length(context)

@@ -1,0 +1,106 @@
+"""The head of EAGLE-3 and EAGLE-3.1: a decoder layer on several layers of the target and the next token."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from specjax.models.linear import linear, rms_norm
+from specjax.proposers import trunk
+from specjax.proposers.drawing import Reduced
+from specjax.proposers.feature_draft import FeatureDraft, feature_draft
+from specjax.types import Array, ModelInput, PyTree
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Eagle3Head:
+    """Decoder layers on fc(taps), the first of which reads the normed embedding beside the normed feature.
+
+    The target's residual stream at `num_taps` layers becomes a feature once, by `fc`. Behind the last of these features
+    a row reads the output of the row before as it is.
+    """
+
+    config: "DecoderConfig"  # num_layers are those of the head, vocab_size is D
+    target_size: int  # H, the hidden size of the target
+    num_taps: int = 3  # layers of the target that `fc` reads; 0 reads its last hidden state, without `fc`
+    tap_norms: str | None = None  # "each" norms every tap before `fc`, "all" norms them as one vector; None for none
+    norm_before_residual: bool = False  # whether the residual stream begins with the normed feature
+    norm_output: bool = False  # whether the next row reads the output after the last norm
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the shapes of the parameters, but for `embedding` and `lm_head`."""
+        config, hidden, size = self.config, self.hidden_size, self.target_size
+        layers = {i: trunk.layer_shapes(config, hidden if i else 2 * hidden) for i in range(config.num_layers)}
+        for i in range(1, config.num_layers):
+            layers[i]["attention_norm"] = (hidden,)
+        shapes = {"embedding_norm": (hidden,), "layers": layers, "norm": (hidden,)}
+        if self.num_taps:
+            shapes |= {"fc": trunk.matrix_shape(config, self.num_taps * size, hidden), "feature_norm": (hidden,)}
+        if self.tap_norms is not None:
+            shapes["tap_norm"] = (self.num_taps * size,)
+        return shapes
+
+    def feature(self, params: PyTree, features: Any) -> Array:
+        if not self.num_taps:
+            return trunk.hidden_of(features, self.target_size)
+        return self.fuse(params, trunk.taps_of(features, self.num_taps, self.target_size))
+
+    def fuse(self, params: PyTree, taps: Array) -> Array:
+        """Return the feature [B, T, h] of taps [B, T, N H]."""
+        config, norm = self.config, None
+        if self.tap_norms == "all":
+            norm = params["tap_norm"], config.norm_eps
+        elif self.tap_norms == "each":
+            parts = zip(*(jnp.split(x, self.num_taps, axis=-1) for x in (taps, params["tap_norm"])), strict=True)
+            taps = jnp.concatenate([rms_norm(x, (scale, config.norm_eps)) for x, scale in parts], axis=-1)
+        with trunk.in_full_precision(params):
+            return linear(taps, params["fc"], transposed=config.transposed, norm=norm)
+
+    def __call__(
+        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
+    ) -> tuple[Array, list | None]:
+        config, call = self.config, trunk.call_of(self.config, inputs, cache)
+        embedded = rms_norm(params["embedding"][inputs.tokens], (params["embedding_norm"], config.norm_eps))
+        normed = rms_norm(feature, (params["feature_norm"], config.norm_eps)) if self.num_taps else feature
+        pair = jnp.concatenate([embedded, normed], axis=-1)
+        residual = normed if self.norm_before_residual else feature
+        with trunk.in_full_precision(params):
+            return trunk.run_layers(config, params["layers"], pair, call, cache, residual)
+
+    def recurrent(self, params: PyTree, output: Array) -> Array:
+        return rms_norm(output, (params["norm"], self.config.norm_eps)) if self.norm_output else output
+
+    def logits(self, params: PyTree, output: Array) -> Array:
+        norm = params["norm"], self.config.norm_eps
+        with trunk.in_full_precision(params):
+            return linear(output, params["lm_head"], transposed=True, norm=norm, dtype=jnp.float32)
+
+    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
+        return trunk.init_cache(self.config, num_pages, page_size, dtype)
+
+
+def eagle3(
+    head: Eagle3Head,
+    params: PyTree,
+    num_draft_tokens: int,
+    *,
+    reduced: Reduced | None = None,
+    temperature: float | Array | None = None,
+) -> FeatureDraft:
+    """Draft with a head of EAGLE-3 or EAGLE-3.1, in a chain.
+
+    The arguments are those of `eagle`. The target must give its residual stream at the layers that the head was trained
+    on: see `models.with_feature_layers`.
+
+    References:
+        Li et al., EAGLE-3, NeurIPS 2025.
+    """
+    return feature_draft(head, params, num_draft_tokens, reduced, temperature)

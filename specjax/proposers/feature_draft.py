@@ -1,0 +1,146 @@
+"""Drafts from a head on the target's features, which runs K times in each step."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from specjax.keys import DRAFT, stream
+from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.sampling import Sampling
+from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
+
+
+class Head(Protocol):
+    """The functions of a head on features, a frozen dataclass. They take the parameters, a dict, as an argument.
+
+    A row is made of a token and of the target's feature of the token before it. Behind the last feature, a row is made
+    of a draft and of what the head made of the row before.
+    """
+
+    @property
+    def hidden_size(self) -> int:
+        """The numbers h of an output."""
+        ...
+
+    def feature(self, params: PyTree, features: Any) -> Array:
+        """Return what rows read of the target's features: [B, T, h]."""
+        ...
+
+    def __call__(self, params: PyTree, inputs: ModelInput, feature: Array, cache: PyTree) -> tuple[Array, PyTree]:
+        """Return the outputs [B, T, h] of the rows with the tokens of `inputs`, and the cache."""
+        ...
+
+    def recurrent(self, params: PyTree, output: Array) -> Array:
+        """Return what a row reads in place of a feature [B, T, h], given the output of the row before it."""
+        ...
+
+    def logits(self, params: PyTree, output: Array) -> Array:
+        """Return the logits [B, T, D] float32 of the token after each row."""
+        ...
+
+    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> PyTree:
+        """Return a pool, or the dense cache of `num_pages` rows with `page_size` slots."""
+        ...
+
+
+class Fed(NamedTuple):
+    """The state of a head."""
+
+    cache: PyTree  # slot s holds what the head keeps of token s and the feature of token s - 1
+    output: Array  # [B, h], what the head made of the last committed token
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "reduced", "temperature"],
+    meta_fields=["head", "num_draft_tokens", "is_greedy"],
+)
+@dataclass(frozen=True)
+class FeatureDraft:
+    """A proposer whose head runs over the committed tokens with the target's features, and over drafts with its own.
+
+    After verification one call feeds the accepted tokens with their true features. Its last output gives the first
+    draft of the next step.
+    """
+
+    head: Head
+    params: PyTree  # a dict of the head's parameters, among them `embedding` [V, h]
+    num_draft_tokens: int
+    reduced: Reduced | None = None
+    temperature: Array | None = None  # [] or [B] float32
+    is_greedy: bool = False
+    takes_pages = True
+
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Fed:
+        dtype = self.params["embedding"].dtype
+        cache = self.head.init_cache(*((batch_size, max_length) if pool is None else pool), dtype)
+        return Fed(cache, jnp.zeros((batch_size, self.head.hidden_size), dtype))
+
+    def prefill(self, chunk: Chunk, features: Any, state: Fed) -> Fed:
+        feature = self.head.feature(self.params, before(chunk, features))
+        inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
+        output, cache = self.head(self.params, inputs, feature, state.cache)
+        rows = jnp.arange(state.output.shape[0]) if chunk.rows is None else chunk.rows
+        last = row_of(output, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
+        last = jnp.where((chunk.num_tokens > 0)[:, None], last, state.output.at[rows].get(mode="fill", fill_value=0))
+        return Fed(cache, state.output.at[rows].set(last, mode="drop"))
+
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Fed) -> tuple[Draft, Fed]:
+        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+
+        def advance(token: Array, index: Array, carry: Fed) -> tuple[Array, Fed]:
+            feature = self.head.recurrent(self.params, carry.output[:, None])
+            inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
+            output, cache = self.head(self.params, inputs, feature, carry.cache)
+            return self.head.logits(self.params, output), Fed(cache, output[:, 0])
+
+        logits = self.head.logits(self.params, state.output[:, None])
+        drawer = Drawer(keys, context, sampling, self.is_greedy, self.reduced)
+        draft, last = drawer.chain(logits, advance, state)
+        return only_in(has_feature(context), draft), state._replace(cache=last.cache)
+
+    def update(self, context: Context, verified: Verified, features: Any, state: Fed) -> Fed:
+        inputs, last = committed(context, verified)
+        output, cache = self.head(self.params, inputs, self.head.feature(self.params, features), state.cache)
+        return Fed(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.output))
+
+
+def before(chunk: Chunk, features: Any) -> Any:
+    """Return the target's features of the token before each token of a chunk."""
+    return jax.tree.map(
+        lambda previous, x: jnp.concatenate([previous[:, None], x[:, :-1]], axis=1), chunk.previous, features
+    )
+
+
+def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:
+    """Return the verified tokens as they are fed, in the slots behind the context, and the index [B] of the last one.
+
+    The target's features in `Proposer.update` are those of the tokens before them. Past the last verified token they
+    are garbage, in slots that are overwritten before a token sees them.
+    """
+    slots = context.length[:, None] + jnp.arange(verified.tokens.shape[1])[None]
+    inputs = ModelInput(jnp.maximum(verified.tokens, 0), slots, pages=context.pages)
+    return inputs, jnp.maximum(jnp.sum(verified.tokens >= 0, axis=1) - 1, 0)
+
+
+def row_of(x: Array, index: Array) -> Array:
+    """Return row `index` [B] of each sequence of x [B, T, h], as [B, 1, h]."""
+    return jnp.take_along_axis(x, index[:, None, None], axis=1)
+
+
+def has_feature(context: Context) -> Array:
+    """Return the active rows [B] bool that have a token with a feature before it, so that a head can draft for them."""
+    return context.active & (context.length >= 2)
+
+
+def feature_draft(
+    head: Head, params: PyTree, num_draft_tokens: int, reduced: Reduced | None, temperature: float | Array | None
+) -> FeatureDraft:
+    """Return the proposer of a head, after checks of the options; see `draft_options`."""
+    values, is_greedy = draft_options(num_draft_tokens, temperature)
+    return FeatureDraft(head, params, num_draft_tokens, reduced, values, is_greedy)
