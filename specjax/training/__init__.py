@@ -4,6 +4,16 @@ Nothing here needs an optimiser; `scripts/train_draft.py` is a loop that uses th
 """
 
 from specjax.training import losses
+from specjax.training.unroll import Batch, Steps, feature_unroll, features, medusa_unroll
 from specjax.training.vocabulary import Vocabulary, vocabulary
 
-__all__ = ["Vocabulary", "losses", "vocabulary"]
+__all__ = [
+    "Batch",
+    "Steps",
+    "Vocabulary",
+    "feature_unroll",
+    "features",
+    "losses",
+    "medusa_unroll",
+    "vocabulary",
+]

@@ -331,9 +331,9 @@ def calibrate(confidence_logits: ArrayLike, accepted: ArrayLike) -> np.ndarray:
 def from_hidden(
     loss: Loss,
     hidden: Array,
-    head: Array,
+    head: Array | Callable[[Array], Array],
     target_features: Array,
-    target_head: Array,
+    target_head: Array | Callable[[Array], Array],
     *,
     mask: Array,
     chunk: int = 256,
@@ -346,10 +346,10 @@ def from_hidden(
     Args:
         loss: a loss of this module with its options bound by `functools.partial`, or any function
             `(draft_logits [chunk, D], target_logits [chunk, V], vocab=) -> arrays [chunk]`, one or a pytree of them.
-        hidden: [..., h], what the drafter's head scores, after its norm.
-        head: [V, h], or [D, h] with `vocab`.
+        hidden: [..., h], what the drafter's head scores.
+        head: [V, h], or [D, h] with `vocab`; or a function of rows [chunk, h] that returns their logits.
         target_features: [..., H], what the target's head scores. They are constants for the gradient.
-        target_head: [V, H]; a constant too.
+        target_head: [V, H], or a function of rows [chunk, H] that returns their logits; a constant too.
         mask: [...] bool, the rows that count. The loss of the others is 0.
         chunk: rows whose logits exist at a time, >= 1.
         vocab: the draft vocabulary; None is the whole one.
@@ -368,7 +368,7 @@ def from_hidden(
             f"hidden, target_features and mask must have the same rows, got {shape}, {target_features.shape[:-1]} and "
             f"{mask.shape}"
         )
-    target_features, target_head = jax.lax.stop_gradient((target_features, target_head))
+    target_features = jax.lax.stop_gradient(target_features)
     size = mask.size
     num_chunks = -(-size // chunk)
 
@@ -378,19 +378,22 @@ def from_hidden(
         return padded.reshape(num_chunks, chunk, *flat.shape[1:])
 
     @jax.checkpoint
-    def of_chunk(head: Array, hidden: Array, features: Array, mask: Array) -> PyTree:
+    def of_chunk(hidden: Array, features: Array, mask: Array) -> PyTree:
         options: dict[str, Any] = {} if vocab is None else {"vocab": vocab}
-        values = loss(_logits(hidden, head), _logits(features, target_head), **options)
+        target_logits = jax.lax.stop_gradient(_logits(features, target_head))
+        values = loss(_logits(hidden, head), target_logits, **options)
         return jax.tree.map(lambda x: jnp.where(mask, x, 0), values)
 
     def body(carry: None, rows: tuple[Array, Array, Array]) -> tuple[None, PyTree]:
-        return carry, of_chunk(head, *rows)
+        return carry, of_chunk(*rows)
 
     values = jax.lax.scan(body, None, (chunks(hidden), chunks(target_features), chunks(mask)))[1]
     return jax.tree.map(lambda x: x.reshape(-1)[:size].reshape(shape), values)
 
 
-def _logits(hidden: Array, head: Array) -> Array:
+def _logits(hidden: Array, head: Array | Callable[[Array], Array]) -> Array:
+    if callable(head):
+        return head(hidden)
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     return jnp.einsum("td,vd->tv", hidden, head.astype(hidden.dtype), preferred_element_type=dtype)
 

@@ -1,0 +1,149 @@
+"""Unrolled steps compute what decoding computes after the same tokens, row by row and document by document."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import decode, models, sampling, training
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers import trunk
+from specjax.proposers.eagle3 import Eagle3Head, eagle3
+from specjax.sampling import SamplingParams
+from specjax.training import unroll
+from specjax.training.unroll import Batch
+
+VOCAB, HIDDEN, STEPS = 29, 16, 4
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "mlp_size": 24,
+    "max_length": 64,
+}
+LAYERS = (1, 2)
+HEADS = {
+    "eagle3": Eagle3Head(DecoderConfig(hidden_size=12, num_layers=1, **SIZES), HIDDEN, len(LAYERS)),
+    "two layers, 3.1": Eagle3Head(
+        DecoderConfig(hidden_size=12, num_layers=2, **SIZES), HIDDEN, len(LAYERS), "each", True, True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    config = DecoderConfig(hidden_size=HIDDEN, num_layers=3, **SIZES)
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init_params(config, seed=0))
+    return models.with_feature_layers(decoder_model(config, params), LAYERS)
+
+
+def params_of(head):
+    hidden = head.hidden_size
+    shapes = head.shapes() | {"embedding": (VOCAB, hidden), "lm_head": (VOCAB, hidden)}
+    return jax.tree.map(lambda x: 12 * x if x.ndim > 1 else x, trunk.random_params(shapes, jax.random.key(1)))
+
+
+def drafted(target, proposer, prompts, lengths, steps=1):
+    """What decoding drafts in its last step: the lengths before it, the tokens then drafted and their logits."""
+    params = sampling.batch([SamplingParams(temperature=1.0, max_tokens=40)] * len(prompts))
+    state = decode.prefill(target, proposer, prompts, lengths, params, jax.random.key(2), max_length=48)
+    for _ in range(steps - 1):
+        state, _ = decode.step(target, proposer, state)
+    keys = jax.random.split(jax.random.key(3), (len(prompts), STEPS + 1))
+    draft, _ = proposer.propose(keys, state.context, state.sampling, state.proposer)
+    context = state.context
+    tokens = np.array(context.tokens)
+    for row, length in enumerate(context.length):
+        tokens[row, int(length) : int(length) + STEPS] = draft.tokens[row]
+    return tokens, np.array(context.length), np.asarray(draft.distribution.logits)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_steps_are_those_of_decoding(name, target):
+    """From a prompt and from what later steps fed, with the drafts as the text."""
+    head = HEADS[name]
+    params = params_of(head)
+    proposer = eagle3(head, params, STEPS)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5, 2]), steps=4)
+    assert (lengths > [9, 5, 2]).all() and logits.std() > 0.1
+    batch = Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool))
+    batch = training.features(target, batch, LAYERS)
+    steps = training.feature_unroll(head, params, batch, steps=STEPS)
+    for j in range(STEPS):
+        found = head.logits(params, steps.outputs[j])
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(found[row, length - 1], logits[row, j], atol=1e-5 * np.abs(logits).max())
+            assert steps.labels[j][row, length - 1] == tokens[row, length + j]
+
+
+def packed(tokens, lengths):
+    """One row of several documents with padding, and the same documents in rows of their own."""
+    width = sum(lengths) + 3
+    row, segments = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    place = 0
+    for i, length in enumerate(lengths):
+        row[0, place : place + length] = tokens[i, :length]
+        segments[0, place : place + length] = i + 1
+        place += length
+    return Batch(jnp.asarray(row), jnp.asarray(segments), jnp.asarray(segments > 0))
+
+
+@pytest.mark.parametrize("block", [unroll.BLOCK, 8])
+def test_documents_of_a_row_do_not_see_each_other(block, target, monkeypatch):
+    monkeypatch.setattr(unroll, "BLOCK", block)
+    head = HEADS["eagle3"]
+    params, lengths = params_of(head), (9, 2, 7)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
+    alone, together = (training.features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    one, all_in_one = (training.feature_unroll(head, params, batch, steps=3) for batch in (alone, together))
+    place = 0
+    for i, length in enumerate(lengths):
+        for j in range(3):
+            rows = np.arange(1, length)  # row 0 has no feature
+            expected, found = one.outputs[j][i, rows], all_in_one.outputs[j][0, place + rows]
+            valid = np.asarray(one.masks[j][i, rows])
+            assert valid.tolist() == (rows + 1 + j < length).tolist()
+            assert all_in_one.masks[j][0, place + rows].tolist() == valid.tolist()
+            np.testing.assert_allclose(found[valid], expected[valid], atol=1e-5)
+            assert not all_in_one.masks[j][0, place]
+        place += length
+    assert not any(mask[0, place:].any() for mask in all_in_one.masks)
+
+
+def test_only_tokens_of_the_loss_mask_are_learned(target):
+    batch = Batch(jnp.zeros((1, 8), jnp.int32), None, jnp.arange(8)[None] >= 5)
+    batch = training.features(target, batch, LAYERS)
+    masks = training.feature_unroll(HEADS["eagle3"], params_of(HEADS["eagle3"]), batch, steps=2).masks
+    assert np.flatnonzero(masks[0][0]).tolist() == [4, 5, 6]
+    assert np.flatnonzero(masks[1][0]).tolist() == [3, 4, 5]
+
+
+def test_gradients_flow_through_the_steps(target):
+    """Those of the last step, in a random direction, by a difference; none but through its own row if detached."""
+    head = HEADS["eagle3"]
+    params = params_of(head)
+    batch = training.features(target, Batch(jnp.arange(8)[None], None, jnp.ones((1, 8), bool)), LAYERS)
+    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+    def last(size, detach):
+        moved = jax.tree.map(lambda x, y: x + size * y, params, direction)
+        return jnp.mean(training.feature_unroll(head, moved, batch, steps=3, detach=detach).outputs[2] ** 2)
+
+    gradients = [jax.grad(last)(0.0, detach) for detach in (False, True)]
+    difference = (last(1e-3, False) - last(-1e-3, False)) / 2e-3
+    np.testing.assert_allclose(gradients[0], difference, rtol=1e-2)
+    assert abs(gradients[1] - difference) > 0.05 * abs(difference)
+
+
+def test_errors(target):
+    batch = Batch(jnp.zeros((1, 8), jnp.int32), None, jnp.ones((1, 8), bool))
+    head = HEADS["eagle3"]
+    with pytest.raises(ValueError, match="batch must have features"):
+        training.feature_unroll(head, params_of(head), batch)
+    with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
+        training.feature_unroll(head, params_of(head), batch, steps=0)
+    with pytest.raises(ValueError, match=r"features\.taps must be of 2 layers"):
+        training.feature_unroll(head, params_of(head), training.features(target, batch, (1,)))
