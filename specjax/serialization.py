@@ -7,7 +7,10 @@ from specjax.distributions import Law, Residual
 from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.proposers.draft_model import Fed
+from specjax.proposers.drawing import Reduced
 from specjax.proposers.fallback import Both
+from specjax.proposers.feature_draft import HeadState
+from specjax.proposers.p_eagle import Pending
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.guided.tables import Guide
 from specjax.types import Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified
@@ -15,7 +18,7 @@ from specjax.types import Categorical, Chunk, Context, Draft, Features, ModelInp
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified),
     *(Law, Residual, LogProbs, Totals, Sampling, Guide),
-    *(Info, State, Fed, Both),
+    *(Info, State, Fed, Both, HeadState, Pending, Reduced),
 )
 
 for record in RECORDS:

@@ -100,23 +100,24 @@ class ConfigFile:
 
     def check_computation(self) -> None:
         """Raise ValueError if an unread field matches COMPUTATION and its value is not neutral."""
-        for name, value in self._unread().items():
+        for name, value in self.unread().items():
             for pattern, neutral in COMPUTATION.items():
                 values = value if isinstance(value, list) else [value]
                 if fnmatch.fnmatchcase(name, pattern) and not all(v in neutral for v in values):
-                    raise self._refused(name, neutral)
+                    raise self.refused(name, neutral)
 
     def check_all_read(self) -> None:
         """Raise ValueError if any unread field is neither null nor False."""
-        for name in self._unread():
-            raise self._refused(name, ())
+        for name in self.unread():
+            raise self.refused(name, ())
 
-    def _unread(self) -> dict[str, Any]:
+    def unread(self) -> dict[str, Any]:
         """Return the fields that no method has read and that are neither null nor False."""
         unread = {name: value for name, value in self.fields.items() if name not in self._read_names}
         return {name: value for name, value in unread.items() if value is not None and value is not False}
 
-    def _refused(self, name: str, neutral: tuple) -> ValueError:
+    def refused(self, name: str, neutral: tuple = ()) -> ValueError:
+        """Return the error for a field that nothing implements, unless it has a neutral value."""
         expected = " or ".join(["absent", *map(repr, neutral)])
         return ValueError(
             f"{self.where(name)} must be {expected}, because specjax does not implement it for this family, "

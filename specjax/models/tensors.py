@@ -5,7 +5,7 @@ import fnmatch
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specjax.models.config_file import read_json
+from specjax.models.torch_file import TorchFile, open_torch_file
 from specjax.types import Array
 
 CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, counted as float32
@@ -21,7 +22,7 @@ DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, 
 
 
 class Tensors:
-    """Give access to the tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
+    """Give access to the tensors of some files, each safetensors or, by its ending .bin or .pt, written by torch.save.
 
     Only the headers of the files are read at first. When a tensor is requested, its values are copied in chunks, in the
     requested dtype, into the array that goes to the device; on a CPU that array is used as it is. With a sharding, only
@@ -32,6 +33,7 @@ class Tensors:
         directory: directory of the checkpoint.
         dtype: dtype of the arrays.
         sharding: sharding of the arrays; None is the default device.
+        files: the files; None is model.safetensors, or the shards that model.safetensors.index.json names.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -39,12 +41,18 @@ class Tensors:
             than the one requested, or a dtype that is not supported.
     """
 
-    def __init__(self, directory: Path, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        dtype: np.dtype,
+        sharding: jax.sharding.Sharding | None = None,
+        files: Sequence[Path] | None = None,
+    ):
         self._directory, self._dtype, self._sharding = directory, dtype, sharding
         self._paths = {}  # maps the name of a tensor to its file
         self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
-        for path in _files(directory):
+        for path in _shards(directory, "model.safetensors") if files is None else files:
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118, the file is not a dict
                     entry = file.get_slice(name)
@@ -57,9 +65,33 @@ class Tensors:
         devices = jax.local_devices()[:1] if self._sharding is None else list(self._sharding.device_set)
         return len(devices) == 1 and devices[0].platform == "gpu"
 
-    def table(self, name: str, rows: int, columns: int) -> Array:
-        """Read a matrix [rows, columns] as it is stored."""
-        return self._read({name: (rows, columns)})
+    def __contains__(self, name: str) -> bool:
+        return name in self._paths or name.removeprefix("model.") in self._paths
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, as the files have them."""
+        return list(self._paths)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        with _open(self._paths[self._find(name)]) as file:
+            return tuple(file.get_slice(self._find(name)).get_shape())
+
+    def integers(self, name: str, size: int) -> np.ndarray:
+        """Read a vector of whole numbers, or of truth values, as it is stored."""
+        path = self._paths[self._find(name)]
+        with _open(path) as file:
+            values = np.asarray(file.get_slice(self._find(name))[:])
+        if values.shape != (size,) or values.dtype.kind not in "iub":
+            raise ValueError(
+                f"tensor {name} in {path} must be of integers of shape ({size},), got {values.dtype} {values.shape}"
+            )
+        self._mark_read(name)
+        return values
+
+    def table(self, name: str, *shape: int) -> Array:
+        """Read a matrix, or another array of two axes or more, as it is stored."""
+        return self._read({name: shape})
 
     def vectors(self, sizes: dict[str, int]) -> Array:
         """Read vectors, given their sizes by name, and concatenate them."""
@@ -189,8 +221,12 @@ def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file; turn errors of the format into ValueError."""
+def _open(path: Path) -> Iterator[safe_open | TorchFile]:
+    """Open a file of tensors; turn errors of the format into ValueError."""
+    if path.suffix in (".bin", ".pt"):
+        with open_torch_file(path) as file:
+            yield file
+        return
     try:
         with safe_open(path, framework="numpy") as file:
             yield file
@@ -198,13 +234,27 @@ def _open(path: Path) -> Iterator[safe_open]:
         raise ValueError(f"{path} must be a whole safetensors file: {error}") from error
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return model.safetensors, or the shards that the index names."""
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
+def drafter_files(directory: Path) -> list[Path]:
+    """Return the files with the tensors of a drafter: safetensors, or else those that torch.save wrote.
+
+    Raises:
+        FileNotFoundError: there are none, or an index names a file that does not exist.
+        ValueError: an index is damaged.
+    """
+    names = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+    for name in names:
+        if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
+            return _shards(directory, name)
+    raise FileNotFoundError(f"directory must hold {', '.join(names[:-1])} or {names[-1]}, got {directory}")
+
+
+def _shards(directory: Path, name: str) -> list[Path]:
+    """Return the file of this name, or the shards that its index names."""
+    index = directory / f"{name}.index.json"
+    if (directory / name).is_file():
+        return [directory / name]
     if not index.is_file():
-        raise FileNotFoundError(f"directory must hold model.safetensors or {index.name}, got {directory}")
+        raise FileNotFoundError(f"directory must hold {name} or {index.name}, got {directory}")
     weight_map = read_json(index).get("weight_map")
     names: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):

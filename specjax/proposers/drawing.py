@@ -102,7 +102,11 @@ class Drawer:
     reduced: Reduced | None = None  # None: logits are of the target's vocabulary
 
     def chain(
-        self, logits: Array, advance: Callable[[Array, Array, PyTree], tuple[Array, PyTree]], carry: PyTree
+        self,
+        logits: Array,
+        advance: Callable[[Array, Any, PyTree], tuple[Array, PyTree]],
+        carry: PyTree,
+        is_static: bool = False,
     ) -> tuple[Draft, PyTree]:
         """Draw drafts one after another, each from logits that depend on those before.
 
@@ -111,6 +115,8 @@ class Drawer:
             advance: function of draft i - 1 of each row [B, 1], of i and of the carry, which returns the logits [B, 1,
                 D] of draft i and the carry.
             carry: any pytree.
+            is_static: whether i is an integer of Python, for functions that use other weights for each draft. They are
+                traced K-1 times.
 
         Returns:
             The draft, and the last carry.
@@ -121,7 +127,7 @@ class Drawer:
         drafts = drafts.at[:, :1].set(token)
         drawn = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, width - 1), (0, 0))[: x.ndim]), first)
 
-        def body(state: Any, index: Array) -> tuple[Any, None]:
+        def body(state: Any, index: Array | int) -> tuple[Any, None]:
             drafts, drawn, carry = state
             last = jax.lax.dynamic_slice_in_dim(drafts, index - 1, 1, axis=1)
             logits, carry = advance(last, index, carry)
@@ -133,9 +139,15 @@ class Drawer:
             )
             return (drafts, drawn, carry), None
 
-        # The scan traces `advance` once, a Python loop would trace it K-1 times. It is unrolled because the trip count
-        # is small: straight code needs no loop on the device inside the loop of steps.
-        (drafts, drawn, carry), _ = jax.lax.scan(body, (drafts, drawn, carry), jnp.arange(1, width), unroll=True)
+        state = drafts, drawn, carry
+        if is_static:
+            for index in range(1, width):
+                state, _ = body(state, index)
+        else:
+            # The scan traces `advance` once, a Python loop would trace it K-1 times. It is unrolled because the trip
+            # count is small: straight code needs no loop on the device inside the loop of steps.
+            state, _ = jax.lax.scan(body, state, jnp.arange(1, width), unroll=True)
+        drafts, drawn, carry = state
         return self._draft(drafts, drawn), carry
 
     def parallel(self, logits: Array) -> Draft:
@@ -175,6 +187,11 @@ class Drawer:
         if is_possible is None:
             return Draft(tokens, row)
         return Draft(tokens, row, jnp.sum(jnp.cumprod(is_possible, axis=1), axis=1).astype(jnp.int32))
+
+
+def last_token(context: Context) -> Array:
+    """Return the last committed token of each row, [B, 1] int32."""
+    return jnp.take_along_axis(context.tokens, jnp.maximum(context.length - 1, 0)[:, None], axis=1)
 
 
 def only_in(rows: Array, draft: Draft) -> Draft:

@@ -28,6 +28,7 @@ class Eagle3Head:
     target_size: int  # H, the hidden size of the target
     num_taps: int = 3  # layers of the target that `fc` reads; 0 reads its last hidden state, without `fc`
     tap_norms: str | None = None  # "each" norms every tap before `fc`, "all" norms them as one vector; None for none
+    has_feature_norm: bool = True  # whether the feature is normed before the first layer reads it
     norm_before_residual: bool = False  # whether the residual stream begins with the normed feature
     norm_output: bool = False  # whether the next row reads the output after the last norm
 
@@ -43,7 +44,9 @@ class Eagle3Head:
             layers[i]["attention_norm"] = (hidden,)
         shapes = {"embedding_norm": (hidden,), "layers": layers, "norm": (hidden,)}
         if self.num_taps:
-            shapes |= {"fc": trunk.matrix_shape(config, self.num_taps * size, hidden), "feature_norm": (hidden,)}
+            shapes["fc"] = trunk.matrix_shape(config, self.num_taps * size, hidden)
+        if self.has_feature_norm:
+            shapes["feature_norm"] = (hidden,)
         if self.tap_norms is not None:
             shapes["tap_norm"] = (self.num_taps * size,)
         return shapes
@@ -69,7 +72,9 @@ class Eagle3Head:
     ) -> tuple[Array, list | None]:
         config, call = self.config, trunk.call_of(self.config, inputs, cache)
         embedded = rms_norm(params["embedding"][inputs.tokens], (params["embedding_norm"], config.norm_eps))
-        normed = rms_norm(feature, (params["feature_norm"], config.norm_eps)) if self.num_taps else feature
+        normed = feature
+        if self.has_feature_norm:
+            normed = rms_norm(feature, (params["feature_norm"], config.norm_eps))
         pair = jnp.concatenate([embedded, normed], axis=-1)
         residual = normed if self.norm_before_residual else feature
         with trunk.in_full_precision(params):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from specjax import distributions
 from specjax.proposers.draft_model import DraftModel
+from specjax.proposers.p_eagle import ParallelEagle
 from specjax.proposers.split import run_where
 from specjax.types import Array, Categorical, Chunk, Context, Draft, Proposer, PyTree, Verified
 from specjax.verifiers.core import canonical, num_drafts
@@ -116,6 +117,6 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
         Array([[ 7,  5, -1],
                [ 9,  2,  5]], dtype=int32)
     """
-    if isinstance(second, DraftModel):
+    if isinstance(second, DraftModel | ParallelEagle):
         second = replace(second, may_pause=True)
     return Fallback(first, second)

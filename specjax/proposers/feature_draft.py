@@ -47,7 +47,7 @@ class Head(Protocol):
         ...
 
 
-class Fed(NamedTuple):
+class HeadState(NamedTuple):
     """The state of a head."""
 
     cache: PyTree  # slot s holds what the head keeps of token s and the feature of token s - 1
@@ -75,39 +75,39 @@ class FeatureDraft:
     is_greedy: bool = False
     takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Fed:
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> HeadState:
         dtype = self.params["embedding"].dtype
         cache = self.head.init_cache(*((batch_size, max_length) if pool is None else pool), dtype)
-        return Fed(cache, jnp.zeros((batch_size, self.head.hidden_size), dtype))
+        return HeadState(cache, jnp.zeros((batch_size, self.head.hidden_size), dtype))
 
-    def prefill(self, chunk: Chunk, features: Any, state: Fed) -> Fed:
+    def prefill(self, chunk: Chunk, features: Any, state: HeadState) -> HeadState:
         feature = self.head.feature(self.params, before(chunk, features))
         inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
         output, cache = self.head(self.params, inputs, feature, state.cache)
         rows = jnp.arange(state.output.shape[0]) if chunk.rows is None else chunk.rows
         last = row_of(output, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
         last = jnp.where((chunk.num_tokens > 0)[:, None], last, state.output.at[rows].get(mode="fill", fill_value=0))
-        return Fed(cache, state.output.at[rows].set(last, mode="drop"))
+        return HeadState(cache, state.output.at[rows].set(last, mode="drop"))
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Fed) -> tuple[Draft, Fed]:
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: HeadState) -> tuple[Draft, HeadState]:
         keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
         sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
 
-        def advance(token: Array, index: Array, carry: Fed) -> tuple[Array, Fed]:
+        def advance(token: Array, index: Array, carry: HeadState) -> tuple[Array, HeadState]:
             feature = self.head.recurrent(self.params, carry.output[:, None])
             inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
             output, cache = self.head(self.params, inputs, feature, carry.cache)
-            return self.head.logits(self.params, output), Fed(cache, output[:, 0])
+            return self.head.logits(self.params, output), HeadState(cache, output[:, 0])
 
         logits = self.head.logits(self.params, state.output[:, None])
         drawer = Drawer(keys, context, sampling, self.is_greedy, self.reduced)
         draft, last = drawer.chain(logits, advance, state)
         return only_in(has_feature(context), draft), state._replace(cache=last.cache)
 
-    def update(self, context: Context, verified: Verified, features: Any, state: Fed) -> Fed:
+    def update(self, context: Context, verified: Verified, features: Any, state: HeadState) -> HeadState:
         inputs, last = committed(context, verified)
         output, cache = self.head(self.params, inputs, self.head.feature(self.params, features), state.cache)
-        return Fed(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.output))
+        return HeadState(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.output))
 
 
 def before(chunk: Chunk, features: Any) -> Any:

@@ -36,19 +36,35 @@ class Call(NamedTuple):
     inputs: ModelInput
     turns: Rotation
     mask: Array | None  # [B, 1, T, S] bool; None is causal
+    window: int | None = None
+    num_hidden: int = NUM_HIDDEN
 
 
-def call_of(config: "DecoderConfig", inputs: ModelInput, cache: list | None) -> Call:
+def call_of(
+    config: "DecoderConfig",
+    inputs: ModelInput,
+    cache: list | None,
+    window: int | None = None,
+    num_hidden: int = NUM_HIDDEN,
+) -> Call:
     """Return what the layers share in a call with these inputs.
 
     Without a cache, tokens see those of the call alone: by `inputs.mask`, or causally. In training, records with a
     method `attend` may stand in the place of each layer's cache; they say what a token sees.
+
+    Args:
+        config: sizes and options of the layers.
+        inputs: the tokens of the call.
+        cache: the cache of the layers; None computes without one.
+        window: number of positions that a token sees in the cache, its own included; None is all.
+        num_hidden: number of slots, from the first on, that no other token sees.
     """
     turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
     if cache is None or not isinstance(cache[0], dict):
         return Call(inputs, turns, None if inputs.mask is None else inputs.mask[:, None])
     size = num_slots(cache[0], inputs)
-    return Call(inputs, turns, attention_mask(inputs, size, num_hidden=NUM_HIDDEN))
+    window = None if window is None or window >= size else window
+    return Call(inputs, turns, attention_mask(inputs, size, window, num_hidden), window, num_hidden)
 
 
 def run_layers(
@@ -133,9 +149,8 @@ def _attend(
         attended, cache = cache.attend(rotate(query, call.turns), rotate(key, call.turns), value)
     else:
         assert call.mask is not None, "with a cache there is a mask"
-        attended, cache = attend_to_cache(
-            query, key, value, cache, call.inputs, call.mask, call.turns, num_hidden=NUM_HIDDEN
-        )
+        options = {"window": call.window, "num_hidden": call.num_hidden}
+        attended, cache = attend_to_cache(query, key, value, cache, call.inputs, call.mask, call.turns, **options)
     return attended.reshape(*x.shape[:2], heads * size), cache
 
 

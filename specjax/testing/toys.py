@@ -10,16 +10,32 @@ import jax.numpy as jnp
 
 from specjax import distributions
 from specjax.keys import DRAFT, stream
-from specjax.types import Array, Categorical, Chunk, Context, Draft, Model, ModelInput, ModelOutput, PyTree, Verified
+from specjax.types import (
+    Array,
+    Categorical,
+    Chunk,
+    Context,
+    Draft,
+    Features,
+    Model,
+    ModelInput,
+    ModelOutput,
+    PyTree,
+    Verified,
+)
 
 
 def bigram_model(logits: Array) -> Model:
-    """Return a target in which only the last token decides the next: row v of logits [V, V] follows token v."""
-    return Model(logits, _bigram_apply, _no_cache, vocab_size=logits.shape[-1], takes_pages=True)
+    """Return a target in which only the last token decides the next: row v of logits [V, V] follows token v.
+
+    For drafters that read features, its hidden states of size V are these rows, and so is its one tap.
+    """
+    return Model(logits, _bigram_apply, _no_cache, vocab_size=logits.shape[-1], takes_pages=True, feature_layers=(0,))
 
 
 def _bigram_apply(params: Array, inputs: ModelInput, cache: tuple) -> tuple[ModelOutput, tuple]:
-    return ModelOutput(params[inputs.tokens]), cache
+    logits = params[inputs.tokens]
+    return ModelOutput(logits, Features(logits, logits)), cache
 
 
 def _no_cache(batch_size: int, max_length: int) -> tuple:

@@ -8,7 +8,7 @@ that change the computation and that the family has not read. Errors are ValueEr
 from collections.abc import Callable
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import gemma, gemma2, llama, mistral, opt, qwen2, qwen3
+from specjax.models.families import gemma, gemma2, llama, mimo, mistral, opt, qwen2, qwen3
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -16,6 +16,7 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "gemma": gemma.build,
     "gemma2": gemma2.build,
     "llama": llama.build,
+    "mimo": mimo.build,
     "mistral": mistral.build,
     "opt": opt.build,
     "qwen2": qwen2.build,

@@ -30,6 +30,7 @@ def decoder(
     head_size: int | None = None,
     tie_embeddings: bool = False,
     norms: dict[str, str] = NORMS,
+    ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> Model:
     """Build the model of a checkpoint whose network is a `Decoder`.
@@ -40,6 +41,7 @@ def decoder(
         head_size: default of the field head_dim; None is hidden_size / num_attention_heads.
         tie_embeddings: default of the field tie_word_embeddings.
         norms: maps each norm's parameter in `decoder.Layer` to the name of its tensor in a layer.
+        ignored: patterns of the names of tensors that the model does not need.
         options: further fields of `DecoderConfig`.
 
     Returns:
@@ -47,6 +49,21 @@ def decoder(
 
     Raises:
         ValueError: a field or tensor is missing, has a wrong value or shape, or is not supported.
+    """
+    decoder_config = config_of(
+        config, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
+    )
+    config.check_computation()
+    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored))
+
+
+def config_of(
+    config: ConfigFile, *, head_size: int | None = None, tie_embeddings: bool = False, **options: Any
+) -> DecoderConfig:
+    """Return the sizes and options that config.json has under the names of Llama; the arguments are as in `decoder`.
+
+    Raises:
+        ValueError: a field is missing, has a wrong value, or is not supported.
     """
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     if "head_dim" not in config and head_size is None:
@@ -70,14 +87,11 @@ def decoder(
         "rope_scaling": scaling,
         "norm_eps": config.number("rms_norm_eps"),
         "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
-        "transposed": tensors.on_one_gpu,
     }
     try:
-        decoder_config = DecoderConfig(**fields, **options)
+        return DecoderConfig(**fields, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
-    config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors, norms))
 
 
 def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
@@ -135,42 +149,53 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | N
     return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
 
 
-def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str]) -> PyTree:
-    """Read the parameters as `Decoder` holds them, with projections of one input concatenated."""
+def layer_params(
+    config: DecoderConfig, tensors: Tensors, name: str, norms: dict[str, str] = NORMS, inputs: int | None = None
+) -> dict[str, Array]:
+    """Read the parameters of a layer as `decoder.Layer` names them, with projections of one input concatenated.
+
+    Args:
+        config: sizes and options.
+        tensors: the tensors, with the names of Llama.
+        name: of the layer, what stands before the names of its tensors.
+        norms: as `decoder` takes them.
+        inputs: numbers of a token that attention reads; None is the hidden size.
+    """
     hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
     query, key_value = config.num_heads * size, config.num_kv_heads * size
     matrices = partial(tensors.matrices, transposed=config.transposed)
+    attention, gate_up = f"{name}.self_attn", [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+    qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
+    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
+        "qkv": matrices(inputs or hidden, {f"{name}.weight": size for name, size in qkv.items()}),
+        "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
+        "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
+        "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
+    }
+    if config.qkv_bias:
+        params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
+    if config.attention_out_bias:
+        params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
+    if config.mlp_bias:
+        params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
+        params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
+    if config.head_norms:
+        params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
+        params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
+    return params
 
-    def layer(name: str) -> dict[str, Array]:
-        attention, gate_up = f"{name}.self_attn", [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-        qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
-        params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
-            "qkv": matrices(hidden, {f"{name}.weight": size for name, size in qkv.items()}),
-            "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
-            "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
-            "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
-        }
-        if config.qkv_bias:
-            params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
-        if config.attention_out_bias:
-            params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
-        if config.mlp_bias:
-            params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
-            params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
-        if config.head_norms:
-            params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
-            params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
-        return params
 
-    embedding = "model.embed_tokens.weight", config.vocab_size, hidden
+def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str], ignored: tuple[str, ...]) -> PyTree:
+    """Read the parameters as `Decoder` holds them."""
+    embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
     params = {
         "embedding": tensors.table(*embedding),
-        "layers": {i: layer(f"model.layers.{i}") for i in range(config.num_layers)},
-        "norm": tensors.vectors({"model.norm.weight": hidden}),
+        "layers": {i: layer_params(config, tensors, f"model.layers.{i}", norms) for i in range(config.num_layers)},
+        "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),
     }
     if config.tie_embeddings:
         tensors.check_same("lm_head.weight", *embedding)
     else:
-        params["head"] = tensors.table("lm_head.weight", config.vocab_size, hidden)
-    tensors.check_all_read("*.rotary_emb.inv_freq")  # old checkpoints store these constants
+        params["head"] = tensors.table("lm_head.weight", config.vocab_size, config.hidden_size)
+    tensors.check_all_read("*.rotary_emb.inv_freq", *ignored)  # old checkpoints store these constants
     return params

@@ -1,0 +1,230 @@
+"""Drafters that make all drafts in one pass: a block of mask tokens which attends to features of the target.
+
+The cache holds keys and values of the target's features, token s in slot s, at the token's own position. The block
+stands behind them, from the pending token on, and its own keys and values are overwritten by the next features.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from specjax.keys import DRAFT, stream
+from specjax.models.attention import update_cache
+from specjax.models.linear import linear, rms_norm
+from specjax.models.rope import rotate, rotation
+from specjax.proposers import trunk
+from specjax.proposers.drawing import Drawer, Reduced, draft_sampling, last_token, only_in
+from specjax.proposers.feature_draft import has_feature
+from specjax.proposers.files import check_depth
+from specjax.sampling import Sampling
+from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+
+@dataclass(frozen=True)
+class BlockHead:
+    """Sizes and options of the network of DFlash, which DSpark shares.
+
+    Where `from_anchor` is true, the row of the pending token gives the first draft, and each mask token the draft after
+    its place. Elsewhere each mask token gives the draft at its own place, and the first row is not used.
+    """
+
+    config: "DecoderConfig"  # num_layers and windows are those of the drafter, vocab_size is D
+    num_taps: int  # layers of the target whose stream it reads
+    target_size: int  # H of the target
+    target_vocab: int  # V of the target
+    block_size: int  # tokens of a block in training
+    mask_token: int  # id in the target's vocabulary
+    from_anchor: bool = False
+    is_causal: bool | None = None  # whether the tokens of a block see none behind them; None: in layers with a window
+    markov_rank: int = 0  # numbers by which the token before a draft changes its logits
+    confidence: str | None = None  # what the confidence reads: "hidden", or "both" that and the token before
+
+    @property
+    def most_drafts(self) -> int:
+        """The trained depth."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def block_shift(self) -> int:
+        """Number of rows of a block before the first that gives a draft."""
+        return 0 if self.from_anchor else 1
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the shapes of the parameters, but for `embedding` [V, h] and `lm_head` [D, h]."""
+        config, hidden, rank = self.config, self.config.hidden_size, self.markov_rank
+        layer = trunk.layer_shapes(config, hidden) | {"attention_norm": (hidden,)}
+        shapes: dict[str, Any] = {
+            "fc": trunk.matrix_shape(config, self.num_taps * self.target_size, hidden),
+            "hidden_norm": (hidden,),
+            "layers": {i: layer for i in range(config.num_layers)},
+            "norm": (hidden,),
+        }
+        if rank:
+            shapes |= {"markov_in": (self.target_vocab, rank), "markov_out": (config.vocab_size, rank)}
+        if self.confidence is not None:
+            shapes |= {"confidence": (hidden + (rank if self.confidence == "both" else 0),), "confidence_bias": (1,)}
+        return shapes
+
+    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
+        return trunk.init_cache(self.config, num_pages, page_size, dtype)
+
+    def write_features(self, params: PyTree, features: Any, inputs: ModelInput, cache: list) -> list:
+        """Write keys and values of the target's features [B, T, ...] to the slots of their tokens."""
+        config = self.config
+        taps = trunk.taps_of(features, self.num_taps, self.target_size)
+        turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
+        first = config.num_heads * config.head_size  # queries stand before keys and values
+
+        def of_layer(layer: PyTree, one: dict) -> dict:
+            weight, bias = layer["qkv"], layer.get("qkv_bias")
+            weight = weight[first:] if config.transposed else weight[:, first:]
+            bias = None if bias is None else bias[first:][None, None]
+            product = linear(combined, weight, transposed=config.transposed, residual=bias)
+            product = product.reshape(*combined.shape[:2], 2 * config.num_kv_heads, config.head_size)
+            key, value = jnp.split(product, 2, axis=2)
+            if config.head_norms:
+                key = rms_norm(key, (layer["key_norm"], config.norm_eps))
+            return update_cache(one, rotate(key, turns), value, inputs)
+
+        with trunk.in_full_precision(params):
+            combined = linear(taps, params["fc"], transposed=config.transposed)
+            combined = rms_norm(combined, (params["hidden_norm"], config.norm_eps))
+            return [of_layer(params["layers"][i], one) for i, one in enumerate(cache)]
+
+    def run_block(self, params: PyTree, inputs: ModelInput, cache: list) -> tuple[Array, list]:
+        """Return the normalised output [B, T, h] of every token of a block, and the cache."""
+        config, new_cache = self.config, []
+        batch_size, width = inputs.tokens.shape
+        open_mask = jnp.ones((batch_size, width, width), bool)
+        calls = {}
+        with trunk.in_full_precision(params):
+            x = params["embedding"][inputs.tokens]
+            for i, window in enumerate(config.windows or (None,) * config.num_layers):
+                if window not in calls:
+                    is_causal = window is not None if self.is_causal is None else self.is_causal
+                    block = inputs if is_causal else inputs._replace(mask=open_mask)
+                    calls[window] = trunk.call_of(config, block, cache, window, num_hidden=0)
+                layer = params["layers"][i]
+                norm = layer["attention_norm"], config.norm_eps
+                x, one = trunk.run_layer(config, layer, x, x, calls[window], cache[i], norm)
+                new_cache.append(one)
+            return rms_norm(x, (params["norm"], config.norm_eps)), new_cache
+
+    def logits(self, params: PyTree, output: Array) -> Array:
+        """Return logits [B, T, D] float32, without what the token before each draft adds to them."""
+        with trunk.in_full_precision(params):
+            return linear(output, params["lm_head"], transposed=True, dtype=jnp.float32)
+
+    def markov_logits(self, params: PyTree, token: Array) -> Array:
+        """Return what the token before a draft [B, T] adds to its logits, [B, T, D] float32."""
+        with trunk.in_full_precision(params):
+            return linear(params["markov_in"][token], params["markov_out"], transposed=True, dtype=jnp.float32)
+
+    def confidences(self, params: PyTree, output: Array, token: Array) -> Array:
+        """Return the probability with which each draft is expected to be accepted, [B, T] float32.
+
+        It depends on the output of its row and on the token before it, and not on the draft.
+        """
+        parts = [output] if self.confidence == "hidden" else [output, params["markov_in"][token]]
+        read = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
+        with trunk.in_full_precision(params):
+            score = jnp.sum(read * params["confidence"].astype(jnp.float32)[None, None], axis=-1)
+        return jax.nn.sigmoid(score + params["confidence_bias"].astype(jnp.float32)[None])
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "reduced", "temperature", "min_confidence"],
+    meta_fields=["head", "num_draft_tokens", "is_greedy"],
+)
+@dataclass(frozen=True)
+class BlockDraft:
+    """A proposer that runs its network once for all drafts of a step.
+
+    With `min_confidence`, the drafts of a row end before the first one with less confidence.
+    """
+
+    head: BlockHead
+    params: PyTree
+    num_draft_tokens: int
+    reduced: Reduced | None = None
+    temperature: Array | None = None  # [] or [B] float32
+    min_confidence: Array | None = None  # [] float32
+    is_greedy: bool = False
+    takes_pages = True
+
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> list:
+        sizes = (batch_size, max_length) if pool is None else pool
+        return self.head.init_cache(*sizes, self.params["embedding"].dtype)
+
+    def prefill(self, chunk: Chunk, features: Any, state: list) -> list:
+        inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
+        return self.head.write_features(self.params, features, inputs, state)
+
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: list) -> tuple[Draft, list]:
+        head, width = self.head, self.num_draft_tokens + self.head.block_shift
+        pending = last_token(context)
+        masks = jnp.full((pending.shape[0], width - 1), head.mask_token, jnp.int32)
+        positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width)[None]
+        block = ModelInput(jnp.concatenate([pending, masks], axis=1), positions, pages=context.pages)
+        output, state = head.run_block(self.params, block, state)
+        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+        drawer = Drawer(keys, context, sampling, self.is_greedy, self.reduced)
+        return only_in(has_feature(context), self._draw(drawer, output[:, head.block_shift :], pending)), state
+
+    def update(self, context: Context, verified: Verified, features: Any, state: list) -> list:
+        positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(verified.tokens.shape[1])[None]
+        inputs = ModelInput(verified.tokens, positions, pages=context.pages)
+        return self.head.write_features(self.params, features, inputs, state)
+
+    def _draw(self, drawer: Drawer, output: Array, pending: Array) -> Draft:
+        """Draw the drafts of a block, given the output of their rows [B, K, h] and the pending token [B, 1]."""
+        head, params = self.head, self.params
+        logits = head.logits(params, output)
+        if not head.markov_rank:
+            draft = drawer.parallel(logits)
+            if self.min_confidence is None:
+                return draft
+            return self._cut(draft, head.confidences(params, output, pending))
+
+        def row(token: Array, index: Array | int, confidences: Array) -> tuple[Array, Array]:
+            own = jax.lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
+            if self.min_confidence is not None:
+                of_row = jax.lax.dynamic_slice_in_dim(output, index, 1, axis=1)
+                one = head.confidences(params, of_row, token)
+                confidences = jax.lax.dynamic_update_slice_in_dim(confidences, one, index, axis=1)
+            return own + head.markov_logits(params, token), confidences
+
+        first, confidences = row(pending, 0, jnp.zeros(output.shape[:2], jnp.float32))
+        draft, confidences = drawer.chain(first, row, confidences)
+        return draft if self.min_confidence is None else self._cut(draft, confidences)
+
+    def _cut(self, draft: Draft, confidences: Array) -> Draft:
+        """End the drafts of each row before the first whose confidence [B, K] is too small.
+
+        That is decided by what is known before a draft is drawn, so the output keeps its distribution.
+        """
+        assert self.min_confidence is not None, "there is something to compare with"
+        count = jnp.sum(jnp.cumprod(confidences >= self.min_confidence, axis=1), axis=1).astype(jnp.int32)
+        return draft._replace(num_tokens=count if draft.num_tokens is None else jnp.minimum(count, draft.num_tokens))
+
+
+def check_block(head: BlockHead, params: PyTree, num_draft_tokens: int | None) -> int:
+    """Return K, by default the trained depth.
+
+    Raises:
+        ValueError: K is out of its range, or the mask token has no embedding.
+    """
+    if not 0 <= head.mask_token < params["embedding"].shape[0]:
+        size = params["embedding"].shape[0]
+        raise ValueError(f"head.mask_token must be in the embedding, in [0, {size}), got {head.mask_token}")
+    what = f"the trained depth of blocks of {head.block_size} tokens"
+    return check_depth(num_draft_tokens, head.most_drafts, what)

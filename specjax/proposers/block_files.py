@@ -1,0 +1,266 @@
+"""Read the checkpoints of DFlash and DSpark, in the layouts of those who train them.
+
+The authors of DFlash write a config of Qwen3 with the table `dflash_config`, and each mask token gives the draft at its
+own place. DeepSpec writes all fields flat, and the pending token gives the first draft. speculators keeps the sizes of
+the layers in `transformer_layer_config` and says by `sample_from_anchor` which of the two it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specjax.proposers import files
+from specjax.proposers.block_draft import BlockDraft, BlockHead
+from specjax.proposers.dflash import dflash
+from specjax.proposers.drawing import Reduced
+from specjax.proposers.dspark import dspark
+from specjax.types import Array, Model, PyTree
+
+if TYPE_CHECKING:
+    from specjax.models.config_file import ConfigFile
+    from specjax.models.decoder import DecoderConfig
+    from specjax.models.tensors import Tensors
+
+MARKOV, CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"  # names of tensors
+NAMES = {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"}
+CHANGING = (
+    "*markov*",
+    "*confidence*",
+    "*swa*",
+    "*sink*",
+    "causal",
+    "*conv*",
+    "selector*",
+    "*gru*",
+    "projector_type",
+    "*norm*",
+    "*multiplier*",
+    "*scale*",
+    "*cap*",
+    "fusion*",
+    "quant*",
+    "attention_mode",
+    "shift_label",
+)
+UNUSED = "num_anchors", "use_confidence_head", "confidence_head_alpha"  # of training
+
+
+class _Configs(NamedTuple):
+    """The places of fields in config.json, which may be one and the same."""
+
+    whole: "ConfigFile"
+    own: "ConfigFile"  # of the fields that only these drafters have
+    layers: "ConfigFile"  # of the fields that Llama has
+
+    def of(self, name: str) -> "ConfigFile":
+        """Return the place that has a field, which may also stand beside the table of the drafter's own."""
+        return self.own if name in self.own else self.whole
+
+
+def _configs(config: "ConfigFile") -> _Configs:
+    own = config.table("dflash_config") if "dflash_config" in config else config
+    layers = config.table("transformer_layer_config") if "transformer_layer_config" in config else config
+    return _Configs(config, own, layers)
+
+
+def kind_of(names: list[str]) -> str | None:
+    """Return "dspark" or "dflash" for the tensors of such a drafter, and None for others."""
+    found = {name.removeprefix("model.") for name in names}
+    if not found >= NAMES:
+        return None
+    return "dspark" if any(name.startswith(("markov_head.", "confidence_head.")) for name in found) else "dflash"
+
+
+def load_block(
+    directory: str | Path,
+    target: Model,
+    *,
+    num_draft_tokens: int | None = None,
+    rope_theta: float | None = None,
+    temperature: float | Array | None = None,
+    min_confidence: float | Array | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> BlockDraft:
+    """Load a drafter of DFlash or DSpark for a target that gives the features it reads.
+
+    Args:
+        directory: of the drafter.
+        target: a built-in model with the `feature_layers` that `feature_layers` returns.
+        num_draft_tokens: K, at most the trained depth; None is that.
+        rope_theta: base of the rotary frequencies, in place of that in config.json.
+        temperature: the temperature of drafts, as `draft_model` takes it.
+        min_confidence: as `dspark` takes it.
+        fields: fields of config.json, in place of those in the file; `sample_from_anchor` says whether the pending
+            token gives the first draft.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
+    """
+    config, tensors = files.open_directory(directory, target)
+    config.fields |= fields or {}
+    configs = _configs(config)
+    layers = _feature_layers(configs, tensors, target)
+    if target.feature_layers != layers:
+        raise ValueError(
+            f"target must have feature_layers = {layers}, those of the drafter in {directory}, which models.load or "
+            f"models.with_feature_layers gives it, got {target.feature_layers}"
+        )
+    head = _read_head(configs, tensors, target, len(layers), rope_theta)
+    size = config.size("draft_vocab_size", target.vocab_size, most=target.vocab_size)
+    reduced = _vocabulary(tensors, size, target.vocab_size)
+    head = replace(head, config=replace(head.config, vocab_size=size))
+    _refuse_unread(configs)
+    params = _params(head, tensors, target, reduced)
+    tensors.check_all_read("*.rotary_emb.inv_freq", "t2d")
+    options = {"reduced": reduced, "temperature": temperature}
+    if min_confidence is None and not head.markov_rank:
+        return dflash(head, params, num_draft_tokens, **options)
+    return dspark(head, params, num_draft_tokens, min_confidence=min_confidence, **options)
+
+
+def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> tuple[int, ...]:
+    """Return the layers of the target that a drafter reads.
+
+    The ids of `target_layer_ids` count layers whose output is read, from 0, and -1 is the embedding; those of
+    `aux_hidden_state_layer_ids` count layers whose input is read. Without ids they are spread evenly.
+    """
+    return _feature_layers(_configs(config), tensors, target)
+
+
+def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tuple[int, ...]:
+    num_layers, size = target.apply.config.num_layers, files.target_weights(target).embedding.shape[1]
+    inputs = tensors.shape("fc.weight")[-1]
+    if inputs % size:
+        raise ValueError(
+            f"tensor fc.weight of {configs.whole.path.parent} must have a multiple of H = {size} columns, the hidden "
+            f"size of the target, got {inputs}"
+        )
+    count = inputs // size
+    by_input = "aux_hidden_state_layer_ids"
+    name = by_input if by_input in configs.of(by_input) else "target_layer_ids"
+    place = configs.of(name)
+    ids = place.get(name, list, None)
+    if ids is None:
+        ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else [num_layers // 2]
+    if not all(type(layer) is int for layer in ids) or len(ids) != count:
+        raise ValueError(f"{place.where(name)} must be {count} integers, as fc.weight reads so many, got {ids!r}")
+    layers = tuple(layer + (name == "target_layer_ids") for layer in ids)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise ValueError(f"{place.where(name)} must be layers of the target, which has {num_layers}, got {ids}")
+    return layers
+
+
+def _read_head(
+    configs: _Configs, tensors: "Tensors", target: Model, num_taps: int, rope_theta: float | None
+) -> BlockHead:
+    of = configs.of
+    has_markov, has_confidence = (
+        f"{name}.weight" in tensors for name in ("markov_head.markov_w1", "confidence_head.proj")
+    )
+    of("projector_type").choice("projector_type", ("dflash", "dspark"), "dflash")
+    of("markov_head_type").choice("markov_head_type", ("vanilla",), "vanilla")
+    of("attention_sink_bias").only("attention_sink_bias", False)
+    rank = of("markov_rank").get("markov_rank", int, 0)
+    of("enable_confidence_head").ignore("enable_confidence_head")
+    reads_token = of("confidence_head_with_markov").get("confidence_head_with_markov", bool, has_markov)
+    return BlockHead(
+        config=_read_layers(configs, tensors, rope_theta),
+        num_taps=num_taps,
+        target_size=files.target_weights(target).embedding.shape[1],
+        target_vocab=target.vocab_size,
+        block_size=of("block_size").size("block_size"),
+        mask_token=of("mask_token_id").get("mask_token_id", int),
+        from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, configs.own is configs.whole),
+        is_causal=of("causal").get("causal", bool, None),
+        markov_rank=rank if has_markov else 0,
+        confidence=("both" if reads_token else "hidden") if has_confidence else None,
+    )
+
+
+def _read_layers(configs: _Configs, tensors: "Tensors", rope_theta: float | None) -> "DecoderConfig":
+    """Return sizes and options of the layers, of which some may have a window."""
+    from specjax.models.families import llama
+
+    config = configs.layers
+    config.only("hidden_act", "silu")
+    norm = "layers.0.self_attn.q_norm.weight"
+    size = tensors.shape(norm)[0] if norm in tensors else None
+    layers = llama.config_of(
+        config,
+        head_size=size,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        attention_out_bias="layers.0.self_attn.o_proj.bias" in tensors,
+        head_norms=size is not None,
+        transposed=tensors.on_one_gpu,
+    )
+    layers = replace(layers, windows=_windows(configs))
+    config.check_computation()
+    return layers if rope_theta is None else replace(layers, rope_theta=rope_theta)
+
+
+def _windows(configs: _Configs) -> tuple[int | None, ...] | None:
+    """Return the window of each layer, from the fields of Qwen3 or the drafter's own; None if no layer has one."""
+    from specjax.models.families import llama
+
+    own, layers = configs.of("use_swa"), configs.layers
+    types = layers.get("layer_types", list, None)
+    if own.get("use_swa", bool, False):
+        layers.ignore("sliding_window")
+        window, count = own.size("swa_window_size"), layers.size("num_hidden_layers")
+        types = types or ["sliding_attention"] * count
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    own.ignore("swa_window_size")
+    if "sliding_attention" not in (types or []):
+        layers.ignore("sliding_window")  # copied from the target
+        return None
+    return llama.windows(layers, lambda layer: False)
+
+
+def _vocabulary(tensors: "Tensors", size: int, vocab_size: int) -> Reduced | None:
+    """Return the draft vocabulary, whose tensor d2t has the offset of each token's id in the target's."""
+    if size == vocab_size and "d2t" not in tensors:
+        return None
+    if "d2t" not in tensors:
+        raise ValueError(f"tensor d2t must say which of the {vocab_size} tokens the draft vocabulary of {size} has")
+    ids = np.arange(size) + tensors.integers("d2t", size)
+    return files.draft_vocabulary("d2t", ids, size, vocab_size)
+
+
+def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced | None) -> PyTree:
+    from specjax.models.families import llama
+
+    config, hidden, weights = head.config, head.config.hidden_size, files.target_weights(target)
+    params = {
+        "fc": tensors.matrices(head.num_taps * head.target_size, {"fc.weight": hidden}, transposed=config.transposed),
+        "hidden_norm": tensors.vectors({"hidden_norm.weight": hidden}),
+        "norm": tensors.vectors({"norm.weight": hidden}),
+        "layers": {i: llama.layer_params(config, tensors, f"layers.{i}") for i in range(config.num_layers)},
+    }
+    for name, tensor, rows, shared in (
+        ("embedding", "embed_tokens.weight", head.target_vocab, weights.embedding),
+        ("lm_head", "lm_head.weight", config.vocab_size, weights.head if reduced is None else None),
+    ):
+        if tensor not in tensors and (shared is None or hidden != head.target_size):
+            raise ValueError(f"tensor {tensor} is missing, and that of the target is not of shape ({rows}, {hidden})")
+        params[name] = tensors.table(tensor, rows, hidden) if tensor in tensors else shared
+    if head.markov_rank:
+        params["markov_in"] = tensors.table(f"{MARKOV}1.weight", head.target_vocab, head.markov_rank)
+        params["markov_out"] = tensors.table(f"{MARKOV}2.weight", config.vocab_size, head.markov_rank)
+    if head.confidence is not None:
+        width = hidden + (head.markov_rank if head.confidence == "both" else 0)
+        params["confidence"] = tensors.table(f"{CONFIDENCE}.weight", 1, width)[0]
+        params["confidence_bias"] = tensors.vectors({f"{CONFIDENCE}.bias": 1})
+    return params
+
+
+def _refuse_unread(configs: _Configs) -> None:
+    """Raise ValueError for fields that change the computation and that nobody has read."""
+    for config in configs:
+        config.ignore(*UNUSED)
+    if configs.own is not configs.whole:
+        configs.own.check_all_read()
+    files.refuse_unread(configs.whole, *CHANGING)

@@ -1,0 +1,99 @@
+"""Load the drafter of a target from a directory, whatever kind it is of."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.proposers import block_files, eagle_files, files, medusa, mlp_speculator, mtp
+from specjax.types import Array, Model, Proposer
+
+
+def load(
+    directory: str | Path,
+    target: Model,
+    *,
+    num_draft_tokens: int,
+    rope_theta: float | None = None,
+    temperature: float | Array | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> Proposer:
+    """Load a drafter that reads the features of a target: heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE.
+
+    What the directory holds is told by the names of its tensors and by its config.json. The embedding and the head of
+    the drafter are the target's where the files have none.
+
+    Args:
+        directory: of the drafter, with config.json and its tensors.
+        target: the target, a built-in model. A drafter that reads layers below the last one needs a target with these
+            `feature_layers`; `proposers.feature_layers` says which.
+        num_draft_tokens: K >= 1.
+        rope_theta: base of the rotary frequencies, in place of that in config.json: some trainers did not read it
+            there, and used 10000.
+        temperature: the temperature of drafts, for requests that are not greedy. None takes the temperature of the
+            request. A number, or one number per row [B], replaces it. 0 makes greedy drafts for all requests.
+        fields: fields of config.json, in place of those in the file.
+
+    Returns:
+        A proposer.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: the directory holds an ordinary model, a file is damaged, a field or tensor is missing, has a wrong
+            value or shape, or is not supported, or the drafter is another target's. The message names the field or
+            tensor.
+
+    Example:
+        A head for a target that reads three of its layers:
+
+        ```python
+        target = models.load(target_directory)
+        target = models.with_feature_layers(target, proposers.feature_layers(head_directory, target))
+        proposer = proposers.load(head_directory, target, num_draft_tokens=4)
+        ```
+    """
+    kind = kind_of(directory)
+    if kind is None:
+        raise ValueError(
+            f"directory must hold a drafter on features, got an ordinary model in {directory}, which "
+            "proposers.draft_model takes"
+        )
+    options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature}
+    of_eagle = {"rope_theta": rope_theta, "fields": fields}
+    if kind == "eagle":
+        return eagle_files.load_eagle(Path(directory), target, **options, **of_eagle)
+    return eagle_files.load_eagle3(Path(directory), target, **options, **of_eagle)
+
+
+def kind_of(directory: str | Path) -> str | None:
+    """Return the kind of drafter that a directory holds; None for an ordinary model.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged.
+    """
+    from specjax.models.tensors import Tensors, drafter_files
+
+    directory = Path(directory)
+    tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
+    return eagle_files.kind_of(tensors.names())
+
+
+def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
+    """Return the layers whose residual stream a drafter reads, for `models.with_feature_layers`.
+
+    Args:
+        directory: of the drafter.
+        target: the target, a built-in model.
+
+    Returns:
+        Layers in the order that the drafter wants; none for a drafter that reads no more than the last hidden state.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged, or names layers that the target does not have.
+    """
+    if kind_of(directory) in ("eagle3", "p_eagle"):
+        return eagle_files.feature_layers(*files.open_directory(directory, target), target)
+    return ()

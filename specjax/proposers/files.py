@@ -1,0 +1,118 @@
+"""The directory of a drafter, and what a drafter shares with its target."""
+
+import fnmatch
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specjax.proposers.drawing import Reduced, reduced_vocabulary
+from specjax.types import Array, Model
+from specjax.validation import is_integer
+
+if TYPE_CHECKING:
+    from specjax.models.config_file import ConfigFile
+    from specjax.models.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The tables of a target that drafters share."""
+
+    embedding: Array  # [V, H]
+    head: Array  # [V, H]
+
+
+def target_weights(target: Model) -> TargetWeights:
+    """Return the embedding and the head of a built-in model.
+
+    Raises:
+        ValueError: the parameters of the target are not those of a built-in model.
+    """
+    params = target.params
+    if not isinstance(params, dict) or getattr(params.get("embedding"), "ndim", None) != 2:
+        raise ValueError(f"target must be a built-in model, whose params have `embedding`, got {type(params).__name__}")
+    return TargetWeights(params["embedding"], params.get("head", params["embedding"]))
+
+
+def num_layers(target: Model) -> int:
+    """Return the number of layers of a built-in model.
+
+    Raises:
+        ValueError: the target is not a built-in model.
+    """
+    config = getattr(target.apply, "config", None)
+    if config is None:
+        raise ValueError(f"target must be a built-in model, whose layers are counted, got {target.apply!r}")
+    return config.num_layers
+
+
+def open_directory(directory: str | Path, target: Model) -> tuple["ConfigFile", "Tensors"]:
+    """Return the config.json of a drafter and its tensors, which are read in the dtype of the target.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged, or the target is not a built-in model.
+    """
+    from specjax.models.config_file import ConfigFile
+    from specjax.models.tensors import Tensors, drafter_files
+
+    directory = Path(directory)
+    config = ConfigFile(directory / "config.json")
+    dtype = np.dtype(target_weights(target).embedding.dtype)
+    return config, Tensors(directory, dtype, files=drafter_files(directory))
+
+
+def expect(name: str, value: object, expected: object, what: str) -> None:
+    """Raise ValueError unless a number that a drafter has is that of its target; `what` says which that is."""
+    if value != expected:
+        raise ValueError(f"{name} must be {expected}, {what}, got {value}")
+
+
+def refuse_unread(config: "ConfigFile", *patterns: str) -> None:
+    """Raise ValueError for an unread field that matches a pattern and is neither null nor False."""
+    for name in config.unread():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            raise config.refused(name)
+
+
+def check_depth(num_draft_tokens: int | None, depth: int, what: str) -> int:
+    """Return K, by default the trained depth of a drafter; `what` says what that is.
+
+    Raises:
+        ValueError: K is not an integer in [1, depth].
+    """
+    if num_draft_tokens is None:
+        return depth
+    if not (is_integer(num_draft_tokens) and 1 <= num_draft_tokens <= depth):
+        raise ValueError(f"num_draft_tokens must be in [1, {depth}], {what}, got {num_draft_tokens!r}")
+    return num_draft_tokens
+
+
+def draft_vocabulary(name: str, token_ids: np.ndarray | None, size: int, vocab_size: int) -> Reduced | None:
+    """Return the vocabulary of a drafter with `size` logits, None if it is the target's.
+
+    Args:
+        name: of the ids, for messages.
+        token_ids: [D] integers, the target's id of each token of the drafter; None if they are the same.
+        size: D.
+        vocab_size: V.
+
+    Raises:
+        ValueError: the ids are not D different ones in [0, V), or there are none and D is not V.
+    """
+    if token_ids is None:
+        if size != vocab_size:
+            raise ValueError(f"{name} must say which tokens of V = {vocab_size} the {size} logits are for, got none")
+        return None
+    ids = np.asarray(token_ids)
+    if ids.shape != (size,) or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"{name} must be integers of shape [D] = ({size},) in [0, V = {vocab_size}), got {ids.dtype} {ids.shape} "
+            f"from {ids.min()} to {ids.max()}"
+        )
+    repeated = size - len(np.unique(ids))
+    if repeated:
+        raise ValueError(f"{name} must have each id once, got {repeated} of {size} again")
+    return reduced_vocabulary(ids, vocab_size)

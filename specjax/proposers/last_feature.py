@@ -1,0 +1,35 @@
+"""The target's final hidden state of the last token that it was fed, which heads without a cache read.
+
+Of L committed tokens the target has been fed all but the last, which is pending: the state is that of token L-2, from
+which the target's own head drew the pending token. Prefill feeds the pending token too, without a use for what comes
+out, so that all steps are alike.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from specjax.proposers.feature_draft import committed, row_of
+from specjax.proposers.trunk import hidden_of
+from specjax.types import Array, Chunk, Context, Verified
+
+
+def prefill(chunk: Chunk, features: Any, state: Array) -> Array:
+    """Return the hidden state [B, H] of the token before the last one of each prompt, as far as it has been fed."""
+    hidden = hidden_of(features, state.shape[-1])
+    index = chunk.num_tokens - 2
+    inside = row_of(hidden, jnp.maximum(index, 0))[:, 0]
+    last = jnp.where(index[:, None] >= 0, inside, chunk.previous.hidden).astype(state.dtype)
+    rows = jnp.arange(state.shape[0]) if chunk.rows is None else chunk.rows
+    last = jnp.where(chunk.num_tokens[:, None] > 0, last, state.at[rows].get(mode="fill", fill_value=0))
+    return state.at[rows].set(last, mode="drop")
+
+
+def update(context: Context, verified: Verified, features: Any, state: Array) -> Array:
+    """Return the hidden state [B, H] of the last token that was fed and committed: the last accepted draft.
+
+    The verified tokens say which it is, whoever drafted them.
+    """
+    hidden = hidden_of(features, state.shape[-1])
+    last = row_of(hidden, committed(context, verified)[1])[:, 0].astype(state.dtype)
+    return jnp.where(context.active[:, None], last, state)

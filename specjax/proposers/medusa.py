@@ -1,0 +1,230 @@
+"""Medusa: heads beside the target's own, each of which guesses one token further ahead from the same hidden state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.keys import DRAFT, stream
+from specjax.models.linear import linear
+from specjax.proposers import last_feature
+from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.proposers.feature_draft import has_feature
+from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
+from specjax.sampling import Sampling
+from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
+from specjax.validation import check_array
+
+if TYPE_CHECKING:
+    from specjax.models.config_file import ConfigFile
+    from specjax.models.tensors import Tensors
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["heads", "reduced", "temperature"],
+    meta_fields=["is_greedy"],
+)
+@dataclass(frozen=True)
+class Medusa:
+    """A proposer that draws draft i from head i, independently of the drafts before it."""
+
+    heads: list[PyTree]  # for each draft: "blocks", a list of {"weight" [H, H], "bias" [H]}, and "head" [D, H]
+    reduced: Reduced | None = None  # the vocabulary of the heads; None is the target's
+    temperature: Array | None = None  # [] or [B] float32
+    is_greedy: bool = False
+    takes_pages = True
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.heads)
+
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Array:
+        head = self.heads[0]["head"]
+        return jnp.zeros((batch_size, head.shape[1]), head.dtype)
+
+    def prefill(self, chunk: Chunk, features: Any, state: Array) -> Array:
+        return last_feature.prefill(chunk, features, state)
+
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
+        hidden = state[:, None]
+        logits = jnp.concatenate([head_logits(head, hidden) for head in self.heads], axis=1)
+        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+        draft = Drawer(keys, context, sampling, self.is_greedy, self.reduced).parallel(logits)
+        return only_in(has_feature(context), draft), state
+
+    def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
+        return last_feature.update(context, verified, features, state)
+
+
+def head_logits(head: PyTree, hidden: Array) -> Array:
+    """Return the logits [B, T, D] float32 of one head, given hidden states [B, T, H]."""
+    with jax.default_matmul_precision("highest" if hidden.dtype == jnp.float32 else None):
+        for block in head["blocks"]:
+            bias = block.get("bias")
+            bias = None if bias is None else bias[None, None]
+            hidden = hidden + jax.nn.silu(linear(hidden, block["weight"], transposed=True, residual=bias))
+        return linear(hidden, head["head"], transposed=True, dtype=jnp.float32)
+
+
+def medusa(
+    heads: Sequence[PyTree],
+    *,
+    vocab_size: int,
+    num_draft_tokens: int | None = None,
+    token_ids: np.ndarray | None = None,
+    temperature: float | Array | None = None,
+) -> Medusa:
+    """Draft with heads on the target's final hidden state, one for each draft.
+
+    The target has been fed all tokens but the last, so its own head has already drawn this one, and head i (from 0)
+    guesses the token i + 1 places after it: draft i. The target must return `Features`, as the built-in models do.
+
+    Args:
+        heads: for each head "blocks", a list of {"weight" [H, H], "bias" [H] (may be absent)}, each of which adds
+            SiLU(weight x + bias) to x, and "head" [D, H], which makes the logits. Matrices are [outputs, inputs].
+        vocab_size: V of the target.
+        num_draft_tokens: K, how many of the heads to use; None is all.
+        token_ids: [D] integers, the target's id of each token of the heads, where these have fewer than V.
+        temperature: the temperature of drafts, as `draft_model` takes it.
+
+    Returns:
+        A proposer. Its drafts are drawn from exactly the distribution that it reports, so lossless verifiers stay
+        lossless.
+
+    Raises:
+        ValueError: an array has a wrong shape, a number is out of its range, or there are fewer heads than drafts.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from specjax import proposers
+        >>> head = {"blocks": [{"weight": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}], "head": jnp.ones((10, 4))}
+        >>> proposers.medusa([head, head], vocab_size=10).num_draft_tokens
+        2
+
+    References:
+        Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, 2024.
+    """
+    num_drafts = check_depth(num_draft_tokens, len(heads), "the number of heads")
+    if not heads:
+        raise ValueError("heads must hold at least one head, got none")
+    size, hidden_size = jnp.shape(heads[0]["head"])
+    for i, head in enumerate(heads):
+        check_array(f"heads[{i}]['head']", head["head"], "[D, H]", (size, hidden_size), jnp.floating)
+        for j, block in enumerate(head["blocks"]):
+            name = f"heads[{i}]['blocks'][{j}]"
+            check_array(f"{name}['weight']", block["weight"], "[H, H]", (hidden_size, hidden_size), jnp.floating)
+            if block.get("bias") is not None:
+                check_array(f"{name}['bias']", block["bias"], "[H]", (hidden_size,), jnp.floating)
+    reduced = draft_vocabulary("token_ids", token_ids, size, vocab_size)
+    temperature, is_greedy = draft_options(num_drafts, temperature)
+    return Medusa(list(heads[:num_drafts]), reduced, temperature, is_greedy)
+
+
+def load(
+    directory: str | Path,
+    target: Model,
+    *,
+    num_draft_tokens: int | None = None,
+    temperature: float | Array | None = None,
+) -> Medusa:
+    """Load the Medusa heads of a target.
+
+    Three layouts are read: the authors' first one (medusa_lm_head.pt, or the same tensors in safetensors), their later
+    one (a whole model with heads under `medusa_head.`), and vLLM's (`blocks.*`, `lm_heads.*`, `token_map`). The number
+    of heads is that of the tensors, because the config files of the first layout are known to be wrong about it.
+
+    Args:
+        directory: of the heads.
+        target: a built-in model.
+        num_draft_tokens: K, at most the number of heads; None is that.
+        temperature: the temperature of drafts, as `draft_model` takes it.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
+    """
+    config, tensors = open_directory(directory, target)
+    if any(name.startswith(("blocks.", "medusa_heads.blocks.")) for name in tensors.names()):
+        heads, token_ids = _of_vllm(config, tensors, target)
+    else:
+        heads, token_ids = _of_authors(config, tensors, target)
+    return medusa(
+        heads,
+        vocab_size=target.vocab_size,
+        num_draft_tokens=num_draft_tokens,
+        token_ids=token_ids,
+        temperature=temperature,
+    )
+
+
+def _count(tensors: "Tensors", prefix: str) -> int:
+    """Return how many numbers 0, 1, ... follow a prefix in the names of tensors."""
+    names, count = tensors.names(), 0
+    while any(name.startswith(f"{prefix}{count}.") for name in names):
+        count += 1
+    return count
+
+
+def _of_authors(config: "ConfigFile", tensors: "Tensors", target: Model) -> tuple[list[PyTree], None]:
+    """Read tensors `{head}.{block}.linear.weight` and `.bias`, and `{head}.{number of blocks}.weight`."""
+    is_whole = any(name.startswith("medusa_head.") for name in tensors.names())
+    prefix = "medusa_head." if is_whole else ""
+    num_heads = _count(tensors, prefix)
+    if not num_heads:
+        raise ValueError(f"{config.path.parent} must hold Medusa heads, in tensors {prefix}0.*, got none")
+    config.ignore("medusa_num_heads", "base_model_name_or_path")
+    num_blocks = config.size("medusa_num_layers", 1, most=64)
+    refuse_unread(config, "medusa_*")
+    hidden_size = target_weights(target).embedding.shape[1]
+
+    def block(name: str) -> PyTree:
+        weight = tensors.table(f"{name}.linear.weight", hidden_size, hidden_size)
+        return {"weight": weight, "bias": tensors.vectors({f"{name}.linear.bias": hidden_size})}
+
+    def head(name: str) -> PyTree:
+        blocks = [block(f"{name}.{j}") for j in range(num_blocks)]
+        return {"blocks": blocks, "head": tensors.table(f"{name}.{num_blocks}.weight", target.vocab_size, hidden_size)}
+
+    heads = [head(f"{prefix}{i}") for i in range(num_heads)]
+    tensors.check_all_read(*(("model.*", "lm_head.*") if is_whole else ()))
+    return heads, None
+
+
+def _of_vllm(config: "ConfigFile", tensors: "Tensors", target: Model) -> tuple[list[PyTree], np.ndarray | None]:
+    """Read tensors `blocks.{head}.layers.{j}.weight`, `lm_heads.{head}.weight` and `token_map`."""
+    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in tensors.names()) else ""
+    weights = target_weights(target)
+    hidden_size = config.size("hidden_size")
+    expect(config.where("hidden_size"), hidden_size, weights.embedding.shape[1], "the hidden size of the target")
+    expect(config.where("vocab_size"), config.size("vocab_size"), target.vocab_size, "the vocabulary of the target")
+    num_heads, num_blocks = config.size("num_heads", most=64), config.size("num_hidden_layers", 1, most=64)
+    has_bias, is_shared = (config.get(name, bool, False) for name in ("medusa_fc_bias", "original_lm_head"))
+    config.only("logit_scale", 1.0)
+    size = config.size("truncated_vocab_size", target.vocab_size, most=target.vocab_size)
+    refuse_unread(config, "medusa_*", "*bias*", "*scale*", "*act*", "*norm*", "quant*")
+
+    def block(name: str) -> PyTree:
+        weight = tensors.table(f"{name}.weight", hidden_size, hidden_size)
+        return {"weight": weight, "bias": tensors.vectors({f"{name}.bias": hidden_size}) if has_bias else None}
+
+    one = f"{prefix}lm_head.weight" if f"{prefix}lm_head.weight" in tensors else f"{prefix}lm_heads.0.weight"
+    shared = tensors.table(one, size, hidden_size) if is_shared else None
+
+    def head(index: int) -> PyTree:
+        blocks = [block(f"{prefix}blocks.{index}.layers.{j}") for j in range(num_blocks)]
+        own = shared
+        if own is None:
+            own = tensors.table(f"{prefix}lm_heads.{index}.weight", size, hidden_size)
+        return {"blocks": blocks, "head": own}
+
+    heads = [head(index) for index in range(num_heads)]
+    token_ids = tensors.integers(f"{prefix}token_map", size) if size < target.vocab_size else None
+    tensors.check_all_read(*((f"{prefix}token_map",) if token_ids is None else ()))
+    return heads, token_ids

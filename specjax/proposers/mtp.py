@@ -1,0 +1,139 @@
+"""Multi-token prediction: a decoder layer of the target's own checkpoint that guesses one token further ahead."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from specjax.models.linear import linear, rms_norm
+from specjax.proposers import trunk
+from specjax.proposers.feature_draft import FeatureDraft, feature_draft
+from specjax.proposers.files import open_directory, target_weights
+from specjax.types import Array, Model, ModelInput, PyTree
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+    from specjax.models.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class MTPHead:
+    """The module of MiMo: one decoder layer on a projection of [hidden state; embedding], each normalised.
+
+    Its output, after a norm, is scored by the target's head and takes the place of the hidden state for the next draft.
+    """
+
+    config: "DecoderConfig"  # of one layer
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the shapes of the parameters, but for `embedding` and `lm_head`."""
+        config, hidden = self.config, self.hidden_size
+        norms = {name: (hidden,) for name in ("token_norm", "hidden_norm", "final_norm")}
+        layer = trunk.layer_shapes(config, hidden) | {"attention_norm": (hidden,)}
+        return norms | {"fc": trunk.matrix_shape(config, 2 * hidden, hidden), "layer": layer}
+
+    def feature(self, params: PyTree, features: Any) -> Array:
+        return trunk.hidden_of(features, self.hidden_size)
+
+    def __call__(
+        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
+    ) -> tuple[Array, list | None]:
+        config, call = self.config, trunk.call_of(self.config, inputs, cache)
+        # The token of the first row, which stands in slot 1, counts as zeros.
+        embedded = jnp.where(inputs.positions[..., None] == 1, 0, params["embedding"][inputs.tokens])
+        with trunk.in_full_precision(params):
+            parts = (feature, "hidden_norm"), (embedded, "token_norm")
+            pair = [rms_norm(x, (params[name], config.norm_eps)) for x, name in parts]
+            x = linear(jnp.concatenate(pair, axis=-1), params["fc"], transposed=config.transposed)
+            layer, one = params["layer"], None if cache is None else cache[0]
+            norm = layer["attention_norm"], config.norm_eps
+            x, one = trunk.run_layer(config, layer, x, x, call, one, norm)
+            output = rms_norm(x, (params["final_norm"], config.norm_eps))
+        return output, None if one is None else [one]
+
+    def recurrent(self, params: PyTree, output: Array) -> Array:
+        return output
+
+    def logits(self, params: PyTree, output: Array) -> Array:
+        with trunk.in_full_precision(params):
+            return linear(output, params["lm_head"], transposed=True, dtype=jnp.float32)
+
+    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
+        return trunk.init_cache(self.config, num_pages, page_size, dtype)
+
+
+def mtp(
+    head: MTPHead, params: PyTree, num_draft_tokens: int, *, temperature: float | Array | None = None
+) -> FeatureDraft:
+    """Draft with a module for multi-token prediction, which is run once for each draft.
+
+    Args:
+        head: sizes of the module.
+        params: its parameters, of the shapes that `head.shapes()` gives, and `embedding` and `lm_head` [V, H], which
+            are the target's own.
+        num_draft_tokens: K >= 1.
+        temperature: the temperature of drafts, as `draft_model` takes it.
+
+    Returns:
+        A proposer. Its drafts are drawn from exactly the distribution that it reports, so lossless verifiers stay
+        lossless.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    References:
+        Xiaomi, MiMo: Unlocking the Reasoning Potential of Language Models, 2025.
+    """
+    return feature_draft(head, params, num_draft_tokens, None, temperature)
+
+
+def load(
+    directory: str | Path, target: Model, *, num_draft_tokens: int, temperature: float | Array | None = None
+) -> FeatureDraft:
+    """Load the module for multi-token prediction of a MiMo checkpoint, `model.mtp_layers.0.*`.
+
+    Args:
+        directory: of the checkpoint.
+        target: the same checkpoint, as `models.load` loads it.
+        num_draft_tokens: K >= 1. The module is trained for the first draft; the others reuse it.
+        temperature: the temperature of drafts, as `draft_model` takes it.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
+    """
+    from specjax.models.families import llama
+
+    config, tensors = open_directory(directory, target)
+    config.only("model_type", "mimo")
+    config.only("num_nextn_predict_layers", 1)
+    bias = config.get("attention_bias", bool, True)
+    sizes = llama.config_of(config, qkv_bias=bias, transposed=tensors.on_one_gpu)
+    weights = target_weights(target)
+    if weights.embedding.shape != (sizes.vocab_size, sizes.hidden_size):
+        raise ValueError(
+            f"target must have the vocabulary and hidden size of {config.path}, {sizes.vocab_size} and "
+            f"{sizes.hidden_size}, got {weights.embedding.shape}"
+        )
+    if config.get("use_sliding_window", bool, False):
+        raise ValueError(f"{config.where('use_sliding_window')} must be absent or False, got True")
+    head = MTPHead(replace(sizes, num_layers=1))
+    params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
+    return mtp(head, params, num_draft_tokens, temperature=temperature)
+
+
+def _params(head: MTPHead, tensors: "Tensors") -> PyTree:
+    from specjax.models.families import llama
+
+    hidden, name = head.hidden_size, "model.mtp_layers.0"
+    norms = {"token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "final_norm": "final_layernorm"}
+    return {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
+        "fc": tensors.matrices(2 * hidden, {f"{name}.input_proj.weight": hidden}, transposed=head.config.transposed),
+        "layer": llama.layer_params(head.config, tensors, name),
+    }

@@ -1,0 +1,133 @@
+"""Drafts of P-EAGLE: an EAGLE-3 head that makes all of them in one pass over rows of a mask token."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.keys import DRAFT, stream
+from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.proposers.eagle3 import Eagle3Head
+from specjax.proposers.feature_draft import before, committed, has_feature, row_of
+from specjax.sampling import Sampling
+from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
+from specjax.validation import is_integer
+
+
+class Pending(NamedTuple):
+    """The state of the head. The last committed tokens may not have been fed yet; their features wait here."""
+
+    cache: PyTree  # slot s holds what the head keeps of token s and the feature of token s - 1
+    features: Array  # [B, W, h] of the tokens before those that wait
+    count: Array  # [B] int32 in [1, W], number of last tokens that wait
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "reduced", "temperature"],
+    meta_fields=["head", "mask_token", "num_draft_tokens", "is_greedy", "may_pause"],
+)
+@dataclass(frozen=True)
+class ParallelEagle:
+    """A proposer whose head runs once in each step: over the accepted tokens, then over K - 1 rows of a mask token."""
+
+    head: Eagle3Head
+    params: PyTree  # a dict of the head's parameters, among them `embedding` [V, h] and `mask_taps` [N H]
+    mask_token: int
+    num_draft_tokens: int
+    reduced: Reduced | None = None
+    temperature: Array | None = None  # [] or [B] float32
+    is_greedy: bool = False
+    may_pause: bool = False  # steps may pass without `propose`; tokens are then fed as soon as they are verified
+    takes_pages = True
+
+    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Pending:
+        dtype, width = self.params["embedding"].dtype, 1 if self.may_pause else self.num_draft_tokens + 1
+        cache = self.head.init_cache(*((batch_size, max_length) if pool is None else pool), dtype)
+        features = jnp.zeros((batch_size, width, self.head.hidden_size), dtype)
+        return Pending(cache, features, jnp.ones(batch_size, jnp.int32))
+
+    def prefill(self, chunk: Chunk, features: Any, state: Pending) -> Pending:
+        feature = self.head.feature(self.params, before(chunk, features))
+        inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
+        _, cache = self.head(self.params, inputs, feature, state.cache)
+        rows = jnp.arange(state.count.shape[0]) if chunk.rows is None else chunk.rows
+        last = row_of(feature, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
+        held = state.features.at[rows, 0].get(mode="fill", fill_value=0)
+        last = jnp.where((chunk.num_tokens > 0)[:, None], last, held)
+        return Pending(
+            cache, state.features.at[rows, 0].set(last, mode="drop"), state.count.at[rows].set(1, mode="drop")
+        )
+
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Pending) -> tuple[Draft, Pending]:
+        width = self.num_draft_tokens
+        keys = stream(keys[:, :1], DRAFT, jnp.arange(width)[None])
+        inputs, feature = self._rows(context, state)
+        output, cache = self.head(self.params, inputs, feature, state.cache)
+        index = jnp.maximum(state.count - 1, 0)[:, None] + jnp.arange(width)[None]
+        logits = self.head.logits(self.params, jnp.take_along_axis(output, index[..., None], axis=1))
+        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
+        draft = Drawer(keys, context, sampling, self.is_greedy, self.reduced).parallel(logits)
+        return only_in(has_feature(context), draft), state._replace(cache=cache)
+
+    def update(self, context: Context, verified: Verified, features: Any, state: Pending) -> Pending:
+        feature = self.head.feature(self.params, features)
+        inputs, last = committed(context, verified)
+        if self.may_pause:
+            _, cache = self.head(self.params, inputs, feature, state.cache)
+            feature = jnp.where(context.active[:, None, None], row_of(feature, last), state.features)
+            return Pending(cache, feature, state.count)
+        is_active = context.active[:, None, None]
+        return Pending(
+            state.cache,
+            jnp.where(is_active, feature, state.features),
+            jnp.where(context.active, last + 1, state.count).astype(jnp.int32),
+        )
+
+    def _rows(self, context: Context, state: Pending) -> tuple[ModelInput, Array]:
+        """Return the tokens that wait, then mask tokens, and what each reads of the target's features.
+
+        They are so many that the last token of every row has K - 1 mask tokens after it.
+        """
+        index = jnp.arange(state.features.shape[1] + self.num_draft_tokens - 1)[None]
+        # Of a row that is not active, slots before the last may hold a prompt that is being fed.
+        count = jnp.where(context.active, state.count, 1)
+        slots = jnp.maximum(context.length - count, 0)[:, None] + index
+        tokens = jnp.take_along_axis(context.tokens, jnp.minimum(slots, context.tokens.shape[1] - 1), axis=1)
+        is_known = index < count[:, None]
+        masked = self.head.fuse(self.params, self.params["mask_taps"][None, None])
+        feature = jnp.pad(state.features, ((0, 0), (0, self.num_draft_tokens - 1), (0, 0)))
+        feature = jnp.where(is_known[..., None], feature, masked)
+        return ModelInput(jnp.where(is_known, tokens, self.mask_token), slots, pages=context.pages), feature
+
+
+def p_eagle(
+    head: Eagle3Head,
+    params: PyTree,
+    num_draft_tokens: int,
+    *,
+    mask_token: int,
+    reduced: Reduced | None = None,
+    temperature: float | Array | None = None,
+) -> ParallelEagle:
+    """Draft with a head of P-EAGLE, which makes K drafts in one pass.
+
+    The other arguments are those of `eagle3`; `params` also have `mask_taps` [N H], what mask tokens read in place of
+    the target's residual stream.
+
+    Args:
+        mask_token: the id of the mask token in the embedding.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    References:
+        P-EAGLE: Parallel-Drafting EAGLE with Scalable Training, 2026.
+    """
+    values, is_greedy = draft_options(num_draft_tokens, temperature)
+    rows = params["embedding"].shape[0]
+    if not (is_integer(mask_token) and 0 <= mask_token < rows):
+        raise ValueError(f"mask_token must be in [0, {rows}), the rows of the embedding, got {mask_token!r}")
+    return ParallelEagle(head, params, mask_token, num_draft_tokens, reduced, values, is_greedy)

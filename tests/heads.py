@@ -1,0 +1,204 @@
+"""What tests of drafters on features share: a target, checkpoints of heads, and a run that is followed step by step."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch_files
+from paged import random_table
+from safetensors.numpy import save_file
+
+from specjax import decode, sampling, verifiers
+from specjax import keys as streams
+from specjax.engine.slots import Slots, chunk_at, request
+from specjax.models import with_feature_layers
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.pages import Pages
+from specjax.sampling import SamplingParams
+from specjax.sampling.capacities import GREEDY, Capacities, of_request
+from specjax.types import ModelInput
+
+VOCAB, HIDDEN, LAYERS = 61, 32, 3
+CONFIG = DecoderConfig(VOCAB, HIDDEN, LAYERS, 4, 2, 8, 48, 128, tie_embeddings=False)
+SIZE = 40  # of the token buffer
+LENGTHS = (11, 1, 2, 6)
+
+prefill = jax.jit(decode.prefill, static_argnames=("max_length", "chunk_size"))
+step = jax.jit(decode.step)
+
+
+def make_target(feature_layers=()):
+    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(CONFIG, 0))
+    return with_feature_layers(decoder_model(CONFIG, params), feature_layers)
+
+
+def random_tensors(shapes: dict, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of some shapes; those of norms are around 1, matrices keep the size of what they multiply."""
+    rng = np.random.default_rng(seed)
+    scale = {name: 0.2 if len(shape) == 1 else 1 / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    return {
+        name: (scale[name] * rng.normal(size=shape) + ("norm" in name and len(shape) == 1)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def write(directory, config: dict, tensors: dict, file: str = "model.safetensors"):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, directory / file)
+    else:
+        torch_files.write(directory / file, tensors)
+    return directory
+
+
+@jax.jit
+def features_of(target, tokens):
+    """Features of whole sequences, from scratch."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cache = target.init_cache(*tokens.shape)
+    return target.apply(target.params, ModelInput(tokens, positions), cache)[0].features
+
+
+@jax.jit
+def propose(proposer, state):
+    keys = streams.positions(state.keys, state.context.length, proposer.num_draft_tokens)
+    return proposer.propose(keys, state.context, state.sampling, state.proposer)[0]
+
+
+def start(target, proposer, in_pages=False, temperature=1.0, max_tokens=SIZE, **options):
+    rng = np.random.default_rng(1)
+    ids = jnp.asarray(rng.integers(0, VOCAB, (len(LENGTHS), max(LENGTHS))), jnp.int32)
+    rows = sampling.batch([SamplingParams(temperature=temperature, max_tokens=max_tokens)] * len(LENGTHS))
+    if in_pages:
+        options["pages"] = Pages(jnp.asarray(random_table((len(LENGTHS), SIZE // 4), 64)), 64, 4)
+    given = target, proposer, ids, jnp.array(LENGTHS), rows, jax.random.key(2)
+    return prefill(*given, max_length=SIZE, chunk_size=4, **options)
+
+
+def follow(target, proposer, reference, in_pages=False, rate=0.8):
+    """Decode, and compare the distribution of every draft with that of a transcription of the formulas.
+
+    The reference gets the committed tokens of a row, the target's features of them from scratch, and the drafts. What
+    the proposer keeps must give the same logits, whatever was accepted and rejected before.
+    """
+    width = proposer.num_draft_tokens
+    verifier = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(width)])
+    state, counts = start(target, proposer, in_pages), np.zeros(width + 1, int)
+    while bool(state.context.active.any()):
+        context, draft = jax.device_get((state.context, propose(proposer, state)))
+        features = jax.device_get(features_of(target, context.tokens))
+        for b in np.flatnonzero(context.active):
+            length = context.length[b]
+            assert draft.num_tokens[b] == (width if length > 1 else 0)
+            if length < 2 or length + width > SIZE:
+                continue
+            own = jax.tree.map(lambda x: None if x is None else x[b, : length - 1], features)  # noqa: B023
+            expected = reference(context.tokens[b, :length], own, draft.tokens[b])
+            np.testing.assert_allclose(draft.distribution.logits[b], expected, rtol=1e-4, atol=1e-4)
+        state, info = step(target, proposer, state, verifier=verifier)
+        np.add.at(counts, np.asarray(info.num_accepted)[context.active], 1)
+    assert (counts > 0).all(), counts
+
+
+def generate(target, proposer, **options):
+    state = decode.generate(target, proposer, start(target, proposer, **options))
+    context = jax.device_get(state.context)
+    return [row[:n].tolist() for row, n in zip(context.tokens, context.length, strict=True)], state
+
+
+def in_slots(target, proposer):
+    """Greedy tokens of some requests, which come to two slots in pages and leave them for others."""
+    rng = np.random.default_rng(3)
+    waiting = [(i, rng.integers(0, VOCAB, length).astype(np.int32)) for i, length in enumerate((9, 1, 5, 12))]
+    capacities = Capacities()
+    params = of_request(SamplingParams(temperature=0, max_tokens=14), capacities, (), VOCAB)
+    slots = Slots(target, proposer, num_slots=2, max_length=SIZE, capacities=capacities, pool=(32, 4))
+    slots.set_pages(random_table((2, SIZE // 4), 32))
+    running, done = {}, {}
+    while waiting or running:
+        for slot in {0, 1} - set(running):
+            if not waiting:
+                continue
+            number, prompt = waiting.pop(0)
+            previous = slots.no_features
+            for begin in range(0, len(prompt), 4):
+                previous = slots.prefill(slot, chunk_at(prompt, begin, 4, previous))
+            slots.insert(slot, request(slots.state, prompt, np.zeros(2, np.uint32), params))
+            running[slot], done[number] = number, []
+        output = jax.device_get(slots.step(GREEDY))
+        for slot, number in list(running.items()):
+            done[number] += [token for token in output.tokens[slot].tolist() if token >= 0]
+            if output.finished[slot] != decode.RUNNING:
+                slots.evict([slot])
+                del running[slot]
+    return done
+
+
+# A transcription of decoder layers in NumPy, one sequence at a time, with the names of tensors in checkpoints.
+HEADS, KV_HEADS, HEAD_SIZE, THETA, EPSILON = 4, 2, 8, 500.0, 1e-5
+
+
+def layer_shapes(name, has_bias=False, has_head_norms=False, inputs=HIDDEN, mlp=48):
+    query, key = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+    sizes = {"q": query, "k": key, "v": key}
+    shapes = {f"{name}.self_attn.{part}_proj.weight": (size, inputs) for part, size in sizes.items()}
+    if has_bias:
+        shapes |= {f"{name}.self_attn.{part}_proj.bias": (size,) for part, size in sizes.items()}
+    if has_head_norms:
+        shapes |= {f"{name}.self_attn.{part}_norm.weight": (HEAD_SIZE,) for part in "qk"}
+    shapes |= {f"{name}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    shapes |= {f"{name}.mlp.{part}_proj.weight": (mlp, HIDDEN) for part in ("gate", "up")}
+    return shapes | {f"{name}.self_attn.o_proj.weight": (HIDDEN, query), f"{name}.mlp.down_proj.weight": (HIDDEN, mlp)}
+
+
+def rms(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale
+
+
+def turn(x, positions):
+    """Rotate x [T, heads, head size]."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * THETA ** (-np.arange(half) / half)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def heads_of(tensors, name, part, x):
+    """The queries, keys or values [T, heads, head size] of x [T, H], with their norm."""
+    product = x @ tensors[f"{name}.self_attn.{part}_proj.weight"].T
+    product = product + tensors.get(f"{name}.self_attn.{part}_proj.bias", 0)
+    product = product.reshape(len(x), -1, HEAD_SIZE)
+    norm = tensors.get(f"{name}.self_attn.{part}_norm.weight")
+    return product if norm is None else rms(product, norm)
+
+
+def attend(query, key, value, mask):
+    key, value = (np.repeat(x, HEADS // KV_HEADS, axis=1) for x in (key, value))
+    scores = np.einsum("thd,shd->hts", query, key) / HEAD_SIZE**0.5
+    scores = np.where(mask[None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hts,shd->thd", weights, value).reshape(len(query), -1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def after_attention(tensors, name, x, attended):
+    """The stream after a layer, given that before it and what its heads attended to."""
+    x = x + attended @ tensors[f"{name}.self_attn.o_proj.weight"].T
+    normed = rms(x, tensors[f"{name}.post_attention_layernorm.weight"])
+    gate, up = (normed @ tensors[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+    return x + (silu(gate) * up) @ tensors[f"{name}.mlp.down_proj.weight"].T
+
+
+def causal_layer(tensors, name, x):
+    """A decoder layer on x [T, H] at positions 0, 1, ..."""
+    normed, positions = rms(x, tensors[f"{name}.input_layernorm.weight"]), np.arange(len(x))
+    query, key, value = (heads_of(tensors, name, part, normed) for part in "qkv")
+    attended = attend(turn(query, positions), turn(key, positions), value, np.tri(len(x), dtype=bool))
+    return after_attention(tensors, name, x, attended)
