@@ -71,7 +71,11 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
     add = generate.add_argument
     add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
     add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: built-in pair")
-    add("--draft", metavar="MODEL", help="checkpoint of the draft, with the same vocabulary; or ngram")
+    add(
+        "--draft",
+        metavar="MODEL",
+        help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram",
+    )
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--chat", action="store_true", help="answer the prompt with the model's chat template")

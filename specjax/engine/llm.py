@@ -33,9 +33,10 @@ class LLM:
         model: directory of a Hugging Face checkpoint, with the tokenizer in it or a tokenizer.json beside it; or its
             name on the Hugging Face Hub, "org/name" or "org/name@revision", which needs huggingface_hub and uses its
             cache. None is the target of the embedded pair.
-        draft: directory or name of a checkpoint of any family with the same vocabulary, "ngram" (look-up in the text
-            itself), or a proposer. None is the embedded draft for the embedded target, and no drafts for any other
-            target. A draft model whose maximum length is lower drafts as long as a sequence is within it.
+        draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
+            features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded draft
+            for the embedded target, and no drafts for any other target. A draft model whose maximum length is lower
+            drafts as long as a sequence is within it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
             proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K every few steps for the
             whole batch by the recent acceptance rate; the tokens of a request, seeded or not, then depend on its batch.
@@ -92,7 +93,10 @@ class LLM:
         if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
-        if isinstance(draft, Path):
+        if isinstance(draft, Path) and proposers.kind_of(draft) is not None:
+            self.model = models.with_feature_layers(self.model, proposers.feature_layers(draft, self.model))
+            draft = proposers.load(draft, self.model, num_draft_tokens=num_draft_tokens)
+        elif isinstance(draft, Path):
             draft = proposers.draft_model(self._load_draft(draft, weights_dtype), num_draft_tokens)
         if isinstance(draft, DraftModel) and draft.model.vocab_size != self.model.vocab_size:
             raise ValueError(

@@ -73,11 +73,12 @@ def kind_of(directory: str | Path) -> str | None:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged.
     """
+    from specjax.models.config_file import read_json
     from specjax.models.tensors import Tensors, drafter_files
 
     directory = Path(directory)
     tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
-    return eagle_files.kind_of(tensors.names())
+    return eagle_files.kind_of(read_json(directory / "config.json"), tensors.names())
 
 
 def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:

@@ -32,12 +32,13 @@ MASK_TOKENS = "mask_token_id", "ptd_token_id", "pard_token"
 CHANGING = "*norm*", "*residual*", "*mtp*", "*parallel*", "fusion*", "use_*", "*sliding*", "truncated_vocab_size"
 
 
-def kind_of(names: list[str]) -> str | None:
-    """Return "eagle", "eagle3" or "p_eagle" for the tensors of such a head, and None for others."""
+def kind_of(fields: Mapping[str, Any], names: list[str]) -> str | None:
+    """Return "eagle", "eagle3" or "p_eagle" for the config.json and the tensors of such a head, and None for others."""
     found = {name.removeprefix("model.") for name in names}
     if "mask_hidden" in found:
         return "p_eagle"
-    if "midlayer.self_attn.q_proj.weight" in found or "layers.0.hidden_norm.weight" in found:
+    of_eagle3 = {"midlayer.self_attn.q_proj.weight", "layers.0.hidden_norm.weight"}
+    if of_eagle3 & found or isinstance(fields.get("eagle_config"), dict):
         return "eagle3"
     is_eagle = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= found and "hidden_norm.weight" not in found
     return "eagle" if is_eagle else None
