@@ -7,8 +7,12 @@ import pytest
 
 from specjax import decode, models, sampling, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.proposers import trunk
+from specjax.proposers import medusa, trunk
+from specjax.proposers.block_draft import BlockHead
+from specjax.proposers.dflash import dflash
+from specjax.proposers.dspark import dspark
 from specjax.proposers.eagle3 import Eagle3Head, eagle3
+from specjax.proposers.medusa import head_logits
 from specjax.sampling import SamplingParams
 from specjax.training import unroll
 from specjax.training.unroll import Batch
@@ -39,7 +43,7 @@ def target():
 
 
 def params_of(head):
-    hidden = head.hidden_size
+    hidden = head.config.hidden_size
     shapes = head.shapes() | {"embedding": (VOCAB, hidden), "lm_head": (VOCAB, hidden)}
     return jax.tree.map(lambda x: 12 * x if x.ndim > 1 else x, trunk.random_params(shapes, jax.random.key(1)))
 
@@ -76,6 +80,78 @@ def test_steps_are_those_of_decoding(name, target):
         for row, length in enumerate(lengths):
             np.testing.assert_allclose(found[row, length - 1], logits[row, j], atol=1e-5 * np.abs(logits).max())
             assert steps.labels[j][row, length - 1] == tokens[row, length + j]
+
+
+def block_head(from_anchor=False, **options):
+    size = STEPS if from_anchor else STEPS + 1
+    config = DecoderConfig(hidden_size=12, num_layers=2, head_norms=True, **SIZES, windows=(None, 3))
+    return BlockHead(config, len(LAYERS), HIDDEN, VOCAB, size, VOCAB - 1, from_anchor, **options)
+
+
+BLOCK_HEADS = {
+    "dflash": block_head(),
+    "causal": block_head(is_causal=True, from_anchor=True),
+    "dspark": block_head(from_anchor=True, markov_rank=5),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_HEADS)
+def test_blocks_are_those_of_decoding(name, target):
+    head = BLOCK_HEADS[name]
+    params = params_of(head)
+    propose = dspark if head.markov_rank else dflash
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    tokens, lengths, logits = drafted(target, propose(head, params, STEPS), prompts, np.array([9, 5, 2]), steps=4)
+    batch = training.features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)), LAYERS)
+    ends = jnp.asarray(lengths)[:, None] - 1
+    places = jnp.concatenate([ends, jnp.maximum(ends - 2, 1), jnp.full_like(ends, -1)], axis=1)
+    steps = training.block_unroll(head, params, batch, places)
+    for j in range(STEPS):
+        found = head.logits(params, steps.outputs[j])
+        if head.markov_rank:
+            found += head.markov_logits(params, unroll.shift(batch.tokens, j)[jnp.arange(3)[:, None], places])
+        np.testing.assert_allclose(found[:, 0], logits[:, j], atol=1e-5 * np.abs(logits).max())
+        assert steps.labels[j][:, 0].tolist() == tokens[np.arange(3), lengths + j].tolist()
+        assert steps.masks[j].tolist() == [[True, True, False]] * 3
+
+
+def test_heads_of_medusa_are_those_of_decoding(target):
+    keys = jax.random.split(jax.random.key(0), STEPS)
+    shapes = {"blocks": [{"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}], "head": (VOCAB, HIDDEN)}
+    heads = [jax.tree.map(lambda x: 12 * x, trunk.random_params(shapes, key)) for key in keys]
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
+    proposer = medusa(heads, vocab_size=VOCAB)
+    tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5]), steps=2)
+    batch = training.features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)))
+    steps = training.medusa_unroll(heads, batch)
+    for j in range(STEPS):
+        found = head_logits(heads[j], steps.outputs[j])[jnp.arange(2), lengths - 1]
+        np.testing.assert_allclose(found, logits[:, j], atol=1e-5 * np.abs(logits).max())
+        assert steps.labels[j][jnp.arange(2), lengths - 1].tolist() == tokens[np.arange(2), lengths + j].tolist()
+
+
+def test_blocks_of_a_row_see_their_document_only(target):
+    head = BLOCK_HEADS["dflash"]
+    params, lengths = params_of(head), (9, 2, 7)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
+    alone, together = (training.features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    one = training.block_unroll(head, params, alone, jnp.array([[5], [-1], [2]]))
+    both = training.block_unroll(head, params, together, jnp.array([[5, 13]]))
+    for j in range(STEPS):
+        np.testing.assert_allclose(both.outputs[j][0], one.outputs[j][jnp.array([0, 2]), 0], atol=1e-5)
+    assert [bool(mask[0, 0]) for mask in both.masks] == [True, True, True, False]  # tokens 6, 7 and 8
+    assert [bool(mask[0, 1]) for mask in both.masks] == [True] * 4
+    assert not any(mask[1].any() for mask in one.masks)
+
+
+def test_anchors():
+    segments = jnp.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    loss_mask = jnp.ones((2, 8), bool).at[1, :6].set(False)
+    batch = Batch(jnp.zeros((2, 8), jnp.int32), segments, loss_mask)
+    assert training.anchors(jax.random.key(0), batch, count=4).tolist() == [[1, 2, 5, -1], [5, 6, -1, -1]]
+    some = {tuple(training.anchors(jax.random.key(i), batch, count=2)[0].tolist()) for i in range(20)}
+    assert some == {(1, 2), (1, 5), (2, 5)}
 
 
 def packed(tokens, lengths):

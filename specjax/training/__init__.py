@@ -4,13 +4,15 @@ Nothing here needs an optimiser; `scripts/train_draft.py` is a loop that uses th
 """
 
 from specjax.training import losses
-from specjax.training.unroll import Batch, Steps, feature_unroll, features, medusa_unroll
+from specjax.training.unroll import Batch, Steps, anchors, block_unroll, feature_unroll, features, medusa_unroll
 from specjax.training.vocabulary import Vocabulary, vocabulary
 
 __all__ = [
     "Batch",
     "Steps",
     "Vocabulary",
+    "anchors",
+    "block_unroll",
     "feature_unroll",
     "features",
     "losses",

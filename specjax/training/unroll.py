@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import models
+from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.feature_draft import Head
 from specjax.types import Array, Features, Model, ModelInput, PyTree
 from specjax.validation import is_integer
@@ -118,7 +119,7 @@ def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, 
         raise ValueError("batch must have features, which training.features adds, got None")
     place = positions(batch)
     has_feature = place > 0
-    layers = [Rows(batch.segments, has_feature, (), ()) for _ in _layers(params)]
+    layers = [Rows(batch.segments, has_feature, (), ()) for _ in params["layers"]]
     feature = head.feature(params, jax.tree.map(partial(shift, count=-1), batch.features))
 
     @jax.checkpoint
@@ -157,6 +158,77 @@ def medusa_unroll(heads: Sequence[PyTree], batch: Batch) -> Steps:
     labels = tuple(shift(batch.tokens, j + 1) for j in range(count))
     masks = tuple(learned(batch, j + 1) & has_feature for j in range(count))
     return Steps((hidden,) * count, labels, masks)
+
+
+def anchors(key: Array, batch: Batch, *, count: int) -> Array:
+    """Choose tokens at random behind which blocks begin: those with a feature before and a token to learn behind them.
+
+    Args:
+        key: a typed key.
+        batch: the documents.
+        count: the most anchors of a row.
+
+    Returns:
+        [B, count] int32, different tokens of each row in increasing order, then -1 where it has no more.
+    """
+    is_valid = learned(batch, 1) & (positions(batch) > 0)
+    length = is_valid.shape[1]
+    order = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), 2.0)
+    chosen = jnp.argsort(order, axis=1)[:, :count].astype(jnp.int32)
+    chosen = jnp.sort(jnp.where(jnp.take_along_axis(is_valid, chosen, axis=1), chosen, length), axis=1)
+    chosen = jnp.pad(chosen, ((0, 0), (0, count - chosen.shape[1])), constant_values=length)
+    return jnp.where(chosen < length, chosen, -1)
+
+
+def block_unroll(head: BlockHead, params: PyTree, batch: Batch, anchors: Array) -> Steps:
+    """Run the network of a block drafter at once from many tokens of each row, as it decodes from one.
+
+    The block of anchor a is token a and mask tokens, at the positions from a on. It sees the features of the tokens of
+    its document before a, and itself.
+
+    Args:
+        head: the network of DFlash or DSpark.
+        params: its parameters, as the proposer holds them.
+        batch: with features.
+        anchors: [B, count] int32, -1 for none.
+
+    Returns:
+        K = `head.most_drafts` steps, whose fields are [B, count, ...]: step k of anchor a predicts token a + 1 + k,
+        which the target predicts at row a + k; `head.logits(params, output)` gives logits. The masks end where the
+        document or what the drafter learns does.
+
+    Raises:
+        ValueError: the batch has no features, or not those of the head.
+    """
+    if batch.features is None:
+        raise ValueError("batch must have features, which training.features adds, got None")
+    batch_size, length = batch.tokens.shape
+    count, width = anchors.shape[1], head.block_size
+    start = jnp.maximum(anchors, 0)
+    place = positions(batch)
+    inputs = ModelInput(batch.tokens, place)
+    context = head.init_cache(batch_size, length, params["embedding"].dtype)
+    context = head.write_features(params, batch.features, inputs, context)
+    windows = head.config.windows or (None,) * head.config.num_layers
+    layers = [
+        Blocks(batch.segments, start, one["key"], one["value"], width, window, head.sees_causally(window))
+        for one, window in zip(context, windows, strict=True)
+    ]
+    tokens = jnp.full((batch_size, count, width), head.mask_token, jnp.int32)
+    tokens = tokens.at[:, :, 0].set(jnp.take_along_axis(batch.tokens, start, axis=1))
+    at = jnp.take_along_axis(place, start, axis=1)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
+    flat = batch_size, count * width
+    output, _ = head.run_block(params, ModelInput(tokens.reshape(flat), at.reshape(flat)), layers)
+    output = output.reshape(batch_size, count, width, -1)[:, :, head.block_shift :]
+
+    outputs, labels, masks = [], [], []
+    valid = (anchors >= 0) & jnp.take_along_axis(place > 0, start, axis=1)
+    for k in range(head.most_drafts):
+        valid &= jnp.take_along_axis(learned(batch, k + 1), start, axis=1)
+        outputs.append(output[:, :, k])
+        labels.append(jnp.take_along_axis(shift(batch.tokens, k + 1), start, axis=1))
+        masks.append(valid)
+    return Steps(tuple(outputs), tuple(labels), tuple(masks))
 
 
 class Rows(NamedTuple):
@@ -217,5 +289,53 @@ class Rows(NamedTuple):
         return seen | (other == row[..., None])
 
 
-def _layers(params: PyTree) -> Sequence[Any]:
-    return list(params["layers"])
+class Blocks(NamedTuple):
+    """What blocks see in one layer: keys and values of the context, which stand where the layer's cache does."""
+
+    segments: Array | None  # [B, L] int32
+    anchors: Array  # [B, count] int32
+    key: Array  # [B, L, kv heads, head size]
+    value: Array
+    width: int  # tokens of a block
+    window: int | None  # number of positions that a token sees, its own included
+    is_causal: bool  # whether a token of a block sees none of the block behind it
+
+    def attend(self, query: Array, key: Array, value: Array) -> tuple[Array, "Blocks"]:
+        """Attend from the tokens of all blocks [B, count * width, heads, head size]."""
+        batch_size, _, num_heads, size = query.shape
+        count, width = self.anchors.shape[1], self.width
+        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        key, value = (x.reshape(batch_size, count, width, *x.shape[2:]) for x in (key, value))
+        grouped = query.reshape(batch_size, count, width, key.shape[3], -1, size)
+        to_context = jnp.einsum("bctkgd,bskd->bctkgs", grouped, self.key, preferred_element_type=dtype)
+        to_own = jnp.einsum("bctkgd,bcskd->bctkgs", grouped, key, preferred_element_type=dtype)
+        of_context, of_own = self._sees()
+        hidden = jnp.finfo(dtype).min
+        scores = jnp.concatenate(
+            [
+                jnp.where(of_context[:, :, :, None, None], to_context, hidden),
+                jnp.where(of_own[None, None, :, None, None], to_own, hidden),
+            ],
+            axis=-1,
+        )
+        weights = jax.nn.softmax(scores / size**0.5, axis=-1).astype(query.dtype)
+        length = self.key.shape[1]
+        attended = jnp.einsum("bctkgs,bskd->bctkgd", weights[..., :length], self.value)
+        attended += jnp.einsum("bctkgs,bcskd->bctkgd", weights[..., length:], value)
+        return attended.reshape(batch_size, -1, num_heads, size), self
+
+    def _sees(self) -> tuple[Array, Array]:
+        """Return what tokens see of the context, [B, count, width, L] bool, and of their block, [width, width]."""
+        other = jnp.arange(self.key.shape[1], dtype=jnp.int32)[None, None]
+        place = jnp.arange(self.width, dtype=jnp.int32)
+        seen = other < self.anchors[..., None]
+        if self.segments is not None:
+            own = jnp.take_along_axis(self.segments, self.anchors, axis=1)
+            seen &= own[..., None] == self.segments[:, None]
+        behind = place[:, None] - place[None]
+        of_own = behind >= 0 if self.is_causal else jnp.ones_like(behind, bool)
+        seen = jnp.repeat(seen[:, :, None], self.width, axis=2)
+        if self.window is not None:
+            distance = (self.anchors[..., None] + place[None, None])[..., None] - other[:, :, None]
+            seen, of_own = seen & (distance < self.window), of_own & (behind < self.window)
+        return seen, of_own
