@@ -1,11 +1,23 @@
 """Heads of the EAGLE family: parity with the formulas in every layout of files, losslessness, and bad files."""
 
+from dataclasses import dataclass, replace
+
 import heads
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_features
 from heads import HIDDEN, LAYERS, VOCAB
 
-from specjax import models, proposers
+from specjax import Context, checks, models, proposers, sampling, testing, verifiers
+from specjax.models.decoder import DecoderConfig
+from specjax.pages import read_slots, write_slots
+from specjax.proposers import trunk
+from specjax.proposers.drawing import Drawer, reduced_vocabulary
+from specjax.proposers.feature_draft import FeatureDraft
+from specjax.sampling import SamplingParams
+from specjax.types import Features, Model
 
 K, SMALL = 3, 40  # drafts, and tokens of a reduced vocabulary
 D2T = np.sort(np.random.default_rng(0).permutation(VOCAB)[:SMALL]) - np.arange(SMALL)
@@ -244,3 +256,285 @@ def test_parity_of_eagle3(tmp_path, target, layout, in_pages):
     assert layers == TAPS.get(layout, (2, 1, 0))
     target = models.with_feature_layers(target, layers)
     heads.follow(target, load(tmp_path, target), expected, in_pages)
+
+
+@dataclass(frozen=True)
+class ToyHead:
+    """Keeps the states of the target of test_features in a cache, and so knows all its tokens."""
+
+    hidden_size = 2  # the state of a token, and the token that follows
+
+    def feature(self, params, features):
+        return features.hidden
+
+    def __call__(self, params, inputs, feature, cache):
+        state = test_features.advance(feature[..., 0].astype(jnp.int32), inputs.tokens)
+        cache = write_slots(cache, inputs.positions, state, inputs.pages)
+        token = test_features.next_token(read_slots(cache, inputs.pages), inputs.positions + 1)
+        return jnp.stack([state, token], axis=-1).astype(jnp.float32), cache
+
+    def recurrent(self, params, output):
+        return output[..., :1]
+
+    def logits(self, params, output):
+        return 10 * jax.nn.one_hot(output[..., 1].astype(jnp.int32), test_features.VOCAB)
+
+    def init_cache(self, num_pages, page_size, dtype):
+        return test_features.cache_of(num_pages, page_size)
+
+
+def toy_target(params, inputs, cache):
+    output, cache = test_features.apply(params, inputs, cache)
+    return output._replace(features=Features(output.features["state"][..., None].astype(jnp.float32))), cache
+
+
+@pytest.mark.parametrize("in_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_no_feature_is_stale(in_pages):
+    """A head that knows the target is always right, also after drafts were rejected, which every other step does."""
+    target = Model((), toy_target, test_features.cache_of, test_features.VOCAB, takes_pages=True)
+    proposer = FeatureDraft(ToyHead(), {"embedding": jnp.zeros((1, 1))}, K)
+    rejecting = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[0.7, 0.4, 0.2])
+    state, counts = heads.start(target, proposer, in_pages), np.zeros(K + 1, int)
+    for number in range(200):
+        active = np.asarray(state.context.active & (state.context.length > 1))
+        if not state.context.active.any():
+            break
+        verifier = rejecting if number % 2 else jax.tree_util.Partial(verifiers.rejection)
+        state, info = heads.step(target, proposer, state, verifier=verifier)
+        accepted = np.asarray(info.num_accepted)[active]
+        if number % 2:
+            np.add.at(counts, accepted, 1)
+        else:
+            assert (accepted == K).all(), (number, accepted)
+    assert not state.context.active.any() and (counts > 0).all()
+
+
+@pytest.mark.parametrize("num_drafts", [1, K])
+def test_greedy_is_plain(tmp_path, tapped, num_drafts):
+    write_eagle3(tmp_path, tapped, "authors")
+    plain, _ = heads.generate(tapped, None, temperature=0)
+    proposer = load(tmp_path, tapped, num_draft_tokens=num_drafts)
+    for in_pages in (False, True) if num_drafts == K else (False,):
+        tokens, state = heads.generate(tapped, proposer, in_pages=in_pages, temperature=0)
+        assert tokens == plain
+        assert int(state.totals.drafted.sum()) > 0
+
+
+@pytest.mark.parametrize("layout", ["authors", pytest.param("parallel", marks=pytest.mark.slow)])
+def test_in_the_engine(tmp_path, tapped, layout):
+    write_eagle3(tmp_path, tapped, layout)
+    assert heads.in_slots(tapped, load(tmp_path, tapped)) == heads.in_slots(tapped, None)
+
+
+@pytest.mark.slow
+def test_after_ngrams(tmp_path, tapped):
+    """In steps where the look-up drafts for all rows the head does not draft, and still learns what was committed."""
+    plain, _ = heads.generate(tapped, None, temperature=0)
+    for layout in ("authors", "parallel"):
+        expected = write_eagle3(tmp_path / layout, tapped, layout)
+        second = load(tmp_path / layout, tapped)
+        proposer = proposers.fallback(proposers.ngram(5), second)
+        tokens, _ = heads.generate(tapped, proposer, temperature=0)
+        assert tokens == plain
+        state = heads.start(tapped, proposer)
+        for _ in range(4):
+            state, _ = heads.step(tapped, proposer, state)
+        context = jax.device_get(state.context)
+        drafts = jax.device_get(heads.propose(proposer.second, state._replace(proposer=state.proposer.second)))
+        features = jax.device_get(heads.features_of(tapped, context.tokens))
+        for b, length in enumerate(context.length):
+            own = jax.tree.map(lambda x: x[b, : length - 1], features)  # noqa: B023
+            logits = expected(context.tokens[b, :length], own, drafts.tokens[b])
+            np.testing.assert_allclose(drafts.distribution.logits[b], logits, rtol=1e-4, atol=1e-4)
+
+
+SIZES = DecoderConfig(8, 8, 1, 2, 1, 4, 8, 64)  # for the 8 tokens of the public verdict, whose hidden states are logits
+REDUCED = reduced_vocabulary(np.array([1, 2, 4, 6, 7]), 8)
+
+
+def drafter(kind, **options):
+    reduced = options.get("reduced")
+    config = SIZES if reduced is None else replace(SIZES, vocab_size=5)
+    head = proposers.EagleHead(config, True) if kind == "eagle" else proposers.Eagle3Head(config, 8, 1)
+    keys = jax.random.split(jax.random.key(3), 4)
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, trunk.random_params(head.shapes(), keys[0]))
+    params["embedding"], params["lm_head"] = (
+        jax.random.normal(key, (size, 8)) for key, size in zip(keys[1:], (8, config.vocab_size), strict=False)
+    )
+    if kind == "p_eagle":
+        return proposers.p_eagle(
+            head, params | {"mask_taps": jax.random.normal(keys[3], (8,))}, 2, mask_token=3, **options
+        )
+    return getattr(proposers, kind)(head, params, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("eagle3", {"reduced": REDUCED}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("eagle", {}),
+                ("eagle", {"temperature": 0}),
+                ("eagle3", {"temperature": 0.6}),
+                ("p_eagle", {"reduced": REDUCED}),
+            )
+        ),
+    ],
+)
+def test_the_distribution_is_the_targets(kind, options):
+    testing.assert_proposer_lossless(drafter(kind, **options), num_samples=20_000)
+
+
+def second_is_3(logits, context):
+    """Allow token 3 alone where a sequence has 5 tokens."""
+    return jnp.where((context.length == 5) & (jnp.arange(8) != 3), -jnp.inf, logits)
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_masks_leave_nothing_of_a_reduced_vocabulary(is_greedy):
+    """Drafts end before the position where a request allows no token of the drafter, and obey masks before it."""
+    params = [
+        SamplingParams(allowed_token_ids=[0, 3], max_tokens=9),  # none of them is in the vocabulary
+        SamplingParams(allowed_token_ids=[0, 4, 7], max_tokens=9),
+        SamplingParams(logits_processors=[second_is_3], max_tokens=9),
+    ]
+    rows = sampling.batch(params, vocab_size=8)
+    if is_greedy:
+        rows = rows._replace(temperature=None)
+    context = Context(jnp.ones((3, 12), jnp.int32), jnp.array([4, 4, 4]), jnp.ones(3, bool), jnp.array([2, 2, 2]))
+    keys = jax.random.split(jax.random.key(0), (3, 3))
+    logits = jax.random.normal(jax.random.key(1), (3, 3, 5))
+    draft = Drawer(keys, context, rows, is_greedy, REDUCED).parallel(logits)
+    assert draft.num_tokens.tolist() == [0, 3, 1]
+    assert set(draft.tokens[1].tolist()) <= {4, 7}
+    assert draft.tokens[2, 0] in (1, 2, 4, 6, 7)
+    if not is_greedy:
+        allowed = np.asarray(draft.distribution.logits[1] > -np.inf)
+        assert (np.flatnonzero(allowed.all(axis=0)) == [4, 7]).all() and allowed.sum() == 6
+    tokens = jnp.where(jnp.arange(3)[None] < draft.num_tokens[:, None], draft.tokens, -1)
+    checks.validate(draft._replace(tokens=tokens), jnp.zeros((3, 4, 8)))
+
+
+def change(**changed):
+    return lambda config, tensors: config.update(changed)
+
+
+def drop(name):
+    return lambda config, tensors: tensors.pop(name)
+
+
+def without_d2t(config, tensors):
+    del tensors["d2t"], tensors["t2d"]
+
+
+def swapped(config, tensors):
+    tensors["d2t"] = tensors["d2t"].copy()
+    tensors["d2t"][:2] += 1
+
+
+def other_target(config, tensors):
+    config["target_hidden_size"] = 64
+
+
+EAGLE_CONFIG = {"eagle_config": {"use_mtp_layernorm": True}}
+BAD = [
+    (other_target, r"target_hidden_size in .*config.json must be 32, the hidden size of the target, got 64"),
+    (change(vocab_size=62), r"vocab_size in .* must be 61, the vocabulary of the target, got 62"),
+    (without_d2t, r"tensor d2t must say which tokens of V = 61 the 40 logits are for, got none"),
+    (swapped, r"tensors d2t and t2d must name the same tokens"),
+    (change(draft_vocab_size=41), r"tensor model.d2t in .* must be of integers of shape \(41,\)"),
+    (change(eagle_aux_hidden_state_layer_ids=[2, 3, 4]), r"ids in .* must be layers of the target, which has 3, got"),
+    (change(eagle_aux_hidden_state_layer_ids=[2, 3]), r"must be 3 layers, those of fc.weight, got 2"),
+    (change(norm_output_twice=True), r"norm_output_twice in .* must be absent"),
+    (change(**EAGLE_CONFIG), r"eagle_config.use_mtp_layernorm in .* must be absent"),
+    (change(num_experts=8), r"num_experts in .* must be absent"),
+    (change(model_type="gemma"), r"model_type in .* must be 'llama' or"),
+    (change(fc_norm=True), r"tensor model.fc_norm.0.weight is missing"),
+    (drop("midlayer.mlp.up_proj.weight"), r"tensor model.midlayer.mlp.up_proj.weight is missing"),
+    (drop("fc.weight"), r"tensor model.fc.weight is missing"),
+    (drop("lm_head.weight"), None),  # rows of the target's head
+]
+
+
+@pytest.mark.parametrize("change_files, message", BAD, ids=[str(i) for i in range(len(BAD))])
+def test_bad_files(tmp_path, tapped, monkeypatch, change_files, message):
+    written = heads.write
+
+    def write(directory, config, tensors, *rest):
+        change_files(config, tensors)
+        return written(directory, config, tensors, *rest)
+
+    monkeypatch.setattr(heads, "write", write)
+    write_eagle3(tmp_path, tapped, "authors")
+    if message is None:
+        np.testing.assert_array_equal(load(tmp_path, tapped).params["lm_head"], tapped.params["head"][IDS])
+        return
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, tapped)
+
+
+def test_bad_arguments(tmp_path, target, tapped):
+    write_eagle3(tmp_path, target, "authors")
+    with pytest.raises(ValueError, match=r"target must have feature_layers = \(2, 1, 0\), .* got \(\)"):
+        load(tmp_path, target)
+    with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
+        load(tmp_path, tapped, num_draft_tokens=0)
+    proposer = load(tmp_path, tapped, rope_theta=7.0)
+    assert proposer.head.config.rope_theta == 7
+    assert load(tmp_path, tapped, fields={"norm_output": True}).head.norm_output
+    with pytest.raises(ValueError, match=r"features.taps, which models.with_feature_layers asks for, got none"):
+        heads.start(target, proposer)
+    with pytest.raises(ValueError, match=r"features.taps must be of 3 layers with H = 32, 96 numbers a token, got 32"):
+        heads.start(models.with_feature_layers(target, (1,)), proposer)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+        load(tmp_path, tapped)
+    with pytest.raises(ValueError, match="directory must hold a drafter on features, got an ordinary model"):
+        load(models.EMBEDDED / "draft", tapped)
+
+
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        (None, (2, 16, 29)),
+        ([2, 16, 29], (2, 16, 29)),
+        ([1, 15, 28], (2, 16, 29)),  # layers whose output is read
+        ([24, 30, 32], (24, 30, 32)),
+    ],
+)
+def test_layer_ids(tmp_path, target, ids, expected):
+    write_eagle3(tmp_path, target, "authors", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    deep = replace(target, apply=replace(target.apply, config=replace(heads.CONFIG, num_layers=32)))
+    assert proposers.feature_layers(tmp_path, deep) == expected
+
+
+@pytest.mark.slow
+def test_llm_takes_a_head(tmp_path):
+    from specjax import LLM
+
+    plain = LLM(num_draft_tokens=0)
+    config = plain.model.apply.config
+    size, heads_size = config.hidden_size, config.num_heads * config.head_size
+    fields = CONFIG | {
+        "vocab_size": config.vocab_size,
+        "hidden_size": size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+    }
+    name, kv_size = "midlayer", config.num_kv_heads * config.head_size
+    shapes = {f"{name}.self_attn.{part}_proj.weight": (kv_size, 2 * size) for part in "kv"}
+    shapes |= {f"{name}.self_attn.q_proj.weight": (heads_size, 2 * size)}
+    shapes |= {f"{name}.self_attn.o_proj.weight": (size, heads_size), "fc.weight": (size, 3 * size)}
+    shapes |= {f"{name}.mlp.{part}_proj.weight": (48, size) for part in ("gate", "up")}
+    shapes |= {f"{name}.mlp.down_proj.weight": (size, 48), "norm.weight": (size,)}
+    norms = "hidden_norm", "input_layernorm", "post_attention_layernorm"
+    shapes |= {f"{name}.{norm}.weight": (size,) for norm in norms}
+    heads.write(tmp_path, fields, heads.random_tensors(shapes))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    llm = LLM(draft=tmp_path, num_draft_tokens=2)
+    assert llm.model.feature_layers == (2, config.num_layers // 2, config.num_layers - 3)
+    tokens = llm.generate("def add(a, b):", params)[0].token_ids
+    assert tokens == plain.generate("def add(a, b):", params)[0].token_ids

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from specjax import decode, metrics, proposers, sampling, testing
 from specjax.pages import Pages, read_slots, write_slots
-from specjax.proposers.medusa import load
+from specjax.proposers.medusa import load_medusa as load
 from specjax.sampling import SamplingParams
 from specjax.types import Features, Model, ModelOutput
 

@@ -10,7 +10,7 @@ import pytest
 from heads import HIDDEN, VOCAB
 
 from specjax import proposers, testing
-from specjax.proposers.mlp_speculator import load
+from specjax.proposers.mlp_speculator import load_mlp_speculator as load
 
 DEPTH, INNER = 3, 24
 

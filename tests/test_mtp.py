@@ -7,7 +7,7 @@ import pytest
 from heads import HIDDEN, VOCAB
 
 from specjax import models
-from specjax.proposers.mtp import load
+from specjax.proposers.mtp import load_mtp as load
 
 CONFIG = {
     "model_type": "mimo",

@@ -57,7 +57,7 @@ class _Configs(NamedTuple):
 
     def of(self, name: str) -> "ConfigFile":
         """Return the place that has a field, which may also stand beside the table of the drafter's own."""
-        return self.own if name in self.own else self.whole
+        return self.whole if name in self.whole and name not in self.own else self.own
 
 
 def _configs(config: "ConfigFile") -> _Configs:
@@ -100,8 +100,7 @@ def load_block(
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
     """
-    config, tensors = files.open_directory(directory, target)
-    config.fields |= fields or {}
+    config, tensors = files.open_directory(directory, target, fields)
     configs = _configs(config)
     layers = _feature_layers(configs, tensors, target)
     if target.feature_layers != layers:
@@ -168,7 +167,7 @@ def _read_head(
     of("enable_confidence_head").ignore("enable_confidence_head")
     reads_token = of("confidence_head_with_markov").get("confidence_head_with_markov", bool, has_markov)
     return BlockHead(
-        config=_read_layers(configs, tensors, rope_theta),
+        config=_read_layers(configs, tensors, target, rope_theta),
         num_taps=num_taps,
         target_size=files.target_weights(target).embedding.shape[1],
         target_vocab=target.vocab_size,
@@ -181,7 +180,7 @@ def _read_head(
     )
 
 
-def _read_layers(configs: _Configs, tensors: "Tensors", rope_theta: float | None) -> "DecoderConfig":
+def _read_layers(configs: _Configs, tensors: "Tensors", target: Model, rope_theta: float | None) -> "DecoderConfig":
     """Return sizes and options of the layers, of which some may have a window."""
     from specjax.models.families import llama
 
@@ -197,6 +196,7 @@ def _read_layers(configs: _Configs, tensors: "Tensors", rope_theta: float | None
         head_norms=size is not None,
         transposed=tensors.on_one_gpu,
     )
+    files.expect(config.where("vocab_size"), layers.vocab_size, target.vocab_size, "the vocabulary of the target")
     layers = replace(layers, windows=_windows(configs))
     config.check_computation()
     return layers if rope_theta is None else replace(layers, rope_theta=rope_theta)

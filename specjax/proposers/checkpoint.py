@@ -6,8 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from specjax.proposers import block_files, eagle_files, files, medusa, mlp_speculator, mtp
+from specjax.proposers import block_files, eagle_files, files
+from specjax.proposers.medusa import is_medusa, load_medusa
+from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_speculator
+from specjax.proposers.mtp import is_mtp, load_mtp
 from specjax.types import Array, Model, Proposer
+
+_WITH_LAYERS = {  # their rotary frequencies have a base
+    "eagle": eagle_files.load_eagle,
+    "eagle3": eagle_files.load_eagle3,
+    "p_eagle": eagle_files.load_eagle3,
+    "dflash": block_files.load_block,
+    "dspark": block_files.load_block,
+    "mtp": load_mtp,
+}
+_WITHOUT_LAYERS = {"medusa": load_medusa, "mlp_speculator": load_mlp_speculator}
 
 
 def load(
@@ -19,10 +32,12 @@ def load(
     temperature: float | Array | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> Proposer:
-    """Load a drafter that reads the features of a target: heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE.
+    """Load a drafter that reads the features of a target.
 
-    What the directory holds is told by the names of its tensors and by its config.json. The embedding and the head of
-    the drafter are the target's where the files have none.
+    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash and DSpark, the layers for multi-token
+    prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. What the directory holds is told by the names
+    of its tensors and by its config.json. The embedding and the head of the drafter are the target's where the files
+    have none.
 
     Args:
         directory: of the drafter, with config.json and its tensors.
@@ -59,11 +74,12 @@ def load(
             f"directory must hold a drafter on features, got an ordinary model in {directory}, which "
             "proposers.draft_model takes"
         )
-    options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature}
-    of_eagle = {"rope_theta": rope_theta, "fields": fields}
-    if kind == "eagle":
-        return eagle_files.load_eagle(Path(directory), target, **options, **of_eagle)
-    return eagle_files.load_eagle3(Path(directory), target, **options, **of_eagle)
+    options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature, "fields": fields}
+    if kind in _WITH_LAYERS:
+        return _WITH_LAYERS[kind](Path(directory), target, rope_theta=rope_theta, **options)
+    if rope_theta is not None:
+        raise ValueError(f"rope_theta must be None for a drafter without attention ({kind}), got {rope_theta!r}")
+    return _WITHOUT_LAYERS[kind](Path(directory), target, **options)
 
 
 def kind_of(directory: str | Path) -> str | None:
@@ -78,7 +94,11 @@ def kind_of(directory: str | Path) -> str | None:
 
     directory = Path(directory)
     tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
-    return eagle_files.kind_of(read_json(directory / "config.json"), tensors.names())
+    names = tensors.names()
+    others = {"medusa": is_medusa, "mlp_speculator": is_mlp_speculator, "mtp": is_mtp}
+    own = (kind for kind, is_of in others.items() if is_of(names))
+    of_eagle = eagle_files.kind_of(read_json(directory / "config.json"), names)
+    return of_eagle or block_files.kind_of(names) or next(own, None)
 
 
 def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
@@ -95,6 +115,9 @@ def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or names layers that the target does not have.
     """
-    if kind_of(directory) in ("eagle3", "p_eagle"):
+    kind = kind_of(directory)
+    if kind in ("eagle3", "p_eagle"):
         return eagle_files.feature_layers(*files.open_directory(directory, target), target)
+    if kind in ("dflash", "dspark"):
+        return block_files.feature_layers(*files.open_directory(directory, target), target)
     return ()

@@ -1,9 +1,10 @@
 """The directory of a drafter, and what a drafter shares with its target."""
 
 import fnmatch
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,8 +49,12 @@ def num_layers(target: Model) -> int:
     return config.num_layers
 
 
-def open_directory(directory: str | Path, target: Model) -> tuple["ConfigFile", "Tensors"]:
+def open_directory(
+    directory: str | Path, target: Model, fields: Mapping[str, Any] | None = None
+) -> tuple["ConfigFile", "Tensors"]:
     """Return the config.json of a drafter and its tensors, which are read in the dtype of the target.
+
+    `fields` take the place of those in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -60,6 +65,7 @@ def open_directory(directory: str | Path, target: Model) -> tuple["ConfigFile", 
 
     directory = Path(directory)
     config = ConfigFile(directory / "config.json")
+    config.fields |= fields or {}
     dtype = np.dtype(target_weights(target).embedding.dtype)
     return config, Tensors(directory, dtype, files=drafter_files(directory))
 

@@ -1,6 +1,6 @@
 """Medusa: heads beside the target's own, each of which guesses one token further ahead from the same hidden state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,12 +127,19 @@ def medusa(
     return Medusa(list(heads[:num_drafts]), reduced, temperature, is_greedy)
 
 
-def load(
+def is_medusa(names: list[str]) -> bool:
+    """Return whether tensors of these names are Medusa heads."""
+    found = {name.removeprefix("medusa_head.").removeprefix("medusa_heads.") for name in names}
+    return not found.isdisjoint(("0.0.linear.weight", "blocks.0.layers.0.weight"))
+
+
+def load_medusa(
     directory: str | Path,
     target: Model,
     *,
     num_draft_tokens: int | None = None,
     temperature: float | Array | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> Medusa:
     """Load the Medusa heads of a target.
 
@@ -145,12 +152,13 @@ def load(
         target: a built-in model.
         num_draft_tokens: K, at most the number of heads; None is that.
         temperature: the temperature of drafts, as `draft_model` takes it.
+        fields: fields of config.json, in place of those in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
     """
-    config, tensors = open_directory(directory, target)
+    config, tensors = open_directory(directory, target, fields)
     if any(name.startswith(("blocks.", "medusa_heads.blocks.")) for name in tensors.names()):
         heads, token_ids = _of_vllm(config, tensors, target)
     else:

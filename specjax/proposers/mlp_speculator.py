@@ -1,7 +1,7 @@
 """MLP speculator: a small recurrent network on the target's last hidden state and the tokens drafted so far."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,12 +139,18 @@ def mlp_speculator(
     return MLPSpeculator(list(steps), num_drafts, scale_input, temperature, is_greedy)
 
 
-def load(
+def is_mlp_speculator(names: list[str]) -> bool:
+    """Return whether tensors of these names are an MLP speculator."""
+    return {"emb.0.weight", "proj.0.weight", "ln.0.weight"} <= {name.removeprefix("speculator.") for name in names}
+
+
+def load_mlp_speculator(
     directory: str | Path,
     target: Model,
     *,
     num_draft_tokens: int | None = None,
     temperature: float | Array | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> MLPSpeculator:
     """Load an MLP speculator for a target: config.json of the type mlp_speculator, and tensors `speculator.*`.
 
@@ -153,12 +159,13 @@ def load(
         target: a built-in model.
         num_draft_tokens: K, at most the trained depth; None is that.
         temperature: the temperature of drafts, as `draft_model` takes it.
+        fields: fields of config.json, in place of those in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or a field or tensor is missing, not supported or not of this target.
     """
-    config, tensors = open_directory(directory, target)
+    config, tensors = open_directory(directory, target, fields)
     config.only("model_type", "mlp_speculator")
     depth = config.size("n_predict", most=64)
     check_depth(num_draft_tokens, depth, config.where("n_predict"))

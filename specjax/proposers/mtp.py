@@ -1,5 +1,6 @@
 """Multi-token prediction: a decoder layer of the target's own checkpoint that guesses one token further ahead."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,8 +94,19 @@ def mtp(
     return feature_draft(head, params, num_draft_tokens, None, temperature)
 
 
-def load(
-    directory: str | Path, target: Model, *, num_draft_tokens: int, temperature: float | Array | None = None
+def is_mtp(names: list[str]) -> bool:
+    """Return whether tensors of these names have a layer for multi-token prediction."""
+    return "model.mtp_layers.0.input_proj.weight" in names
+
+
+def load_mtp(
+    directory: str | Path,
+    target: Model,
+    *,
+    num_draft_tokens: int,
+    rope_theta: float | None = None,
+    temperature: float | Array | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> FeatureDraft:
     """Load the module for multi-token prediction of a MiMo checkpoint, `model.mtp_layers.0.*`.
 
@@ -102,7 +114,9 @@ def load(
         directory: of the checkpoint.
         target: the same checkpoint, as `models.load` loads it.
         num_draft_tokens: K >= 1. The module is trained for the first draft; the others reuse it.
+        rope_theta: base of the rotary frequencies, in place of that in config.json.
         temperature: the temperature of drafts, as `draft_model` takes it.
+        fields: fields of config.json, in place of those in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -110,7 +124,7 @@ def load(
     """
     from specjax.models.families import llama
 
-    config, tensors = open_directory(directory, target)
+    config, tensors = open_directory(directory, target, fields)
     config.only("model_type", "mimo")
     config.only("num_nextn_predict_layers", 1)
     bias = config.get("attention_bias", bool, True)
@@ -123,7 +137,7 @@ def load(
         )
     if config.get("use_sliding_window", bool, False):
         raise ValueError(f"{config.where('use_sliding_window')} must be absent or False, got True")
-    head = MTPHead(replace(sizes, num_layers=1))
+    head = MTPHead(replace(sizes, num_layers=1, rope_theta=sizes.rope_theta if rope_theta is None else rope_theta))
     params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
     return mtp(head, params, num_draft_tokens, temperature=temperature)
 
