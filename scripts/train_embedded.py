@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from specjax.models import EMBEDDED
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.training import losses
+from specjax.training.export import layer_config, layer_tensors
 from specjax.types import Array, Model, ModelInput, PyTree
 
 TARGET = DecoderConfig(
@@ -404,48 +405,17 @@ def report(target: Model, draft: Model, held_out: Array) -> None:
 
 def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.ndarray]:
     """Return the parameters of a tied decoder with the names and the orientation of a Llama checkpoint."""
-    heads, kv_heads = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]}
     for i, layer in params["layers"].items():
-        query, key, value = jnp.split(layer["qkv"], (heads, heads + kv_heads), axis=1)
-        gate, up = jnp.split(layer["gate_up"], 2, axis=1)
-        tensors |= {
-            f"model.layers.{i}.input_layernorm.weight": layer["attention_norm"],
-            f"model.layers.{i}.self_attn.q_proj.weight": query.T,
-            f"model.layers.{i}.self_attn.k_proj.weight": key.T,
-            f"model.layers.{i}.self_attn.v_proj.weight": value.T,
-            f"model.layers.{i}.self_attn.o_proj.weight": layer["attention_out"].T,
-            f"model.layers.{i}.post_attention_layernorm.weight": layer["mlp_norm"],
-            f"model.layers.{i}.mlp.gate_proj.weight": gate.T,
-            f"model.layers.{i}.mlp.up_proj.weight": up.T,
-            f"model.layers.{i}.mlp.down_proj.weight": layer["mlp_out"].T,
-        }
+        tensors |= layer_tensors(config, layer, f"model.layers.{i}")
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
 def hugging_face_config(config: DecoderConfig) -> dict:
     """Return the config.json of a decoder."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.mlp_size,
-        "max_position_embeddings": config.max_length,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    fields = layer_config(config, "llama", config.vocab_size)
+    own = {"tie_word_embeddings": config.tie_embeddings, "bos_token_id": 0, "eos_token_id": 0}
+    return {"architectures": ["LlamaForCausalLM"], **fields, **own}
 
 
 def save(directory: Path, config: DecoderConfig, params: PyTree) -> None:
