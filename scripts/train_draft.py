@@ -47,6 +47,8 @@ LOSSES = {
 DECAY = {"eagle3": 0.8, "medusa": 0.8, "dflash": 0.8}  # weight of a step in the loss, in that of the step before
 NUM_LAYERS = 2  # of a DFlash network
 CLIP = 1.0  # largest norm of a gradient
+MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
+WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
 HELD_OUT = 200  # one document of so many is held out
 PROMPT = 64  # tokens of held-out text before a measured step
 SAMPLE = 192  # tokens of a continuation by the target
@@ -166,12 +168,14 @@ def loss_of(
         return loss(draft_logits, target_logits, vocab=vocab), jax.lax.stop_gradient(rate)
 
     values, rates = [], []
+    chunk = max(256, MOST_LOGITS // target.vocab_size)
     for j, (output, mask) in enumerate(zip(steps.outputs, steps.masks, strict=True)):
         hidden = shift(batch.features.hidden, j)
         if rows is not None:
             hidden = jnp.take_along_axis(hidden, rows[..., None], axis=1)
+        heads = partial(kind.logits, params, j), target_logits(target)
         value, rate = losses.from_hidden(
-            both, output, partial(kind.logits, params, j), hidden, target_logits(target), mask=mask, vocab=vocab
+            both, output, heads[0], hidden, heads[1], mask=mask, chunk=min(chunk, mask.size), vocab=vocab
         )
         count = jnp.maximum(mask.sum(), 1)
         values.append(value.sum() / (value.size if rows is None else count))
@@ -200,12 +204,25 @@ class Data:
 class Plan:
     """Numbers of a run."""
 
-    steps: int
+    steps: int | None  # None goes by minutes
+    minutes: float | None
     rate: float  # largest learning rate
     seed: int
     loss: str
     every: int  # steps between measurements, and between checkpoints
     dtype: Any  # of the computation; parameters are float32
+
+    def share(self, step: int, seconds: float) -> float:
+        """Return how much of the run is done."""
+        if self.steps is not None:
+            return step / self.steps
+        assert self.minutes is not None, "one of the two is given"
+        return seconds / (60 * self.minutes)
+
+    def rate_at(self, share: float) -> float:
+        """Return the learning rate, which rises and then falls as a cosine does."""
+        fall = max(0.0, share - WARM_UP) / (1 - WARM_UP)
+        return self.rate * min(1.0, (share + 1e-3) / WARM_UP) * (FINAL + (1 - FINAL) * (1 + np.cos(np.pi * fall)) / 2)
 
 
 def train(
@@ -232,9 +249,7 @@ def train(
         look: is called with the step and the parameters every `plan.every` steps, and at the end.
         checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
     """
-    warm_up = max(1, min(plan.steps // 20, 200))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, plan.rate, warm_up, plan.steps, plan.rate / 20)
-    transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(schedule, b2=0.95, weight_decay=0.0))
+    transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
     mesh = jax.make_mesh((jax.local_device_count(),), ("data",), axis_types=(AxisType.Auto,))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     place = partial(jax.device_put, device=whole) if mesh.size > 1 else jax.device_put
@@ -244,39 +259,39 @@ def train(
     objective = partial(loss_of, kind=kind, loss=LOSSES[plan.loss], dtype=plan.dtype)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def one(params, state, frozen, target, rows, step):
+    def one(params, state, frozen, target, rows, step, rate):
         batch = training.features(target, rows, target.feature_layers)
         of_step = jax.random.fold_in(key, step)
         (value, rates), gradient = jax.value_and_grad(objective, has_aux=True)(
             params, frozen, target, batch, of_step, vocab
         )
         update, state = transform.update(gradient, state, params)
-        return optax.apply_updates(params, update), state, value, rates
+        return jax.tree.map(lambda x, y: x - rate * y, params, update), state, value, rates
 
-    first = 0
+    step, spent, looked = 0, 0.0, -1
     if checkpoints is not None and checkpoints.latest_step() is not None:
-        first = checkpoints.latest_step()
-        params, state = restore(checkpoints, first, (params, state))
-        print(f"going on from step {first}", flush=True)
-    start, seen, last = time.perf_counter(), 0, None
-    for step in range(first, plan.steps):
+        step = checkpoints.latest_step()
+        params, state, seconds = restore(checkpoints, step, (params, state, np.float64(0)))
+        spent = float(seconds)
+        print(f"going on from step {step}", flush=True)
+    start, since, seen = time.perf_counter() - spent, time.perf_counter(), 0
+    while (share := plan.share(step, time.perf_counter() - start)) < 1:
         rows = data.rows(step)
-        if mesh.size > 1:
-            rows = jax.device_put(rows, split)
-        params, state, value, rates = one(params, state, frozen, target, rows, step)
-        seen += rows.tokens.size
-        done = step + 1
-        if done % plan.every and done < plan.steps:
+        rows = rows if mesh.size == 1 else jax.device_put(rows, split)
+        rate = np.float32(plan.rate_at(share))
+        params, state, value, rates = one(params, state, frozen, target, rows, np.int32(step), rate)
+        step, seen = step + 1, seen + rows.tokens.size
+        loss = float(value)
+        if step % plan.every and step != plan.steps:
             continue
-        numbers = " ".join(f"{x:.3f}" for x in rates.tolist())
-        speed, start, seen = seen / (time.perf_counter() - start), time.perf_counter(), 0
-        print(f"step {done}/{plan.steps}: loss {float(value):.4f}, rates {numbers}, {speed:,.0f} tokens/s", flush=True)
+        numbers, speed = " ".join(f"{x:.3f}" for x in rates.tolist()), seen / (time.perf_counter() - since)
+        print(f"step {step} ({share:.0%}): loss {loss:.4f}, rates {numbers}, {speed:,.0f} tokens/s", flush=True)
         if checkpoints is not None:
-            save(checkpoints, done, (params, state))
-        look(done, params)
-        start, last = time.perf_counter(), done
-    if last is None:
-        look(plan.steps, params)
+            save(checkpoints, step, (params, state, np.float64(time.perf_counter() - start)))
+        look(step, params)
+        looked, since, seen = step, time.perf_counter(), 0
+    if looked != step:
+        look(step, params)
     return params
 
 
@@ -369,7 +384,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--vocab-size", type=int, help="tokens of the draft vocabulary, by default all")
     options.add_argument("--regenerate", type=int, default=0, help="continuations by the target to train on, too")
     options.add_argument("--loss", choices=sorted(LOSSES), default="lk_hybrid")
-    options.add_argument("--steps", type=int, default=400)
+    length = options.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=400)
+    length.add_argument("--minutes", type=float, help="time to train, in place of steps")
     options.add_argument("--batch", type=int, default=8, help="rows of a step")
     options.add_argument("--length", type=int, default=256, help="tokens of a row")
     options.add_argument("--anchors", type=int, default=32, help="blocks in a row, for dflash")
@@ -413,7 +430,8 @@ def main() -> None:
     with ocp.CheckpointManager((args.out / "state" / "steps").resolve(), options=options) as checkpoints:
         if checkpoints.latest_step() is None:
             look(0, params)
-        plan = Plan(args.steps, args.rate, args.seed, args.loss, args.every, jnp.dtype(args.dtype))
+        steps = args.steps if args.minutes is None else None
+        plan = Plan(steps, args.minutes, args.rate, args.seed, args.loss, args.every, jnp.dtype(args.dtype))
         params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), vocab, plan, look, checkpoints)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.device_get(params | frozen))
     trained = kind.proposer(half, vocab)

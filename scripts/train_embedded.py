@@ -26,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_draft
 from python_corpus import STDLIB, Runs, read_corpus
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from specjax.models import EMBEDDED
+from specjax.models import EMBEDDED, with_feature_layers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.training import losses
+from specjax.training import Batch, losses, save_pretrained
 from specjax.training.export import layer_config, layer_tensors
 from specjax.types import Array, Model, ModelInput, PyTree
 
@@ -65,7 +66,8 @@ STEPS_PER_CALL = 50  # steps between looks at the clock
 SECONDS_PER_SAVE = 45
 ROWS_PER_CALL = 2048  # continuations sampled in one call, limited by the memory of their cache
 MAX_SHARD_BYTES = 14_000_000  # maximum size of a safetensors file
-SHARES = {"target": 0.55, "draft": 0.15}  # of the minutes
+SHARES = {"target": 0.58, "draft": 0.18, "eagle3": 0.12, "dflash": 0.12}  # of the minutes
+HEAD_RATE, HEAD_DRAFTS, HEAD_ANCHORS, HEAD_EVERY = 2e-3, 4, 64, 200  # of heads; the anchors are those of a row
 
 
 class Texts(NamedTuple):
@@ -308,7 +310,7 @@ def train_target(texts: Texts, minutes: float, num_tokens: int, work: Path, out:
     return decoder_model(TARGET, bfloat16(params))
 
 
-def train_draft(
+def train_draft_model(
     target: Model, texts: Texts, samples: Array, minutes: float, num_tokens: int, work: Path, out: Path
 ) -> Model:
     """Train the draft: first on short rows of text, then on rows of the full length and the target's continuations."""
@@ -325,6 +327,43 @@ def train_draft(
     ]
     params = fit("draft", init_params(DRAFT, seed=1), DRAFT_RATE, minutes, stages, work / "draft.npz", look)
     return decoder_model(DRAFT, bfloat16(params))
+
+
+def train_head(
+    name: str, target: Model, texts: Texts, samples: Array, minutes: float, num_tokens: int, out: Path
+) -> None:
+    """Train a drafter on the target's features, half on text and half on continuations by the target, and write it."""
+    target = with_feature_layers(target, train_draft.layers_of(TARGET.num_layers, name))
+    rows = rows_with_samples(texts, np.asarray(samples))
+    mask_token = int(np.argmin(np.bincount(np.asarray(texts.training), minlength=target.vocab_size)))
+    kind, params, frozen = train_draft.new_drafter(
+        name, target, HEAD_DRAFTS, HEAD_ANCHORS, mask_token, None, jax.random.key(3)
+    )
+    held_out = np.asarray(texts.held_out).astype(int)
+    prompts = train_draft.held_out_prompts([held_out.tolist()], 64)
+
+    def look(step: int, params: PyTree) -> None:
+        trained = kind.proposer(bfloat16(jax.device_get(params | frozen)), None)
+        save_pretrained(trained, out / name, target=target)
+        lengths = train_draft.measure(target, trained, prompts)
+        print(f"{name} step {step}: {lengths[0]:.2f} and {lengths[1]:.2f} at temperatures 0 and 0.8", flush=True)
+
+    data = train_draft.Data(rows, max(1, num_tokens // CROP), seed=4)
+    plan = train_draft.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
+    train_draft.train(kind, params, frozen, target, data, None, plan, look)
+
+
+def rows_with_samples(texts: Texts, samples: np.ndarray) -> Batch:
+    """Return rows [N, CROP] for heads: pieces of text, and as many of the target's continuations."""
+    per_row = CROP // SAMPLE
+    made = samples[: len(samples) // per_row * per_row, :SAMPLE].reshape(-1, per_row * SAMPLE).astype(np.int32)
+    number = np.repeat(np.arange(1, per_row + 1, dtype=np.int32), SAMPLE)
+    stream = np.asarray(texts.training)
+    starts = np.random.default_rng(5).integers(0, len(stream) - made.shape[1], len(made))
+    text = stream[starts[:, None] + np.arange(made.shape[1])].astype(np.int32)
+    separators = np.cumsum(text == 0, axis=1, dtype=np.int32) + 1
+    tokens, segments = np.concatenate([text, made]), np.concatenate([separators, np.broadcast_to(number, made.shape)])
+    return Batch(tokens, segments, np.ones(tokens.shape, bool))
 
 
 @jax.jit
@@ -476,8 +515,14 @@ def main() -> None:
     samples = sample_continuations(target, texts, args.num_samples, args.work / "samples.npy")
     log(f"{len(samples)} continuations sampled; one: {tokenizer.decode(samples[1].tolist())!r}")
     minutes = SHARES["draft"] * args.minutes
-    train_draft(target, texts, samples, minutes, args.num_tokens // 2, args.work, args.out)
+    train_draft_model(target, texts, samples, minutes, args.num_tokens // 2, args.work, args.out)
     log("draft trained")
+    for name in ("eagle3", "dflash"):
+        done = args.work / f"{name}.done"
+        if not done.is_file():
+            train_head(name, target, texts, samples, SHARES[name] * args.minutes, args.num_tokens // 4, args.out)
+            done.touch()
+        log(f"{name} trained")
 
 
 if __name__ == "__main__":
