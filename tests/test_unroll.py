@@ -35,6 +35,14 @@ HEADS = {
 }
 
 
+slow = pytest.mark.slow
+features = jax.jit(training.features, static_argnums=2)
+feature_unroll = jax.jit(training.feature_unroll, static_argnums=0, static_argnames=("steps", "detach"))
+block_unroll = jax.jit(training.block_unroll, static_argnums=0)
+prefill = jax.jit(decode.prefill, static_argnames="max_length")
+propose = jax.jit(lambda proposer, *given: proposer.propose(*given)[0])
+
+
 @pytest.fixture(scope="module")
 def target():
     config = DecoderConfig(hidden_size=HIDDEN, num_layers=3, **SIZES)
@@ -51,11 +59,10 @@ def params_of(head):
 def drafted(target, proposer, prompts, lengths, steps=1):
     """What decoding drafts in its last step: the lengths before it, the tokens then drafted and their logits."""
     params = sampling.batch([SamplingParams(temperature=1.0, max_tokens=40)] * len(prompts))
-    state = decode.prefill(target, proposer, prompts, lengths, params, jax.random.key(2), max_length=48)
-    for _ in range(steps - 1):
-        state, _ = decode.step(target, proposer, state)
+    state = prefill(target, proposer, prompts, lengths, params, jax.random.key(2), max_length=48)
+    state = decode.generate(target, proposer, state, max_steps=steps - 1)
     keys = jax.random.split(jax.random.key(3), (len(prompts), STEPS + 1))
-    draft, _ = proposer.propose(keys, state.context, state.sampling, state.proposer)
+    draft = propose(proposer, keys, state.context, state.sampling, state.proposer)
     context = state.context
     tokens = np.array(context.tokens)
     for row, length in enumerate(context.length):
@@ -63,7 +70,7 @@ def drafted(target, proposer, prompts, lengths, steps=1):
     return tokens, np.array(context.length), np.asarray(draft.distribution.logits)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [pytest.param("eagle3", marks=slow), "two layers, 3.1"])
 def test_steps_are_those_of_decoding(name, target):
     """From a prompt and from what later steps fed, with the drafts as the text."""
     head = HEADS[name]
@@ -73,8 +80,8 @@ def test_steps_are_those_of_decoding(name, target):
     tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5, 2]), steps=4)
     assert (lengths > [9, 5, 2]).all() and logits.std() > 0.1
     batch = Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool))
-    batch = training.features(target, batch, LAYERS)
-    steps = training.feature_unroll(head, params, batch, steps=STEPS)
+    batch = features(target, batch, LAYERS)
+    steps = feature_unroll(head, params, batch, steps=STEPS)
     for j in range(STEPS):
         found = head.logits(params, steps.outputs[j])
         for row, length in enumerate(lengths):
@@ -95,17 +102,17 @@ BLOCK_HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCK_HEADS)
+@pytest.mark.parametrize("name", ["dflash", *(pytest.param(name, marks=slow) for name in ("causal", "dspark"))])
 def test_blocks_are_those_of_decoding(name, target):
     head = BLOCK_HEADS[name]
     params = params_of(head)
-    propose = dspark if head.markov_rank else dflash
+    make = dspark if head.markov_rank else dflash
     prompts = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
-    tokens, lengths, logits = drafted(target, propose(head, params, STEPS), prompts, np.array([9, 5, 2]), steps=4)
-    batch = training.features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)), LAYERS)
+    tokens, lengths, logits = drafted(target, make(head, params, STEPS), prompts, np.array([9, 5, 2]), steps=4)
+    batch = features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)), LAYERS)
     ends = jnp.asarray(lengths)[:, None] - 1
     places = jnp.concatenate([ends, jnp.maximum(ends - 2, 1), jnp.full_like(ends, -1)], axis=1)
-    steps = training.block_unroll(head, params, batch, places)
+    steps = block_unroll(head, params, batch, places)
     for j in range(STEPS):
         found = head.logits(params, steps.outputs[j])
         if head.markov_rank:
@@ -115,6 +122,7 @@ def test_blocks_are_those_of_decoding(name, target):
         assert steps.masks[j].tolist() == [[True, True, False]] * 3
 
 
+@slow
 def test_heads_of_medusa_are_those_of_decoding(target):
     keys = jax.random.split(jax.random.key(0), STEPS)
     shapes = {"blocks": [{"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}], "head": (VOCAB, HIDDEN)}
@@ -122,7 +130,7 @@ def test_heads_of_medusa_are_those_of_decoding(target):
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
     proposer = medusa(heads, vocab_size=VOCAB)
     tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5]), steps=2)
-    batch = training.features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)))
+    batch = features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)))
     steps = training.medusa_unroll(heads, batch)
     for j in range(STEPS):
         found = head_logits(heads[j], steps.outputs[j])[jnp.arange(2), lengths - 1]
@@ -135,9 +143,9 @@ def test_blocks_of_a_row_see_their_document_only(target):
     params, lengths = params_of(head), (9, 2, 7)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
     alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
-    alone, together = (training.features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
-    one = training.block_unroll(head, params, alone, jnp.array([[5], [-1], [2]]))
-    both = training.block_unroll(head, params, together, jnp.array([[5, 13]]))
+    alone, together = (features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    one = block_unroll(head, params, alone, jnp.array([[5], [-1], [2]]))
+    both = block_unroll(head, params, together, jnp.array([[5, 13]]))
     for j in range(STEPS):
         np.testing.assert_allclose(both.outputs[j][0], one.outputs[j][jnp.array([0, 2]), 0], atol=1e-5)
     assert [bool(mask[0, 0]) for mask in both.masks] == [True, True, True, False]  # tokens 6, 7 and 8
@@ -166,15 +174,15 @@ def packed(tokens, lengths):
     return Batch(jnp.asarray(row), jnp.asarray(segments), jnp.asarray(segments > 0))
 
 
-@pytest.mark.parametrize("block", [unroll.BLOCK, 8])
+@pytest.mark.parametrize("block", [8, pytest.param(unroll.BLOCK, marks=slow)])
 def test_documents_of_a_row_do_not_see_each_other(block, target, monkeypatch):
     monkeypatch.setattr(unroll, "BLOCK", block)
     head = HEADS["eagle3"]
     params, lengths = params_of(head), (9, 2, 7)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
     alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
-    alone, together = (training.features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
-    one, all_in_one = (training.feature_unroll(head, params, batch, steps=3) for batch in (alone, together))
+    alone, together = (features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    one, all_in_one = (feature_unroll(head, params, batch, steps=3) for batch in (alone, together))
     place = 0
     for i, length in enumerate(lengths):
         for j in range(3):
@@ -191,8 +199,8 @@ def test_documents_of_a_row_do_not_see_each_other(block, target, monkeypatch):
 
 def test_only_tokens_of_the_loss_mask_are_learned(target):
     batch = Batch(jnp.zeros((1, 8), jnp.int32), None, jnp.arange(8)[None] >= 5)
-    batch = training.features(target, batch, LAYERS)
-    masks = training.feature_unroll(HEADS["eagle3"], params_of(HEADS["eagle3"]), batch, steps=2).masks
+    batch = features(target, batch, LAYERS)
+    masks = feature_unroll(HEADS["eagle3"], params_of(HEADS["eagle3"]), batch, steps=2).masks
     assert np.flatnonzero(masks[0][0]).tolist() == [4, 5, 6]
     assert np.flatnonzero(masks[1][0]).tolist() == [3, 4, 5]
 
@@ -201,12 +209,12 @@ def test_gradients_flow_through_the_steps(target):
     """Those of the last step, in a random direction, by a difference; none but through its own row if detached."""
     head = HEADS["eagle3"]
     params = params_of(head)
-    batch = training.features(target, Batch(jnp.arange(8)[None], None, jnp.ones((1, 8), bool)), LAYERS)
+    batch = features(target, Batch(jnp.arange(8)[None], None, jnp.ones((1, 8), bool)), LAYERS)
     direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
 
     def last(size, detach):
         moved = jax.tree.map(lambda x, y: x + size * y, params, direction)
-        return jnp.mean(training.feature_unroll(head, moved, batch, steps=3, detach=detach).outputs[2] ** 2)
+        return jnp.mean(feature_unroll(head, moved, batch, steps=3, detach=detach).outputs[2] ** 2)
 
     gradients = [jax.grad(last)(0.0, detach) for detach in (False, True)]
     difference = (last(1e-3, False) - last(-1e-3, False)) / 2e-3
