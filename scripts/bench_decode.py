@@ -1,6 +1,8 @@
 """Time whole decoding steps on this machine's accelerator, with models of random weights or the embedded pair.
 
     python scripts/bench_decode.py --preset 8b-1b
+    python scripts/bench_decode.py --preset 8b-eagle3 --num-drafts 3 5
+    python scripts/bench_decode.py --preset 8b-block --batches 1 --num-drafts 7
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
     python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
 
@@ -22,19 +24,25 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import peers
 from jax.tree_util import Partial
 
 from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.proposers import BlockHead, trunk
+from specjax.proposers.block_draft import BlockDraft, check_block
+from specjax.proposers.drawing import reduced_vocabulary
+from specjax.proposers.feature_draft import FeatureDraft
 from specjax.sampling import SamplingParams
-from specjax.types import Draft, Model
+from specjax.types import Draft, Model, Proposer
 
 PEAK = 4.3e12  # bytes/s that a copy reaches on an H200
 SHORT, LONG, REPEATS = 2, 12, 5  # steps of a short and a long run, and timed runs of each
@@ -59,7 +67,22 @@ SHAPES = {
         hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, head_size=64, mlp_size=2048, **COMMON
     ),
 }
-PRESETS = ("8b-1b", "1b-100m", "embedded")
+BLOCK = DecoderConfig(  # of a drafter in blocks of 8 tokens for the target "8b"
+    hidden_size=4096,
+    num_layers=5,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    mlp_size=14336,
+    tie_embeddings=False,
+    head_norms=True,
+    **COMMON,
+)
+BLOCK_LAYERS = (2, 9, 16, 23, 30)  # of the target, whose stream it reads
+EAGLE = replace(BLOCK, num_layers=1, head_norms=False, vocab_size=32000)  # an EAGLE-3 head for the target "8b"
+EAGLE_LAYERS = (2, 16, 29)
+PRESETS = ("8b-1b", "8b-eagle3", "8b-block", "1b-100m", "embedded")
+Drafter = Model | BlockDraft | FeatureDraft
 
 
 def random_model(config: DecoderConfig) -> Model:
@@ -74,8 +97,31 @@ def random_model(config: DecoderConfig) -> Model:
     return decoder_model(config, tree.unflatten([weights(k, x.shape) for k, x in zip(keys, leaves, strict=True)]))
 
 
-def load(preset: str) -> tuple[Model, Model]:
+def random_block(target: Model) -> BlockDraft:
+    """Return a block-parallel drafter of random bfloat16 weights, with the embedding and the head of the target."""
+    head = BlockHead(BLOCK, len(BLOCK_LAYERS), BLOCK.hidden_size, target.vocab_size, block_size=8, mask_token=0)
+    params = trunk.random_params(head.shapes(), jax.random.key(1), jnp.bfloat16)
+    tables = {"embedding": target.params["embedding"], "lm_head": target.params["head"]}
+    return proposers.dflash(head, params | tables)
+
+
+def random_head(target: Model) -> FeatureDraft:
+    """Return an EAGLE-3 head of random bfloat16 weights, with the embedding of the target and 32,000 of its tokens."""
+    head = proposers.Eagle3Head(EAGLE, EAGLE.hidden_size, len(EAGLE_LAYERS))
+    shapes = head.shapes() | {"lm_head": (EAGLE.vocab_size, EAGLE.hidden_size)}
+    params = trunk.random_params(shapes, jax.random.key(1), jnp.bfloat16) | {"embedding": target.params["embedding"]}
+    reduced = reduced_vocabulary(np.arange(EAGLE.vocab_size) * 4, target.vocab_size)
+    return proposers.eagle3(head, params, 1, reduced=reduced)
+
+
+def load(preset: str) -> tuple[Model, Drafter]:
     """Return the target and the draft of a preset."""
+    if preset == "8b-block":
+        target = models.with_feature_layers(random_model(SHAPES["8b"]), BLOCK_LAYERS)
+        return target, random_block(target)
+    if preset == "8b-eagle3":
+        target = models.with_feature_layers(random_model(SHAPES["8b"]), EAGLE_LAYERS)
+        return target, random_head(target)
     if preset == "embedded":
         return tuple(models.load(models.EMBEDDED / name) for name in ("target", "draft"))
     return tuple(random_model(SHAPES[name]) for name in preset.split("-"))
@@ -90,6 +136,30 @@ def bytes_read(model: Model, batch: int, context: int) -> int:
     cache = jax.eval_shape(lambda: model.init_cache(1, 1))
     cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     return sum(sizes.values()) - ("head" in sizes) * sizes["embedding"] + batch * context * cached
+
+
+def bytes_of_drafts(draft: Drafter, batch: int, context: int, num_drafts: int) -> int:
+    """Return the bytes that the drafts of a step read: all that a model or a head reads for each, or a block once."""
+    if isinstance(draft, Model):
+        return num_drafts * bytes_read(draft, batch, context)
+    read = {name: part for name, part in draft.params.items() if name != "embedding"}
+    cache = jax.eval_shape(lambda: draft.init(1, 1))
+    cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    once = sum(x.nbytes for x in jax.tree.leaves(read)) + batch * context * cached
+    if isinstance(draft, BlockDraft):
+        return once
+    return num_drafts * once - (num_drafts - 1) * read["fc"].nbytes  # a row of a draft has no feature to make
+
+
+def drafter(draft: Drafter, num_drafts: int) -> Proposer:
+    """Return the proposer that makes `num_drafts` drafts."""
+    if not num_drafts:
+        return proposers.none()
+    if isinstance(draft, Model):
+        return proposers.draft_model(draft, num_drafts)
+    if isinstance(draft, FeatureDraft):
+        return replace(draft, num_draft_tokens=num_drafts)
+    return replace(draft, num_draft_tokens=check_block(draft.head, draft.params, num_drafts))
 
 
 def slope(call) -> float:
@@ -119,9 +189,9 @@ def loop_slope(loop, cache, model) -> float:
 class Run:
     """Decoding of one batch from a context length with K drafts; the state continues from call to call."""
 
-    def __init__(self, target: Model, draft: Model, batch: int, context: int, num_drafts: int):
+    def __init__(self, target: Model, draft: Drafter, batch: int, context: int, num_drafts: int):
         self.target, self.batch = target, batch
-        self.proposer = proposers.draft_model(draft, num_drafts) if num_drafts else proposers.none()
+        self.proposer = drafter(draft, num_drafts)
         steps = (REPEATS + 1) * (SHORT + LONG) + 2 * LONG
         size = context + (num_drafts + 1) * steps
         prompts = jax.random.randint(jax.random.key(0), (batch, context), 0, target.vocab_size)
@@ -196,7 +266,7 @@ class Run:
         return slope(lambda n: jax.block_until_ready(loop(n, logits, tokens)))
 
 
-def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:
+def measure(target: Model, draft: Drafter, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:
     """Measure one setting: seconds of a step and of its parts, bytes read, seconds of compilation, tokens/s."""
     run = Run(target, draft, batch, context, num_drafts)
     verifiers_at = {
@@ -210,7 +280,7 @@ def measure(target: Model, draft: Model, batch: int, context: int, num_drafts: i
     row["tokens_per_s"] = {
         rate: batch * float(theory.expected_tokens(rate, num_drafts)) / row["step_s"] for rate in verifiers_at or (1.0,)
     }
-    row["bytes"] = bytes_read(target, batch, context) + num_drafts * bytes_read(draft, batch, context)
+    row["bytes"] = bytes_read(target, batch, context) + bytes_of_drafts(draft, batch, context, num_drafts)
     row["floor_s"] = row["bytes"] / PEAK
     if num_drafts and with_parts:
         measured = row["measured_tokens_per_s"] = {}
@@ -230,7 +300,7 @@ def print_header() -> None:
     print("|---" * 11 + "|")
 
 
-def print_row(by: str, row: dict, plain: float) -> None:
+def print_row(by: str, row: dict, plain: float | None) -> None:
     """Print a row of this library or of a peer, whose rows have fewer figures; `plain` is its speed without drafts."""
     split = floor = compile_s = "-"
     if "compile_s" in row:
@@ -241,11 +311,17 @@ def print_row(by: str, row: dict, plain: float) -> None:
         split = " / ".join(f"{1e3 * row[f'{part}_s']:.2f}" for part in ("draft", "score", "verify", "other"))
     rates = [row["tokens_per_s"].get(rate, row["tokens_per_s"][1.0]) for rate in RATES]
     cells = [by, row["batch"], row.get("context", "-"), row["num_drafts"], f"{1e3 * row['step_s']:.2f}"]
-    cells += [split, floor, compile_s, *(f"{rate:.0f}" for rate in rates), f"{rates[-1] / plain:.2f}"]
+    cells += [
+        split,
+        floor,
+        compile_s,
+        *(f"{rate:.0f}" for rate in rates),
+        "-" if plain is None else f"{rates[-1] / plain:.2f}",
+    ]
     print(f"| {' | '.join(map(str, cells))} |")
 
 
-def time_decoding(args: argparse.Namespace, target: Model, draft: Model) -> list[dict]:
+def time_decoding(args: argparse.Namespace, target: Model, draft: Drafter) -> list[dict]:
     """Print the table of steps and return its rows."""
     settings = [0, *args.num_drafts]
     known = any(peers.of_decoding(args.preset, batch, k) for batch in args.batches for k in settings)
@@ -262,7 +338,9 @@ def time_decoding(args: argparse.Namespace, target: Model, draft: Model) -> list
                 for peer in peers.of_decoding(args.preset, batch, num_drafts) if has_peers else ():
                     row = {"peer": peer.name, "batch": batch, "num_drafts": num_drafts}
                     rows.append(row | {"step_s": peer.step_ms / 1e3, "tokens_per_s": peer.tokens_per_s})
-                    print_row(f"peer: {peer.name}", rows[-1], plain.setdefault(peer.name, peer.tokens_per_s[1.0]))
+                    if not num_drafts:
+                        plain[peer.name] = peer.tokens_per_s[1.0]
+                    print_row(f"peer: {peer.name}", rows[-1], plain.get(peer.name))
     return rows
 
 

@@ -51,10 +51,15 @@ DECODE_SOURCE = (
     "was not noted."
 )
 REFERENCE = "compiled PyTorch reference, CUDA graphs"
+ENGINE = "engine, EAGLE-3 head, CUDA graphs; context 512"
 COMMON = "common PyTorch library; plain: compiled with a static cache"
 _DECODE = {  # (preset of bench_decode, batch size, number of drafts): peers
     ("8b-1b", 1, 0): (Decoder(REFERENCE, 5.1, {1.0: 196}), Decoder(COMMON, 1000 / 150, {1.0: 150})),
     ("8b-1b", 1, 5): (Decoder(REFERENCE, 14.1, {1.0: 426, 0.7: 176}), Decoder(COMMON, 63, {1.0: 94, 0.7: 30})),
+    ("8b-eagle3", 1, 3): (Decoder(ENGINE, 6.17, {1.0: 648, 0.7: 411}),),
+    ("8b-eagle3", 1, 5): (Decoder(ENGINE, 7.1, {1.0: 845, 0.7: 414}),),
+    ("8b-eagle3", 8, 5): (Decoder(ENGINE, 7.67, {1.0: 6258, 0.7: 3155}),),
+    ("8b-eagle3", 64, 3): (Decoder(ENGINE, 10.74, {1.0: 23836, 0.7: 15131}),),
 }
 
 NONE = "No other system was measured on this work."

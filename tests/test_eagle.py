@@ -10,7 +10,7 @@ import pytest
 import test_features
 from heads import HIDDEN, LAYERS, VOCAB
 
-from specjax import Context, checks, models, proposers, sampling, testing, verifiers
+from specjax import Context, checks, models, prompts, proposers, sampling, testing, verifiers
 from specjax.models.decoder import DecoderConfig
 from specjax.pages import read_slots, write_slots
 from specjax.proposers import trunk
@@ -289,8 +289,9 @@ def toy_target(params, inputs, cache):
 
 
 @pytest.mark.parametrize("in_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_no_feature_is_stale(in_pages):
+def test_no_feature_is_stale(monkeypatch, in_pages):
     """A head that knows the target is always right, also after drafts were rejected, which every other step does."""
+    monkeypatch.setattr(prompts, "BUDGET", 11)  # calls of a few rows of the batch
     target = Model((), toy_target, test_features.cache_of, test_features.VOCAB, takes_pages=True)
     proposer = FeatureDraft(ToyHead(), {"embedding": jnp.zeros((1, 1))}, K)
     rejecting = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[0.7, 0.4, 0.2])

@@ -1,6 +1,7 @@
 """Medusa heads: layouts, parity with the formulas, and what they do in decoding."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import heads
 import jax
@@ -15,7 +16,7 @@ from specjax import decode, metrics, proposers, sampling, testing
 from specjax.pages import Pages, read_slots, write_slots
 from specjax.proposers.medusa import load_medusa as load
 from specjax.sampling import SamplingParams
-from specjax.types import Features, Model, ModelOutput
+from specjax.types import Draft, Features, Model, ModelOutput
 
 NUM_HEADS = 3
 TOKEN_MAP = np.random.default_rng(3).permutation(VOCAB)[:40]
@@ -170,18 +171,59 @@ def own_text(length):
     return tokens
 
 
-@pytest.mark.parametrize("in_pages", [False, True])
-def test_heads_that_copy_the_target_are_always_right(in_pages):
+def start_copying(proposer, in_pages=False):
     """Prompts that the target itself would have written, of lengths on and beside the ends of chunks."""
-    lengths, proposer = np.array([4, 5, 2, 8]), copying_heads()
-    ids = np.tile(own_text(8), (4, 1)).astype(np.int32)
+    ids, lengths = np.tile(own_text(8), (4, 1)).astype(np.int32), np.array([4, 5, 2, 8])
     rows = sampling.batch([SamplingParams(temperature=0, max_tokens=30)] * 4)
     pages = Pages(jnp.asarray(random_table((4, 10), 64)), 64, 4) if in_pages else None
     given = COPIED, proposer, jnp.asarray(ids), jnp.asarray(lengths), rows, jax.random.key(0)
-    state = heads.prefill(*given, max_length=40, chunk_size=4, pages=pages)
-    state = decode.generate(COPIED, proposer, state)
+    return heads.prefill(*given, max_length=40, chunk_size=4, pages=pages)
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_heads_that_copy_the_target_are_always_right(in_pages):
+    proposer = copying_heads()
+    state = decode.generate(COPIED, proposer, start_copying(proposer, in_pages))
     assert metrics.acceptance_rate(state.totals) == 1 and int(state.totals.drafted.sum()) > 60
     assert state.context.tokens[3, :38].tolist() == own_text(38)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["known"], meta_fields=["num_draft_tokens"])
+@dataclass(frozen=True)
+class Sometimes:
+    """Drafts a token of a known text and a wrong one, in rows whose length 3 divides."""
+
+    known: jax.Array
+    num_draft_tokens: int = 2
+    takes_pages = True
+
+    def init(self, batch_size, max_length, pool=None):
+        return ()
+
+    def prefill(self, chunk, features, state):
+        return state
+
+    def propose(self, keys, context, sampling, state):
+        drafts = context.active & (context.length % 3 == 0)
+        index = context.length[:, None] + jnp.arange(2)[None]
+        tokens = (self.known[index] + jnp.arange(2)[None]) % TOKENS
+        return Draft(jnp.where(drafts[:, None], tokens, -1)), state
+
+    def update(self, context, verified, features, state):
+        return state
+
+
+def test_after_drafts_of_another_proposer():
+    """The heads go on from the last token that was accepted, whoever drafted it."""
+    proposer = proposers.fallback(Sometimes(jnp.asarray(own_text(48), jnp.int32)), copying_heads())
+    state, counts = start_copying(proposer), np.zeros((2, 4), int)
+    while state.context.active.any():
+        left = 30 - np.asarray(state.context.length - state.context.prompt_length)
+        active = np.asarray(state.context.active) & (left > 3)
+        state, info = heads.step(COPIED, proposer, state)
+        np.add.at(counts, (np.asarray(state.proposer.is_first)[active].astype(int), info.num_accepted[active]), 1)
+    assert counts[0].tolist()[:3] == [0, 0, 0] and counts[0, 3] > 5, "the heads are always right"
+    assert counts[1, 1] > 5, "the other's first draft is right, the second wrong"
 
 
 def test_slots(tmp_path, target):

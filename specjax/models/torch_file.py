@@ -142,7 +142,7 @@ class _Machine:
 
     def __init__(self):
         self.stack, self.marks, self.memo = [], [], {}
-        self.operations: dict[str, Callable[[Any], None]] = {
+        self.operations: dict[str, Callable[[Any], Any]] = {
             "PROTO": lambda _: None,
             "FRAME": lambda _: None,
             "MARK": lambda _: self.marks.append(len(self.stack)),

@@ -131,7 +131,7 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
 
 
 def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tuple[int, ...]:
-    num_layers, size = target.apply.config.num_layers, files.target_weights(target).embedding.shape[1]
+    num_layers, size = files.num_layers(target), files.target_weights(target).embedding.shape[1]
     inputs = tensors.shape("fc.weight")[-1]
     if inputs % size:
         raise ValueError(

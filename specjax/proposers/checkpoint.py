@@ -94,11 +94,10 @@ def kind_of(directory: str | Path) -> str | None:
 
     directory = Path(directory)
     tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
-    names = tensors.names()
+    fields, names = read_json(directory / "config.json"), tensors.names()
     others = {"medusa": is_medusa, "mlp_speculator": is_mlp_speculator, "mtp": is_mtp}
-    own = (kind for kind, is_of in others.items() if is_of(names))
-    of_eagle = eagle_files.kind_of(read_json(directory / "config.json"), names)
-    return of_eagle or block_files.kind_of(names) or next(own, None)
+    other = next((kind for kind, is_of in others.items() if is_of(names)), None)
+    return eagle_files.kind_of(fields, names) or block_files.kind_of(names) or other
 
 
 def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:

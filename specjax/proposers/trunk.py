@@ -6,8 +6,9 @@ not matter where a reference begins to count.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ def in_full_precision(params: Params) -> Any:
     return jax.default_matmul_precision("highest" if params["embedding"].dtype == jnp.float32 else None)
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """What the layers of one call share."""
 
     inputs: ModelInput
