@@ -19,7 +19,7 @@ from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import GREEDY, Capacities, of_request
 from specjax.types import ModelInput
 
-VOCAB, HIDDEN, LAYERS = 61, 32, 3
+VOCAB, HIDDEN, LAYERS = 61, 32, 2
 CONFIG = DecoderConfig(VOCAB, HIDDEN, LAYERS, 4, 2, 8, 48, 128, tie_embeddings=False)
 SIZE = 40  # of the token buffer
 LENGTHS = (11, 1, 2, 6)
@@ -62,6 +62,12 @@ def features_of(target, tokens):
 
 
 @jax.jit
+def propose_and_step(target, proposer, state, verifier):
+    """The draft of a step and what the step does, in one program."""
+    return propose(proposer, state), *decode.step(target, proposer, state, verifier=verifier)
+
+
+@jax.jit
 def propose(proposer, state):
     keys = streams.positions(state.keys, state.context.length, proposer.num_draft_tokens)
     return proposer.propose(keys, state.context, state.sampling, state.proposer)[0]
@@ -87,8 +93,9 @@ def follow(target, proposer, reference, in_pages=False, rate=0.8):
     verifier = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(width)])
     state, counts = start(target, proposer, in_pages), np.zeros(width + 1, int)
     while bool(state.context.active.any()):
-        context, draft = jax.device_get((state.context, propose(proposer, state)))
-        features = jax.device_get(features_of(target, context.tokens))
+        context, features = jax.device_get((state.context, features_of(target, state.context.tokens)))
+        draft, state, info = propose_and_step(target, proposer, state, verifier)
+        draft = jax.device_get(draft)
         for b in np.flatnonzero(context.active):
             length = context.length[b]
             assert draft.num_tokens[b] == (width if length > 1 else 0)
@@ -97,7 +104,6 @@ def follow(target, proposer, reference, in_pages=False, rate=0.8):
             own = jax.tree.map(lambda x: None if x is None else x[b, : length - 1], features)  # noqa: B023
             expected = reference(context.tokens[b, :length], own, draft.tokens[b])
             np.testing.assert_allclose(draft.distribution.logits[b], expected, rtol=1e-4, atol=1e-4)
-        state, info = step(target, proposer, state, verifier=verifier)
         np.add.at(counts, np.asarray(info.num_accepted)[context.active], 1)
     assert (counts > 0).all(), counts
 

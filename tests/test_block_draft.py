@@ -27,13 +27,13 @@ LAYERS = {
     "rms_norm_eps": heads.EPSILON,
     "tie_word_embeddings": False,
 }
-AUTHORS = LAYERS | {"block_size": BLOCK, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]}}
+AUTHORS = LAYERS | {"block_size": BLOCK, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}}
 FLAT = LAYERS | {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [-1, 1], "num_anchors": 512}
 DSPARK = FLAT | {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
 SPECULATORS = {
     "speculators_model_type": "dflash",
     "transformer_layer_config": LAYERS,
-    "aux_hidden_state_layer_ids": [1, 3],
+    "aux_hidden_state_layer_ids": [1, 2],
     "block_size": BLOCK,
     "mask_token_id": MASK,
     "sample_from_anchor": False,
@@ -56,17 +56,17 @@ def shapes_of(rows=VOCAB, own_tables=False, rank=0, confidence=0):
 
 
 CASES = {  # config, shapes of the tensors, layers of the target, whether the pending token gives the first draft
-    "authors": (AUTHORS, shapes_of(), (1, 3), False),
+    "authors": (AUTHORS, shapes_of(), (1, 2), False),
     "window": (
         AUTHORS
         | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True},
         shapes_of(),
-        (1, 3),
+        (1, 2),
         False,
     ),
     "flat": (FLAT, shapes_of(own_tables=True), (0, 2), True),
     "dspark": (DSPARK, shapes_of(own_tables=True, rank=RANK, confidence=HIDDEN + RANK), (0, 2), True),
-    "speculators": (SPECULATORS, shapes_of(REDUCED, own_tables=True), (1, 3), False),
+    "speculators": (SPECULATORS, shapes_of(REDUCED, own_tables=True), (1, 2), False),
 }
 
 
@@ -131,7 +131,10 @@ def reference(tensors, case, target):
     return logits
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = "window", "flat", "speculators"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_parity(tmp_path, targets, case):
     target, tensors = targets[case], write(tmp_path, case)
     assert proposers.kind_of(tmp_path) == ("dspark" if case == "dspark" else "dflash")
@@ -187,13 +190,12 @@ def small(key, num_drafts, options, **sizes):
     "options, sizes",
     [
         ({}, {}),
-        ({"temperature": 0}, {"markov_rank": 4}),
         ({"min_confidence": 0.5}, {"markov_rank": 4, "confidence": "both"}),
     ],
 )
 def test_the_distribution_is_the_targets(options, sizes):
     proposer = small(1, 3, options, **sizes)
-    testing.assert_proposer_lossless(proposer, num_samples=30_000)
+    testing.assert_proposer_lossless(proposer, num_samples=20_000)
 
 
 def test_confidences_change_the_number_of_drafts():
@@ -237,13 +239,13 @@ def test_the_base_of_the_rotation_can_be_replaced(tmp_path, targets):
 
 
 def table(**fields):
-    return {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]} | fields}
+    return {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]} | fields}
 
 
 BAD = [
     ("authors", table(selector_rank=8), r"dflash_config\.selector_rank in"),
     ("authors", table(projector_type="domino"), r"projector_type in .* must be 'dflash' or 'dspark'"),
-    ("authors", table(target_layer_ids=[0, 3]), "target_layer_ids in .* must be layers of the target, which has 3"),
+    ("authors", table(target_layer_ids=[0, 2]), "target_layer_ids in .* must be layers of the target, which has 2"),
     ("authors", table(target_layer_ids=[0]), r"target_layer_ids in .* must be 2 integers, as fc\.weight"),
     ("authors", table(mask_token_id=VOCAB), r"mask_token must be in the embedding, in \[0, 61\), got 61"),
     ("authors", table(mask_token_id=None), r"must have the field dflash_config\.mask_token_id"),
@@ -269,7 +271,7 @@ def test_bad_fields(tmp_path, targets, case, changes, message):
 def test_bad_files(tmp_path, targets):
     target = targets["authors"]
     tensors = write(tmp_path, "authors")
-    with pytest.raises(ValueError, match=r"target must have feature_layers = \(1, 3\), .*, got \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"target must have feature_layers = \(1, 2\), .*, got \(0, 2\)"):
         proposers.load(tmp_path, targets["dspark"], num_draft_tokens=3)
     proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
     with pytest.raises(ValueError, match=r"features\.taps"):

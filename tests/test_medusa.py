@@ -95,10 +95,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FAST = "authors", "vllm"
+
+
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in LAYOUTS])
 def test_parity(tmp_path, target, layout):
     expected = LAYOUTS[layout](tmp_path)
-    proposer = load(tmp_path, target)
+    assert proposers.kind_of(tmp_path) == "medusa"
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=NUM_HEADS)
     heads.follow(target, proposer, expected, in_pages=layout in ("vllm", "two blocks"))
 
 
@@ -113,12 +117,18 @@ def bigram_heads(size=8, num_heads=2, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])}, {"temperature": 0.6}, {"temperature": 0}]
+    "options",
+    [
+        {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])},
+        pytest.param({"temperature": 0.6}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_distribution_is_the_targets(options):
     testing.assert_proposer_lossless(bigram_heads(**options), num_samples=20_000)
 
 
+@pytest.mark.slow
 def test_greedy_is_plain(tmp_path, target):
     authors(tmp_path)
     plain, _ = heads.generate(target, None, temperature=0)
@@ -128,17 +138,17 @@ def test_greedy_is_plain(tmp_path, target):
         assert int(state.totals.drafted.sum()) > 0
 
 
-MODULUS, TOKENS = 29, 13
+FACTOR, MODULUS, TOKENS = 24, 37, 13
 
 
 def follows(params, inputs, cache):
-    """A target whose hidden state is a one-hot of r[t] = (5 r[t-1] + token[t] + 1) mod 29, which decides all tokens."""
+    """A target whose hidden state is a one-hot of r[t] = (24 r[t-1] + token[t] + 1) mod 37, which decides all."""
     slots = inputs.positions
     before = jnp.pad(read_slots(cache, inputs.pages), ((0, 0), (1, 0)))
     state = jnp.take_along_axis(before, slots[:, :1], axis=1, mode="clip")[:, 0]
 
     def body(state, token):
-        state = (5 * state + token + 1) % MODULUS
+        state = (FACTOR * state + token + 1) % MODULUS
         return state, state
 
     states = jnp.moveaxis(jax.lax.scan(body, state, jnp.moveaxis(inputs.tokens, 1, 0))[1], 0, 1)
@@ -158,7 +168,7 @@ def copying_heads(num_heads=3):
     """Head i knows what the target says of the state i + 1 tokens later."""
     state, made = np.arange(MODULUS), []
     for _ in range(num_heads):
-        state = (5 * state + state % TOKENS + 1) % MODULUS
+        state = (FACTOR * state + state % TOKENS + 1) % MODULUS
         made.append({"blocks": [], "head": jnp.asarray(9 * np.eye(TOKENS)[:, state % TOKENS], jnp.float32)})
     return proposers.medusa(made, vocab_size=TOKENS)
 
@@ -167,7 +177,7 @@ def own_text(length):
     state, tokens = 4, [3]
     for _ in range(length - 1):
         tokens.append(state % TOKENS)
-        state = (5 * state + tokens[-1] + 1) % MODULUS
+        state = (FACTOR * state + tokens[-1] + 1) % MODULUS
     return tokens
 
 
@@ -272,6 +282,8 @@ class TestBadInput:
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             load(tmp_path, target)
         authors(tmp_path)
+        with pytest.raises(ValueError, match=r"rope_theta must be None for a drafter without attention \(medusa\)"):
+            proposers.load(tmp_path, target, num_draft_tokens=3, rope_theta=1e4)
         with pytest.raises(ValueError, match=r"num_draft_tokens must be in \[1, 3\], the number of heads, got 4"):
             load(tmp_path, target, num_draft_tokens=4)
         file = tmp_path / "medusa_lm_head.pt"

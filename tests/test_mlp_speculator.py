@@ -73,10 +73,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", ["own", "tied", pytest.param("as wide as the target", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", ["tied", *(pytest.param(form, marks=pytest.mark.slow) for form in ("own", "as wide as the target"))]
+)
 def test_parity(tmp_path, target, form):
     expected = write(tmp_path, **FORMS[form])
-    heads.follow(target, load(tmp_path, target), expected, in_pages=form == "tied")
+    assert proposers.kind_of(tmp_path) == "mlp_speculator"
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=DEPTH)
+    heads.follow(target, proposer, expected, in_pages=form == "tied")
 
 
 def test_fewer_drafts_than_the_trained_depth(tmp_path, target):

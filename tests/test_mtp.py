@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from heads import HIDDEN, VOCAB
 
-from specjax import models
+from specjax import models, proposers
 from specjax.proposers.mtp import load_mtp as load
 
 CONFIG = {
     "model_type": "mimo",
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": heads.HEADS,
     "num_key_value_heads": heads.KV_HEADS,
     "intermediate_size": 48,
@@ -33,8 +33,7 @@ SHAPES = {
 MODULE = heads.layer_shapes(NAME, has_bias=True)
 MODULE |= {f"{NAME}.{norm}_layernorm.weight": (HIDDEN,) for norm in ("token", "hidden", "final")}
 MODULE |= {f"{NAME}.input_proj.weight": (HIDDEN, 2 * HIDDEN)}
-for i in range(2):
-    SHAPES |= heads.layer_shapes(f"model.layers.{i}", has_bias=True)
+SHAPES |= heads.layer_shapes("model.layers.0", has_bias=True)
 TENSORS = heads.random_tensors(SHAPES | MODULE)
 
 
@@ -66,9 +65,10 @@ def reference(tokens, features, drafts):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("in_pages", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_parity(directory, target, in_pages):
-    heads.follow(target, load(directory, target, num_draft_tokens=3), reference, in_pages)
+    assert proposers.kind_of(directory) == "mtp"
+    heads.follow(target, proposers.load(directory, target, num_draft_tokens=3), reference, in_pages)
 
 
 def test_the_target_is_a_qwen2(tmp_path, directory, target):
@@ -79,6 +79,7 @@ def test_the_target_is_a_qwen2(tmp_path, directory, target):
     jax.tree.map(np.testing.assert_array_equal, plain.params, target.params)
 
 
+@pytest.mark.slow
 def test_greedy_is_plain(directory, target):
     plain, _ = heads.generate(target, None, temperature=0)
     for in_pages in (False, True):
