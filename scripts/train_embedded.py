@@ -57,7 +57,7 @@ DRAFT = DecoderConfig(
     mlp_size=432,
     max_length=2048,
 )
-TARGET_RATE, DRAFT_RATE = 4e-3, 4e-3  # peak learning rates
+TARGET_RATE, DRAFT_RATE = 3e-3, 3e-3  # peak learning rates
 WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
 STDLIB_SHARE, START_SHARE = 0.3, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
@@ -488,7 +488,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("build/embedded"), help="directory of what a run goes on from"
     )
-    parser.add_argument("--minutes", type=float, default=17, help="time for training; the rest needs about 3 more")
+    parser.add_argument("--minutes", type=float, default=15, help="time for training; the rest needs some more")
     parser.add_argument("--stdlib", type=Path, help="standard library to train on, by default that of this Python")
     parser.add_argument(
         "--packages", action=argparse.BooleanOptionalAction, default=True, help="whether to train on them"
