@@ -3,7 +3,7 @@
     python scripts/train_draft.py --kind eagle3 --data FILES --out DIR
     python scripts/train_draft.py --target CHECKPOINT --kind dflash --data FILES --out DIR --layout speculators
 
-The target's distribution at every token is what the drafter learns. Half a percent of the documents, at least one, is
+The target's distribution at every token is what the drafter learns. A twentieth of the documents, at least one, is
 held out; on them the script measures the mean acceptance length as it goes. `--out` becomes a directory that
 `specjax.LLM(target, draft=DIR)` and `proposers.load` take. A run that was killed goes on where it was when the same
 command is given again. All local devices share a batch.
@@ -49,7 +49,7 @@ NUM_LAYERS = 2  # of a DFlash network
 CLIP = 1.0  # largest norm of a gradient
 MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
 WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
-HELD_OUT = 200  # one document of so many is held out
+HELD_OUT = 20  # one document of so many is held out
 PROMPT = 64  # tokens of held-out text before a measured step
 SAMPLE = 192  # tokens of a continuation by the target
 
@@ -415,7 +415,11 @@ def main() -> None:
         args.kind, target, args.num_draft_tokens, args.anchors, mask_token, vocab, jax.random.key(args.seed)
     )
     size = sum(x.size for x in jax.tree.leaves(params))
-    print(f"{len(rows.tokens)} rows of {args.length} tokens; {size:,} parameters to train", flush=True)
+    print(
+        f"{len(rows.tokens)} rows of {args.length} tokens, {len(prompts)} held-out prompts; "
+        f"{size:,} parameters to train",
+        flush=True,
+    )
 
     def look(step: int, params: PyTree) -> None:
         whole = jax.tree.map(lambda x: x.astype(args.dtype), jax.device_get(params | frozen))
