@@ -7,11 +7,13 @@ stood in an earlier file.
 
 import ast
 import hashlib
+import multiprocessing
 import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +44,7 @@ SIZES = 200, 300_000  # characters of a file
 MAX_LINE = 200  # characters of its longest line
 MAX_DIGITS = 0.12  # share of its characters: more is a table
 MAX_SEEN = 0.5  # share of its longer lines that stood in earlier files
+FILES_PER_CALL = 64  # files that another process reads at a time
 OVERLAP = 50  # a run of so many tokens in common with a held-out module excludes a file
 
 
@@ -153,10 +156,13 @@ def read_corpus(stdlib: Path | None = None, *, packages: bool = True, validation
     python = Source(STDLIB, sysconfig.get_python_version(), "PSF-2.0", training_files)
     sources = [python, *(installed_sources() if packages else ())]
     lines, training, validation = Lines(), {}, []
-    with ProcessPoolExecutor() as pool:
+    # A fork of a process with JAX may hang, so the others start anew.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for source in sources:
             kept = training.setdefault(source.name, [])
-            for text in pool.map(readable, source.files, chunksize=64):
+            is_large = len(source.files) >= FILES_PER_CALL
+            run = partial(pool.map, chunksize=FILES_PER_CALL) if is_large else map
+            for text in run(readable, source.files):
                 if text is not None and lines.is_new(text):
                     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
                     (kept if number % validation_share else validation).append(text)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +109,9 @@ def pack(texts: Iterable[Document | Sequence[int]], length: int) -> Batch:
     room: dict[int, int] = {}  # of the rows that are being filled
     for text in texts:
         document = text if isinstance(text, Document) else Document(text)
-        tokens = np.asarray(document.tokens, np.int32)
-        for start in range(0, len(tokens), length):
-            piece = tokens[start : start + length]
+        ids = np.asarray(document.tokens, np.int32)
+        for start in range(0, len(ids), length):
+            piece = ids[start : start + length]
             row = next((row for row, left in room.items() if left >= len(piece)), None)
             if row is None:
                 row = len(rows)
@@ -124,15 +124,16 @@ def pack(texts: Iterable[Document | Sequence[int]], length: int) -> Batch:
                 room[row] -= len(piece)
     if not rows:
         raise ValueError("texts must have tokens, got none")
-    batch = Batch(*(np.zeros((len(rows), length), dtype) for dtype in (np.int32, np.int32, bool)))
+    arrays: Any = [np.zeros((len(rows), length), dtype) for dtype in (np.int32, np.int32, bool)]
+    tokens, segments, loss_mask = arrays
     for row, pieces in enumerate(rows):
         place = 0
         for number, (piece, learn_from) in enumerate(pieces, 1):
             here = slice(place, place + len(piece))
-            batch.tokens[row, here], batch.segments[row, here] = piece, number
-            batch.loss_mask[row, here] = np.arange(len(piece)) >= learn_from
+            tokens[row, here], segments[row, here] = piece, number
+            loss_mask[row, here] = np.arange(len(piece)) >= learn_from
             place += len(piece)
-    return batch
+    return Batch(tokens, segments, loss_mask)
 
 
 def regenerate(

@@ -50,8 +50,10 @@ def save_pretrained(
     else:
         assert isinstance(proposer, FeatureDraft | BlockDraft), "the kinds that are left"
         is_nested = layout == "speculators"
-        make = _eagle3 if isinstance(proposer, FeatureDraft) else _dflash
-        tensors, config = make(proposer, target, is_nested, target_name)
+        if isinstance(proposer, FeatureDraft):
+            tensors, config = _eagle3(proposer, target, is_nested, target_name)
+        else:
+            tensors, config = _dflash(proposer, target, is_nested, target_name)
         tensors |= _vocabulary(proposer.reduced, target.vocab_size)
         tensors |= _tables(proposer.params, target, with_embedding=is_nested)
     directory = Path(path)

@@ -37,6 +37,7 @@ __all__ = [
     "total_variation",
 ]
 
+TINY = float(np.finfo(np.float32).tiny)
 Loss = Callable[..., PyTree]  # (draft_logits [..., D], target_logits [..., V], vocab=) -> arrays [...]
 
 
@@ -168,7 +169,7 @@ def negative_log_acceptance(
     Raises:
         ValueError: the shapes do not fit, or the floor is not in (0, 1].
     """
-    check_number("floor", floor, "one number in (0, 1]", np.finfo(np.float32).tiny, 1)
+    check_number("floor", floor, "one number in (0, 1]", TINY, 1)
     return -jnp.log(jnp.maximum(acceptance_rate(draft_logits, target_logits, vocab=vocab), floor))
 
 
@@ -265,13 +266,12 @@ def position_decay(num_positions: int, *, ratio: float | None = None, gamma: flo
         raise ValueError(f"num_positions must be an integer >= 1, got {num_positions!r}")
     if (ratio is None) == (gamma is None):
         raise ValueError(f"give exactly one of ratio and gamma, got {ratio!r} and {gamma!r}")
-    tiny = np.finfo(np.float32).tiny
     if ratio is None:
-        check_number("gamma", gamma, "one number > 0", tiny, np.inf)
+        check_number("gamma", gamma, "one number > 0", TINY, np.inf)
         assert gamma is not None, "one of the two is given"
         ratio = float(np.exp(-1 / gamma))
     else:
-        check_number("ratio", ratio, "one number in (0, 1]", tiny, 1)
+        check_number("ratio", ratio, "one number in (0, 1]", TINY, 1)
     return jnp.asarray(ratio ** np.arange(num_positions), jnp.float32)
 
 
