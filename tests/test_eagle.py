@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_features
-from heads import HIDDEN, LAYERS, VOCAB
+from heads import HIDDEN, VOCAB
 
 from specjax import Context, checks, models, prompts, proposers, sampling, testing, verifiers
 from specjax.models.decoder import DecoderConfig
@@ -83,8 +83,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def tapped():
-    """With the layers that files without ids mean: 2, n / 2 and n - 3."""
-    return heads.make_target((2, LAYERS // 2, LAYERS - 3))
+    return heads.make_target(DEFAULT)
 
 
 def tables(target):
@@ -115,7 +114,8 @@ def write_eagle(directory, target, form="flat"):
 
 
 # Layouts of EAGLE-3: the name of the first layer, fields of config.json, and options of `eagle3_shapes`.
-FLAT = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": SMALL}
+IDS_FIELD, DEFAULT = "eagle_aux_hidden_state_layer_ids", (2, 0, 1)
+FLAT = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": SMALL, IDS_FIELD: [*DEFAULT]}
 LAYOUTS = {
     "authors": ("midlayer", FLAT, {}),
     "3.1": ("model.midlayer", FLAT | {"fc_norm": True, "norm_output": True}, {"norms": "each"}),
@@ -126,7 +126,7 @@ LAYOUTS = {
             "draft_vocab_size": SMALL,
             "norm_before_residual": True,
             "norm_before_fc": True,
-            "eagle_aux_hidden_state_layer_ids": [3, 0],
+            IDS_FIELD: [2, 0],
             "target_hidden_size": HIDDEN,
             "speculators_config": {"algorithm": "eagle3"},
         },
@@ -146,17 +146,17 @@ LAYOUTS = {
     ),
     "deepspec": (
         "layers.0",
-        {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [0, 1, 2, 0, 1]},
+        {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [0, 1, 0, 1, 0]},
         {"taps": 5, "is_reduced": False, "has_head_norms": True},
     ),
     "parallel": (
         "layers.0",
         {"speculators_model_type": "peagle", "norm_before_residual": False, "mask_token_id": 60}
-        | {"draft_vocab_size": SMALL},
+        | {"draft_vocab_size": SMALL, IDS_FIELD: [*DEFAULT]},
         {"num_layers": 2, "is_parallel": True},
     ),
 }
-TAPS = {"speculators": (3, 0), "modelopt": (), "deepspec": (1, 2, 3, 1, 2)}
+TAPS = {"speculators": (2, 0), "modelopt": (), "deepspec": (1, 2, 1, 2, 1)}
 
 
 def eagle3_shapes(
@@ -253,7 +253,7 @@ def test_parity_of_eagle(tmp_path, target, form, in_pages):
 def test_parity_of_eagle3(tmp_path, target, layout, in_pages):
     expected = write_eagle3(tmp_path, target, layout)
     layers = proposers.feature_layers(tmp_path, target)
-    assert layers == TAPS.get(layout, (2, 1, 0))
+    assert layers == TAPS.get(layout, DEFAULT)
     target = models.with_feature_layers(target, layers)
     heads.follow(target, load(tmp_path, target), expected, in_pages)
 
@@ -426,6 +426,10 @@ def drop(name):
     return lambda config, tensors: tensors.pop(name)
 
 
+def drop_field(name):
+    return lambda config, tensors: config.pop(name)
+
+
 def without_d2t(config, tensors):
     del tensors["d2t"], tensors["t2d"]
 
@@ -446,8 +450,8 @@ BAD = [
     (without_d2t, r"tensor d2t must say which tokens of V = 61 the 40 logits are for, got none"),
     (swapped, r"tensors d2t and t2d must name the same tokens"),
     (change(draft_vocab_size=41), r"tensor model.d2t in .* must be of integers of shape \(41,\)"),
-    (change(eagle_aux_hidden_state_layer_ids=[2, 3, 4]), r"ids in .* must be layers of the target, which has 3, got"),
-    (change(eagle_aux_hidden_state_layer_ids=[2, 3]), r"must be 3 layers, those of fc.weight, got 2"),
+    (change(**{IDS_FIELD: [2, 3, 4]}), r"ids in .* must be layers of the target, which has 2, got"),
+    (change(**{IDS_FIELD: [2, 0]}), r"must be 3 layers, those of fc.weight, got 2"),
     (change(norm_output_twice=True), r"norm_output_twice in .* must be absent"),
     (change(**EAGLE_CONFIG), r"eagle_config.use_mtp_layernorm in .* must be absent"),
     (change(num_experts=8), r"num_experts in .* must be absent"),
@@ -455,30 +459,45 @@ BAD = [
     (change(fc_norm=True), r"tensor model.fc_norm.0.weight is missing"),
     (drop("midlayer.mlp.up_proj.weight"), r"tensor model.midlayer.mlp.up_proj.weight is missing"),
     (drop("fc.weight"), r"tensor model.fc.weight is missing"),
-    (drop("lm_head.weight"), None),  # rows of the target's head
 ]
 
 
+@pytest.fixture
+def write_changed(tmp_path, tapped, monkeypatch):
+    """Write the head of the authors' layout after a change of its config and tensors."""
+
+    def write_changed(change_files):
+        def write(directory, config, tensors):
+            change_files(config, tensors)
+            return written(directory, config, tensors)
+
+        written = heads.write
+        monkeypatch.setattr(heads, "write", write)
+        write_eagle3(tmp_path, tapped, "authors")
+
+    return write_changed
+
+
 @pytest.mark.parametrize("change_files, message", BAD, ids=[str(i) for i in range(len(BAD))])
-def test_bad_files(tmp_path, tapped, monkeypatch, change_files, message):
-    written = heads.write
-
-    def write(directory, config, tensors, *rest):
-        change_files(config, tensors)
-        return written(directory, config, tensors, *rest)
-
-    monkeypatch.setattr(heads, "write", write)
-    write_eagle3(tmp_path, tapped, "authors")
-    if message is None:
-        np.testing.assert_array_equal(load(tmp_path, tapped).params["lm_head"], tapped.params["head"][IDS])
-        return
+def test_bad_files(tmp_path, tapped, write_changed, change_files, message):
+    write_changed(change_files)
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tapped)
 
 
+def test_files_without_a_head_take_rows_of_the_target(tmp_path, tapped, write_changed):
+    write_changed(drop("lm_head.weight"))
+    np.testing.assert_array_equal(load(tmp_path, tapped).params["lm_head"], tapped.params["head"][IDS])
+
+
+def test_the_head_tells_the_size_of_a_reduced_vocabulary(tmp_path, tapped, write_changed):
+    write_changed(drop_field("draft_vocab_size"))
+    assert load(tmp_path, tapped).params["lm_head"].shape == (SMALL, HIDDEN)
+
+
 def test_bad_arguments(tmp_path, target, tapped):
     write_eagle3(tmp_path, target, "authors")
-    with pytest.raises(ValueError, match=r"target must have feature_layers = \(2, 1, 0\), .* got \(\)"):
+    with pytest.raises(ValueError, match=r"target must have feature_layers = \(2, 0, 1\), .* got \(\)"):
         load(tmp_path, target)
     with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
         load(tmp_path, tapped, num_draft_tokens=0)
@@ -506,7 +525,7 @@ def test_bad_arguments(tmp_path, target, tapped):
     ],
 )
 def test_layer_ids(tmp_path, target, ids, expected):
-    write_eagle3(tmp_path, target, "authors", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    write_eagle3(tmp_path, target, "authors", **{IDS_FIELD: None, "eagle_config": {IDS_FIELD: ids}})
     deep = replace(target, apply=replace(target.apply, config=replace(heads.CONFIG, num_layers=32)))
     assert proposers.feature_layers(tmp_path, deep) == expected
 

@@ -92,14 +92,6 @@ def test_fewer_drafts_than_the_trained_depth(tmp_path, target):
 
 
 @pytest.mark.slow
-def test_greedy_is_plain(tmp_path, target):
-    write(tmp_path)
-    plain, _ = heads.generate(target, None, temperature=0)
-    for in_pages in (False, True):
-        assert heads.generate(target, load(tmp_path, target), in_pages=in_pages, temperature=0)[0] == plain
-
-
-@pytest.mark.slow
 def test_the_distribution_is_the_targets():
     keys = iter(jax.random.split(jax.random.key(0), 6))
 

@@ -65,10 +65,9 @@ def reference(tokens, features, drafts):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("in_pages", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_parity(directory, target, in_pages):
+def test_parity(directory, target):
     assert proposers.kind_of(directory) == "mtp"
-    heads.follow(target, proposers.load(directory, target, num_draft_tokens=3), reference, in_pages)
+    heads.follow(target, proposers.load(directory, target, num_draft_tokens=3), reference, in_pages=True)
 
 
 def test_the_target_is_a_qwen2(tmp_path, directory, target):

@@ -29,7 +29,7 @@ NORMS = {"mlp_norm": "post_attention_layernorm"}  # of the first layer, which ha
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODEL_TYPES = "llama", "mistral", "qwen2", "qwen3"  # whose layers these are
 MASK_TOKENS = "mask_token_id", "ptd_token_id", "pard_token"
-CHANGING = "*norm*", "*residual*", "*mtp*", "*parallel*", "fusion*", "use_*", "*sliding*", "truncated_vocab_size"
+CHANGING = "*norm*", "*residual*", "*mtp*", "*parallel*", "fusion*", "*sliding*", "truncated_vocab_size"
 
 
 def kind_of(fields: Mapping[str, Any], names: list[str]) -> str | None:
@@ -111,6 +111,8 @@ def load_eagle3(
 ) -> FeatureDraft | ParallelEagle:
     """Load a head of EAGLE-3, EAGLE-3.1 or P-EAGLE; see `proposers.load`."""
     config, tensors = _open(directory, target, fields)
+    if "model.mask_hidden" in tensors:
+        config.ignore("parallel_drafting")
     layer_ids = feature_layers(config, tensors, target)
     if target.feature_layers != layer_ids:
         raise ValueError(
@@ -118,7 +120,9 @@ def load_eagle3(
             f"models.with_feature_layers gives it, got {target.feature_layers}"
         )
     head, first = _read_head(config, tensors, target, rope_theta)
-    size = config.size("draft_vocab_size", target.vocab_size, most=target.vocab_size)
+    name = "model.lm_head.weight"
+    rows = tensors.shape(name)[0] if name in tensors else target.vocab_size
+    size = config.size("draft_vocab_size", rows, most=target.vocab_size)
     reduced = _vocabulary(tensors, size, target.vocab_size)
     head = replace(head, config=replace(head.config, vocab_size=size))
     mask_token = None
@@ -184,6 +188,7 @@ def _read_head(
         options.only(name, value)
     options.only("next_layer_regular", True)
     options.only("parallel_draft_step", 1)
+    options.ignore("parallel_draft_heads_num_layers")  # of the heads for further steps
     files.refuse_unread(options, *CHANGING)
     _refuse_unread(config, inner)
     return head, first
@@ -220,7 +225,6 @@ def _refuse_unread(config: "ConfigFile", inner: "ConfigFile") -> None:
     for one in (config, inner):
         if not one.get("use_sliding_window", bool, False):  # a config of Qwen has a window that it does not use
             one.ignore("sliding_window", "max_window_layers")
-        one.ignore("use_cache")
         one.check_computation()
         files.refuse_unread(one, *CHANGING)
 
