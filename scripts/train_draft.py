@@ -46,7 +46,6 @@ LOSSES = {
 }
 DECAY = {"eagle3": 0.8, "medusa": 0.8, "dflash": 0.8}  # weight of a step in the loss, in that of the step before
 NUM_LAYERS = 2  # of a DFlash network
-TABLES = "embedding", "lm_head", "head"  # whose rows stand for tokens
 CLIP = 1.0  # largest norm of a gradient
 MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
 WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
@@ -185,23 +184,6 @@ def loss_of(
     return jnp.sum(weights * jnp.stack(values)) / weights.sum(), jnp.stack(rates)
 
 
-def optimizer(weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """Return Muon for the matrices of layers and AdamW for all else, at a rate of 1: updates are multiplied by it."""
-
-    def dimensions(params: PyTree) -> PyTree:
-        def of_leaf(path: tuple, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-            name = jax.tree_util.keystr(path[-1:], simple=True)
-            is_matrix = leaf.ndim == 2 and name not in TABLES
-            return optax.contrib.MuonDimensionNumbers() if is_matrix else None
-
-        return jax.tree_util.tree_map_with_path(of_leaf, params)
-
-    muon = optax.contrib.muon(
-        1.0, weight_decay=weight_decay, adam_b2=0.95, muon_weight_dimension_numbers=dimensions, consistent_rms=0.2
-    )
-    return optax.chain(optax.clip_by_global_norm(CLIP), muon)
-
-
 class Data:
     """Rows to train on, in an order that the seed and the step decide."""
 
@@ -267,7 +249,7 @@ def train(
         look: is called with the step and the parameters every `plan.every` steps, and at the end.
         checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
     """
-    transform = optimizer()
+    transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
     mesh = jax.make_mesh((jax.local_device_count(),), ("data",), axis_types=(AxisType.Auto,))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     place = partial(jax.device_put, device=whole) if mesh.size > 1 else jax.device_put
@@ -284,7 +266,7 @@ def train(
             params, frozen, target, batch, of_step, vocab
         )
         update, state = transform.update(gradient, state, params)
-        return jax.tree.map(lambda x, y: x + rate * y, params, update), state, value, rates
+        return jax.tree.map(lambda x, y: x - rate * y, params, update), state, value, rates
 
     step, spent, looked = 0, 0.0, -1
     if checkpoints is not None and checkpoints.latest_step() is not None:
@@ -408,7 +390,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch", type=int, default=8, help="rows of a step")
     options.add_argument("--length", type=int, default=256, help="tokens of a row")
     options.add_argument("--anchors", type=int, default=32, help="blocks in a row, for dflash")
-    options.add_argument("--rate", type=float, default=2e-3, help="largest learning rate")
+    options.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
     options.add_argument("--every", type=int, default=50, help="steps between measurements, and between checkpoints")
     options.add_argument("--num-prompts", type=int, default=128, help="held-out prompts to measure on")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")

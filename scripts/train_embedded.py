@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import train_draft
 from python_corpus import STDLIB, Runs, read_corpus
 from safetensors.numpy import save_file
@@ -181,6 +182,22 @@ def mixed_loss(
     return (on_text + distillation_loss(params, target, samples[row].astype(jnp.int32))) / 2
 
 
+def optimizer() -> optax.GradientTransformation:
+    """Return Muon for the matrices of layers and AdamW for all else, at a rate of 1: updates are multiplied by it."""
+
+    def dimensions(params: PyTree) -> PyTree:
+        def of_leaf(path: tuple, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+            is_matrix = leaf.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
+            return optax.contrib.MuonDimensionNumbers() if is_matrix else None
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+    muon = optax.contrib.muon(
+        1.0, weight_decay=0.1, adam_b2=0.95, muon_weight_dimension_numbers=dimensions, consistent_rms=0.2
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
 class Stage(NamedTuple):
     """Losses (params, key, *data) from a share of the time on; each draws its own batch from the data."""
 
@@ -230,7 +247,7 @@ def fit(
         path: file of the state, from which training goes on if it is there.
         look: is called with the parameters ten times, and at the end.
     """
-    transform = train_draft.optimizer(weight_decay=0.1)
+    transform = optimizer()
     state = Progress(params, transform.init(params), np.int32(0), np.float32(0))
     if path.is_file():
         state = load_state(path, state)
