@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peers
+from python_corpus import HELD_OUT
 from tokenizers import Tokenizer
-from train_embedded import HELD_OUT
 
 from specjax import decode, metrics, models, proposers, sampling
 from specjax.sampling import SamplingParams

@@ -1,49 +1,41 @@
-"""Train the embedded pair on the Python standard library: a tokenizer, a target, and a draft distilled from the target.
+"""Train the embedded family on Python source: a target, a draft model distilled from it, and heads on its features.
 
     python scripts/train_embedded.py
+    python scripts/evaluate_embedded.py
 
-The script writes `tokenizer.json` and the Hugging Face checkpoints `target/` and `draft/`, and prints losses and
-acceptance on held-out text. It is meant for one GPU.
+The script writes Hugging Face checkpoints into `--out` and prints losses on held-out modules as it goes. It ends after
+`--minutes`: learning rates follow the clock. It is meant for one GPU. What it knows is kept in `--work`, so a run that
+was cut off goes on where it was when the same command is given again, and the best target so far is always in `--out`.
 
-The draft first learns the target's distribution on the text of the library, and then also on the target's own
-continuations, because in decoding it has to predict those.
+The corpus is the standard library and the installed packages of permissive licences, which `sources.json` lists; files
+that share a run of 50 tokens with a held-out module are left out. The tokenizer is the one that the package ships.
+
+The draft first learns the target's distribution on text, and then also on the target's own continuations, because in
+decoding it has to predict those.
 """
 
 import argparse
 import json
-import sysconfig
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_draft
+from python_corpus import STDLIB, Runs, read_corpus
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 
-from specjax.models import EMBEDDED
+from specjax.models import EMBEDDED, with_feature_layers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.training import Batch, losses, save_pretrained
+from specjax.training.export import layer_config, layer_tensors
 from specjax.types import Array, Model, ModelInput, PyTree
-
-# The tokenizer and the models never see these modules and their tests.
-HELD_OUT = (
-    "bisect",
-    "calendar",
-    "colorsys",
-    "csv",
-    "fnmatch",
-    "graphlib",
-    "heapq",
-    "queue",
-    "shelve",
-    "statistics",
-    "textwrap",
-    "wave",
-)
-SEPARATOR = "<|endoftext|>"  # token 0, which precedes every document
 
 TARGET = DecoderConfig(
     vocab_size=4096,
@@ -65,56 +57,71 @@ DRAFT = DecoderConfig(
     mlp_size=432,
     max_length=2048,
 )
-TARGET_RATE, DRAFT_RATE = 1.5e-3, 3e-3  # peak learning rates
+TARGET_RATE, DRAFT_RATE = 3e-3, 3e-3  # peak learning rates
+WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
+STDLIB_SHARE, START_SHARE = 0.3, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
 CROP, SAMPLE = 512, 256  # tokens per row in most training batches, and tokens per continuation of the target
+STEPS_PER_CALL = 50  # steps between looks at the clock
+SECONDS_PER_SAVE = 45
 ROWS_PER_CALL = 2048  # continuations sampled in one call, limited by the memory of their cache
 MAX_SHARD_BYTES = 14_000_000  # maximum size of a safetensors file
+SHARES = {"target": 0.58, "draft": 0.18, "eagle3": 0.12, "dflash": 0.12}  # of the minutes
+HEAD_RATE, HEAD_DRAFTS, HEAD_ANCHORS, HEAD_EVERY = 2e-3, 4, 64, 200  # of heads; the anchors are those of a row
 
 
-def read_documents(stdlib: Path) -> tuple[list[str], list[str]]:
-    """Return the texts of the UTF-8 Python files below a directory: those to train on, and those held out.
+class Texts(NamedTuple):
+    """Token streams [N], with a separator before each document, and the place of each separator in `training`."""
 
-    Raises:
-        ValueError: the directory has no files to train on, or none that are held out.
-    """
-    training, held_out = [], []
-    for path in sorted(stdlib.rglob("*.py")):
-        if "site-packages" in path.parts:
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:  # the library has such files to test its decoders
-            continue
-        (held_out if path.stem.removeprefix("test_") in HELD_OUT else training).append(text)
-    if not training or not held_out:
-        raise ValueError(f"stdlib must hold Python modules, some of them held out, got {stdlib}")
-    return training, held_out
+    training: Array  # uint16, the standard library first
+    starts: Array  # [D] int32
+    num_stdlib: Array  # [] int32, tokens of the standard library
+    validation: Array
+    held_out: Array
 
 
-def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, which decodes every text exactly and puts the separator before it."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        documents,
-        trainers.BpeTrainer(
-            vocab_size=TARGET.vocab_size,
-            special_tokens=[SEPARATOR],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+def read_texts(args: argparse.Namespace, tokenizer: Tokenizer, log: Callable[[str], None]) -> Texts:
+    """Read, filter and encode the corpus, or load what an earlier run made of it; write sources.json."""
+    path = args.work / "corpus.npz"
+    if path.is_file():
+        return Texts(*(jnp.asarray(x) for x in np.load(path).values()))
+    corpus = read_corpus(args.stdlib, packages=args.packages)
+    log(f"read {sum(map(len, corpus.training.values())):,} files of {len(corpus.training)} sources")
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return [np.array(encoding.ids, np.uint16) for encoding in tokenizer.encode_batch(texts)]
+
+    held_out = encode(corpus.held_out)
+    runs = Runs(held_out, tokenizer.get_vocab_size())
+    documents = {name: encode(texts) for name, texts in corpus.training.items()}
+    kept = {name: [ids for ids in rows if not runs.are_in(ids)] for name, rows in documents.items()}
+    validation = [ids for ids in encode(corpus.validation) if not runs.are_in(ids)]
+    num_dropped = sum(len(documents[name]) - len(kept[name]) for name in kept)
+    log(f"dropped {num_dropped} files that share a run of tokens with a held-out module")
+
+    stream = [ids for name in sorted(kept, key=lambda name: name != STDLIB) for ids in kept[name]]
+    num_tokens = {name: sum(map(len, rows)) for name, rows in kept.items()}
+    starts = np.cumsum([0, *map(len, stream)])[:-1].astype(np.int32)
+    empty = np.zeros(0, np.uint16)
+    texts = Texts(
+        np.concatenate(stream),
+        starts,
+        np.int32(num_tokens[STDLIB]),
+        np.concatenate([*validation, empty]),
+        np.concatenate(held_out),
     )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SEPARATOR} $A", special_tokens=[(SEPARATOR, tokenizer.token_to_id(SEPARATOR))]
-    )
-    return tokenizer
+    rows = [
+        {"name": s.name, "version": s.version, "licence": s.licence, "tokens": num_tokens[s.name]}
+        for s in corpus.sources
+    ]
+    write(args.out / "sources.json", json.dumps(rows, indent=1) + "\n")
+    np.savez(path, **texts._asdict())
+    return Texts(*map(jnp.asarray, texts))
 
 
-def encode(tokenizer: Tokenizer, documents: list[str]) -> Array:
-    """Return all documents as one stream of tokens [N] int32, with a separator before each."""
-    return jnp.asarray(np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(documents)]), jnp.int32)
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def bfloat16(params: PyTree) -> PyTree:
@@ -127,17 +134,24 @@ def logits_of(model: Model, tokens: Array) -> Array:
     return model.apply(model.params, ModelInput(tokens, positions), None)[0].logits
 
 
-def crops(key: Array, stream: Array, num_rows: int, length: int) -> Array:
-    """Return random pieces [num_rows, length] of a stream [N]."""
-    start = jax.random.randint(key, (num_rows, 1), 0, len(stream) - length + 1)
-    return stream[start + jnp.arange(length)]
+def crops(key: Array, texts: Texts, num_rows: int, length: int) -> Array:
+    """Return pieces [num_rows, length] int32 of the training stream: some begin with a document, others anywhere."""
+    keys = jax.random.split(key, 4)
+    is_stdlib = jax.random.bernoulli(keys[0], STDLIB_SHARE, (num_rows,))
+    size = len(texts.training)
+    low, high = jnp.where(is_stdlib, 0, texts.num_stdlib % size), jnp.where(is_stdlib, texts.num_stdlib, size)
+    anywhere = jax.random.randint(keys[1], (num_rows,), low, high)
+    document = jax.random.randint(keys[2], (num_rows,), 0, len(texts.starts))
+    is_start = jax.random.bernoulli(keys[3], START_SHARE, (num_rows,))
+    start = jnp.minimum(jnp.where(is_start, texts.starts[document], anywhere), size - length)
+    return texts.training[start[:, None] + jnp.arange(length)[None]].astype(jnp.int32)
 
 
-def target_loss(params: PyTree, key: Array, corpus: Array, *, num_tokens: int, length: int) -> Array:
-    """Return the cross entropy of the target on random crops of the corpus."""
-    rows = crops(key, corpus, num_tokens // length, length + 1)
+def target_loss(params: PyTree, key: Array, texts: Texts, *, num_tokens: int, length: int) -> Array:
+    """Return the cross entropy of the target on random crops."""
+    rows = crops(key, texts, num_tokens // length, length + 1)
     logits = logits_of(decoder_model(TARGET, bfloat16(params)), rows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+    return losses.cross_entropy(logits, rows[:, 1:]).mean()
 
 
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
@@ -146,90 +160,210 @@ def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
     It is KL(target || draft) plus their total variation, which is the rejection rate, with a small share of cross
     entropy on the tokens themselves.
     """
-    log_draft = jax.nn.log_softmax(logits_of(decoder_model(DRAFT, bfloat16(params)), rows[:, :-1]))
-    log_target = jax.lax.stop_gradient(jax.nn.log_softmax(logits_of(target, rows[:, :-1])))
-    divergence = jnp.sum(jnp.exp(log_target) * (log_target - log_draft), axis=-1).mean()
-    divergence += 0.5 * jnp.sum(jnp.abs(jnp.exp(log_target) - jnp.exp(log_draft)), axis=-1).mean()
-    cross_entropy = -jnp.take_along_axis(log_draft, rows[:, 1:, None], axis=-1).mean()
-    return (1 - TEXT_WEIGHT) * divergence + TEXT_WEIGHT * cross_entropy
+    draft_logits = logits_of(decoder_model(DRAFT, bfloat16(params)), rows[:, :-1])
+    target_logits = jax.lax.stop_gradient(logits_of(target, rows[:, :-1]))
+    divergence = losses.forward_kl(draft_logits, target_logits) + losses.total_variation(draft_logits, target_logits)
+    cross_entropy = losses.cross_entropy(draft_logits, rows[:, 1:])
+    return (1 - TEXT_WEIGHT) * divergence.mean() + TEXT_WEIGHT * cross_entropy.mean()
 
 
-def text_loss(params: PyTree, key: Array, target: Model, corpus: Array, *, num_tokens: int, length: int) -> Array:
-    """Return the draft's loss on random crops of the corpus."""
-    return distillation_loss(params, target, crops(key, corpus, num_tokens // length, length + 1))
+def text_loss(params: PyTree, key: Array, target: Model, texts: Texts, *, num_tokens: int, length: int) -> Array:
+    """Return the draft's loss on random crops."""
+    return distillation_loss(params, target, crops(key, texts, num_tokens // length, length + 1))
 
 
 def mixed_loss(
-    params: PyTree, key: Array, target: Model, corpus: Array, samples: Array, *, num_tokens: int, length: int
+    params: PyTree, key: Array, target: Model, texts: Texts, samples: Array, *, num_tokens: int, length: int
 ) -> Array:
     """Return the draft's loss, half on crops of the corpus and half on continuations [N, SAMPLE+1] by the target."""
     text_key, sample_key = jax.random.split(key)
-    on_text = text_loss(params, text_key, target, corpus, num_tokens=num_tokens // 2, length=length)
+    on_text = text_loss(params, text_key, target, texts, num_tokens=num_tokens // 2, length=length)
     row = jax.random.randint(sample_key, (num_tokens // 2 // SAMPLE,), 0, len(samples))
-    return (on_text + distillation_loss(params, target, samples[row])) / 2
+    return (on_text + distillation_loss(params, target, samples[row].astype(jnp.int32))) / 2
 
 
-def fit(name: str, params: PyTree, peak_rate: float, stages: list[tuple[int, Callable, tuple]]) -> PyTree:
-    """Train with AdamW and return the parameters.
+def optimizer() -> optax.GradientTransformation:
+    """Return Muon for the matrices of layers and AdamW for all else, at a rate of 1: updates are multiplied by it."""
+
+    def dimensions(params: PyTree) -> PyTree:
+        def of_leaf(path: tuple, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+            is_matrix = leaf.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
+            return optax.contrib.MuonDimensionNumbers() if is_matrix else None
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+    muon = optax.contrib.muon(
+        1.0, weight_decay=0.1, adam_b2=0.95, muon_weight_dimension_numbers=dimensions, consistent_rms=0.2
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+class Stage(NamedTuple):
+    """Losses (params, key, *data) from a share of the time on; each draws its own batch from the data."""
+
+    begin: float
+    loss: Callable[..., Array]
+    data: tuple
+
+
+class Progress(NamedTuple):
+    """What training goes on from."""
+
+    params: PyTree  # float32
+    optimizer: PyTree
+    step: np.ndarray
+    seconds: np.ndarray  # spent so far
+
+
+def save_state(path: Path, state: PyTree) -> None:
+    """Write the leaves of a pytree, so that the file is whole at any time."""
+    part = path.with_suffix(".part.npz")
+    np.savez(part, *jax.device_get(jax.tree.leaves(state)))
+    part.replace(path)
+
+
+def load_state(path: Path, like: PyTree) -> PyTree:
+    leaves = np.load(path)
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[f"arr_{i}"] for i in range(len(leaves.files))])
+
+
+def fit(
+    name: str,
+    params: PyTree,
+    peak_rate: float,
+    minutes: float,
+    stages: list[Stage],
+    path: Path,
+    look: Callable[[PyTree], None],
+) -> PyTree:
+    """Train for a time, at rates that rise, stay and fall with it, and return the parameters.
 
     Args:
         name: name of the model, for the log.
         params: initial parameters, float32.
-        peak_rate: largest learning rate of the schedule.
-        stages: (steps, loss, data) for each stage; loss(params, key, *data) draws its own batch from the data.
+        peak_rate: largest learning rate.
+        minutes: time to train, earlier runs that were cut off included.
+        stages: what to train on, in the order of their begin.
+        path: file of the state, from which training goes on if it is there.
+        look: is called with the parameters ten times, and at the end.
     """
-    total = sum(steps for steps, _, _ in stages)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak_rate, total // 20, total, peak_rate / 20)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=partial(jax.tree.map, lambda x: x.ndim > 1)),
-    )
-    state = optimizer.init(params)
+    transform = optimizer()
+    state = Progress(params, transform.init(params), np.int32(0), np.float32(0))
+    if path.is_file():
+        state = load_state(path, state)
+        print(f"{name}: going on from step {state.step}, {state.seconds:.0f} s", flush=True)
+    params, memory, step, spent = state
     key = jax.random.key(1)
 
-    @partial(jax.jit, static_argnames="loss", donate_argnames=("params", "state"))
-    def run(params, state, first, last, loss, data):
-        def step(i, carry):
-            params, state, sum_loss = carry
+    @partial(jax.jit, static_argnames="loss", donate_argnums=(0, 1))
+    def run(params, memory, first, rate, loss, data):
+        def one(i, carry):
+            params, memory, total = carry
             value, gradient = jax.value_and_grad(loss)(params, jax.random.fold_in(key, i), *data)
-            update, state = optimizer.update(gradient, state, params)
-            return optax.apply_updates(params, update), state, sum_loss + value
+            update, memory = transform.update(gradient, memory, params)
+            scale = rate * jnp.minimum(1.0, (i + 1) / WARM_UP)
+            params = jax.tree.map(lambda p, u: p + scale * u, params, update)
+            return params, memory, total + value
 
-        return jax.lax.fori_loop(first, last, step, (params, state, jnp.float32(0)))
+        return jax.lax.fori_loop(first, first + STEPS_PER_CALL, one, (params, memory, jnp.float32(0)))
 
-    done = 0
-    for steps, loss, data in stages:
-        end = done + steps
-        while done < end:
-            last = min(done + 100, end)
-            start = time.perf_counter()
-            params, state, sum_loss = run(params, state, done, last, loss, data)
-            mean_loss = float(sum_loss) / (last - done)
-            speed = (last - done) * loss.keywords["num_tokens"] / (time.perf_counter() - start)
-            print(f"{name} step {last}/{total}: loss {mean_loss:.3f}, {speed:,.0f} tokens/s", flush=True)
-            done = last
+    start, budget = time.perf_counter() - float(spent), 60 * minutes
+    saved, looks = time.perf_counter(), int(10 * spent / budget)
+    while (share := (time.perf_counter() - start) / budget) < 1:
+        began = time.perf_counter()
+        stage = [stage for stage in stages if stage.begin <= share][-1]
+        rate = peak_rate * min(1.0, (1 - share) / (1 - DECAY))
+        params, memory, total = run(params, memory, int(step), rate, stage.loss, stage.data)
+        loss, step = float(total) / STEPS_PER_CALL, step + STEPS_PER_CALL
+        now = time.perf_counter()
+        speed = STEPS_PER_CALL * stage.loss.keywords["num_tokens"] / (now - began)
+        print(f"{name} {share:4.0%} step {step}: loss {loss:.3f}, {speed:,.0f} tokens/s", flush=True)
+        if int(10 * share) > looks:
+            looks = int(10 * share)
+            look(params)
+        if now - saved > SECONDS_PER_SAVE:
+            saved = now
+            save_state(path, Progress(params, memory, step, np.float32(now - start)))
+    look(params)
+    save_state(path, Progress(params, memory, step, np.float32(budget)))
     return params
 
 
-def train_target(params: PyTree, corpus: Array, num_steps: int, num_tokens: int) -> Model:
-    """Train the target: most steps on short rows, and the last ones on rows of the full length for far positions."""
-    num_full = num_steps // 6
+def train_target(texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> Model:
+    """Train the target, most of the time on short rows and at last on rows of the full length, for far positions."""
+    best = [np.inf]
+
+    def look(params: PyTree) -> None:
+        model = decoder_model(TARGET, bfloat16(params))
+        validation = mean_loss(model, texts.validation) if len(texts.validation) > CROP else np.inf
+        held_out = mean_loss(model, texts.held_out)
+        print(f"target: {validation:.3f} nats/token on validation files, {held_out:.3f} on held-out ones", flush=True)
+        if validation <= best[0]:
+            best[0] = validation
+            save(out / "target", TARGET, model.params)
+
     stages = [
-        (num_steps - num_full, partial(target_loss, num_tokens=num_tokens, length=CROP), (corpus,)),
-        (num_full, partial(target_loss, num_tokens=num_tokens, length=TARGET.max_length), (corpus,)),
+        Stage(0.0, partial(target_loss, num_tokens=num_tokens, length=CROP), (texts,)),
+        Stage(LONG, partial(target_loss, num_tokens=num_tokens // 2, length=TARGET.max_length), (texts,)),
     ]
-    return decoder_model(TARGET, bfloat16(fit("target", params, TARGET_RATE, stages)))
+    params = fit("target", init_params(TARGET, seed=0), TARGET_RATE, minutes, stages, work / "target.npz", look)
+    return decoder_model(TARGET, bfloat16(params))
 
 
-def train_draft(params: PyTree, target: Model, corpus: Array, samples: Array, num_steps: int, num_tokens: int) -> Model:
+def train_draft_model(
+    target: Model, texts: Texts, samples: Array, minutes: float, num_tokens: int, work: Path, out: Path
+) -> Model:
     """Train the draft: first on short rows of text, then on rows of the full length and the target's continuations."""
-    num_mixed = num_steps * 3 // 4
-    mixed = partial(mixed_loss, num_tokens=num_tokens, length=TARGET.max_length)
+
+    def look(params: PyTree) -> None:
+        model = decoder_model(DRAFT, bfloat16(params))
+        save(out / "draft", DRAFT, model.params)
+        report(target, model, texts.held_out)
+
+    mixed = partial(mixed_loss, num_tokens=num_tokens, length=DRAFT.max_length)
     stages = [
-        (num_steps - num_mixed, partial(text_loss, num_tokens=num_tokens, length=CROP), (target, corpus)),
-        (num_mixed, mixed, (target, corpus, samples)),
+        Stage(0.0, partial(text_loss, num_tokens=num_tokens, length=CROP), (target, texts)),
+        Stage(0.25, mixed, (target, texts, samples)),
     ]
-    return decoder_model(DRAFT, bfloat16(fit("draft", params, DRAFT_RATE, stages)))
+    params = fit("draft", init_params(DRAFT, seed=1), DRAFT_RATE, minutes, stages, work / "draft.npz", look)
+    return decoder_model(DRAFT, bfloat16(params))
+
+
+def train_head(
+    name: str, target: Model, texts: Texts, samples: Array, minutes: float, num_tokens: int, out: Path
+) -> None:
+    """Train a drafter on the target's features, half on text and half on continuations by the target, and write it."""
+    target = with_feature_layers(target, train_draft.layers_of(TARGET.num_layers, name))
+    rows = rows_with_samples(texts, np.asarray(samples))
+    mask_token = int(np.argmin(np.bincount(np.asarray(texts.training), minlength=target.vocab_size)))
+    kind, params, frozen = train_draft.new_drafter(
+        name, target, HEAD_DRAFTS, HEAD_ANCHORS, mask_token, None, jax.random.key(3)
+    )
+    held_out = np.asarray(texts.held_out).astype(int)
+    prompts = train_draft.held_out_prompts([held_out.tolist()], 64)
+
+    def look(step: int, params: PyTree) -> None:
+        trained = kind.proposer(bfloat16(jax.device_get(params | frozen)), None)
+        save_pretrained(trained, out / name, target=target)
+        lengths = train_draft.measure(target, trained, prompts)
+        print(f"{name} step {step}: {lengths[0]:.2f} and {lengths[1]:.2f} at temperatures 0 and 0.8", flush=True)
+
+    data = train_draft.Data(rows, max(1, num_tokens // CROP), seed=4)
+    plan = train_draft.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
+    train_draft.train(kind, params, frozen, target, data, None, plan, look)
+
+
+def rows_with_samples(texts: Texts, samples: np.ndarray) -> Batch:
+    """Return rows [N, CROP] for heads: pieces of text, and as many of the target's continuations."""
+    per_row = CROP // SAMPLE
+    made = samples[: len(samples) // per_row * per_row, :SAMPLE].reshape(-1, per_row * SAMPLE).astype(np.int32)
+    number = np.repeat(np.arange(1, per_row + 1, dtype=np.int32), SAMPLE)
+    stream = np.asarray(texts.training)
+    starts = np.random.default_rng(5).integers(0, len(stream) - made.shape[1], len(made))
+    text = stream[starts[:, None] + np.arange(made.shape[1])].astype(np.int32)
+    separators = np.cumsum(text == 0, axis=1, dtype=np.int32) + 1
+    tokens, segments = np.concatenate([text, made]), np.concatenate([separators, np.broadcast_to(number, made.shape)])
+    return Batch(tokens, segments, np.ones(tokens.shape, bool))
 
 
 @jax.jit
@@ -250,94 +384,77 @@ def continue_rows(target: Model, key: Array, rows: Array, prompt_lengths: Array,
     return jnp.concatenate([rows[:, :1], tokens.T], axis=1)
 
 
-def sample_continuations(target: Model, corpus: Array, num_samples: int) -> Array:
-    """Sample continuations [num_samples, SAMPLE+1] of prompts of 32 to 64 tokens.
+def sample_continuations(target: Model, texts: Texts, num_samples: int, path: Path) -> Array:
+    """Sample continuations [num_samples, SAMPLE+1] uint16 of prompts of 32 to 64 tokens, or load those of `path`.
 
     Half of them are greedy, and half are sampled at temperature 0.8.
     """
+    if path.is_file():
+        return jnp.asarray(np.load(path))
     num_rows = min(num_samples, ROWS_PER_CALL)
     temperature = jnp.where(jnp.arange(num_rows) % 2 == 0, 0.0, 0.8)
     samples = []
     for key in jax.random.split(jax.random.key(2), num_samples // num_rows):
         crop_key, length_key, sample_key = jax.random.split(key, 3)
-        rows = crops(crop_key, corpus, num_rows, SAMPLE + 1)
+        rows = crops(crop_key, texts, num_rows, SAMPLE + 1)
         prompt_lengths = jax.random.randint(length_key, (num_rows,), 32, 65)
-        samples.append(continue_rows(target, sample_key, rows, prompt_lengths, temperature))
+        samples.append(continue_rows(target, sample_key, rows, prompt_lengths, temperature).astype(jnp.uint16))
+    np.save(path, np.asarray(jnp.concatenate(samples)))
     return jnp.concatenate(samples)
+
+
+def rows_of(stream: Array) -> Array:
+    """Cut a stream into rows [N, CROP+1] int32; a rest is left out."""
+    return stream[: len(stream) // (CROP + 1) * (CROP + 1)].reshape(-1, CROP + 1).astype(jnp.int32)
+
+
+def mean_loss(model: Model, stream: Array) -> float:
+    """Return the mean cross entropy of a token of a stream, in rows of CROP + 1."""
+    return float(_losses(model, rows_of(stream)))
+
+
+@jax.jit
+def _losses(model: Model, rows: Array) -> Array:
+    return jax.lax.map(
+        lambda row: losses.cross_entropy(logits_of(model, row[None, :-1])[0], row[1:]).mean(), rows
+    ).mean()
 
 
 @jax.jit
 def compare(target: Model, draft: Model, rows: Array) -> Array:
-    """Return target loss, draft loss, greedy agreement and mean sum of min(target, draft), over rows [N, T+1]."""
+    """Return draft loss, greedy agreement and acceptance rate at temperatures 0.8 and 1, over rows [N, T+1]."""
 
     def one(row):
         target_logits, draft_logits = logits_of(target, row[None, :-1])[0], logits_of(draft, row[None, :-1])[0]
-        losses = [
-            optax.softmax_cross_entropy_with_integer_labels(logits, row[1:]).mean()
-            for logits in (target_logits, draft_logits)
-        ]
-        agreement = jnp.mean(target_logits.argmax(-1) == draft_logits.argmax(-1))
-        overlap = jnp.minimum(jax.nn.softmax(target_logits), jax.nn.softmax(draft_logits)).sum(-1).mean()
-        return jnp.stack([*losses, agreement, overlap])
+        rates = [losses.acceptance_rate(draft_logits, target_logits, temperature=t).mean() for t in (0, 0.8, 1)]
+        return jnp.stack([losses.cross_entropy(draft_logits, row[1:]).mean(), *rates])
 
     return jax.lax.map(one, rows).mean(0)
 
 
-def report(name: str, target: Model, draft: Model, held_out: Array) -> None:
-    """Print the losses of both models on held-out text, and how well the draft predicts the target."""
-    rows = held_out[: len(held_out) // (CROP + 1) * (CROP + 1)].reshape(-1, CROP + 1)
-    target_loss, draft_loss, agreement, overlap = compare(target, draft, rows).tolist()
+def report(target: Model, draft: Model, held_out: Array) -> None:
+    """Print the loss of the draft on held-out text, and how well it predicts the target there."""
+    loss, *rates = compare(target, draft, rows_of(held_out)).tolist()
     print(
-        f"held-out text {name}: target {target_loss:.3f} nats/token, draft {draft_loss:.3f} nats/token, "
-        f"greedy agreement {agreement:.3f}, sum min(target, draft) {overlap:.3f}",
+        f"draft: {loss:.3f} nats/token on held-out files; acceptance rate of one token "
+        f"{rates[0]:.3f}, {rates[1]:.3f} and {rates[2]:.3f} at temperatures 0, 0.8 and 1",
         flush=True,
     )
 
 
 def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.ndarray]:
     """Return the parameters of a tied decoder with the names and the orientation of a Llama checkpoint."""
-    heads, kv_heads = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]}
     for i, layer in params["layers"].items():
-        query, key, value = jnp.split(layer["qkv"], (heads, heads + kv_heads), axis=1)
-        gate, up = jnp.split(layer["gate_up"], 2, axis=1)
-        tensors |= {
-            f"model.layers.{i}.input_layernorm.weight": layer["attention_norm"],
-            f"model.layers.{i}.self_attn.q_proj.weight": query.T,
-            f"model.layers.{i}.self_attn.k_proj.weight": key.T,
-            f"model.layers.{i}.self_attn.v_proj.weight": value.T,
-            f"model.layers.{i}.self_attn.o_proj.weight": layer["attention_out"].T,
-            f"model.layers.{i}.post_attention_layernorm.weight": layer["mlp_norm"],
-            f"model.layers.{i}.mlp.gate_proj.weight": gate.T,
-            f"model.layers.{i}.mlp.up_proj.weight": up.T,
-            f"model.layers.{i}.mlp.down_proj.weight": layer["mlp_out"].T,
-        }
+        tensors |= layer_tensors(config, layer, f"model.layers.{i}")
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
 def hugging_face_config(config: DecoderConfig) -> dict:
     """Return the config.json of a decoder."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.mlp_size,
-        "max_position_embeddings": config.max_length,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    fields = layer_config(config, "llama", config.vocab_size)
+    own = {"tie_word_embeddings": config.tie_embeddings, "bos_token_id": 0, "eos_token_id": 0}
+    return {"architectures": ["LlamaForCausalLM"], **fields, **own}
 
 
 def save(directory: Path, config: DecoderConfig, params: PyTree) -> None:
@@ -367,42 +484,45 @@ def save(directory: Path, config: DecoderConfig, params: PyTree) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stdlib", type=Path, default=sysconfig.get_paths()["stdlib"], help="Python files to train on")
-    parser.add_argument("--out", type=Path, default=EMBEDDED, help="directory for tokenizer.json, target/ and draft/")
-    parser.add_argument("--steps", type=int, default=1200, help="training steps of the target; more steps overfit")
-    parser.add_argument("--draft-steps", type=int, default=6000, help="training steps of the draft")
-    parser.add_argument("--num-tokens", type=int, default=32768, help="tokens per step, at least 4096")
+    parser.add_argument("--out", type=Path, default=EMBEDDED, help="directory for target/, draft/ and sources.json")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/embedded"), help="directory of what a run goes on from"
+    )
+    parser.add_argument("--minutes", type=float, default=15, help="time for training; the rest needs some more")
+    parser.add_argument("--stdlib", type=Path, help="standard library to train on, by default that of this Python")
+    parser.add_argument(
+        "--packages", action=argparse.BooleanOptionalAction, default=True, help="whether to train on them"
+    )
+    parser.add_argument("--num-tokens", type=int, default=65536, help="tokens per step, at least 8192")
     parser.add_argument("--num-samples", type=int, default=32 * ROWS_PER_CALL, help="continuations that the draft sees")
     args = parser.parse_args()
     begin = time.perf_counter()
+    args.work.mkdir(parents=True, exist_ok=True)
 
     def log(message: str) -> None:
         print(f"[{time.perf_counter() - begin:.0f} s] {message}", flush=True)
 
-    training, held_out = read_documents(Path(args.stdlib))
-    log(f"{len(training)} training and {len(held_out)} held-out files on {jax.devices()[0].device_kind}")
-    tokenizer = train_tokenizer(training)
-    args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(args.out / "tokenizer.json"))
-    corpus, held_out = encode(tokenizer, training), encode(tokenizer, held_out)
-    log(f"{len(corpus):,} training and {len(held_out):,} held-out tokens")
-
-    target_params, draft_params = init_params(TARGET, seed=0), init_params(DRAFT, seed=1)
-    target, draft = decoder_model(TARGET, bfloat16(target_params)), decoder_model(DRAFT, bfloat16(draft_params))
-    report("before", target, draft, held_out)
-
-    target = train_target(target_params, corpus, args.steps, args.num_tokens)
-    save(args.out / "target", TARGET, target.params)
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    write(args.out / "tokenizer.json", (EMBEDDED / "tokenizer.json").read_text())
+    texts = read_texts(args, tokenizer, log)
+    size = sum(x.size for x in jax.tree.leaves(init_params(TARGET, seed=0)))
+    log(
+        f"{len(texts.training):,} training and {len(texts.held_out):,} held-out tokens; a target of {size:,} "
+        f"parameters, {6e-6 * size:.0f} MFLOP a token, on {jax.devices()[0].device_kind}"
+    )
+    target = train_target(texts, SHARES["target"] * args.minutes, args.num_tokens, args.work, args.out)
     log("target trained")
-    report("with a trained target", target, draft, held_out)
-
-    samples = sample_continuations(target, corpus, args.num_samples).block_until_ready()
-    log(f"{len(samples)} continuations sampled; one: {tokenizer.decode(samples[0].tolist())!r}")
-
-    draft = train_draft(draft_params, target, corpus, samples, args.draft_steps, args.num_tokens)
-    save(args.out / "draft", DRAFT, draft.params)
-    report("after", target, draft, held_out)
-    log("done")
+    samples = sample_continuations(target, texts, args.num_samples, args.work / "samples.npy")
+    log(f"{len(samples)} continuations sampled; one: {tokenizer.decode(samples[1].tolist())!r}")
+    minutes = SHARES["draft"] * args.minutes
+    train_draft_model(target, texts, samples, minutes, args.num_tokens // 2, args.work, args.out)
+    log("draft trained")
+    for name in ("eagle3", "dflash"):
+        done = args.work / f"{name}.done"
+        if not done.is_file():
+            train_head(name, target, texts, samples, SHARES[name] * args.minutes, args.num_tokens // 4, args.out)
+            done.touch()
+        log(f"{name} trained")
 
 
 if __name__ == "__main__":

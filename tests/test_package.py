@@ -30,11 +30,12 @@ def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["specjax", "specjax.models", "specjax.testing"])
+@pytest.mark.parametrize("module", ["specjax", "specjax.models", "specjax.testing", "specjax.training"])
 def test_import_is_light(module):
     heavy = (
         "flax",
         "optax",
+        "orbax",
         "chex",
         "tokenizers",
         "safetensors",

@@ -56,6 +56,10 @@ class BlockHead:
         """Number of rows of a block before the first that gives a draft."""
         return 0 if self.from_anchor else 1
 
+    def sees_causally(self, window: int | None) -> bool:
+        """Return whether tokens of a block see none behind them, in a layer with this window."""
+        return window is not None if self.is_causal is None else self.is_causal
+
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the parameters, but for `embedding` [V, h] and `lm_head` [D, h]."""
         config, hidden, rank = self.config, self.config.hidden_size, self.markov_rank
@@ -108,8 +112,7 @@ class BlockHead:
             x = params["embedding"][inputs.tokens]
             for i, window in enumerate(config.windows or (None,) * config.num_layers):
                 if window not in calls:
-                    is_causal = window is not None if self.is_causal is None else self.is_causal
-                    block = inputs if is_causal else inputs._replace(mask=open_mask)
+                    block = inputs if self.sees_causally(window) else inputs._replace(mask=open_mask)
                     calls[window] = trunk.call_of(config, block, cache, window, num_hidden=0)
                 layer = params["layers"][i]
                 norm = layer["attention_norm"], config.norm_eps

@@ -51,7 +51,8 @@ def call_of(
 ) -> Call:
     """Return what the layers share in a call with these inputs.
 
-    Without a cache, tokens see those of the call alone: by `inputs.mask`, or causally.
+    Without a cache, tokens see those of the call alone: by `inputs.mask`, or causally. In training, records with a
+    method `attend` may stand in the place of each layer's cache; they say what a token sees.
 
     Args:
         config: sizes and options of the layers.
@@ -61,7 +62,7 @@ def call_of(
         num_hidden: number of slots, from the first on, that no other token sees.
     """
     turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
-    if cache is None:
+    if cache is None or not isinstance(cache[0], dict):
         return Call(inputs, turns, None if inputs.mask is None else inputs.mask[:, None])
     size = num_slots(cache[0], inputs)
     window = None if window is None or window >= size else window
@@ -146,6 +147,8 @@ def _attend(
         )
     if cache is None:
         attended = attend(rotate(query, call.turns), rotate(key, call.turns), value, call.mask)
+    elif not isinstance(cache, dict):
+        attended, cache = cache.attend(rotate(query, call.turns), rotate(key, call.turns), value)
     else:
         assert call.mask is not None, "with a cache there is a mask"
         options = {"window": call.window, "num_hidden": call.num_hidden}

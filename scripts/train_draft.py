@@ -1,0 +1,452 @@
+"""Train a drafter on the features of a target: a head of EAGLE-3, a DFlash network or Medusa heads.
+
+    python scripts/train_draft.py --kind eagle3 --data FILES --out DIR
+    python scripts/train_draft.py --target CHECKPOINT --kind dflash --data FILES --out DIR --layout speculators
+
+The target's distribution at every token is what the drafter learns. A twentieth of the documents, at least one, is
+held out; on them the script measures the mean acceptance length as it goes. `--out` becomes a directory that
+`specjax.LLM(target, draft=DIR)` and `proposers.load` take. A run that was killed goes on where it was when the same
+command is given again. All local devices share a batch.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import specjax
+from specjax import SamplingParams, models, proposers, training
+from specjax.engine.tokenizer import load_tokenizer
+from specjax.models.decoder import DecoderConfig
+from specjax.proposers import medusa, trunk
+from specjax.proposers.block_draft import BlockHead
+from specjax.proposers.dflash import dflash
+from specjax.proposers.drawing import reduced_vocabulary
+from specjax.proposers.files import target_weights
+from specjax.proposers.medusa import head_logits
+from specjax.training import losses
+from specjax.training.data import rows_at
+from specjax.training.unroll import Batch, Steps, shift
+from specjax.types import Array, Model, Proposer, PyTree
+
+LOSSES = {
+    "forward_kl": losses.forward_kl,
+    "lk_hybrid": losses.lk_hybrid,
+    "negative_log_acceptance": losses.negative_log_acceptance,
+    "total_variation": losses.total_variation,
+}
+DECAY = {"eagle3": 0.8, "medusa": 0.8, "dflash": 0.8}  # weight of a step in the loss, in that of the step before
+NUM_LAYERS = 2  # of a DFlash network
+CLIP = 1.0  # largest norm of a gradient
+MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
+WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
+HELD_OUT = 20  # one document of so many is held out
+PROMPT = 64  # tokens of held-out text before a measured step
+SAMPLE = 192  # tokens of a continuation by the target
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one kind of drafter adds to the loop; params are what is trained, frozen what is not."""
+
+    name: str
+    num_draft_tokens: int
+    head: Any = None  # of EAGLE-3 or DFlash
+    num_anchors: int = 0  # blocks a row of a batch
+
+    def unroll(self, params: PyTree, batch: Batch, key: Array) -> tuple[Steps, Array | None]:
+        """Return the steps of a batch, and the row [B, N] of each output; None where it is its own."""
+        if self.name == "eagle3":
+            return training.feature_unroll(self.head, params, batch, steps=self.num_draft_tokens), None
+        if self.name == "medusa":
+            return training.medusa_unroll(params["heads"], batch), None
+        anchors = training.anchors(key, batch, count=self.num_anchors)
+        return training.block_unroll(self.head, params, batch, anchors), jnp.maximum(anchors, 0)
+
+    def logits(self, params: PyTree, step: int, output: Array) -> Array:
+        """Return the logits [N, D] of outputs [N, h] of a step."""
+        if self.name == "medusa":
+            return head_logits(params["heads"][step], output[None])[0]
+        return self.head.logits(params, output[None])[0]
+
+    def proposer(self, params: PyTree, vocab: training.Vocabulary | None) -> Proposer:
+        """Return the drafter that decodes with what was trained."""
+        if self.name == "medusa":
+            return medusa(params["heads"], vocab_size=params["heads"][0]["head"].shape[0])
+        reduced = None if vocab is None else reduced_vocabulary(np.asarray(vocab.ids), len(vocab.t2d))
+        make = proposers.eagle3 if self.name == "eagle3" else dflash
+        return make(self.head, params, self.num_draft_tokens, reduced=reduced)
+
+
+def layers_of(num_layers: int, kind: str) -> tuple[int, ...]:
+    """Return the layers of a target that a drafter reads by default."""
+    if kind == "medusa":
+        return ()
+    return (2, num_layers // 2, num_layers - 3) if num_layers >= 8 else (0, num_layers // 2, num_layers)
+
+
+def new_drafter(
+    kind: str,
+    target: Model,
+    num_draft_tokens: int,
+    num_anchors: int,
+    mask_token: int,
+    vocab: training.Vocabulary | None,
+    key: Array,
+) -> tuple[Kind, PyTree, PyTree]:
+    """Return a kind with initial parameters, float32: those to train, and frozen ones, which are the target's."""
+    weights, own = target_weights(target), target.apply.config
+    embedding, table = (x.astype(jnp.float32) for x in (weights.embedding, weights.head))
+    if kind == "medusa":
+        size = table.shape[1]
+        block = {"weight": jnp.zeros((size, size)), "bias": jnp.zeros(size)}
+        heads = [{"blocks": [block], "head": table} for _ in range(num_draft_tokens)]
+        return Kind(kind, num_draft_tokens), {"heads": heads}, {}
+    num_taps = len(layers_of(own.num_layers, kind))
+    config = DecoderConfig(
+        vocab_size=target.vocab_size if vocab is None else len(vocab.ids),
+        hidden_size=table.shape[1],
+        num_layers=1 if kind == "eagle3" else NUM_LAYERS,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_size=own.head_size,
+        mlp_size=own.mlp_size,
+        max_length=own.max_length,
+        rope_theta=own.rope_theta,
+        norm_eps=own.norm_eps,
+        head_norms=kind == "dflash",
+    )
+    table = table if vocab is None else table[vocab.ids]
+    if kind == "eagle3":
+        head = proposers.Eagle3Head(config, table.shape[1], num_taps)
+        params = trunk.random_params(head.shapes(), key) | {"lm_head": table}
+        return Kind(kind, num_draft_tokens, head), params, {"embedding": embedding}
+    head = BlockHead(config, num_taps, table.shape[1], target.vocab_size, num_draft_tokens + 1, mask_token)
+    frozen = {"embedding": embedding, "lm_head": table}
+    return Kind(kind, num_draft_tokens, head, num_anchors), trunk.random_params(head.shapes(), key), frozen
+
+
+def target_logits(target: Model) -> Callable[[Array], Array]:
+    """Return the function that makes logits [N, V] of final hidden states [N, H]."""
+    softcap = getattr(target.apply.config, "logit_softcap", None)
+    head = target_weights(target).head
+
+    def logits(hidden: Array) -> Array:
+        values = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
+        return values if softcap is None else softcap * jnp.tanh(values / softcap)
+
+    return logits
+
+
+def loss_of(
+    params: PyTree,
+    frozen: PyTree,
+    target: Model,
+    batch: Batch,
+    key: Array,
+    vocab: training.Vocabulary | None,
+    *,
+    kind: Kind,
+    loss: Callable[..., Array],
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """Return the loss of a batch, a weighted mean over steps, and the mean acceptance rate of each step [K]."""
+    params = jax.tree.map(lambda x: x.astype(dtype), params | frozen)
+    steps, rows = kind.unroll(params, batch, key)
+
+    def both(draft_logits: Array, target_logits: Array, vocab: training.Vocabulary | None = None):
+        rate = losses.acceptance_rate(draft_logits, target_logits, vocab=vocab)
+        return loss(draft_logits, target_logits, vocab=vocab), jax.lax.stop_gradient(rate)
+
+    values, rates = [], []
+    chunk = max(256, MOST_LOGITS // target.vocab_size)
+    for j, (output, mask) in enumerate(zip(steps.outputs, steps.masks, strict=True)):
+        hidden = shift(batch.features.hidden, j)
+        if rows is not None:
+            hidden = jnp.take_along_axis(hidden, rows[..., None], axis=1)
+        heads = partial(kind.logits, params, j), target_logits(target)
+        value, rate = losses.from_hidden(
+            both, output, heads[0], hidden, heads[1], mask=mask, chunk=min(chunk, mask.size), vocab=vocab
+        )
+        count = jnp.maximum(mask.sum(), 1)
+        values.append(value.sum() / (value.size if rows is None else count))
+        rates.append(rate.sum() / count)
+    weights = losses.position_decay(len(values), ratio=DECAY[kind.name])
+    return jnp.sum(weights * jnp.stack(values)) / weights.sum(), jnp.stack(rates)
+
+
+class Data:
+    """Rows to train on, in an order that the seed and the step decide."""
+
+    def __init__(self, batch: Batch, batch_size: int, seed: int):
+        if len(batch.tokens) < batch_size:
+            raise ValueError(f"data must fill a batch of {batch_size} rows, got {len(batch.tokens)}")
+        self._batch, self._batch_size, self._seed = batch, batch_size, seed
+
+    def rows(self, step: int) -> Batch:
+        """Return the batch of a step. Every row comes once an epoch, but for a rest that does not fill a batch."""
+        per_epoch = len(self._batch.tokens) // self._batch_size
+        epoch, place = divmod(step, per_epoch)
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._batch.tokens))
+        return rows_at(self._batch, order[place * self._batch_size :][: self._batch_size])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers of a run."""
+
+    steps: int | None  # None goes by minutes
+    minutes: float | None
+    rate: float  # largest learning rate
+    seed: int
+    loss: str
+    every: int  # steps between measurements, and between checkpoints
+    dtype: Any  # of the computation; parameters are float32
+
+    def share(self, step: int, seconds: float) -> float:
+        """Return how much of the run is done."""
+        if self.steps is not None:
+            return step / self.steps
+        assert self.minutes is not None, "one of the two is given"
+        return seconds / (60 * self.minutes)
+
+    def rate_at(self, share: float) -> float:
+        """Return the learning rate, which rises and then falls as a cosine does."""
+        fall = max(0.0, share - WARM_UP) / (1 - WARM_UP)
+        return self.rate * min(1.0, (share + 1e-3) / WARM_UP) * (FINAL + (1 - FINAL) * (1 + np.cos(np.pi * fall)) / 2)
+
+
+def train(
+    kind: Kind,
+    params: PyTree,
+    frozen: PyTree,
+    target: Model,
+    data: Data,
+    vocab: training.Vocabulary | None,
+    plan: Plan,
+    look: Callable[[int, PyTree], None],
+    checkpoints: Any = None,
+) -> PyTree:
+    """Train a drafter and return its parameters, float32.
+
+    Args:
+        kind: of the drafter.
+        params: what to train.
+        frozen: what to leave as it is.
+        target: with the feature layers that the drafter reads.
+        data: rows to train on.
+        vocab: the draft vocabulary; None is the whole one.
+        plan: numbers of the run.
+        look: is called with the step and the parameters every `plan.every` steps, and at the end.
+        checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
+    """
+    transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
+    mesh = jax.make_mesh((jax.local_device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    place = partial(jax.device_put, device=whole) if mesh.size > 1 else jax.device_put
+    params, frozen, target = place(jax.tree.map(jnp.array, params)), place(frozen), place(target)  # a copy to donate
+    state = place(transform.init(params))
+    key = jax.random.key(plan.seed)
+    objective = partial(loss_of, kind=kind, loss=LOSSES[plan.loss], dtype=plan.dtype)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def one(params, state, frozen, target, rows, step, rate):
+        batch = training.features(target, rows, target.feature_layers)
+        of_step = jax.random.fold_in(key, step)
+        (value, rates), gradient = jax.value_and_grad(objective, has_aux=True)(
+            params, frozen, target, batch, of_step, vocab
+        )
+        update, state = transform.update(gradient, state, params)
+        return jax.tree.map(lambda x, y: x - rate * y, params, update), state, value, rates
+
+    step, spent, looked = 0, 0.0, -1
+    if checkpoints is not None and checkpoints.latest_step() is not None:
+        step = checkpoints.latest_step()
+        params, state, seconds = restore(checkpoints, step, (params, state, np.float64(0)))
+        spent = float(seconds)
+        print(f"going on from step {step}", flush=True)
+    start, since, seen = time.perf_counter() - spent, time.perf_counter(), 0
+    while (share := plan.share(step, time.perf_counter() - start)) < 1:
+        rows = data.rows(step)
+        rows = rows if mesh.size == 1 else jax.device_put(rows, split)
+        rate = np.float32(plan.rate_at(share))
+        params, state, value, rates = one(params, state, frozen, target, rows, np.int32(step), rate)
+        step, seen = step + 1, seen + rows.tokens.size
+        loss = float(value)
+        if step % plan.every and step != plan.steps:
+            continue
+        numbers, speed = " ".join(f"{x:.3f}" for x in rates.tolist()), seen / (time.perf_counter() - since)
+        print(f"step {step} ({share:.0%}): loss {loss:.4f}, rates {numbers}, {speed:,.0f} tokens/s", flush=True)
+        if checkpoints is not None:
+            save(checkpoints, step, (params, state, np.float64(time.perf_counter() - start)))
+        look(step, params)
+        looked, since, seen = step, time.perf_counter(), 0
+    if looked != step:
+        look(step, params)
+    return params
+
+
+def save(checkpoints: Any, step: int, tree: PyTree) -> None:
+    """Write a checkpoint that is whole when this returns."""
+    import orbax.checkpoint as ocp
+
+    checkpoints.save(step, args=ocp.args.StandardSave(jax.tree.leaves(tree)))
+    checkpoints.wait_until_finished()
+
+
+def restore(checkpoints: Any, step: int, like: PyTree) -> PyTree:
+    """Read a checkpoint into the structure, and on the devices, of `like`."""
+    import orbax.checkpoint as ocp
+
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten(checkpoints.restore(step, args=ocp.args.StandardRestore(leaves)))
+
+
+def held_out_prompts(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Return pieces of PROMPT tokens of held-out documents, spread evenly over all of them."""
+    pieces = [list(ids[i : i + PROMPT]) for ids in documents for i in range(0, len(ids) - PROMPT + 1, PROMPT)]
+    if not pieces:
+        raise ValueError(f"a held-out document must have {PROMPT} tokens, got at most {max(map(len, documents))}")
+    return [pieces[i] for i in np.linspace(0, len(pieces) - 1, min(count, len(pieces))).astype(int)]
+
+
+def measure(target: Model, proposer: Proposer, prompts: list[list[int]], max_tokens: int | None = None) -> list[float]:
+    """Return mean acceptance lengths at temperatures 0 and 0.8.
+
+    They are those of one step behind held-out text, or of `max_tokens` tokens that the target goes on with.
+    """
+    lengths = []
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens or 16, ignore_eos=True)
+        steps = 1 if max_tokens is None else None
+        found = training.replay(target, proposer, prompts, params, key=jax.random.key(0), max_steps=steps)
+        lengths.append(found.tokens_per_step)
+    return lengths
+
+
+def split(documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the documents to train on and those held out, of which one has at least PROMPT tokens."""
+    held_out = [ids for i, ids in enumerate(documents) if i % HELD_OUT == HELD_OUT // 2]
+    if not any(len(ids) >= PROMPT for ids in held_out):
+        if len(documents) < 2:
+            raise ValueError("data must hold at least two texts, one of which is held out, got one")
+        return documents[:-1], documents[-1:]
+    return [ids for i, ids in enumerate(documents) if i % HELD_OUT != HELD_OUT // 2], held_out
+
+
+def continuations(args: argparse.Namespace, documents: list[list[int]]) -> list[training.Document]:
+    """Let the target continue beginnings of documents, half of them greedily."""
+    llm = specjax.LLM(args.target, dtype=args.dtype, num_draft_tokens=0)
+    prompts = held_out_prompts(documents, args.regenerate)
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=args.seed + i, max_tokens=SAMPLE) for i in range(len(prompts))
+    ]
+    return training.regenerate(llm, prompts, params)
+
+
+def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[list[int]], np.ndarray]:
+    """Return packed rows, held-out prompts and the counts of tokens, or what an earlier run made of them."""
+    path = args.out / "state" / "data.npz"
+    if not path.is_file():
+        tokenizer = load_tokenizer(args.target)
+        texts = training.documents(args.data)
+        documents, held_out = split([encoding.ids for encoding in tokenizer.encode_batch(texts)])
+        made = continuations(args, documents) if args.regenerate else []
+        batch = training.pack([*documents, *made], args.length)
+        counts = np.bincount(batch.tokens[batch.loss_mask], minlength=vocab_size)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part.npz")
+        fields = {name: value for name, value in batch._asdict().items() if value is not None}
+        np.savez(part, prompts=np.array(held_out_prompts(held_out, args.num_prompts)), counts=counts, **fields)
+        part.replace(path)
+    found = np.load(path)
+    rows = Batch(found["tokens"], found["segments"], found["loss_mask"])
+    return rows, found["prompts"].tolist(), found["counts"]
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--target", type=Path, default=models.EMBEDDED / "target", help="checkpoint of the target")
+    options.add_argument("--kind", choices=sorted(DECAY), default="eagle3")
+    options.add_argument("--data", type=Path, nargs="+", required=True, help="files or directories of text")
+    options.add_argument("--out", type=Path, required=True, help="directory for the drafter")
+    options.add_argument("--layout", help="as training.save_pretrained takes it")
+    options.add_argument("--num-draft-tokens", type=int, default=4, help="steps to unroll, heads or drafts of a block")
+    options.add_argument("--vocab-size", type=int, help="tokens of the draft vocabulary, by default all")
+    options.add_argument("--regenerate", type=int, default=0, help="continuations by the target to train on, too")
+    options.add_argument("--loss", choices=sorted(LOSSES), default="lk_hybrid")
+    length = options.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=400)
+    length.add_argument("--minutes", type=float, help="time to train, in place of steps")
+    options.add_argument("--batch", type=int, default=8, help="rows of a step")
+    options.add_argument("--length", type=int, default=256, help="tokens of a row")
+    options.add_argument("--anchors", type=int, default=32, help="blocks in a row, for dflash")
+    options.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
+    options.add_argument("--every", type=int, default=50, help="steps between measurements, and between checkpoints")
+    options.add_argument("--num-prompts", type=int, default=128, help="held-out prompts to measure on")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    options.add_argument("--seed", type=int, default=0)
+    return options
+
+
+def main() -> None:
+    import orbax.checkpoint as ocp
+
+    args = parser().parse_args()
+    target = models.load(args.target, dtype=args.dtype)
+    target = models.with_feature_layers(target, layers_of(target.apply.config.num_layers, args.kind))
+    rows, prompts, counts = read_data(args, target.vocab_size)
+    if args.vocab_size is not None and args.kind == "medusa":
+        raise ValueError("--vocab-size must be absent for medusa, whose heads have the target's vocabulary")
+    vocab = None if args.vocab_size is None else training.vocabulary(counts, args.vocab_size)
+    if vocab is not None:
+        print(f"the draft vocabulary holds {counts[vocab.ids].sum() / counts.sum():.2%} of the tokens")
+    mask_token = int(np.argmin(counts))
+    kind, params, frozen = new_drafter(
+        args.kind, target, args.num_draft_tokens, args.anchors, mask_token, vocab, jax.random.key(args.seed)
+    )
+    size = sum(x.size for x in jax.tree.leaves(params))
+    print(
+        f"{len(rows.tokens)} rows of {args.length} tokens, {len(prompts)} held-out prompts; "
+        f"{size:,} parameters to train",
+        flush=True,
+    )
+
+    def look(step: int, params: PyTree) -> None:
+        whole = jax.tree.map(lambda x: x.astype(args.dtype), jax.device_get(params | frozen))
+        lengths = measure(target, kind.proposer(whole, vocab), prompts)
+        print(
+            f"step {step}: mean acceptance length behind held-out text {lengths[0]:.2f} at temperature 0, "
+            f"{lengths[1]:.2f} at 0.8",
+            flush=True,
+        )
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager((args.out / "state" / "steps").resolve(), options=options) as checkpoints:
+        if checkpoints.latest_step() is None:
+            look(0, params)
+        steps = args.steps if args.minutes is None else None
+        plan = Plan(steps, args.minutes, args.rate, args.seed, args.loss, args.every, jnp.dtype(args.dtype))
+        params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), vocab, plan, look, checkpoints)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.device_get(params | frozen))
+    trained = kind.proposer(half, vocab)
+    training.save_pretrained(trained, args.out, target=target, layout=args.layout, target_name=str(args.target))
+    loaded = proposers.load(args.out, target, num_draft_tokens=args.num_draft_tokens)
+    lengths = measure(target, loaded, prompts, max_tokens=128)
+    print(
+        f"wrote {args.out}; mean acceptance length on the target's own text {lengths[0]:.2f} at temperature 0, "
+        f"{lengths[1]:.2f} at 0.8"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Write trained drafters in the layouts in which others publish theirs, which `proposers.load` reads."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.proposers import Medusa
+from specjax.proposers.block_draft import BlockDraft
+from specjax.proposers.drawing import Reduced
+from specjax.proposers.eagle3 import Eagle3Head
+from specjax.proposers.feature_draft import FeatureDraft
+from specjax.proposers.files import target_weights
+from specjax.types import Array, Model, Proposer, PyTree
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+LAYOUTS = {"eagle3": ("eagle3", "speculators"), "dflash": ("dflash", "speculators"), "medusa": ("medusa",)}
+Tensors = dict[str, np.ndarray]
+
+
+def save_pretrained(
+    proposer: Proposer, path: str | Path, *, target: Model, layout: str | None = None, target_name: str = ""
+) -> None:
+    """Write config.json and model.safetensors of a drafter into a directory.
+
+    Args:
+        proposer: a drafter of EAGLE-3, DFlash or Medusa, whose parameters are written in their dtype.
+        path: the directory, which is made where there is none.
+        target: its target, with the feature layers that the drafter reads. Tables of the drafter that are the target's
+            are not written, except in the layout "speculators", whose readers want the embedding.
+        layout: "eagle3", "dflash" or "medusa", those of the methods' authors, or "speculators" for the first two; None
+            is the authors'.
+        target_name: name or path of the target, which the layout "speculators" records.
+
+    Raises:
+        ValueError: the drafter is of another kind, or its kind has no such layout.
+    """
+    from safetensors.numpy import save_file
+
+    kind = _kind_of(proposer)
+    layout = kind if layout is None else layout
+    if layout not in LAYOUTS[kind]:
+        raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS[kind]))} for {kind}, got {layout!r}")
+    if isinstance(proposer, Medusa):
+        tensors, config = _medusa(proposer)
+    else:
+        assert isinstance(proposer, FeatureDraft | BlockDraft), "the kinds that are left"
+        is_nested = layout == "speculators"
+        if isinstance(proposer, FeatureDraft):
+            tensors, config = _eagle3(proposer, target, is_nested, target_name)
+        else:
+            tensors, config = _dflash(proposer, target, is_nested, target_name)
+        tensors |= _vocabulary(proposer.reduced, target.vocab_size)
+        tensors |= _tables(proposer.params, target, with_embedding=is_nested)
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def layer_tensors(config: "DecoderConfig", params: Mapping[str, Array], name: str) -> Tensors:
+    """Return the parameters of a decoder layer under the names of Llama, which begin with `name`."""
+    query, key_value = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    tensors = {}
+
+    def add(names: dict[str, int], param: str) -> None:
+        """Split what stands side by side by its numbers of outputs."""
+        ends = np.cumsum(list(names.values()))[:-1]
+        matrix = _outputs_first(config, params[param])
+        for part, values in zip(names, np.split(matrix, ends), strict=True):
+            tensors[f"{name}.{part}.weight"] = values
+        bias = params.get(f"{param}_bias")
+        if bias is not None:
+            for part, values in zip(names, np.split(np.asarray(bias), ends), strict=True):
+                tensors[f"{name}.{part}.bias"] = values
+
+    attention = "self_attn"
+    add({f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}, "qkv")
+    add({f"{attention}.o_proj": config.hidden_size}, "attention_out")
+    add({"mlp.gate_proj": config.mlp_size, "mlp.up_proj": config.mlp_size}, "gate_up")
+    add({"mlp.down_proj": config.hidden_size}, "mlp_out")
+    norms = {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "query_norm": "self_attn.q_norm",
+        "key_norm": "self_attn.k_norm",
+    }
+    tensors |= {f"{name}.{norms[norm]}.weight": np.asarray(params[norm]) for norm in norms if norm in params}
+    return {key: np.ascontiguousarray(value) for key, value in tensors.items()}
+
+
+def layer_config(config: "DecoderConfig", model_type: str, vocab_size: int) -> dict[str, Any]:
+    """Return the fields that config.json of a Llama or Qwen3 has for these layers."""
+    return {
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.mlp_size,
+        "max_position_embeddings": config.max_length,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _kind_of(proposer: Proposer) -> str:
+    if isinstance(proposer, Medusa):
+        return "medusa"
+    if isinstance(proposer, FeatureDraft) and isinstance(proposer.head, Eagle3Head):
+        return "eagle3"
+    if isinstance(proposer, BlockDraft) and not proposer.head.markov_rank and proposer.head.confidence is None:
+        return "dflash"
+    raise ValueError(f"proposer must be a drafter of EAGLE-3, DFlash or Medusa, got {type(proposer).__name__}")
+
+
+def _eagle3(proposer: FeatureDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
+    head, params = proposer.head, proposer.params
+    assert isinstance(head, Eagle3Head), "the kind was looked at"
+    first = "layers.0" if is_nested else "midlayer"
+    tensors = {"norm.weight": np.asarray(params["norm"])}
+    for i in range(head.config.num_layers):
+        tensors |= layer_tensors(head.config, params["layers"][i], f"layers.{i}" if i else first)
+    tensors[f"{first}.input_layernorm.weight"] = np.asarray(params["embedding_norm"])
+    if "feature_norm" in params:
+        tensors[f"{first}.hidden_norm.weight"] = np.asarray(params["feature_norm"])
+    if head.num_taps:
+        tensors["fc.weight"] = np.ascontiguousarray(_outputs_first(head.config, params["fc"]))
+    if head.tap_norms == "all":
+        tensors["input_norm.weight"] = np.asarray(params["tap_norm"])
+    elif head.tap_norms == "each":
+        parts = np.split(np.asarray(params["tap_norm"]), head.num_taps)
+        tensors |= {f"fc_norm.{i}.weight": part for i, part in enumerate(parts)}
+    layers = list(target.feature_layers)
+    own = {
+        "target_hidden_size": head.target_size,
+        "draft_vocab_size": head.config.vocab_size,
+        "norm_before_residual": head.norm_before_residual,
+        "norm_before_fc": head.tap_norms == "all",
+        "fc_norm": head.tap_norms == "each",
+        "norm_output": head.norm_output,
+    }
+    # Where the first of the other ids is 1, readers take them for layers whose output is read.
+    if layers[:1] == [1]:
+        own["target_layer_ids"] = [layer - 1 for layer in layers]
+    else:
+        own["eagle_aux_hidden_state_layer_ids"] = layers
+    fields = layer_config(head.config, "llama", target.vocab_size)
+    if not is_nested:
+        return tensors, {"architectures": ["LlamaForCausalLMEagle3"], **fields, **own}
+    about = _speculators("eagle3", "Eagle3Speculator", proposer.num_draft_tokens, target_name)
+    return tensors, {**about, **own, "transformer_layer_config": fields}
+
+
+def _dflash(proposer: BlockDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
+    head, params = proposer.head, proposer.params
+    tensors = {
+        "fc.weight": np.ascontiguousarray(_outputs_first(head.config, params["fc"])),
+        "hidden_norm.weight": np.asarray(params["hidden_norm"]),
+        "norm.weight": np.asarray(params["norm"]),
+    }
+    for i in range(head.config.num_layers):
+        tensors |= layer_tensors(head.config, params["layers"][i], f"layers.{i}")
+    fields = layer_config(head.config, "qwen3", target.vocab_size)
+    if not is_nested:
+        own = {
+            "target_layer_ids": [layer - 1 for layer in target.feature_layers],
+            "mask_token_id": head.mask_token,
+            "sample_from_anchor": head.from_anchor,
+        }
+        table = {name: value for name, value in own.items() if name != "sample_from_anchor" or value}
+        about = {"block_size": head.block_size, "draft_vocab_size": head.config.vocab_size, "dflash_config": table}
+        return tensors, {"architectures": ["DFlashDraftModel"], **fields, **about}
+    about = _speculators("dflash", "DFlashSpeculator", proposer.num_draft_tokens, target_name)
+    own = {
+        "aux_hidden_state_layer_ids": list(target.feature_layers),
+        "mask_token_id": head.mask_token,
+        "block_size": head.block_size,
+        "sample_from_anchor": head.from_anchor,
+        "draft_vocab_size": head.config.vocab_size,
+    }
+    return tensors, {**about, **own, "transformer_layer_config": fields}
+
+
+def _medusa(proposer: Medusa) -> tuple[Tensors, dict]:
+    tensors, count = {}, len(proposer.heads[0]["blocks"])
+    for i, head in enumerate(proposer.heads):
+        for j, block in enumerate(head["blocks"]):
+            tensors[f"{i}.{j}.linear.weight"] = np.asarray(block["weight"])
+            tensors[f"{i}.{j}.linear.bias"] = np.asarray(block["bias"])
+        tensors[f"{i}.{count}.weight"] = np.asarray(head["head"])
+    return tensors, {"medusa_num_heads": len(proposer.heads), "medusa_num_layers": count}
+
+
+def _speculators(algorithm: str, architecture: str, num_draft_tokens: int, target_name: str) -> dict[str, Any]:
+    method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
+    }
+
+
+def _vocabulary(reduced: Reduced | None, vocab_size: int) -> Tensors:
+    """Return d2t and t2d of a reduced vocabulary."""
+    if reduced is None:
+        return {}
+    ids = np.asarray(reduced.target_ids, np.int64)
+    is_held = np.zeros(vocab_size, bool)
+    is_held[ids] = True
+    return {"d2t": ids - np.arange(len(ids)), "t2d": is_held}
+
+
+def _tables(params: PyTree, target: Model, *, with_embedding: bool) -> Tensors:
+    """Return the embedding and the head of a drafter, where they are not the target's."""
+    weights, tensors = target_weights(target), {}
+    for name, param, shared in (
+        ("embed_tokens.weight", "embedding", None if with_embedding else weights.embedding),
+        ("lm_head.weight", "lm_head", None if with_embedding else weights.head),
+    ):
+        if shared is None or not np.array_equal(np.asarray(params[param]), np.asarray(shared, params[param].dtype)):
+            tensors[name] = np.asarray(params[param])
+    return tensors
+
+
+def _outputs_first(config: "DecoderConfig", matrix: Array) -> np.ndarray:
+    return np.asarray(matrix) if config.transposed else np.asarray(matrix).T

@@ -1,0 +1,106 @@
+"""What goes into the corpus of the embedded family, and how the text of its target is judged."""
+
+import importlib
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def corpus(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("python_corpus")
+
+
+@pytest.fixture
+def evaluation(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("evaluate_embedded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "licence"),
+    [
+        ({"License-Expression": "MIT"}, "MIT"),
+        ({"License": "BSD 3-Clause License\n\nCopyright"}, "BSD 3-Clause License"),
+        ({"Classifier": "License :: OSI Approved :: Apache Software License"}, "Apache Software License"),
+        ({"License": "MIT", "Classifier": "License :: OSI Approved :: GNU General Public License v3"}, None),
+        ({"License-Expression": "MIT AND LGPL-2.1"}, None),
+        ({"License": "Proprietary"}, None),
+        ({}, None),
+    ],
+)
+def test_licences(fields, licence, corpus):
+    package = Message()
+    for name, value in fields.items():
+        package[name] = value
+    assert corpus.licence_of(package) == licence
+
+
+def test_filters(corpus, tmp_path):
+    good = "def add(first, second):\n    return first + second\n" * 6
+    cases = {
+        good: True,
+        "x = 1\n": False,  # too short
+        "# This file was automatically generated from x.\n" + good: False,
+        good + "def broken(:\n": False,
+        good + f"x = {'y + ' * 60}y\n": False,  # a long line
+        good + f"table = [{', '.join(['12345'] * 20)}]\n" * 20: False,
+    }
+    for i, (text, expected) in enumerate(cases.items()):
+        path = tmp_path / f"{i}.py"
+        path.write_text(text)
+        assert (corpus.readable(path) is not None) == expected, text[:60]
+    lines = corpus.Lines()
+    assert lines.is_new(good) and not lines.is_new(good)
+    assert lines.is_new("class Another:\n    def method_of_some_length(self):\n        return something_else(self)\n")
+
+
+def test_runs_in_common_with_held_out_documents(corpus):
+    held_out = list(range(200, 300))
+    runs = corpus.Runs([held_out], 400)
+    assert runs.are_in([1, 2, *held_out[30:80], 3])
+    assert not runs.are_in([1, 2, *held_out[30:79], 3, *held_out[79:100]])
+    assert not runs.are_in(held_out[:49])
+    assert not runs.are_in(held_out[:50][::-1])
+
+
+def test_a_small_corpus(corpus, tmp_path):
+    good = "def add_{0}(first_{0}, second_{0}):\n    return first_{0} + second_{0}\n" * 6
+    for name in ("heapq", "module", "other"):
+        (tmp_path / f"{name}.py").write_text(good.format(name))
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "third.py").write_text(good.format("third"))
+    found = corpus.read_corpus(tmp_path, packages=False)
+    texts = [*found.training[corpus.STDLIB], *found.validation]
+    assert sorted(texts) == [good.format(name) for name in ("module", "other")]
+    assert found.held_out == [good.format("heapq")]
+    with pytest.raises(ValueError, match="stdlib must hold Python modules, some of them held out"):
+        corpus.read_corpus(tmp_path / "site-packages", packages=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f():\n    x = 1\n    ret", True),
+        ("try:\n    x = 1\n", True),
+        ('x = """never\nended\n', True),
+        ("x = (1,\n", True),
+        ("class A:\n", True),
+        ("def f(:\n    pass\n", False),
+        ("def f():\n    x\n  y\n", False),
+        ("else:\n    pass\n", False),
+    ],
+)
+def test_what_parses(text, expected, evaluation):
+    assert evaluation.parses(text) == expected
+
+
+def test_what_repeats(evaluation):
+    run = list(range(8))
+    assert evaluation.repeats(run * 4) and evaluation.repeats([*run, 9] * 4) and evaluation.repeats([1] * 32)
+    assert not evaluation.repeats(run * 3) and not evaluation.repeats([1] * 31)
+    assert not evaluation.repeats(list(range(500)))

@@ -1,0 +1,114 @@
+"""Training from the command line: what it writes decodes, and a run that was killed ends with the same weights."""
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import LLM, SamplingParams, models, proposers, training
+from specjax.models.decoder import DecoderConfig, init_params
+
+pytestmark = pytest.mark.slow  # each trains for some steps
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+CONFIG = DecoderConfig(
+    vocab_size=4096, hidden_size=16, num_layers=3, num_heads=2, num_kv_heads=1, head_size=8, mlp_size=24, max_length=256
+)
+SMALL = {"steps": 4, "every": 2, "batch": 2, "length": 32, "num-prompts": 4, "num-draft-tokens": 2, "anchors": 4}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("train_draft")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A directory with a target of three layers and the tokenizer of the embedded one."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        save = importlib.import_module("train_embedded").save
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    directory = tmp_path_factory.mktemp("target")
+    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(CONFIG, seed=0))
+    save(directory, CONFIG, jax.tree.map(lambda x: x.astype("bfloat16"), params))
+    shutil.copy(models.EMBEDDED / "tokenizer.json", directory)
+    return directory
+
+
+@pytest.fixture
+def train(script, target, tmp_path, monkeypatch):
+    """Run the script on its own source; gives the directory that it wrote."""
+
+    def train(kind, name, *arguments):
+        out = tmp_path / name
+        files = [
+            str(SCRIPTS / file) for file in ("train_draft.py", "demo.py", "timing.py") if (SCRIPTS / file).is_file()
+        ]
+        small = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
+        given = ["--target", str(target), "--kind", kind, "--out", str(out), *small, *arguments, "--data", *files]
+        monkeypatch.setattr(sys, "argv", ["train_draft", *given])
+        script.main()
+        return out
+
+    return train
+
+
+def loaded(directory, target):
+    model = models.load(target)
+    model = models.with_feature_layers(model, proposers.feature_layers(directory, model))
+    return proposers.load(directory, model, num_draft_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
+def test_what_was_trained_decodes(kind, train, target):
+    """In the layout of the kind's authors, and in that of speculators."""
+    out = train(kind, "own", *(() if kind == "medusa" else ("--vocab-size", "1000")))
+    assert proposers.kind_of(out) == kind
+    params = SamplingParams(temperature=0, max_tokens=12)
+    fast = LLM(target, out, num_draft_tokens=2)
+    (result,), (plain,) = fast.generate("import os\n", params), fast.plain().generate("import os\n", params)
+    assert result.token_ids == plain.token_ids and result.metrics.num_drafted > 0
+    if kind == "medusa":
+        return
+    other = out / "other"
+    training.save_pretrained(fast.proposer, other, target=fast.model, layout="speculators")
+    assert json.loads((other / "config.json").read_text())["speculators_model_type"] == kind
+    again = loaded(other, target)
+    for x, y in zip(jax.tree.leaves(fast.proposer), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_killed_run_ends_with_the_same_weights(train, script, monkeypatch):
+    whole = train("eagle3", "whole", "--regenerate", "2")
+    save, seen = script.save, []
+
+    def killed(checkpoints, step, tree):
+        save(checkpoints, step, tree)
+        seen.append(step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train("eagle3", "cut", "--regenerate", "2")
+    assert seen == [2] and not (whole.parent / "cut" / "model.safetensors").exists()
+    monkeypatch.setattr(script, "save", save)
+    cut = train("eagle3", "cut", "--regenerate", "2")
+    assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+
+
+def test_rows_come_once_an_epoch(script):
+    batch = script.Batch(np.arange(5)[:, None], np.ones((5, 1), np.int32), np.ones((5, 1), bool))
+    data = script.Data(batch, 2, seed=0)
+    seen = [data.rows(step).tokens[:, 0].tolist() for step in range(4)]
+    assert all(len({*first, *second}) == 4 for first, second in (seen[:2], seen[2:]))
+    assert seen[:2] != seen[2:]
+    with pytest.raises(ValueError, match="data must fill a batch of 6 rows, got 5"):
+        script.Data(batch, 6, seed=0)

@@ -1,0 +1,133 @@
+"""Data of drafters: documents, packed rows, replay, and drafters that are written and read back."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import SamplingParams, models, proposers, training
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers.block_draft import BlockHead
+from specjax.proposers.dflash import dflash
+from specjax.proposers.drawing import reduced_vocabulary
+from specjax.proposers.eagle3 import Eagle3Head, eagle3
+from specjax.testing import BigramProposer, bigram_model
+from specjax.training import Document
+
+
+def test_documents(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.py").write_text("b")
+    (tmp_path / "folder" / "a.txt").write_text("a")
+    (tmp_path / "folder" / "c.bin").write_text("c")
+    (tmp_path / "folder" / "latin.txt").write_bytes("ä".encode("latin-1"))
+    lines = [{"text": "one"}, {"prompt": "two ", "completion": "three"}]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    found = training.documents([tmp_path / "folder", tmp_path / "lines.jsonl"])
+    assert found == ["a", "b", "one", "two three"]
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"other": 1}')
+    with pytest.raises(ValueError, match=r"line 2 of .*bad\.jsonl must be an object with \"text\""):
+        training.documents([tmp_path / "bad.jsonl"])
+    with pytest.raises(ValueError, match=r"latin\.txt must be UTF-8"):
+        training.documents([tmp_path / "folder" / "latin.txt"])
+    with pytest.raises(FileNotFoundError, match="missing"):
+        training.documents([tmp_path / "missing"])
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="must hold texts, got none"):
+        training.documents([tmp_path / "empty.txt"])
+
+
+def test_pack():
+    """Every token stands in a row once, with its document, and is learned unless it belongs to a prompt."""
+    batch = training.pack([range(10, 17), Document([1, 2, 3], learn_from=2), [7]], length=4)
+    assert batch.tokens.tolist() == [[10, 11, 12, 13], [14, 15, 16, 7], [1, 2, 3, 0]]
+    assert batch.segments.tolist() == [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 1, 0]]
+    assert batch.loss_mask.tolist() == [[True] * 4, [True] * 4, [False, False, True, False]]
+    cut = training.pack([Document(range(6), learn_from=5)], length=4)
+    assert cut.loss_mask.tolist() == [[False] * 4, [False, True, False, False]]
+    many = training.pack([[i] * (1 + i % 5) for i in range(1, 500)], length=6)
+    assert np.bincount(many.tokens[many.segments > 0], minlength=500)[1:].tolist() == [1 + i % 5 for i in range(1, 500)]
+    for texts, length, message in (([[1]], 1, "length must be an integer >= 2"), ([[]], 4, "texts must have tokens")):
+        with pytest.raises(ValueError, match=message):
+            training.pack(texts, length)
+
+
+def test_regenerate_keeps_prompts_apart_from_what_was_written():
+    def generate(prompts, params):
+        return [SimpleNamespace(token_ids=[p.seed, p.seed]) for p in params]
+
+    params = [SamplingParams(seed=i) for i in range(3)]
+    made = training.regenerate(SimpleNamespace(generate=generate), [[9], [8, 7], [6]], params, batch_size=2)
+    assert made == [Document([9, 0, 0], 1), Document([8, 7, 1, 1], 2), Document([6, 2, 2], 1)]
+
+
+def test_replay_counts_what_is_accepted():
+    """A drafter that is the target itself has all accepted; one step from a prompt counts one step."""
+    logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(7, 7)), jnp.float32)
+    params = SamplingParams(temperature=1.0, max_tokens=9)
+    given = bigram_model(logits), BigramProposer(logits, 2), [[1, 2, 3], [4]], params
+    same = training.replay(*given, key=jax.random.key(0))
+    assert same.by_position.tolist() == [1, 1] and same.tokens_per_step == 3
+    other = given[0], BigramProposer(-logits, 2), [[1, 2, 3]] * 4, params
+    one = training.replay(*other, key=jax.random.key(0), max_steps=1)
+    assert one.tokens_per_step in (1 + np.arange(9) / 4).tolist() and one.tokens_per_step < 3
+
+
+SIZES = {"vocab_size": 29, "num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 24, "max_length": 64}
+VOCAB = 11
+
+
+@pytest.fixture(scope="module")
+def target():
+    config = DecoderConfig(hidden_size=16, num_layers=3, **SIZES)
+    return models.with_feature_layers(decoder_model(config, init_params(config, seed=0)), (1, 2))
+
+
+def drafter(kind, target, **options):
+    """A drafter with random numbers; its embedding is the target's."""
+    sizes = SIZES | {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2}
+    config = DecoderConfig(**sizes, tie_embeddings=False, head_norms=kind == "dflash")
+    if kind == "eagle3":
+        head, make = Eagle3Head(config, 16, 2, **options), eagle3
+    else:
+        head, make = BlockHead(config, 2, 16, 29, 4, 28, **options), dflash
+    shapes = head.shapes() | {"lm_head": (VOCAB, 16)}
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    params = tree.unflatten([jax.random.normal(key, shape) for key, shape in zip(keys, leaves, strict=True)])
+    params["embedding"] = target.params["embedding"]
+    reduced = reduced_vocabulary(np.arange(VOCAB) * 2 + 1, 29)
+    return make(head, params, 3, reduced=reduced)
+
+
+CASES = {
+    "eagle3": ("eagle3", {}),
+    "3.1": ("eagle3", {"tap_norms": "each", "norm_output": True, "norm_before_residual": True}),
+    "norm of all": ("eagle3", {"tap_norms": "all"}),
+    "dflash": ("dflash", {}),
+    "from the anchor": ("dflash", {"from_anchor": True}),
+}
+
+
+@pytest.mark.parametrize("layout", ["own", "speculators"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_is_read(name, layout, target, tmp_path):
+    kind, options = CASES[name]
+    made = drafter(kind, target, **options)
+    training.save_pretrained(made, tmp_path, target=target, layout=kind if layout == "own" else layout)
+    assert proposers.feature_layers(tmp_path, target) == target.feature_layers
+    found = proposers.load(tmp_path, target, num_draft_tokens=3)
+    assert found.head == made.head
+    assert jax.tree.structure(found.params) == jax.tree.structure(made.params)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(made), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_drafters_that_have_no_layout(target, tmp_path):
+    with pytest.raises(ValueError, match="layout must be 'eagle3' or 'speculators' for eagle3, got 'dflash'"):
+        training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="dflash")
+    with pytest.raises(ValueError, match="proposer must be a drafter of EAGLE-3, DFlash or Medusa, got NGram"):
+        training.save_pretrained(proposers.ngram(2), tmp_path, target=target)

@@ -1,0 +1,233 @@
+"""Unrolled steps compute what decoding computes after the same tokens, row by row and document by document."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import decode, models, sampling, training
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers import medusa, trunk
+from specjax.proposers.block_draft import BlockHead
+from specjax.proposers.dflash import dflash
+from specjax.proposers.dspark import dspark
+from specjax.proposers.eagle3 import Eagle3Head, eagle3
+from specjax.proposers.medusa import head_logits
+from specjax.sampling import SamplingParams
+from specjax.training import unroll
+from specjax.training.unroll import Batch
+
+VOCAB, HIDDEN, STEPS = 29, 16, 4
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "mlp_size": 24,
+    "max_length": 64,
+}
+LAYERS = (1, 2)
+HEADS = {
+    "eagle3": Eagle3Head(DecoderConfig(hidden_size=12, num_layers=1, **SIZES), HIDDEN, len(LAYERS)),
+    "two layers, 3.1": Eagle3Head(
+        DecoderConfig(hidden_size=12, num_layers=2, **SIZES), HIDDEN, len(LAYERS), "each", True, True
+    ),
+}
+
+
+slow = pytest.mark.slow
+features = jax.jit(training.features, static_argnums=2)
+feature_unroll = jax.jit(training.feature_unroll, static_argnums=0, static_argnames=("steps", "detach"))
+block_unroll = jax.jit(training.block_unroll, static_argnums=0)
+prefill = jax.jit(decode.prefill, static_argnames="max_length")
+propose = jax.jit(lambda proposer, *given: proposer.propose(*given)[0])
+
+
+@pytest.fixture(scope="module")
+def target():
+    config = DecoderConfig(hidden_size=HIDDEN, num_layers=3, **SIZES)
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init_params(config, seed=0))
+    return models.with_feature_layers(decoder_model(config, params), LAYERS)
+
+
+def params_of(head):
+    hidden = head.config.hidden_size
+    shapes = head.shapes() | {"embedding": (VOCAB, hidden), "lm_head": (VOCAB, hidden)}
+    return jax.tree.map(lambda x: 12 * x if x.ndim > 1 else x, trunk.random_params(shapes, jax.random.key(1)))
+
+
+def drafted(target, proposer, prompts, lengths, steps=1):
+    """What decoding drafts in its last step: the lengths before it, the tokens then drafted and their logits."""
+    params = sampling.batch([SamplingParams(temperature=1.0, max_tokens=40)] * len(prompts))
+    state = prefill(target, proposer, prompts, lengths, params, jax.random.key(2), max_length=48)
+    state = decode.generate(target, proposer, state, max_steps=steps - 1)
+    keys = jax.random.split(jax.random.key(3), (len(prompts), STEPS + 1))
+    draft = propose(proposer, keys, state.context, state.sampling, state.proposer)
+    context = state.context
+    tokens = np.array(context.tokens)
+    for row, length in enumerate(context.length):
+        tokens[row, int(length) : int(length) + STEPS] = draft.tokens[row]
+    return tokens, np.array(context.length), np.asarray(draft.distribution.logits)
+
+
+@pytest.mark.parametrize("name", [pytest.param("eagle3", marks=slow), "two layers, 3.1"])
+def test_steps_are_those_of_decoding(name, target):
+    """From a prompt and from what later steps fed, with the drafts as the text."""
+    head = HEADS[name]
+    params = params_of(head)
+    proposer = eagle3(head, params, STEPS)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5, 2]), steps=4)
+    assert (lengths > [9, 5, 2]).all() and logits.std() > 0.1
+    batch = Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool))
+    batch = features(target, batch, LAYERS)
+    steps = feature_unroll(head, params, batch, steps=STEPS)
+    for j in range(STEPS):
+        found = head.logits(params, steps.outputs[j])
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(found[row, length - 1], logits[row, j], atol=1e-5 * np.abs(logits).max())
+            assert steps.labels[j][row, length - 1] == tokens[row, length + j]
+
+
+def block_head(from_anchor=False, **options):
+    size = STEPS if from_anchor else STEPS + 1
+    config = DecoderConfig(hidden_size=12, num_layers=2, head_norms=True, **SIZES, windows=(None, 3))
+    return BlockHead(config, len(LAYERS), HIDDEN, VOCAB, size, VOCAB - 1, from_anchor, **options)
+
+
+BLOCK_HEADS = {
+    "dflash": block_head(),
+    "causal": block_head(is_causal=True, from_anchor=True),
+    "dspark": block_head(from_anchor=True, markov_rank=5),
+}
+
+
+@pytest.mark.parametrize("name", ["dflash", *(pytest.param(name, marks=slow) for name in ("causal", "dspark"))])
+def test_blocks_are_those_of_decoding(name, target):
+    head = BLOCK_HEADS[name]
+    params = params_of(head)
+    make = dspark if head.markov_rank else dflash
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    tokens, lengths, logits = drafted(target, make(head, params, STEPS), prompts, np.array([9, 5, 2]), steps=4)
+    batch = features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)), LAYERS)
+    ends = jnp.asarray(lengths)[:, None] - 1
+    places = jnp.concatenate([ends, jnp.maximum(ends - 2, 1), jnp.full_like(ends, -1)], axis=1)
+    steps = block_unroll(head, params, batch, places)
+    for j in range(STEPS):
+        found = head.logits(params, steps.outputs[j])
+        if head.markov_rank:
+            found += head.markov_logits(params, unroll.shift(batch.tokens, j)[jnp.arange(3)[:, None], places])
+        np.testing.assert_allclose(found[:, 0], logits[:, j], atol=1e-5 * np.abs(logits).max())
+        assert steps.labels[j][:, 0].tolist() == tokens[np.arange(3), lengths + j].tolist()
+        assert steps.masks[j].tolist() == [[True, True, False]] * 3
+
+
+@slow
+def test_heads_of_medusa_are_those_of_decoding(target):
+    keys = jax.random.split(jax.random.key(0), STEPS)
+    shapes = {"blocks": [{"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}], "head": (VOCAB, HIDDEN)}
+    heads = [jax.tree.map(lambda x: 12 * x, trunk.random_params(shapes, key)) for key in keys]
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 9)).astype(np.int32)
+    proposer = medusa(heads, vocab_size=VOCAB)
+    tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5]), steps=2)
+    batch = features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)))
+    steps = training.medusa_unroll(heads, batch)
+    for j in range(STEPS):
+        found = head_logits(heads[j], steps.outputs[j])[jnp.arange(2), lengths - 1]
+        np.testing.assert_allclose(found, logits[:, j], atol=1e-5 * np.abs(logits).max())
+        assert steps.labels[j][jnp.arange(2), lengths - 1].tolist() == tokens[np.arange(2), lengths + j].tolist()
+
+
+def test_blocks_of_a_row_see_their_document_only(target):
+    head = BLOCK_HEADS["dflash"]
+    params, lengths = params_of(head), (9, 2, 7)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
+    alone, together = (features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    one = block_unroll(head, params, alone, jnp.array([[5], [-1], [2]]))
+    both = block_unroll(head, params, together, jnp.array([[5, 13]]))
+    for j in range(STEPS):
+        np.testing.assert_allclose(both.outputs[j][0], one.outputs[j][jnp.array([0, 2]), 0], atol=1e-5)
+    assert [bool(mask[0, 0]) for mask in both.masks] == [True, True, True, False]  # tokens 6, 7 and 8
+    assert [bool(mask[0, 1]) for mask in both.masks] == [True] * 4
+    assert not any(mask[1].any() for mask in one.masks)
+
+
+def test_anchors():
+    segments = jnp.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    loss_mask = jnp.ones((2, 8), bool).at[1, :6].set(False)
+    batch = Batch(jnp.zeros((2, 8), jnp.int32), segments, loss_mask)
+    assert training.anchors(jax.random.key(0), batch, count=4).tolist() == [[1, 2, 5, -1], [5, 6, -1, -1]]
+    some = {tuple(training.anchors(jax.random.key(i), batch, count=2)[0].tolist()) for i in range(20)}
+    assert some == {(1, 2), (1, 5), (2, 5)}
+
+
+def packed(tokens, lengths):
+    """One row of several documents with padding, and the same documents in rows of their own."""
+    width = sum(lengths) + 3
+    row, segments = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    place = 0
+    for i, length in enumerate(lengths):
+        row[0, place : place + length] = tokens[i, :length]
+        segments[0, place : place + length] = i + 1
+        place += length
+    return Batch(jnp.asarray(row), jnp.asarray(segments), jnp.asarray(segments > 0))
+
+
+@pytest.mark.parametrize("block", [8, pytest.param(unroll.BLOCK, marks=slow)])
+def test_documents_of_a_row_do_not_see_each_other(block, target, monkeypatch):
+    monkeypatch.setattr(unroll, "BLOCK", block)
+    head = HEADS["eagle3"]
+    params, lengths = params_of(head), (9, 2, 7)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
+    alone, together = (features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    one, all_in_one = (feature_unroll(head, params, batch, steps=3) for batch in (alone, together))
+    place = 0
+    for i, length in enumerate(lengths):
+        for j in range(3):
+            rows = np.arange(1, length)  # row 0 has no feature
+            expected, found = one.outputs[j][i, rows], all_in_one.outputs[j][0, place + rows]
+            valid = np.asarray(one.masks[j][i, rows])
+            assert valid.tolist() == (rows + 1 + j < length).tolist()
+            assert all_in_one.masks[j][0, place + rows].tolist() == valid.tolist()
+            np.testing.assert_allclose(found[valid], expected[valid], atol=1e-5)
+            assert not all_in_one.masks[j][0, place]
+        place += length
+    assert not any(mask[0, place:].any() for mask in all_in_one.masks)
+
+
+def test_only_tokens_of_the_loss_mask_are_learned(target):
+    batch = Batch(jnp.zeros((1, 8), jnp.int32), None, jnp.arange(8)[None] >= 5)
+    batch = features(target, batch, LAYERS)
+    masks = feature_unroll(HEADS["eagle3"], params_of(HEADS["eagle3"]), batch, steps=2).masks
+    assert np.flatnonzero(masks[0][0]).tolist() == [4, 5, 6]
+    assert np.flatnonzero(masks[1][0]).tolist() == [3, 4, 5]
+
+
+def test_gradients_flow_through_the_steps(target):
+    """Those of the last step, in a random direction, by a difference; none but through its own row if detached."""
+    head = HEADS["eagle3"]
+    params = params_of(head)
+    batch = features(target, Batch(jnp.arange(8)[None], None, jnp.ones((1, 8), bool)), LAYERS)
+    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+    def last(size, detach):
+        moved = jax.tree.map(lambda x, y: x + size * y, params, direction)
+        return jnp.mean(feature_unroll(head, moved, batch, steps=3, detach=detach).outputs[2] ** 2)
+
+    gradients = [jax.grad(last)(0.0, detach) for detach in (False, True)]
+    difference = (last(1e-3, False) - last(-1e-3, False)) / 2e-3
+    np.testing.assert_allclose(gradients[0], difference, rtol=1e-2)
+    assert abs(gradients[1] - difference) > 0.05 * abs(difference)
+
+
+def test_errors(target):
+    batch = Batch(jnp.zeros((1, 8), jnp.int32), None, jnp.ones((1, 8), bool))
+    head = HEADS["eagle3"]
+    with pytest.raises(ValueError, match="batch must have features"):
+        training.feature_unroll(head, params_of(head), batch)
+    with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
+        training.feature_unroll(head, params_of(head), batch, steps=0)
+    with pytest.raises(ValueError, match=r"features\.taps must be of 2 layers"):
+        training.feature_unroll(head, params_of(head), training.features(target, batch, (1,)))
