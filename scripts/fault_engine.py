@@ -137,8 +137,8 @@ def run(engine, number, rng):
         prompt, params = again[int(rng.integers(len(again)))] if i % 10 == 9 else some_request(rng, common)
         again.append((prompt, params))
         request = engine.submit(prompt, params, priority=int(rng.integers(3)))
-        if rng.random() < 0.05:
-            next(iter(request)) if params.guided_decoding is None and prompt[-1] != FAULTY else None
+        if rng.random() < 0.05 and params.guided_decoding is None and prompt[-1] != FAULTY:
+            next(iter(request), None)
         live.append([prompt, params, request, False])
         for entry in live:
             if rng.random() < 0.003:

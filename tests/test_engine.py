@@ -458,14 +458,18 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
 def test_engines_are_closed_before_the_process_ends():
     """A thread that calls a device while the interpreter ends may crash it."""
     program = """
+import atexit
+engines = []
+atexit.register(lambda: print([engine._thread.is_alive() for engine in engines]))  # runs last
 from test_engine import engine_of, make
 from specjax import SamplingParams
-requests = [engine_of(make(0), None).submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True))]
+engines.append(engine_of(make(0), None))
+requests = [engines[0].submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(100)]
 """
     folder = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[False]\n", "")
 
 
 def test_pages_are_as_many_as_fit(target, monkeypatch):

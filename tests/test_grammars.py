@@ -78,3 +78,12 @@ def test_those_that_are_used_stay_and_the_others_go_when_their_place_is_needed()
     for grammar in (second, fourth):
         with pytest.raises(ValueError, match="no request uses the grammar"):
             tables.remove(grammar)
+
+
+def test_a_token_that_a_grammar_does_not_know_changes_no_state():
+    """As on the device. Such a token follows where the other parameters forbid all that the grammar allows."""
+    tables = GrammarTables(CAPACITIES, VOCAB)
+    grammar = Grammar(np.array([0, 1]), np.array([[1, -1], [1, 0]]))
+    assert tables.insert(grammar) and grammar in tables
+    known, unknown = (tables.guide(grammar, np.array(ids, np.int32)) for ids in ([0], [0, VOCAB - 1]))
+    assert int(known.initial) == int(unknown.initial) == int(tables.guide(grammar, np.zeros(0, np.int32)).initial) + 1

@@ -280,3 +280,36 @@ def test_text_follows_the_grammar(models, name):
                 texts.add(text)
     assert len(texts) > 20
     assert name is None or accepted > 20
+
+
+class TestSources:
+    def test_they_compile_to_what_their_functions_make(self):
+        for source, grammar in (
+            (guided.Choices(["yes", "no"]), guided.from_choices(["yes", "no"], VOCABULARY, [EOS])),
+            (guided.Regex("(ab|c)+"), from_regex("(ab|c)+")),
+        ):
+            compiled = source.compile(VOCABULARY, [EOS])
+            np.testing.assert_array_equal(compiled.token_classes, grammar.token_classes)
+            np.testing.assert_array_equal(compiled.transitions, grammar.transitions)
+        schema = {"type": "boolean"}
+        assert guided.JsonSchema(schema) == guided.JsonSchema(json.dumps(schema))
+        assert len({guided.Choices(["a"]), guided.Choices(("a",)), guided.Regex("a")}) == 2
+
+    @pytest.mark.parametrize(
+        "make, message",
+        [
+            (lambda: guided.Regex(3), "pattern must be a string, got 3"),
+            (lambda: guided.Choices("yes"), "texts must be a non-empty sequence of strings, got 'yes'"),
+            (lambda: guided.Choices([]), r"texts must be a non-empty sequence of strings, got \[\]"),
+            (lambda: guided.JsonSchema("[1]"), r"schema must be a mapping or the JSON text of one, got '\[1\]'"),
+            (lambda: guided.JsonSchema("{"), "schema must be a JSON schema, got '{'"),
+            (lambda: guided.JsonSchema({"a": {1}}), "schema must be a JSON schema, got "),
+        ],
+    )
+    def test_bad_ones_are_refused(self, make, message):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+    def test_a_batch_takes_no_source(self):
+        with pytest.raises(ValueError, match="guided_decoding must be compiled for a batch: a Grammar, got Choices"):
+            sampling.batch([SamplingParams(guided_decoding=guided.Choices(["a"]))])

@@ -102,6 +102,39 @@ def test_the_second_row_goes_on_with_its_own_pages():
     pages.check()
 
 
+def test_a_row_takes_what_another_computes_meanwhile():
+    tables = PageTables(num_pages=12, page_size=2, pages_per_row=6, chunk_size=4, seed=b"seed")
+    prompt = np.arange(11, dtype=np.int32)
+    first, second, alone = (tables.insert(prompt, 11, salt) for salt in (b"", b"", b"other"))
+    assert alone is None  # there are no pages for a third row, but the second gives its own back
+    assert not tables.take(second, 0)
+    for num_computed in (4, 8):
+        tables.register(first, num_computed, num_computed)
+        assert tables.take(second, num_computed - 4) and not tables.take(first, num_computed)
+        assert (second.value, second.num_cached_tokens) == (num_computed, num_computed)
+        tables.check()
+    assert second.table[:4].tolist() == first.table[:4].tolist() != second.table[4:].tolist()
+    assert not tables.take(second, 8)  # the rest is the row's own
+    assert tables.stats().num_hit_tokens == 8
+    assert tables.insert(prompt, 8, b"other") is not None
+    tables.check()
+
+
+def test_a_row_that_computes_all_gives_it_to_others():
+    tables = PageTables(num_pages=20, page_size=2, pages_per_row=6, chunk_size=4, seed=b"seed")
+    prompt = np.arange(11, dtype=np.int32)
+    first = tables.insert(prompt, 11)
+    tables.register(first, 4, "own")
+    scored = tables.insert(prompt, 11, takes=False)
+    assert scored.num_cached_tokens == 0 and not set(scored.table) & set(first.table)
+    tables.register(scored, 4, "another")
+    tables.register(scored, 8, "further")
+    third = tables.insert(prompt, 11)
+    assert third.value == "further" and third.table[:2].tolist() == first.table[:2].tolist()
+    assert third.table[2:4].tolist() == scored.table[2:4].tolist()
+    tables.check()
+
+
 def test_a_row_that_ends_halfway_leaves_what_was_computed():
     pages = tables()
     row = pages.insert(prompt(15), 15)

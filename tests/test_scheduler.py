@@ -426,3 +426,16 @@ def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step):
         pass
     between = [len(part) for part in "".join(name[0] for name in calls).split("s")]
     assert max(between[1:]) == chunks_per_step
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_a_row_that_cannot_be_made_ends_its_job_alone(device):
+    requests = some_jobs(4, 2)
+    jobs = [job_of(request) for request in requests]
+    jobs[1].key_data = np.zeros(3, np.uint32)
+    scheduler, tables = scheduler_of(device)
+    run(scheduler, jobs, 2)
+    assert_nothing_left(scheduler, tables)
+    assert "key_data must be uint32 [2]" in str(jobs[1].error)
+    for i in (0, 2, 3):
+        assert_as_alone(device, requests[i], jobs[i])

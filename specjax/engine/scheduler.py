@@ -43,7 +43,7 @@ class Job:
         kinds: how each output token came about, as in `Piece.kind`.
         use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
-        error: what ended it, where its own text could not be made.
+        error: what ended it, where its own text or row could not be made.
         num_preempted: how often it gave its slot up to others, to be computed anew.
         num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
     """
@@ -296,14 +296,18 @@ class Scheduler:
 
     def _activate(self, job: Job, slot: int, tokens: np.ndarray) -> None:
         """Make a job whose tokens are computed take part in steps."""
-        guide = None
-        if job.grammar is not None:
-            guide = self._grammars.guide(job.grammar, tokens[len(job.prompt) :])
-            if self._are_grammars_new:
-                self._device.set_grammars(self._grammars.token_classes, self._grammars.transitions)
-                self._are_grammars_new = False
-        options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals, "guide": guide}
-        row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
+        try:
+            guide = None if job.grammar is None else self._grammars.guide(job.grammar, tokens[len(job.prompt) :])
+            options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals, "guide": guide}
+            row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
+        except Exception as error:  # of its parameters: it ends this job alone
+            job.error, job.is_done = error, True
+            self.changed.append(job)
+            self._leave(job)
+            return
+        if self._are_grammars_new:
+            self._device.set_grammars(self._grammars.token_classes, self._grammars.transitions)
+            self._are_grammars_new = False
         self._device.insert(slot, row)
         job.is_active = job.is_scored = True
         self.changed.append(job)
