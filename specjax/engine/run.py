@@ -157,6 +157,7 @@ class Run:
             pool=pool,
             verifier=llm.verifier,
             draft_lengths=draft_lengths,
+            chunk_size=chunk_size,
             use=max(use_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
         )
