@@ -9,7 +9,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -106,11 +105,17 @@ class Counts:
     """The totals of all slots after a step, which are read from the device when somebody asks for them."""
 
     def __init__(self, totals: Totals):
-        self._totals = totals
+        self._on_device: Totals | None = totals
+        self._on_host: Totals | None = None
 
-    @cached_property
+    @property
     def totals(self) -> Totals:
-        return jax.device_get(self._totals)
+        on_device = self._on_device  # another thread may read them at the same time
+        if on_device is not None:
+            self._on_host = jax.device_get(on_device)
+            self._on_device = None
+        assert self._on_host is not None, "it is set before the other is taken away"
+        return self._on_host
 
 
 class Scheduler:
