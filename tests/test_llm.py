@@ -278,15 +278,6 @@ class TestCompany:
             assert [each.token_ids for each in result.completions] == [each.token_ids for each in alone.completions]
             assert (result.metrics[:6], result.num_prompt_tokens) == (alone.metrics[:6], alone.num_prompt_tokens)
 
-    def test_a_buffer_that_ends_with_the_request(self, llm):
-        """Drafts go on to the last token, though the token buffer of a longer request has room for more of them."""
-        ids = llm.tokenizer.encode(PROMPTS[0]).ids
-        seeded = [SamplingParams(temperature=1, seed=i, max_tokens=128 - len(ids), ignore_eos=True) for i in range(4)]
-        alone = [llm.generate([ids], params)[0] for params in seeded]
-        long = SamplingParams(temperature=0, max_tokens=150)
-        results = llm.generate([PROMPTS[1], *[ids] * 4], [long, *seeded])[1:]
-        assert tokens(results) == tokens(alone)
-
     def test_without_pages(self, llm, narrow):
         narrow.model = replace(llm.model, takes_pages=False)
         params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9 + i) for i in range(3)]

@@ -136,7 +136,7 @@ class Run:
         choose = draft_lengths = None
         if llm.chooses_draft_length and isinstance(llm.proposer, DraftModel):
             choose, draft_lengths = BestDraftLength.of(llm.model, llm.proposer), CHOICES
-        # A row near the end of its buffer may get no drafts, which changes what its seed gives.
+        # Drafts behind the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + llm.proposer.num_draft_tokens
         max_length = min(max(round_up(needed), LEAST_LENGTH), llm.max_length)
@@ -157,6 +157,7 @@ class Run:
             pool=pool,
             verifier=llm.verifier,
             draft_lengths=draft_lengths,
+            chunk_size=chunk_size,
             use=max(use_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
         )

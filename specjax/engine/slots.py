@@ -328,10 +328,13 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
     return Chunk(*arrays, previous=previous)
 
 
-def no_features(model: Model, proposer: Proposer | None, state: decode.State) -> PyTree:
-    """Return what stands for the features of the token before a prompt, as host arrays [1, ...]."""
-    chunk = chunk_at(np.zeros(1, np.int32), 0, 1, None)
-    _, last, _ = jax.eval_shape(_prefill_chunk, model, proposer, state, np.int32(0), chunk)
+def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:
+    """Return what stands for the features of the token before a prompt, as host arrays [1, ...].
+
+    With the size of the chunks that follow, these need not be traced again where there are no features.
+    """
+    chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, None)
+    _, last, _ = jax.eval_shape(_prefill_chunk, model, proposer, state, np.int32(0), chunk, num_logprobs=None)
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
 
 
@@ -344,6 +347,7 @@ class Slots:
         model, proposer, num_slots, max_length, capacities, pool: as `empty` takes them.
         verifier, scorer: as `step` takes them.
         draft_lengths: the numbers of draft tokens K that a step may have; None is the proposer's alone.
+        chunk_size: as `no_features` takes it.
 
     Attributes:
         state: the state. The next call reuses its arrays.
@@ -363,6 +367,7 @@ class Slots:
         verifier: Verifier = verifiers.rejection,
         scorer: Scorer = scorers.mqa,
         draft_lengths: Sequence[int] | None = None,
+        chunk_size: int = 1,
     ):
         self.model, self.proposer = model, proposer or proposers.none()
         self._proposers = {self.proposer.num_draft_tokens: self.proposer}
@@ -375,7 +380,7 @@ class Slots:
             self._functions = decode.as_pytrees(verifier, scorer, each)
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
         self.state = _empty(self.model, self.proposer, **sizes)
-        self.no_features = no_features(self.model, self.proposer, self.state)
+        self.no_features = no_features(self.model, self.proposer, self.state, chunk_size)
 
     def compile(self, chunk_size: int) -> None:
         """Compile every call, while all slots are vacant, with chunks of one size."""
