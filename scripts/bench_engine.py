@@ -199,7 +199,7 @@ def source_of(preset: str, tokenizer: Any) -> np.ndarray:
     """Return the token ids that prompts are pieces of: held-out Python source, or random ids for random weights."""
     if preset != "embedded":
         return np.random.default_rng(0).integers(1, 4000, 200_000)
-    from train_embedded import HELD_OUT  # needs what training needs
+    from python_corpus import HELD_OUT
 
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     return np.concatenate([tokenizer.encode((stdlib / f"{name}.py").read_text()).ids for name in HELD_OUT])

@@ -6,10 +6,11 @@
 The target's distribution at every token is what the drafter learns. A twentieth of the documents, at least one, is
 held out; on them the script measures the mean acceptance length as it goes. `--out` becomes a directory that
 `specjax.LLM(target, draft=DIR)` and `proposers.load` take. A run that was killed goes on where it was when the same
-command is given again. All local devices share a batch.
+command is given again. As many local devices share a batch as divide it.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -190,14 +191,14 @@ class Data:
     def __init__(self, batch: Batch, batch_size: int, seed: int):
         if len(batch.tokens) < batch_size:
             raise ValueError(f"data must fill a batch of {batch_size} rows, got {len(batch.tokens)}")
-        self._batch, self._batch_size, self._seed = batch, batch_size, seed
+        self._batch, self.batch_size, self._seed = batch, batch_size, seed
 
     def rows(self, step: int) -> Batch:
         """Return the batch of a step. Every row comes once an epoch, but for a rest that does not fill a batch."""
-        per_epoch = len(self._batch.tokens) // self._batch_size
+        per_epoch = len(self._batch.tokens) // self.batch_size
         epoch, place = divmod(step, per_epoch)
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._batch.tokens))
-        return rows_at(self._batch, order[place * self._batch_size :][: self._batch_size])
+        return rows_at(self._batch, order[place * self.batch_size :][: self.batch_size])
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,8 @@ def train(
         checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
     """
     transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
-    mesh = jax.make_mesh((jax.local_device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    num_devices = math.gcd(jax.local_device_count(), data.batch_size)
+    mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     place = partial(jax.device_put, device=whole) if mesh.size > 1 else jax.device_put
     params, frozen, target = place(jax.tree.map(jnp.array, params)), place(frozen), place(target)  # a copy to donate

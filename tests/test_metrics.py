@@ -218,7 +218,7 @@ class TestOutcomes:
         draft, target = self.case(4, 3)
         with pytest.raises(NotImplementedError, match="outcomes=False: they do not test the drafts"):
             verifiers.rejection(jax.random.key(0), draft, target, outcomes=True, implementation="interpret")
-        with pytest.raises(TypeError, match="outcomes"):
+        with pytest.raises(ValueError, match="outcomes must be left out, as block does not support it, got True"):
             verifiers.block(jax.random.key(0), draft, target, outcomes=True)
 
     def test_a_loop_counts_them(self):

@@ -122,7 +122,8 @@ def _wide(logits: Array) -> jnp.dtype:
 def _find_cut(logits: Array, limits: Limits, axis_name: str | None = None) -> Array:
     """Find the cut [R] of logits [R, V] by XLA; they are not read where no row has a limit."""
     dtype = _wide(logits)
-    uncut = jnp.full_like(limits.is_asked, -jnp.inf, dtype)
+    like = logits[:, 0] if axis_name is None else limits.is_asked  # the cut is the same for all parts of a vocabulary
+    uncut = jnp.full_like(like, -jnp.inf, dtype)
     return lax.cond(limits.is_asked.any(), lambda: _cut(logits, limits, dtype, axis_name), lambda: uncut)
 
 
