@@ -78,11 +78,15 @@ def generated(model, proposer, verifier, pages=None, num_logprobs=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, verifier", [(4, verifiers.rejection), (2, verifiers.block), (2, verifiers.match)])
-def test_tokens_of_one_device(number, verifier):
+@pytest.mark.parametrize("number, verifier, in_pages", [(4, verifiers.rejection, False), (2, verifiers.block, True)])
+def test_tokens_of_one_device(number, verifier, in_pages):
     model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
+    pages = None
+    if in_pages:
+        table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
+        pages = Pages(jnp.asarray(table), 24, 4)
     expected = generated(model, proposer, verifier, num_logprobs=2)
-    got = generated(tensor_parallel(model, mesh_of(number)), proposer, verifier, num_logprobs=2)
+    got = generated(tensor_parallel(model, mesh_of(number)), proposer, verifier, pages, num_logprobs=2)
     np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
     np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
     np.testing.assert_array_equal(got.log_probs.top_ids, expected.log_probs.top_ids)
@@ -103,16 +107,6 @@ def test_padding_is_never_drawn():
     )
     assert whole.shape == (1, 1, 38)
     np.testing.assert_array_equal(np.isfinite(whole[0, 0]), np.arange(38) < 37)
-
-
-@pytest.mark.slow
-def test_pages():
-    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
-    table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
-    pages = Pages(jnp.asarray(table), 24, 4)
-    expected = generated(model, proposer, verifiers.rejection)
-    got = generated(tensor_parallel(model, mesh_of(2)), proposer, verifiers.rejection, pages)
-    np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
 
 
 def test_two_sums_a_layer_and_no_gathered_logits():
