@@ -81,6 +81,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add(
         "--compilation-cache",
         metavar="DIR",
@@ -162,20 +163,11 @@ def _add_serve(commands: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     """Run `specjax serve` and return its exit code."""
     from specjax import verifiers
-    from specjax.engine.llm import LLM
     from specjax.server.run import serve
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
-    llm = LLM(
-        args.model,
-        args.draft,
-        args.num_draft_tokens,
-        verifier=getattr(verifiers, args.verifier),
-        dtype=args.dtype,
-        max_length=args.max_length,
-        compilation_cache=args.compilation_cache,
-    )
+    llm = _load_llm(args, verifier=getattr(verifiers, args.verifier))
     name = args.name or ("specjax" if args.model is None else Path(args.model).name)
     return serve(
         llm,
@@ -235,17 +227,16 @@ def _sampling_params(args: argparse.Namespace) -> "SamplingParams":
     )
 
 
-def _load(args: argparse.Namespace) -> "LLM":
+def _load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
+    """Load the models that the arguments of `_add_model_arguments` name."""
     from specjax.engine.llm import LLM
 
-    llm = LLM(
-        args.model,
-        args.draft,
-        args.num_draft_tokens,
-        dtype=args.dtype,
-        max_length=args.max_length,
-        compilation_cache=args.compilation_cache,
-    )
+    options |= {"dtype": args.dtype, "max_length": args.max_length, "tensor_parallel": args.tensor_parallel}
+    return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
+
+
+def _load(args: argparse.Namespace) -> "LLM":
+    llm = _load_llm(args)
     if args.compare and not llm.proposer.num_draft_tokens:
         raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
     return llm
@@ -373,21 +364,13 @@ def _add_batch(commands: Any) -> None:
 
 def _batch(args: argparse.Namespace) -> int:
     """Run `specjax batch` and return its exit code."""
-    from specjax.engine.llm import LLM
     from specjax.server import batch_files
     from specjax.server.served import served
 
     if args.out.exists() and args.out.samefile(args.requests):
         raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
     batch_files.check_ids(args.requests)  # before models are loaded
-    llm = LLM(
-        args.model,
-        args.draft,
-        args.num_draft_tokens,
-        dtype=args.dtype,
-        max_length=args.max_length,
-        compilation_cache=args.compilation_cache,
-    )
+    llm = _load_llm(args)
     name = args.name or ("specjax" if args.model is None else Path(args.model).name)
     with specjax.Engine(
         llm.model,

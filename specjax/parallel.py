@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
@@ -35,6 +35,16 @@ class OnMesh:
         logits_spec = P(None, None, self.axis_name)
         cache, (logits, features) = self.run(call, params, cache, inputs, (logits_spec, P()))
         return ModelOutput(logits[..., : self.vocab_size], features), cache
+
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of arrays that every device holds whole."""
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def of_cache(self) -> NamedSharding:
+        """The sharding of the leaves of a cache."""
+        return NamedSharding(self.mesh, self.cache_spec)
 
     def run(self, function: Callable, params: PyTree, cache: PyTree, operands: Any, out: Any) -> tuple[Any, Any]:
         """Run `function(params, cache, operands) -> (cache, result)` on every device with its parts.

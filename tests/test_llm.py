@@ -316,6 +316,13 @@ class TestCompany:
         assert sizes == [1, 8, 8, 32, 32]  # on CPUs
         assert [run.choose_num_slots(5, n) for n in (1, 2, 1000)] == [1, 5, 5]
 
+    @pytest.mark.slow
+    def test_devices_that_share_the_target(self, llm, pair):
+        shared = LLM(*pair, tensor_parallel=2)
+        assert tokens(shared.generate(PROMPTS, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
+        with pytest.raises(ValueError, match=r"tensor_parallel must be in \[1, 4\], the number of devices, got 5"):
+            LLM(*pair, tensor_parallel=5)
+
     def test_an_error_of_the_tokenizer(self, llm, monkeypatch):
         def fail(self, tokens):
             raise UnicodeError("no such letter")

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_engine import Tokenizer
+from test_slots import Compilations
 
-from specjax import Pages, SamplingParams, decode, proposers, sampling, verifiers
+from specjax import Capacities, Engine, Pages, SamplingParams, decode, proposers, sampling, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.models.tensor_parallel import tensor_parallel
+from specjax.models.sharding import tensor_parallel
 from specjax.types import ModelInput
 
 CONFIG = DecoderConfig(
@@ -91,6 +93,31 @@ def test_tokens_of_one_device(number, verifier, in_pages):
     np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
     np.testing.assert_array_equal(got.log_probs.top_ids, expected.log_probs.top_ids)
     np.testing.assert_allclose(got.log_probs.chosen, expected.log_probs.chosen, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_in_the_engine():
+    """The tokens of one device, by programs that are compiled once."""
+    model, proposer, mesh = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3), mesh_of(2)
+    shared = tensor_parallel(model, mesh), jax.device_put(proposer, NamedSharding(mesh, P()))
+    capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
+    sizes = {"num_slots": 3, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
+    requests = [
+        SamplingParams(
+            temperature=t, seed=i, max_tokens=12, top_k=k, logprobs=n, logit_bias={5: 2.0} if i == 3 else None
+        )
+        for i, (t, k, n) in enumerate([(0, -1, None), (0.9, 40, 2), (1.2, -1, None), (0.7, 9, None), (0, -1, 1)])
+    ]
+    found = []
+    for given in ((model, proposer), shared):
+        with Engine(*given, tokenizer=Tokenizer(), **sizes) as engine, Compilations() as later:
+            submitted = [engine.submit(*each) for each in zip(prompts, requests, strict=True)]
+            found.append([request.result(timeout=120).token_ids for request in submitted])
+        assert later.number == 0
+        assert engine.stats().pages.num_used == 0
+    assert found[0] == found[1]
 
 
 def test_padding_is_never_drawn():

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
@@ -48,6 +50,8 @@ class LLM:
         compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
             sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
             such as jax_compilation_cache_dir and jax_enable_compilation_cache, take precedence.
+        tensor_parallel: number of devices that share the target, an integer >= 1; see `models.tensor_parallel`. The
+            draft is whole on each of them.
         num_slots: number of samples that are decoded at a time, an integer >= 1; None is 64, and on CPUs 8, or 32 in a
             call of 64 samples or more. A single sample, in `generate` or a stream, is decoded alone.
 
@@ -73,6 +77,7 @@ class LLM:
         max_length: int | None = None,
         compilation_cache: str | Path | Literal[False] | None = None,
         num_slots: int | None = None,
+        tensor_parallel: int = 1,
     ):
         is_auto = num_draft_tokens == "auto"
         if is_auto:
@@ -83,6 +88,9 @@ class LLM:
             raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}")
         if not (num_slots is None or (is_integer(num_slots) and num_slots >= 1)):
             raise ValueError(f"num_slots must be None or an integer >= 1, got {num_slots!r}")
+        if not (is_integer(tensor_parallel) and 1 <= tensor_parallel <= jax.device_count()):
+            most = jax.device_count()
+            raise ValueError(f"tensor_parallel must be in [1, {most}], the number of devices, got {tensor_parallel!r}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)
@@ -113,6 +121,10 @@ class LLM:
         if is_auto and not isinstance(draft, DraftModel | NoDrafts):
             raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
         self.proposer = draft
+        if tensor_parallel > 1:
+            mesh = Mesh(np.array(jax.devices()[:tensor_parallel]), ("tensor",))
+            self.model = models.tensor_parallel(self.model, mesh)
+            self.proposer = jax.device_put(self.proposer, NamedSharding(mesh, PartitionSpec()))
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()

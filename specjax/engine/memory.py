@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from specjax.parallel import OnMesh
 from specjax.types import Model, Proposer
 
 SHARE = 0.9  # of the memory that XLA may use; the rest is for what the allocator cannot join
@@ -31,10 +32,11 @@ def num_pages_that_fit(
     wanted, free = num_slots * pages_per_row, free_bytes()
     if free is None:
         return wanted
+    init_cache = model.apply.init_cache if isinstance(model.apply, OnMesh) else model.init_cache  # of one device
 
     def size(num_pages: int) -> int:
         pool = num_pages, page_size
-        caches: Any = jax.eval_shape(lambda: (model.init_cache(*pool), proposer.init(num_slots, max_length, pool)))
+        caches: Any = jax.eval_shape(lambda: (init_cache(*pool), proposer.init(num_slots, max_length, pool)))
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
     rows = max(num_slots * (proposer.num_draft_tokens + 1), chunk_size)

@@ -11,6 +11,7 @@ proposer keeps of a row may change in a step, so none comes between the last chu
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
 from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
+from specjax.parallel import OnMesh
 from specjax.prompts import run_chunk
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, placed, restrict
@@ -379,8 +381,11 @@ class Slots:
         for each in self._proposers.values():
             self._functions = decode.as_pytrees(verifier, scorer, each)
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
-        self.state = _empty(self.model, self.proposer, **sizes)
+        self._sharding = self.model.apply.whole if isinstance(self.model.apply, OnMesh) else None
+        self.state = _empty_on_devices(self.model, self.proposer, **sizes)
         self.no_features = no_features(self.model, self.proposer, self.state, chunk_size)
+        if self._sharding is not None:
+            self.no_features = jax.device_put(self.no_features, self._sharding)
 
     def compile(self, chunk_size: int) -> None:
         """Compile every call, while all slots are vacant, with chunks of one size."""
@@ -414,7 +419,7 @@ class Slots:
         if pages is None or table.shape != pages.shape or table.dtype != np.int32:
             expected = "None of a dense cache" if pages is None else f"int32 {pages.shape}"
             raise ValueError(f"table must be {expected}, got {table.dtype} {table.shape}")
-        self.state = with_pages(self.state, jax.device_put(table.copy()))
+        self.state = with_pages(self.state, jax.device_put(table.copy(), self._sharding))
 
     def set_grammars(self, token_classes: np.ndarray, transitions: np.ndarray) -> None:
         """Replace the tables of grammars, which `GrammarTables` makes; see `with_grammars`."""
@@ -424,7 +429,8 @@ class Slots:
         shapes = guide.token_classes.shape, guide.transitions.shape
         if (token_classes.shape, transitions.shape) != shapes:
             raise ValueError(f"tables must have shapes {shapes}, got {(token_classes.shape, transitions.shape)}")
-        self.state = with_grammars(self.state, *jax.device_put((token_classes.copy(), transitions.copy())))
+        tables = jax.device_put((token_classes.copy(), transitions.copy()), self._sharding)
+        self.state = with_grammars(self.state, *tables)
 
     def prefill(self, slot: int, chunk: Chunk, *, log_probs: bool = False) -> tuple[PyTree, LogProbs | None]:
         """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`.
@@ -454,6 +460,16 @@ class Slots:
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot must be in [0, {self.num_slots}), got {slot}")
+
+
+def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> decode.State:
+    """Return what `empty` returns, with each array where the calls leave it, so that they are compiled once."""
+    if not isinstance(model.apply, OnMesh):
+        return _empty(model, proposer, **sizes)
+    shapes = jax.eval_shape(partial(empty, **sizes), model, proposer)
+    shardings = jax.tree.map(lambda _: model.apply.whole, shapes)
+    shardings = shardings._replace(cache=jax.tree.map(lambda _: model.apply.of_cache, shapes.cache))
+    return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer)
 
 
 _empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specjax.models.checkpoint import load
     from specjax.models.network import with_feature_layers
+    from specjax.models.sharding import tensor_parallel
 
-__all__ = ["EMBEDDED", "load", "with_feature_layers"]
+__all__ = ["EMBEDDED", "load", "tensor_parallel", "with_feature_layers"]
 
 EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json and the checkpoints target/ and draft/
 
@@ -24,4 +25,8 @@ def __getattr__(name: str):
         from specjax.models.network import with_feature_layers
 
         return with_feature_layers
+    if name == "tensor_parallel":
+        from specjax.models.sharding import tensor_parallel
+
+        return tensor_parallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
