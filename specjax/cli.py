@@ -121,6 +121,28 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
 
+def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which models run, on how many slots, and what requests call them."""
+    _add_model_arguments(command)
+    add = command.add_argument
+    add(
+        "--name", help="what requests call the model; default: the name of its directory, specjax for the built-in pair"
+    )
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="draft tokens per step; 0: plain decoding; default: 4",
+    )
+    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
+
+
+def _name_of_model(args: argparse.Namespace) -> str:
+    """Return what requests call the model."""
+    return args.name or ("specjax" if args.model is None else Path(args.model).name)
+
+
 def _add_serve(commands: Any) -> None:
     """Add the command `specjax serve`."""
     serve = commands.add_parser(
@@ -129,16 +151,8 @@ def _add_serve(commands: Any) -> None:
         description="Serve a model by HTTP to clients of OpenAI's protocol, and a page that shows how it decodes.",
     )
     serve.set_defaults(run=_serve, extra="serve")
-    _add_model_arguments(serve)
+    _add_engine_arguments(serve)
     add = serve.add_argument
-    add("--name", help="what clients call the model; default: the name of its directory, specjax for the built-in pair")
-    add(
-        "--num-draft-tokens",
-        type=int,
-        default=4,
-        metavar="K",
-        help="draft tokens per step; 0: plain decoding; default: 4",
-    )
     add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; default: this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="port to listen at, 0 takes a free one; default: 8000")
@@ -148,7 +162,6 @@ def _add_serve(commands: Any) -> None:
         metavar="KEY",
         help="key that clients must send; may be repeated; default: those in SPECJAX_API_KEY, with spaces between them",
     )
-    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait for a slot; default: 256")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds of a request; default: 600")
     add(
@@ -168,7 +181,7 @@ def _serve(args: argparse.Namespace) -> int:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
     llm = _load_llm(args, verifier=getattr(verifiers, args.verifier))
-    name = args.name or ("specjax" if args.model is None else Path(args.model).name)
+    name = _name_of_model(args)
     return serve(
         llm,
         name,
@@ -344,22 +357,10 @@ def _add_batch(commands: Any) -> None:
         "results has some already, the others are answered.",
     )
     batch.set_defaults(run=_batch, extra="cli")
-    _add_model_arguments(batch)
+    _add_engine_arguments(batch)
     add = batch.add_argument
     add("requests", type=Path, metavar="REQUESTS", help="file of requests, JSON Lines")
     add("--out", type=Path, required=True, metavar="RESULTS", help="file of results; it is appended to")
-    add(
-        "--name",
-        help="what the requests call the model; default: the name of its directory, specjax for the built-in pair",
-    )
-    add(
-        "--num-draft-tokens",
-        type=int,
-        default=4,
-        metavar="K",
-        help="draft tokens per step; 0: plain decoding; default: 4",
-    )
-    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
 
 
 def _batch(args: argparse.Namespace) -> int:
@@ -371,7 +372,7 @@ def _batch(args: argparse.Namespace) -> int:
         raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
     batch_files.check_ids(args.requests)  # before models are loaded
     llm = _load_llm(args)
-    name = args.name or ("specjax" if args.model is None else Path(args.model).name)
+    name = _name_of_model(args)
     with specjax.Engine(
         llm.model,
         llm.proposer,

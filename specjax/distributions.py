@@ -101,13 +101,14 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
     stored = _stored(distribution)
     # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
     best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
-    top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
     if distribution.log_normalizer is not None:
         log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
         shift = jnp.zeros_like(log_mass)
         if axis_name is not None and best is not None:
+            top = jnp.max(widen(stored.logits), axis=-1)
             best = _best_of_shards(top, best, stored.logits.shape[-1], axis_name)
     else:
+        top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
         shift = jnp.where(jnp.isfinite(top), top, 0)
         mass = jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1)
         if axis_name is not None:

@@ -263,6 +263,7 @@ class TestAnswers:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0) as api:
             assert [model.id for model in api.models.list()] == ["small"]
             messages = [{"role": "user", "content": "the cat"}]
+            api.chat.completions.create(model="small", messages=messages, max_tokens=1)  # then others find its prompt
             whole = api.chat.completions.create(model="small", messages=messages, max_tokens=8, seed=1)
             options = {"stream": True, "stream_options": {"include_usage": True}}
             stream = list(

@@ -41,8 +41,15 @@ def _spec(path, leaf):
     return P(*[None] * (leaf.ndim - 1), "vocab") if is_logits else P()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_cpus():
+    """A machine with one GPU has several CPU devices, too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture(scope="module")
-def case():
+def case(on_cpus):
     """Rows of every kind: greedy, cut, short, without drafts, almost equal to the draft, without mass."""
     rng = np.random.default_rng(0)
     target = rng.normal(0, 3, (BATCH, DRAFTS + 1, VOCAB)).astype(np.float32)

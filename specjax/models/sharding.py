@@ -113,12 +113,13 @@ def _split(params: PyTree, specs: PyTree, whole: DecoderConfig, part: DecoderCon
     """Return the parameters on their devices, in an order in which equal parts are those of the devices."""
 
     def split(path: tuple, leaf: Array, spec: P) -> Array:
-        arrange = partial(_arrange, name=_name(path), whole=whole, part=part, number=mesh.shape[part.axis_name])
-        return jax.jit(arrange, out_shardings=NamedSharding(mesh, spec))(leaf)
+        arranged = _arrange(leaf, name=_name(path), whole=whole, part=part, number=mesh.shape[part.axis_name])
+        return jax.device_put(arranged, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(split, params, specs)
 
 
+@partial(jax.jit, static_argnames=("name", "whole", "part", "number"))  # layers of equal shapes share a program
 def _arrange(leaf: Array, *, name: str, whole: DecoderConfig, part: DecoderConfig, number: int) -> Array:
     """Return a parameter with the part of each device after that of the one before."""
     if name in ("embedding", "head"):
