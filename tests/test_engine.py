@@ -455,6 +455,23 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
+def test_the_thread_computes_with_the_settings_of_its_maker(target):
+    """Others would compile the programs anew, or put what they compute on another device."""
+    device, seen = jax.devices("cpu")[1], []
+
+    def choose(num_running, rate):
+        seen.append((jax.config.jax_default_device, jax.config.jax_default_matmul_precision))
+        return 0
+
+    with jax.default_device(device), jax.default_matmul_precision("float32"):
+        engine = engine_of(jax.device_put(target, device), None)
+    with engine:
+        engine._scheduler._choose = choose
+        with Compilations() as later:
+            engine.submit([1]).result(timeout=60)
+    assert set(seen) == {(device, "float32")} and later.number == 0
+
+
 def test_engines_are_closed_before_the_process_ends():
     """A thread that calls a device while the interpreter ends may crash it."""
     program = """

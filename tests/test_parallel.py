@@ -105,8 +105,6 @@ def test_tokens_of_one_device(number, verifier, in_pages):
 @pytest.mark.slow
 def test_in_the_engine():
     """The tokens of one device, by programs that are compiled once."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("the thread of an engine computes on the default device")
     model, proposer, mesh = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3), mesh_of(2)
     shared = tensor_parallel(model, mesh), jax.device_put(proposer, NamedSharding(mesh, P()))
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)

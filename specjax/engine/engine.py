@@ -289,6 +289,9 @@ class Engine:
         self._calls: deque[tuple[Any, tuple]] = deque()  # for the thread
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, None
+        config: Any = jax.config
+        self._default_device = config.jax_default_device  # of the caller, for the thread, as the next one is
+        self._matmul_precision = config.jax_default_matmul_precision
         self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
         _engines.add(self)
         self._thread.start()
@@ -402,21 +405,10 @@ class Engine:
             self._changed.notify()
 
     def _run(self) -> None:
-        """What the thread does: rounds of the scheduler, with the calls of other threads between them."""
-        has_more = False
+        """What the thread does."""
         try:
-            while True:
-                with self._changed:
-                    while not (self._calls or has_more or self._is_closed):
-                        self._changed.wait()
-                    if self._is_closed:
-                        break
-                    while self._calls:
-                        function, arguments = self._calls.popleft()
-                        function(*arguments)
-                has_more = self._scheduler.advance()
-                with self._changed:
-                    self._collect()
+            with jax.default_device(self._default_device), jax.default_matmul_precision(self._matmul_precision):
+                self._work()
         except BaseException as error:
             self._failure = error
         finally:
@@ -431,6 +423,22 @@ class Engine:
                         request._future.set_exception(failure)
                 self._live.clear()
             self._compiler.close()
+
+    def _work(self) -> None:
+        """Rounds of the scheduler, with the calls of other threads between them, until the engine is closed."""
+        has_more = False
+        while True:
+            with self._changed:
+                while not (self._calls or has_more or self._is_closed):
+                    self._changed.wait()
+                if self._is_closed:
+                    break
+                while self._calls:
+                    function, arguments = self._calls.popleft()
+                    function(*arguments)
+            has_more = self._scheduler.advance()
+            with self._changed:
+                self._collect()
 
     def _add(self, request: Request) -> None:
         for job in request._samples.jobs:

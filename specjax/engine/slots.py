@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from specjax import decode, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
@@ -381,11 +382,10 @@ class Slots:
         for each in self._proposers.values():
             self._functions = decode.as_pytrees(verifier, scorer, each)
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
-        self._sharding = self.model.apply.whole if isinstance(self.model.apply, OnMesh) else None
-        self.state = _empty_on_devices(self.model, self.proposer, **sizes)
-        self.no_features = no_features(self.model, self.proposer, self.state, chunk_size)
-        if self._sharding is not None:
-            self.no_features = jax.device_put(self.no_features, self._sharding)
+        self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
+        self.no_features = jax.device_put(
+            no_features(self.model, self.proposer, self.state, chunk_size), self._sharding
+        )
 
     def compile(self, chunk_size: int) -> None:
         """Compile every call, while all slots are vacant, with chunks of one size."""
@@ -462,14 +462,18 @@ class Slots:
             raise ValueError(f"slot must be in [0, {self.num_slots}), got {slot}")
 
 
-def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> decode.State:
-    """Return what `empty` returns, with each array where the calls leave it, so that they are compiled once."""
+def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[decode.State, Sharding]:
+    """Return what `empty` returns, and where arrays of the host have to go.
+
+    Each array is where the calls leave it, and committed to be there, so that they are compiled once.
+    """
     if not isinstance(model.apply, OnMesh):
-        return _empty(model, proposer, **sizes)
+        state = _empty(model, proposer, **sizes)
+        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state)), state.context.tokens.sharding
     shapes = jax.eval_shape(partial(empty, **sizes), model, proposer)
     shardings = jax.tree.map(lambda _: model.apply.whole, shapes)
     shardings = shardings._replace(cache=jax.tree.map(lambda _: model.apply.of_cache, shapes.cache))
-    return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer)
+    return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), model.apply.whole
 
 
 _empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
