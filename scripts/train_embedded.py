@@ -503,7 +503,8 @@ def main() -> None:
         print(f"[{time.perf_counter() - begin:.0f} s] {message}", flush=True)
 
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    write(args.out / "tokenizer.json", (EMBEDDED / "tokenizer.json").read_text())
+    for name in ("tokenizer.json", "target/chat_template.jinja"):
+        write(args.out / name, (EMBEDDED / name).read_text())
     texts = read_texts(args, tokenizer, log)
     size = sum(x.size for x in jax.tree.leaves(init_params(TARGET, seed=0)))
     log(

@@ -6,6 +6,7 @@ import sys
 import pytest
 from test_tokenizer import make_tokenizer
 
+from specjax import models
 from specjax.engine.chat import render
 
 MESSAGES = [
@@ -95,3 +96,16 @@ def test_missing_package(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r'install it with: pip install "specjax\[chat\]"') as error:
         render(tmp_path, MESSAGES)
     assert error.value.name == "jinja2"
+
+
+def test_the_embedded_target_goes_on_with_a_conversation(jinja2):
+    messages = [
+        {"role": "system", "content": "# Python"},
+        {"role": "user", "content": "x = f(1)"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "2"},
+        {"role": "user", "content": "def g(x):\n"},
+    ]
+    expected = '# {"name": "f"}\n# Python\nx = f(1)\n# {"name": "f", "arguments": {"a": 1}}\n\n2\ndef g(x):\n'
+    assert render(models.EMBEDDED / "target", messages, [{"name": "f"}]) == expected
+    assert render(models.EMBEDDED / "target", messages[-1:]) == "def g(x):\n"
