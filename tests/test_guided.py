@@ -85,7 +85,7 @@ class TestFromRegex:
         grammar = guided.from_regex("[0-9]+(x[0-9]+)?", pieces, [20000])
         assert grammar.token_classes.shape == (20001,) and grammar.transitions.shape[1] < 10
 
-    @pytest.mark.parametrize("pattern", ["[", "a)(b", "^a$", "a(?=b)", r"(a)\1", "X", r"[^\s\S]"])
+    @pytest.mark.parametrize("pattern", ["[", "a)(b", "*a", "a\\", "^a$", "a(?=b)", r"(a)\1", "X", r"[^\s\S]"])
     def test_bad_pattern(self, pattern):
         with pytest.raises(ValueError, match="pattern must"):
             from_regex(pattern)

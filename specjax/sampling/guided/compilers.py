@@ -35,11 +35,11 @@ def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequenc
 
     # The library takes the leftmost-first match, so that "a|ab" would match only "a". With an end of text it must match
     # all of the text. It refuses patterns that may have the end at the beginning, so a byte is put in front, whose
-    # state is then skipped.
+    # state is then skipped; and without a byte in front it takes 6 s for any JSON object, not 0.1 s.
     end = 256
     single_bytes = Vocabulary(end, {bytes([byte]): [byte] for byte in range(256)})
     try:
-        Index(pattern, single_bytes)  # by itself, because "a)(b" is valid only inside the group below
+        Index(rf"\x00{pattern}", single_bytes)  # because "a)(b" is valid only inside the group below
         index = Index(rf"\x00(?:{pattern})\z", single_bytes)
     except ValueError as error:
         raise ValueError(f"pattern must be a regular expression without anchors, got {pattern!r}: {error}") from None
