@@ -103,6 +103,11 @@ class Client:
         is_json = response.headers["content-type"] == "application/json"
         return response.status, response.headers, json.loads(content) if is_json else content.decode()
 
+    def numbers(self):
+        """The numbers of /metrics that have no label but the model's."""
+        text = self.call("GET", "/metrics")[2]
+        return dict(re.findall(r'^specjax:(\w+)\{model_name="small"\} (\S+)$', text, flags=re.MULTILINE))
+
     def complete(self, **fields):
         """Return the body of a completion, which must succeed."""
         status, _, body = self.call("POST", "/v1/completions", completion(**fields))
@@ -230,14 +235,17 @@ class TestAnswers:
         assert "<textarea" in page and not re.search(r"(src|href)=\"(?!data:)|https?:", page)
 
     def test_metrics(self, client, engine):
-        client.complete()
+        before = client.numbers()
+        client.complete(max_tokens=1)
         text = client.call("GET", "/metrics")[2]
-        numbers = dict(re.findall(r'^specjax:(\w+)\{model_name="small"\} (\S+)$', text, flags=re.MULTILINE))
+        numbers = client.numbers()
         stats = engine.stats()
         assert float(numbers["generation_tokens_total"]) == stats.num_tokens > 0
         assert float(numbers["spec_decode_num_accepted_tokens_total"]) == stats.num_accepted
         assert float(numbers["num_requests_running"]) == 0
-        assert float(numbers["time_to_first_token_seconds_count"]) > 0
+        names = "time_to_first_token_seconds", "request_decode_time_seconds", "e2e_request_latency_seconds"
+        first, decode, whole = (float(numbers[f"{name}_sum"]) - float(before[f"{name}_sum"]) for name in names)
+        assert 0 < first < whole and decode > 0 and whole == pytest.approx(first + decode)
         assert re.search(r'^specjax:request_success_total\{finished_reason="length",', text, flags=re.MULTILINE)
         positions = re.findall(r'tokens_per_pos_total\{model_name="small",position="(\d)"\}', text)
         assert positions == [str(i) for i in range(NUM_DRAFTS)]

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,8 +101,8 @@ class Request:
         self._grammar: Future[Grammar] = Future()  # what it is compiled to
         self._future: Future[Result] = Future()
         self._future.set_running_or_notify_cancel()  # only the engine ends it
-        self._future.add_done_callback(lambda _: self._wake())
-        self._listeners: list[Callable[[], object]] = []  # to be called when there are pieces, or an end
+        self._future.add_done_callback(lambda _: _wake([self]))
+        self._listeners: list[tuple[asyncio.AbstractEventLoop | None, Callable[[], object]]] = []
 
     @property
     def is_done(self) -> bool:
@@ -151,43 +151,80 @@ class Request:
                     changed.clear()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        changed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        with self._listening(lambda: loop.call_soon_threadsafe(changed.set)):
-            for pieces in self._new_pieces():
-                for piece in pieces:
-                    yield piece
-                if not pieces:
-                    await changed.wait()
-                    changed.clear()
+        async for arrived in arrivals([self]):
+            for _, piece in arrived:
+                yield piece
 
     @contextmanager
-    def _listening(self, wake: Callable[[], object]) -> Iterator[None]:
-        self._listeners.append(wake)
+    def _listening(self, wake: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
+        """Have `wake` called when there are pieces, or an end: in an event loop, or in the thread of the engine."""
+        listener = loop, wake
+        self._listeners.append(listener)
         try:
             yield
         finally:
-            self._listeners.remove(wake)
+            self._listeners.remove(listener)
 
     def _new_pieces(self) -> Iterator[list[Piece]]:
-        """Yield the pieces that have come since the last time, none where there are none, until the request ends."""
+        """Yield the pieces that have come since the last time, maybe none, until the request ends."""
         counts, is_done = [0] * len(self._samples.jobs), False
         samples = [self._samples.pieces(i) for i in range(len(counts))]
         while not is_done:
             is_done, certain = self._future.done(), self._samples.num_certain
-            for i, count in enumerate(certain):
-                new = list(itertools.islice(samples[i], count - counts[i]))
-                if new:
-                    yield new
+            counted = zip(samples, certain, counts, strict=True)
+            new = [piece for sample, count, old in counted for piece in itertools.islice(sample, count - old)]
             counts = certain
-            if not is_done:
-                yield []
+            if new or not is_done:
+                yield new
         self._future.result()
 
-    def _wake(self) -> None:
-        for wake in tuple(self._listeners):
-            with suppress(RuntimeError):  # of an event loop that has been closed
+
+async def arrivals(requests: Sequence[Request]) -> AsyncIterator[list[tuple[int, Piece]]]:
+    """Yield the pieces of several requests as they come, each with the index of its request; all there are at a time.
+
+    Raises:
+        RuntimeError, concurrent.futures.CancelledError: as `Request.result`, after the pieces before.
+    """
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+    with ExitStack() as stack:
+        for request in requests:
+            stack.enter_context(request._listening(changed.set, loop))
+        live = {i: request._new_pieces() for i, request in enumerate(requests)}
+        while live:
+            changed.clear()  # before they are looked at
+            found, error = [], None
+            for i, new in tuple(live.items()):
+                try:
+                    found += [(i, piece) for piece in next(new)]
+                except StopIteration:
+                    del live[i]
+                except Exception as raised:
+                    error = raised
+            if found:
+                yield found
+            if error is not None:
+                raise error
+            if live and not found:
+                await changed.wait()
+
+
+def _wake(requests: Iterable[Request]) -> None:
+    """Tell those who listen to requests; each event loop is called once."""
+    of_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}
+    for request in requests:
+        for loop, wake in tuple(request._listeners):
+            if loop is None:
                 wake()
+            else:
+                of_loop.setdefault(loop, []).append(wake)
+    for loop, wakes in of_loop.items():
+        with suppress(RuntimeError):  # of an event loop that has been closed
+            loop.call_soon_threadsafe(_call_all, wakes)
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 class Engine:
@@ -465,14 +502,14 @@ class Engine:
 
     def _collect(self) -> None:
         """Give out what the last round has changed, and the results of requests that have ended."""
-        now = time.perf_counter()
+        now, with_pieces = time.perf_counter(), []
         for request in dict.fromkeys(job.owner for job in self._scheduler.changed):
             samples = request._samples
             error = next((job.error for job in samples.jobs if job.error is not None), None)
             result = None
             try:
                 if samples.update(now):
-                    request._wake()
+                    with_pieces.append(request)
                 if error is None and samples.is_done:
                     result = samples.result()
             except Exception as other:  # of one request, which ends alone
@@ -482,6 +519,7 @@ class Engine:
             elif result is not None:
                 self._end(request)
                 request._future.set_result(result)
+        _wake(with_pieces)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request without a result."""

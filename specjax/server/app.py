@@ -18,11 +18,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import specjax
-from specjax.engine.engine import Engine, Request
+from specjax.engine.engine import Engine, Request, arrivals
 from specjax.engine.requests import Piece, Result
 from specjax.server import answers, protocol
 from specjax.server.answers import ChoiceStream
-from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, pieces, read_json, submit
+from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, read_json, submit
 from specjax.server.errors import ApiError, api_error
 from specjax.server.fields import Fields, check_tree
 from specjax.server.guard import Guard
@@ -146,15 +146,16 @@ class App:
 
     async def _answer(self, http: HttpRequest, parse: Callable[[Any, Served], Call]) -> Response:
         """Return the answer to a request for completions, of which `parse` reads the body."""
-        body, deadline = await read_json(http), time.monotonic() + self._timeout
+        body, start = await read_json(http), time.perf_counter()
+        deadline = start + self._timeout
         has_kinds = _take_kinds(body)
         call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
-        answer, seconds = _Answer(self, call, requests, has_kinds), deadline - time.monotonic()
+        answer, seconds = _Answer(self, call, requests, has_kinds, start), deadline - time.perf_counter()
         try:
             if call.stream:
                 events = answer.events()
                 first = await attended(http.receive, anext(events), seconds)
-                return _EventStream(first, events, deadline - time.monotonic(), partial(self._give_up, requests))
+                return _EventStream(first, events, deadline - time.perf_counter(), partial(self._give_up, requests))
             return JSONResponse(await attended(http.receive, answer.body(), seconds))
         except BaseException as error:
             self._give_up(requests)
@@ -177,10 +178,10 @@ class App:
 
 
 class _Answer:
-    """The answer to a call, whole or as the events of a stream."""
+    """The answer to a call that came at `start`, whole or as the events of a stream."""
 
-    def __init__(self, app: App, call: Call, requests: Sequence[Request], has_kinds: bool):
-        self._served, self._metrics = app._served, app._metrics
+    def __init__(self, app: App, call: Call, requests: Sequence[Request], has_kinds: bool, start: float):
+        self._served, self._metrics, self._start = app._served, app._metrics, start
         self._call, self._requests, self._has_kinds = call, requests, has_kinds
         self._head = answers.new_head(call)
 
@@ -188,7 +189,7 @@ class _Answer:
         """Wait for the results."""
         results = list(await asyncio.gather(*(request.wait() for request in self._requests)))
         for result in results:
-            self._metrics.record_result(result)
+            self._metrics.record_result(result, time.perf_counter() - self._start)
         return results
 
     async def body(self) -> dict[str, Any]:
@@ -211,7 +212,7 @@ class _Answer:
             yield held
             held = b""
         last = None
-        async for found in pieces(self._requests):
+        async for found in arrivals(self._requests):
             now = time.perf_counter()
             if last is not None:
                 self._metrics.record_gap(now - last)

@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from specjax.engine.engine import Engine, Request
-from specjax.engine.requests import Piece
 from specjax.sampling import SamplingParams
 from specjax.server.errors import ApiError
 
@@ -130,39 +128,3 @@ def cancel(requests: Sequence[Request]) -> None:
     """End requests; what has ended stays as it is."""
     for request in requests:
         request.cancel()
-
-
-async def pieces(requests: Sequence[Request]) -> AsyncIterator[list[tuple[int, Piece]]]:
-    """Yield the pieces of several requests as they come, each with the index of its request; all there are at a time.
-
-    Raises:
-        RuntimeError, concurrent.futures.CancelledError: as `Request.result`, after the pieces before.
-    """
-    found: list[tuple[int, Piece]] = []
-    changed = asyncio.Event()
-
-    async def collect(index: int, request: Request) -> None:
-        async for piece in request:
-            found.append((index, piece))
-            changed.set()
-
-    tasks = [asyncio.create_task(collect(*each)) for each in enumerate(requests)]
-    for task in tasks:
-        task.add_done_callback(lambda _: changed.set())
-    try:
-        is_done = False
-        while not is_done:
-            await changed.wait()
-            changed.clear()
-            is_done = all(task.done() for task in tasks)
-            new, found = found, []
-            if new:
-                yield new
-            for task in tasks:
-                if task.done():
-                    task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        with suppress(Exception):
-            await asyncio.gather(*tasks, return_exceptions=True)

@@ -48,14 +48,14 @@ class ServerMetrics:
         """Count the time between two steps of a stream."""
         self._gap.observe(seconds)
 
-    def record_result(self, result: Result) -> None:
-        """Count a request that has ended by itself."""
+    def record_result(self, result: Result, seconds: float) -> None:
+        """Count a request that has ended by itself, `seconds` after it came."""
         for completion in result.completions:
             self._finished["stop" if completion.finish_reason == "stop" else "length"] += 1
         figures = result.metrics
-        self._whole.observe(figures.seconds)
+        self._whole.observe(seconds)
         if not math.isnan(figures.time_to_first_token):
-            decode = figures.seconds - figures.time_to_first_token
+            decode = seconds - figures.time_to_first_token
             self._first_token.observe(figures.time_to_first_token)
             self._decode.observe(decode)
             if figures.num_tokens > 1:
