@@ -204,7 +204,7 @@ async def arrivals(requests: Sequence[Request]) -> AsyncIterator[list[tuple[int,
                 yield found
             if error is not None:
                 raise error
-            if live and not found:
+            if live and not any(requests[i].is_done for i in live):
                 await changed.wait()
 
 
