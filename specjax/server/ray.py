@@ -1,8 +1,10 @@
 """Many replicas of a server by Ray Serve: an engine in each, and a front that sends them the requests of clients."""
 
+import asyncio
 import math
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
 from specjax.validation import is_integer
 
 try:
-    from ray import serve  # pyright: ignore[reportMissingImports]
+    serve: Any = import_module("ray.serve")  # by its name: type checkers take the package ray for this file
     from ray.exceptions import RayActorError, TaskCancelledError  # pyright: ignore[reportMissingImports]
     from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
         BackPressureError,
@@ -27,7 +29,8 @@ except ModuleNotFoundError as error:
     message = 'specjax.server.ray needs Ray Serve, install it with: pip install "specjax[ray]"'
     raise ModuleNotFoundError(message, name=error.name) from error
 
-HEALTH_SECONDS = 2.0  # between two checks of a replica's health, and in which all of them must answer together
+HEALTH_SECONDS = 2.0  # between two checks of a replica's health
+ALL_SECONDS = 5.0  # in which all replicas must answer where all are asked
 VERIFIERS = ("rejection", "block", "match")
 
 
@@ -191,10 +194,11 @@ class FrontReplica:
             raise ApiError(429, text, code="queue_full", headers={"retry-after": "1"}) from error
         except (RayActorError, DeploymentUnavailableError, TaskCancelledError) as error:
             raise ReplicaLost from error
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):  # the client has left
             response.cancel()
+            raise
 
     async def _ask_all(self, method: str) -> list[Any]:
         responses = self._replicas.broadcast(method)
-        found = await responses.results_async(timeout_s=HEALTH_SECONDS, return_exceptions=True)
+        found = await responses.results_async(timeout_s=ALL_SECONDS, return_exceptions=True)
         return [each for each in found if not isinstance(each, Exception)]

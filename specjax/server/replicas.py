@@ -126,7 +126,7 @@ class Front:
 
 
 class _Reply:
-    """What a client is sent; the head is held back until some of the body is there, so that an error can replace it.
+    """What a client is sent: streams as they come, other answers when they are whole, so that errors can replace them.
 
     Attributes:
         is_started: whether something has been sent.
@@ -134,28 +134,32 @@ class _Reply:
     """
 
     def __init__(self, send: Send):
-        self._send, self._head = send, {}
+        self._send = send
+        self._held: list[Message] = []
+        self._is_stream = False
         self.is_started = self.is_complete = False
 
     async def pass_on(self, message: Message) -> None:
-        """Send a message of an answer."""
+        """Take a message of an answer."""
         if message["type"] == "http.response.start":
-            self._head = message
+            self._held = [message]  # what is held of an answer that was lost goes
+            self._is_stream = dict(message["headers"])[b"content-type"].startswith(b"text/event-stream")
             return
-        if not self.is_started:
+        self._held.append(message)
+        is_last = not message.get("more_body", False)
+        if self._is_stream or is_last:
+            held, self._held = self._held, []
             self.is_started = True
-            await self._send(self._head)
-        await self._send(message)
-        self.is_complete = not message.get("more_body", False)
+            for each in held:
+                await self._send(each)
+            self.is_complete = is_last
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """End with an error. Where an answer has begun that is no stream, raise it, which breaks the connection."""
-        if not self.is_started:
-            await error.response()(scope, receive, self._send)
-        elif dict(self._head["headers"])[b"content-type"].startswith(b"text/event-stream"):
+        """End with an error."""
+        if self.is_started:
             await self._send({"type": "http.response.body", "body": event(error.body), "more_body": False})
         else:
-            raise error
+            await error.response()(scope, receive, self._send)
 
 
 def merged(texts: Mapping[str, str]) -> str:

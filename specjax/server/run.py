@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -93,7 +93,7 @@ def make_app(engine: Engine, llm: LLM, name: str, **options: Any) -> App:
     return App(engine, served(llm, name), about, **options)
 
 
-def check(least: dict[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
+def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
     """Raise ValueError for an argument out of its range; `least` has numbers and the least that they may be."""
     for name, (number, smallest) in least.items():
         if not smallest <= number < math.inf:
