@@ -75,7 +75,7 @@ async def load(
         for number in numbers:
             if kill is not None and number >= num_requests // 3:
                 kill, act = None, kill
-                await asyncio.to_thread(act)
+                act()
             began = time.monotonic()
             word, text = await answer_to(port, number)
             slowest = max(slowest, time.monotonic() - began)
@@ -128,9 +128,8 @@ def run(port: int, args: argparse.Namespace) -> list[str]:
         return [each for each in found if isinstance(each, int)]
 
     def kill() -> None:
-        victim = process_ids()[0]
-        print(f"killed the replica of process {victim}", flush=True)
         os.kill(victim, signal.SIGKILL)
+        print(f"killed the replica of process {victim}", flush=True)
 
     async def first_texts() -> list[str]:
         answers = [await answer_to(port, 2 * i) for i in range(NUM_TEXTS)]
@@ -139,6 +138,7 @@ def run(port: int, args: argparse.Namespace) -> list[str]:
 
     texts, sizes = asyncio.run(first_texts()), (port, args.requests, args.clients)
     wrong = asyncio.run(load(*sizes, texts))
+    victim = process_ids()[0]
     wrong += asyncio.run(load(*sizes, texts, kill))
     print(f"all replicas are there again after another {wait_for_replicas(process_ids, args.replicas):.1f} s")
     wrong += asyncio.run(load(*sizes, texts))

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,9 +46,6 @@ class Replicas:
         finally:
             self.closed += 1
 
-    async def ask_all(self, method):
-        return {"is_running": [True, False], "metrics": [("a", METRICS), ("b", METRICS)]}[method]
-
 
 def call(front, path="/v1/completions", *, body=b"{}", leaves=False, headers=(), root_path=""):
     """Return the status, headers and body of the answer to a request; the client may leave after its body."""
@@ -82,7 +80,7 @@ def call(front, path="/v1/completions", *, body=b"{}", leaves=False, headers=(),
 
 def front_of(*scripts, **options):
     found = Replicas(*scripts)
-    return found, Front(found.ask, found.ask_all, **options)
+    return found, Front(found.ask, **options)
 
 
 class TestFront:
@@ -141,15 +139,23 @@ class TestFront:
     def test_keys_and_prefixes(self):
         found, front = front_of(WHOLE, api_keys=["secret"])
         assert call(front, root_path="/llm")[0] == 401
-        assert call(front, "/health", body=b"", root_path="/llm")[0] == 200
+        assert call(front, "/health", body=b"", root_path="/llm")[0] == 503  # it needs no key
         assert not found.asked
         assert call(front, root_path="/llm", headers=[(b"authorization", b"Bearer secret")])[0] == 200
         assert found.asked[0][0]["path"] == "/v1/completions"
 
-    def test_routes_of_all_replicas(self):
+    def test_reports_of_replicas(self, monkeypatch):
+        now = 100.0
+        monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: now))
         _, front = front_of()
+        assert call(front, "/health", body=b"")[::2] == (503, b'{"status":"no replica"}')
+        front.report("a", METRICS)
+        now += replicas.REPORT_SECONDS - 1
+        front.report("b", METRICS)
         assert call(front, "/health", body=b"")[::2] == (200, b'{"status":"ok"}')
         assert call(front, "/metrics", body=b"")[2].decode() == merged({"a": METRICS, "b": METRICS})
+        now += 2
+        assert call(front, "/metrics", body=b"")[2].decode() == merged({"b": METRICS})
 
 
 METRICS = """\

@@ -29,8 +29,8 @@ except ModuleNotFoundError as error:
     message = 'specjax.server.ray needs Ray Serve, install it with: pip install "specjax[ray]"'
     raise ModuleNotFoundError(message, name=error.name) from error
 
-HEALTH_SECONDS = 2.0  # between two checks of a replica's health
-ALL_SECONDS = 5.0  # in which all replicas must answer where all are asked
+HEALTH_SECONDS = 2.0  # between two checks of a replica's health, and between its reports
+FRONT = "Front"  # name of its deployment
 VERIFIERS = ("rejection", "block", "match")
 
 
@@ -102,7 +102,7 @@ def application(
     ).bind(model, draft, name=name, verifier=verifier, num_slots=num_slots, **options)
     front = serve.deployment(
         serve.ingress()(FrontReplica),
-        name="Front",
+        name=FRONT,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_CONNECTIONS,
         graceful_shutdown_timeout_s=shutdown_timeout,
@@ -150,22 +150,18 @@ class Replica:
             async for message in replies(self._app.routes, scope, body):
                 yield message
 
-    async def is_running(self) -> bool:
-        """Return whether the engine takes requests."""
-        return self._engine.is_running
-
-    async def metrics(self) -> tuple[str, str]:
-        """Return the name of the replica, and its numbers in the text format of Prometheus."""
-        return serve.get_replica_context().replica_id.unique_id, self._app.metrics().decode()
-
     async def process_id(self) -> int:
         """Return the number of the process."""
         return os.getpid()
 
-    def check_health(self) -> None:
-        """Raise RuntimeError where the engine has failed, on which Ray starts another replica."""
+    async def check_health(self) -> None:
+        """Report to the front. Raise RuntimeError where the engine has failed, on which Ray starts another replica."""
         if not self._engine.is_running:
             raise RuntimeError("the engine has failed")
+        context = serve.get_replica_context()
+        front = serve.get_deployment_handle(FRONT, context.app_name)
+        # Nobody waits for the answer: a replica is well without a front.
+        self._reported = front.report.remote(context.replica_id.unique_id, self._app.metrics().decode())
 
     def __del__(self):
         if hasattr(self, "_engine"):
@@ -176,10 +172,8 @@ class FrontReplica:
     """The process that clients reach. The arguments: the handle of the replicas, and those of `Front`."""
 
     def __init__(self, replicas: Any, api_keys: Sequence[str], request_timeout: float):
-        self._replicas = replicas
         self._answers = replicas.options(method_name="answer", stream=True)
-        options = {"api_keys": api_keys, "request_timeout": request_timeout}
-        self._front = Front(self._ask, self._ask_all, **options)
+        self._front = Front(self._ask, api_keys=api_keys, request_timeout=request_timeout)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._front
@@ -198,7 +192,6 @@ class FrontReplica:
             response.cancel()
             raise
 
-    async def _ask_all(self, method: str) -> list[Any]:
-        responses = self._replicas.broadcast(method)
-        found = await responses.results_async(timeout_s=ALL_SECONDS, return_exceptions=True)
-        return [each for each in found if not isinstance(each, Exception)]
+    async def report(self, replica: str, metrics: str) -> None:
+        """Take the report of a replica, as `Front.report`."""
+        self._front.report(replica, metrics)

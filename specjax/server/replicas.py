@@ -2,9 +2,9 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
@@ -18,6 +18,7 @@ from specjax.server.errors import ApiError, api_error
 from specjax.server.guard import Guard
 from specjax.server.metrics import CONTENT_TYPE
 
+REPORT_SECONDS = 10.0  # after which a replica that has said nothing is not well
 MAX_TRIES = 2  # so that a request that ends a replica does not end all of them
 SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers")  # what replicas are told of it
 
@@ -69,7 +70,6 @@ class Front:
     Args:
         ask: sends a request to one of the replicas: a function of the scope and the body that yields the messages of
             the answer, as `replies` makes them, and raises `ReplicaLost`.
-        ask_all: calls a method of every replica that is there, by its name, and returns what they answer.
         api_keys: keys of clients; without any, everybody is one.
         request_timeout: seconds that a request may take, those in which it waits for a replica among them.
     """
@@ -77,12 +77,12 @@ class Front:
     def __init__(
         self,
         ask: Ask,
-        ask_all: Callable[[str], Awaitable[Sequence[Any]]],
         *,
         api_keys: Sequence[str] = (),
         request_timeout: float = 600.0,
     ):
-        self._ask, self._ask_all, self._timeout = ask, ask_all, request_timeout
+        self._ask, self._timeout = ask, request_timeout
+        self._reports: dict[str, tuple[float, str]] = {}  # by replica: when it came, and what it says
         routes = [Route("/health", self._health), Route("/metrics", self._metrics), Mount("", self._forward)]
         self._guard = Guard(Starlette(routes=routes, exception_handlers=ERROR_HANDLERS), api_keys)
 
@@ -91,12 +91,26 @@ class Front:
             scope = {**scope, "path": scope["path"].removeprefix(scope.get("root_path", "")) or "/"}
         await self._guard(scope, receive, send)
 
+    def report(self, replica: str, metrics: str) -> None:
+        """Take a replica's word that it is well, with its numbers; it counts for `REPORT_SECONDS`.
+
+        Args:
+            replica: name of the replica.
+            metrics: its numbers in the text format of Prometheus.
+        """
+        self._reports[replica] = time.monotonic(), metrics
+
+    def _fresh(self) -> dict[str, str]:
+        oldest = time.monotonic() - REPORT_SECONDS
+        self._reports = {name: report for name, report in self._reports.items() if report[0] >= oldest}
+        return {name: metrics for name, (_, metrics) in self._reports.items()}
+
     async def _health(self, http: HttpRequest) -> Response:
-        is_well = any(await self._ask_all("is_running"))
+        is_well = bool(self._fresh())
         return JSONResponse({"status": "ok" if is_well else "no replica"}, 200 if is_well else 503)
 
     async def _metrics(self, http: HttpRequest) -> Response:
-        return Response(merged(dict(await self._ask_all("metrics"))), media_type=CONTENT_TYPE)
+        return Response(merged(self._fresh()), media_type=CONTENT_TYPE)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = _Reply(send)
