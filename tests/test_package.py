@@ -142,7 +142,9 @@ NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page) and page not in NEED_A_SERVER], ids=page_name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page) and page not in NEED_A_SERVER], ids=page_name
+)
 def test_page_runs(page):
     """The blocks of a page in their order, as its reader runs them."""
     namespace = {"__name__": page.stem}
