@@ -105,6 +105,7 @@ def application(
         name=FRONT,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_CONNECTIONS,
+        logging_config={"enable_access_log": False},  # it would have a line for every report
         graceful_shutdown_timeout_s=shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
     )
