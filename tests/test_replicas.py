@@ -245,6 +245,9 @@ class TestApplication:
             ({"max_waiting": -1}, "max_waiting must be at least 0, got -1"),
             ({"verifier": "typical"}, "verifier must be one of rejection, block, match, got 'typical'"),
             ({"api_keys": [""]}, "api_key must be"),
+            ({"api_keys": "secret"}, "api_keys must be a list of strings"),
+            ({"api_keys": [12345]}, "api_keys must be a list of strings"),
+            ({"shutdown_timeout": "30"}, "shutdown_timeout must be a number, got '30'"),
             ({"request_timeout": 0}, "request_timeout must be positive"),
         ],
     )

@@ -79,7 +79,11 @@ def application(
     """
     signature(LLM).bind(model, draft, verifier=None, **options)
     api_keys = os.environ.get("SPECJAX_API_KEY", "").split() if api_keys is None else api_keys
-    _check_integers(num_slots=num_slots, num_replicas=num_replicas, max_waiting=max_waiting)
+    _check_types(
+        {"num_slots": num_slots, "num_replicas": num_replicas, "max_waiting": max_waiting},
+        {"request_timeout": request_timeout, "shutdown_timeout": shutdown_timeout},
+        api_keys,
+    )
     least = {"num_slots": (num_slots, 1), "num_replicas": (num_replicas, 1), "max_waiting": (max_waiting, 0)}
     check(least | {"shutdown_timeout": (shutdown_timeout, 0)}, request_timeout, api_keys)
     if verifier not in VERIFIERS:
@@ -117,10 +121,16 @@ def build(arguments: dict[str, Any]) -> Any:
     return application(**arguments)
 
 
-def _check_integers(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        if not is_integer(number):
-            raise ValueError(f"{name} must be an integer, got {number!r}")
+def _check_types(integers: Mapping[str, Any], numbers: Mapping[str, Any], api_keys: Any) -> None:
+    """Raise ValueError for arguments that are no integers, numbers or list of strings, as a file may give them."""
+    for name, value in integers.items():
+        if not is_integer(value):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+    if not isinstance(api_keys, list | tuple) or not all(isinstance(key, str) for key in api_keys):
+        raise ValueError("api_keys must be a list of strings")  # the message does not show them
 
 
 class Replica:
