@@ -138,11 +138,13 @@ def test_readme_block_runs(index):
     run(README, index, {"__name__": "readme"})
 
 
-NEEDS_A_SERVER = ROOT / "docs" / "server.md"  # its blocks run in test_server
+NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # test_server runs those of the first
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page) and page != NEEDS_A_SERVER], ids=page_name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page) and page not in NEED_A_SERVER], ids=page_name
+)
 def test_page_runs(page):
     """The blocks of a page in their order, as its reader runs them."""
     namespace = {"__name__": page.stem}
@@ -153,7 +155,7 @@ def test_page_runs(page):
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_block_says_its_language(page):
     opened = re.findall(r"^```(.*)$", page.read_text(), flags=re.MULTILINE)[::2]
-    assert set(opened) <= {"python", "bash", "toml", "text", "bibtex"}
+    assert set(opened) <= {"python", "bash", "toml", "yaml", "text", "bibtex"}
 
 
 def command_lines() -> list[str]:
@@ -169,7 +171,7 @@ def test_command_of_a_page_exists(line):
         cli._parser().parse_args(arguments)
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
-    elif program not in ("pip", "curl"):
+    elif program not in ("pip", "curl", "serve"):  # the last is Ray's
         assert os.access(ROOT / program, os.X_OK)
 
 
@@ -202,4 +204,6 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name):
+    if name == "specjax.server.ray":
+        pytest.importorskip("ray")  # which the tests do without
     assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -243,10 +243,12 @@ class TestChat:
         call = chat(served, chat_template_kwargs={"style": "dry"})
         assert served.tokenizer.decode(call.prompts[0]).endswith("assistant\ndry")
 
-    def test_without_a_template(self, served):
+    def test_without_a_template(self, served, tmp_path):
         other = Served("small", served.tokenizer, VOCAB_SIZE, MAX_LENGTH)
         with pytest.raises(BadRequest, match="no chat template"):
             chat(other)
+        with pytest.raises(BadRequest, match=r"^the model small must have chat_template.jinja"):  # not where it lies
+            chat(replace(other, directory=tmp_path))
 
     def test_plain_text_is_tokenized_whole(self, served):
         text = "<s>user\nthe cat sat</s><s>assistant\n"

@@ -61,6 +61,7 @@ class App:
 
     Attributes:
         guard: the application to run.
+        routes: the application behind the guard.
         engine: the engine.
     """
 
@@ -90,12 +91,9 @@ class App:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
-        handlers: dict[Any, Callable] = {HTTPException: _on_http_error, Exception: _on_error, Disconnected: _on_leaving}
-        told = ApiError, protocol.BadRequest, RuntimeError, TimeoutError, concurrent.futures.CancelledError
-        handlers |= dict.fromkeys(told, _on_error)
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False  # a redirection would repeat the header Host
-        self.guard = Guard(app, api_keys, is_local=is_local and not api_keys)
+        self.routes = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+        self.routes.router.redirect_slashes = False  # a redirection would repeat the header Host
+        self.guard = Guard(self.routes, api_keys, is_local=is_local and not api_keys)
 
     async def _show_page(self, http: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers={"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"})
@@ -108,7 +106,11 @@ class App:
         return JSONResponse({"version": specjax.__version__})
 
     async def _write_metrics(self, http: HttpRequest) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+        return Response(self.metrics(), media_type=CONTENT_TYPE)
+
+    def metrics(self) -> bytes:
+        """Return the numbers of the server in the text format of Prometheus."""
+        return self._metrics.text()
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -225,7 +227,7 @@ class _Answer:
         ended = zip(writers, results, strict=True)
         yield held + b"".join(writer.finish(result) for samples, result in ended for writer in samples)
         if call.include_usage:
-            yield _event(answers.usage_chunk(call, results, self._head, self._served))
+            yield event(answers.usage_chunk(call, results, self._head, self._served))
         yield DONE
 
 
@@ -243,7 +245,7 @@ class _Writer:
         self._kinds: list[str] = []
 
     def start(self) -> bytes:
-        return _event(self._stream.start())
+        return event(self._stream.start())
 
     def add(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -255,7 +257,7 @@ class _Writer:
             return b""
         if not self._has_kinds:
             chunk = self._stream.feed(new)
-            return b"" if chunk is None else _event(chunk)
+            return b"" if chunk is None else event(chunk)
         return b"".join(self._with_kind(piece) for piece in new)
 
     def _with_kind(self, piece: Piece) -> bytes:
@@ -264,13 +266,13 @@ class _Writer:
         if chunk is None:
             return b""
         chunk["choices"][0]["token_kinds"], self._kinds = self._kinds, []
-        return _event(chunk)
+        return event(chunk)
 
     def finish(self, result: Result) -> bytes:
         chunks = self._stream.finish(result)
         if self._kinds:
             chunks[-1]["choices"][0]["token_kinds"] = self._kinds
-        return b"".join(map(_event, chunks))
+        return b"".join(map(event, chunks))
 
 
 class _EventStream(Response):
@@ -307,10 +309,11 @@ class _EventStream(Response):
         except (Exception, asyncio.CancelledError) as error:
             self._give_up()
             async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
-                await send_part(_event(api_error(error).body), is_last=True)
+                await send_part(event(api_error(error).body), is_last=True)
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any]) -> bytes:
+    """Return an event of a stream."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -370,3 +373,12 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
         wrong = f"{http.scope['path']} does not take {http.method}"
         return ApiError(405, wrong, code="method_not_allowed", headers=error.headers).response()
     return ApiError(error.status_code, f"there is nothing at {http.scope['path']}", code="not_found").response()
+
+
+_TOLD = ApiError, protocol.BadRequest, RuntimeError, TimeoutError, concurrent.futures.CancelledError
+ERROR_HANDLERS: dict[Any, Callable] = {
+    HTTPException: _on_http_error,
+    Exception: _on_error,
+    Disconnected: _on_leaving,
+    **dict.fromkeys(_TOLD, _on_error),
+}

@@ -61,6 +61,31 @@ async def _wait_until_left(receive: Receive) -> None:
         pass
 
 
+async def read_body(receive: Receive) -> bytes:
+    """Return a body.
+
+    Raises:
+        ApiError: the body is too long or slow.
+        Disconnected: the client has left.
+    """
+    content = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                content += message.get("body", b"")
+                if len(content) > MAX_BODY_BYTES:
+                    message = f"the body must have at most {MAX_BODY_BYTES} bytes"
+                    raise ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+                if not message.get("more_body", False):
+                    return bytes(content)
+    except TimeoutError:
+        message = f"the body must arrive within {BODY_SECONDS:g} seconds"
+        raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+
+
 async def read_json(http: HttpRequest) -> Any:
     """Return the JSON value of a body.
 
@@ -72,22 +97,7 @@ async def read_json(http: HttpRequest) -> Any:
     if content_type != "application/json":  # which a page of another site cannot send without asking
         got = content_type[:100] or "none"
         raise ApiError(415, f"the header Content-Type must be application/json, got {got}", code="invalid_content_type")
-    content = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await http.receive()
-                if message["type"] == "http.disconnect":
-                    raise Disconnected
-                content += message.get("body", b"")
-                if len(content) > MAX_BODY_BYTES:
-                    message = f"the body must have at most {MAX_BODY_BYTES} bytes"
-                    raise ApiError(413, message, code="body_too_large", headers={"connection": "close"})
-                if not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        message = f"the body must arrive within {BODY_SECONDS:g} seconds"
-        raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+    content = await read_body(http.receive)
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

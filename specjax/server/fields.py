@@ -33,7 +33,7 @@ class BadRequest(ValueError):
 def shown(value: Any) -> str:
     """Return a value for a message, cut to a length that fits a line."""
     text = repr(value[:100]) if isinstance(value, str | list) else repr(value) if is_small(value) else ""
-    return f"{type(value).__name__} {text[:100]}"
+    return f"{type(value).__name__} {text[:100]}".rstrip()
 
 
 def is_small(value: Any) -> bool:

@@ -144,7 +144,8 @@ def encode_chat(
     try:
         text = chat.render(served.directory, safe_messages, tools=safe_tools or None, **safe_arguments)
     except ValueError as error:
-        raise BadRequest(str(error).replace(mark, ""), "messages") from error
+        told = str(error).replace(mark, "").replace(str(served.directory), f"the model {served.name}")
+        raise BadRequest(told, "messages") from error
     return _encode_parts(served, text, mark)
 
 

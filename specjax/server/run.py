@@ -6,8 +6,9 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -55,35 +56,44 @@ def serve(
         OSError: the address is in use or not of this machine.
     """
     least = {"num_slots": (num_slots, 1), "max_waiting": (max_waiting, 0), "shutdown_timeout": (shutdown_timeout, 0)}
-    _check(least, request_timeout, api_keys)
+    check(least, request_timeout, api_keys)
     is_local = host in LOOPBACK
     if not is_local and not api_keys:
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
     with (
         _listen(host, port) as listener,
-        Engine(
-            llm.model,
-            llm.proposer,
-            num_slots=num_slots,
-            max_length=llm.max_length,
-            tokenizer=llm.tokenizer,
-            eos_token_ids=llm.eos_token_ids,
-            verifier=llm.verifier,
-            capacities=CAPACITIES,
-            grammar_seconds=GRAMMAR_SECONDS,
-            max_waiting=max_waiting,
-        ) as engine,
+        start_engine(llm, num_slots, max_waiting) as engine,
     ):
-        about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
-        options = {"api_keys": api_keys, "request_timeout": request_timeout, "is_local": is_local}
-        app = App(engine, served(llm, name), about, **options)
+        app = make_app(engine, llm, name, api_keys=api_keys, request_timeout=request_timeout, is_local=is_local)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         server = Server(app, shutdown_timeout, f"specjax: {name} is ready at {address}")
         server.run(sockets=[listener])
     return 1 if server.has_failed else 0
 
 
-def _check(least: dict[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
+def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
+    """Return an engine for the requests of clients; the arguments are those of `Engine`."""
+    return Engine(
+        llm.model,
+        llm.proposer,
+        num_slots=num_slots,
+        max_length=llm.max_length,
+        tokenizer=llm.tokenizer,
+        eos_token_ids=llm.eos_token_ids,
+        verifier=llm.verifier,
+        capacities=CAPACITIES,
+        grammar_seconds=GRAMMAR_SECONDS,
+        max_waiting=max_waiting,
+    )
+
+
+def make_app(engine: Engine, llm: LLM, name: str, **options: Any) -> App:
+    """Return the application of an engine that `start_engine` has started, with the options of `App`."""
+    about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
+    return App(engine, served(llm, name), about, **options)
+
+
+def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
     """Raise ValueError for an argument out of its range; `least` has numbers and the least that they may be."""
     for name, (number, smallest) in least.items():
         if not smallest <= number < math.inf:
