@@ -22,7 +22,7 @@ from specjax.server.served import served
 MAX_CONNECTIONS = 4096
 SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to the end of the process
 CAPACITIES = Capacities(grammars=16, grammar_states=16384)
-GRAMMAR_SECONDS = 30.0  # that a grammar may take to compile
+GRAMMAR_SECONDS = 10.0  # that a grammar may take to compile
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
