@@ -166,6 +166,9 @@ def _read_head(
     rank = of("markov_rank").get("markov_rank", int, 0)
     of("enable_confidence_head").ignore("enable_confidence_head")
     reads_token = of("confidence_head_with_markov").get("confidence_head_with_markov", bool, has_markov)
+    is_causal = of("causal").get("causal", bool, None)
+    if configs.whole.get("sliding_window_non_causal", bool, False):
+        is_causal = False
     return BlockHead(
         config=_read_layers(configs, tensors, target, rope_theta),
         num_taps=num_taps,
@@ -174,7 +177,7 @@ def _read_head(
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),
         from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, configs.own is configs.whole),
-        is_causal=of("causal").get("causal", bool, None),
+        is_causal=is_causal,
         markov_rank=rank if has_markov else 0,
         confidence=("both" if reads_token else "hidden") if has_confidence else None,
     )
