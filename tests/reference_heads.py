@@ -131,9 +131,7 @@ def block_rows(model: torch.nn.Module):
     mask = torch.zeros(ids.shape)
     mask[0, last] = 1
     last_hidden = torch.zeros(*ids.shape, recorded_heads.HIDDEN)
-    hidden, logits, *_ = model._backbone_forward(
-        features, ids, mask, last_hidden, torch.zeros_like(ids), max_anchors=1
-    )
+    hidden, logits, *_ = model._backbone_forward(features, ids, mask, last_hidden, torch.zeros_like(ids), max_anchors=1)
     shift = 0 if model.config.sample_from_anchor else 1
 
     def row(drafts: list[int]) -> torch.Tensor:
@@ -142,6 +140,9 @@ def block_rows(model: torch.nn.Module):
         if getattr(model, "markov_head", None) is None:
             return plain
         before = torch.tensor([[drafts[-1] if drafts else tokens[-1]]])
-        return plain + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[:, index : index + 1])[0, 0]
+        return (
+            plain
+            + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[:, index : index + 1])[0, 0]
+        )
 
     return row

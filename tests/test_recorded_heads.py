@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recorded_heads
-from heads import VOCAB
 from recorded_heads import CASES, GOLDENS, LENGTH, NUM_DRAFTS
 
 from specjax import proposers, sampling, training

@@ -40,6 +40,8 @@ def kind_of(fields: Mapping[str, Any], names: list[str]) -> str | None:
     of_eagle3 = {"midlayer.self_attn.q_proj.weight", "layers.0.hidden_norm.weight"}
     if of_eagle3 & found or isinstance(fields.get("eagle_config"), dict):
         return "eagle3"
+    if {"fusion_fc.weight", "transformer.self_attn.q_proj.weight"} <= found:
+        return "eagle"
     is_eagle = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= found and "hidden_norm.weight" not in found
     return "eagle" if is_eagle else None
 
@@ -80,22 +82,30 @@ def load_eagle(
     fields: Mapping[str, Any] | None = None,
 ) -> FeatureDraft:
     """Load a head of EAGLE, EAGLE-2 or HASS; see `proposers.load`."""
-    config, tensors = _open(directory, target, fields)
-    inner = config.table("model") if config.get("model_type", str, None) == "eagle" else config
-    layers = _read_layers(inner, tensors, "model.layers.0", rope_theta)
-    has_bias = "model.fc.bias" in tensors or config.get("bias", bool, False)
+    config, tensors = files.open_directory(directory, target, fields)
+    inner, first, fc = config, "model.layers.0", "model.fc"
+    if config.get("model_type", str, None) == "eagle":
+        inner = config.table("model")
+    elif "speculators_model_type" in config:
+        config.choice("speculators_model_type", ("eagle",))
+        config.only("layernorms", False)
+        inner, first, fc = config.table("transformer_layer_config"), "transformer", "fusion_fc"
+    layers = _read_layers(inner, tensors, first, rope_theta)
+    if first == "transformer":  # the one layer; the config may be the target's, with its number of layers
+        layers = replace(layers, num_layers=1)
+    has_bias = any((f"{fc}.bias" in tensors, *(config.get(name, bool, False) for name in ("bias", "fusion_bias"))))
     hidden = layers.hidden_size
     weights = files.target_weights(target)
     files.expect(inner.where("hidden_size"), hidden, weights.embedding.shape[1], "the hidden size of the target")
     files.expect(inner.where("vocab_size"), layers.vocab_size, target.vocab_size, "the vocabulary of the target")
     _refuse_unread(config, inner)
     params = {
-        "fc": tensors.matrices(2 * hidden, {"model.fc.weight": hidden}, transposed=layers.transposed),
-        "layers": _layer_params(layers, tensors, "model.layers.0", hidden),
+        "fc": tensors.matrices(2 * hidden, {f"{fc}.weight": hidden}, transposed=layers.transposed),
+        "layers": _layer_params(layers, tensors, first, hidden),
         **_tables(layers, tensors, target, None),
     }
     if has_bias:
-        params["fc_bias"] = tensors.vectors({"model.fc.bias": hidden})
+        params["fc_bias"] = tensors.vectors({f"{fc}.bias": hidden})
     tensors.check_all_read("*.rotary_emb.inv_freq")
     return eagle(EagleHead(layers, has_bias), params, num_draft_tokens, temperature=temperature)
 
@@ -110,7 +120,7 @@ def load_eagle3(
     fields: Mapping[str, Any] | None = None,
 ) -> FeatureDraft | ParallelEagle:
     """Load a head of EAGLE-3, EAGLE-3.1 or P-EAGLE; see `proposers.load`."""
-    config, tensors = _open(directory, target, fields)
+    config, tensors = files.open_directory(directory, target, fields)
     if "model.mask_hidden" in tensors:
         config.ignore("parallel_drafting")
     layer_ids = feature_layers(config, tensors, target)
@@ -135,12 +145,6 @@ def load_eagle3(
     if mask_token is None:
         return eagle3(head, params, num_draft_tokens, **options)
     return p_eagle(head, params, num_draft_tokens, mask_token=mask_token, **options)
-
-
-def _open(directory: Path, target: Model, fields: Mapping[str, Any] | None) -> tuple["ConfigFile", "Tensors"]:
-    config, tensors = files.open_directory(directory, target)
-    config.fields |= fields or {}
-    return config, tensors
 
 
 def _num_taps(config: "ConfigFile", tensors: "Tensors", target: Model) -> int:
