@@ -247,7 +247,11 @@ BAD = [
     ("authors", table(selector_rank=8), r"dflash_config\.selector_rank in"),
     ("authors", table(projector_type="domino"), r"projector_type in .* must be 'dflash' or 'dspark'"),
     ("authors", table(target_layer_ids=[0, 2]), "target_layer_ids in .* must be layers of the target, which has 2"),
-    ("authors", table(target_layer_ids=[0]), r"target_layer_ids in .* must be 2 integers, as fc\.weight"),
+    (
+        "authors",
+        table(target_layer_ids=[0]),
+        r"target_layer_ids in .* must be 2 integers, the layers of fc\.weight for H = 32",
+    ),
     ("authors", table(mask_token_id=VOCAB), r"mask_token must be in the embedding, in \[0, 61\), got 61"),
     ("authors", table(mask_token_id=None), r"must have the field dflash_config\.mask_token_id"),
     ("authors", {"block_size": 3}, r"num_draft_tokens must be in \[1, 2\], the trained depth of blocks of 3 tokens"),

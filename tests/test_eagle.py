@@ -464,7 +464,7 @@ BAD = [
     (swapped, r"tensors d2t and t2d must name the same tokens"),
     (change(draft_vocab_size=41), r"tensor model.d2t in .* must be of integers of shape \(41,\)"),
     (change(**{IDS_FIELD: [2, 3, 4]}), r"ids in .* must be layers of the target, which has 2, got"),
-    (change(**{IDS_FIELD: [2, 0]}), r"must be 3 layers, those of fc.weight, got 2"),
+    (change(**{IDS_FIELD: [2, 0]}), r"must be 3 layers, those of fc.weight for H = 32, .*, got 2"),
     (change(norm_output_twice=True), r"norm_output_twice in .* must be absent"),
     (change(**EAGLE_CONFIG), r"eagle_config.use_mtp_layernorm in .* must be absent"),
     (change(num_experts=8), r"num_experts in .* must be absent"),

@@ -146,7 +146,10 @@ def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tup
     if ids is None:
         ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else [num_layers // 2]
     if not all(type(layer) is int for layer in ids) or len(ids) != count:
-        raise ValueError(f"{place.where(name)} must be {count} integers, as fc.weight reads so many, got {ids!r}")
+        raise ValueError(
+            f"{place.where(name)} must be {count} integers, the layers of fc.weight for H = {size}, the hidden size of "
+            f"the target, got {ids!r}"
+        )
     layers = tuple(layer + (name == "target_layer_ids") for layer in ids)
     if not all(0 <= layer <= num_layers for layer in layers):
         raise ValueError(f"{place.where(name)} must be layers of the target, which has {num_layers}, got {ids}")
@@ -160,6 +163,14 @@ def _read_head(
     has_markov, has_confidence = (
         f"{name}.weight" in tensors for name in ("markov_head.markov_w1", "confidence_head.proj")
     )
+    configs.whole.choice("speculators_model_type", ("dflash", "dspark"), "dflash")
+    target_size = configs.whole.size("target_hidden_size", files.target_weights(target).embedding.shape[1])
+    files.expect(
+        configs.whole.where("target_hidden_size"),
+        target_size,
+        files.target_weights(target).embedding.shape[1],
+        "the hidden size of the target",
+    )
     of("projector_type").choice("projector_type", ("dflash", "dspark"), "dflash")
     of("markov_head_type").choice("markov_head_type", ("vanilla",), "vanilla")
     of("attention_sink_bias").only("attention_sink_bias", False)
@@ -172,7 +183,7 @@ def _read_head(
     return BlockHead(
         config=_read_layers(configs, tensors, target, rope_theta),
         num_taps=num_taps,
-        target_size=files.target_weights(target).embedding.shape[1],
+        target_size=target_size,
         target_vocab=target.vocab_size,
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),

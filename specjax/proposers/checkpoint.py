@@ -1,5 +1,6 @@
 """Load the drafter of a target from a directory, whatever kind it is of."""
 
+import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ _WITH_LAYERS = {  # their rotary frequencies have a base
     "mtp": load_mtp,
 }
 _WITHOUT_LAYERS = {"medusa": load_medusa, "mlp_speculator": load_mlp_speculator}
+_NOT_IMPLEMENTED = {  # drafters of other kinds, by a tensor that they alone have
+    "efficient_lm_head.weight": "EAGLE-4",
+    "prefix_gru.*": "Domino",
+    "refiner_head.*": "XPress",
+    "mtp.fc.weight": "multi-token prediction of Qwen3-Next",
+    "*.eh_proj.weight": "multi-token prediction of DeepSeek-V3",
+    "mtp_layers.0.input_proj.weight": "multi-token prediction in the layout of speculators",
+}
 
 
 def load(
@@ -87,7 +96,7 @@ def kind_of(directory: str | Path) -> str | None:
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or the drafter is of a kind that is not implemented.
     """
     from specjax.models.config_file import read_json
     from specjax.models.tensors import Tensors, drafter_files
@@ -95,6 +104,9 @@ def kind_of(directory: str | Path) -> str | None:
     directory = Path(directory)
     tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
     fields, names = read_json(directory / "config.json"), tensors.names()
+    for pattern, kind in _NOT_IMPLEMENTED.items():
+        for name in fnmatch.filter(names, pattern):
+            raise ValueError(f"{directory} holds a drafter of {kind}, which specjax does not implement: tensor {name}")
     others = {"medusa": is_medusa, "mlp_speculator": is_mlp_speculator, "mtp": is_mtp}
     other = next((kind for kind, is_of in others.items() if is_of(names)), None)
     return eagle_files.kind_of(fields, names) or block_files.kind_of(names) or other

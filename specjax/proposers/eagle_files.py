@@ -19,6 +19,7 @@ from specjax.proposers.eagle3 import Eagle3Head, eagle3
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.p_eagle import ParallelEagle, p_eagle
 from specjax.types import Array, Model, PyTree
+from specjax.validation import is_integer
 
 if TYPE_CHECKING:
     from specjax.models.config_file import ConfigFile
@@ -66,7 +67,11 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
     elif by_output or ids[0] == 1:
         ids = [layer + 1 for layer in ids]
     if len(ids) != count:
-        raise ValueError(f"{name} must be {count} layers, those of fc.weight, got {len(ids)}")
+        size = files.target_weights(target).embedding.shape[1]
+        raise ValueError(
+            f"{name} must be {count} layers, those of fc.weight for H = {size}, the hidden size of the target, "
+            f"got {len(ids)}"
+        )
     if not all(0 <= layer <= num_layers for layer in ids):
         raise ValueError(f"{name} must be layers of the target, which has {num_layers}, got {ids}")
     return tuple(ids)
@@ -139,12 +144,22 @@ def load_eagle3(
     if "model.mask_hidden" in tensors:
         name = next((name for name in MASK_TOKENS if name in config), MASK_TOKENS[0])
         mask_token = config.get(name, int)
+        _check_depth(config, num_draft_tokens)
     params = _head_params(head, tensors, target, first, reduced)
     tensors.check_all_read("*.rotary_emb.inv_freq")
     options = {"reduced": reduced, "temperature": temperature}
     if mask_token is None:
         return eagle3(head, params, num_draft_tokens, **options)
     return p_eagle(head, params, num_draft_tokens, mask_token=mask_token, **options)
+
+
+def _check_depth(config: "ConfigFile", num_draft_tokens: int) -> None:
+    """Raise ValueError where K is more than the mask rows that a head was trained with, if the file says so."""
+    about = config.table("speculators_config")
+    methods = about.get("proposal_methods", list, [])
+    depth = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+    if is_integer(depth):
+        files.check_depth(num_draft_tokens, depth, about.where("proposal_methods[0].speculative_tokens"))
 
 
 def _num_taps(config: "ConfigFile", tensors: "Tensors", target: Model) -> int:

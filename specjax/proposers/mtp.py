@@ -137,6 +137,8 @@ def load_mtp(
         )
     if config.get("use_sliding_window", bool, False):
         raise ValueError(f"{config.where('use_sliding_window')} must be absent or False, got True")
+    config.ignore("sliding_window", "max_window_layers")  # which are then not used
+    config.check_computation()
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=sizes.rope_theta if rope_theta is None else rope_theta))
     params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
     return mtp(head, params, num_draft_tokens, temperature=temperature)
