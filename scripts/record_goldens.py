@@ -50,7 +50,7 @@ def record_heads() -> None:
             written[case], found = reference_heads.record(case, Path(directory))
         numbers |= {f"{case}.{name}": values for name, values in found.items()}
         version = written[case]["config"]["speculators_version"]
-        print(f"{case}: logits up to {np.abs(found['logits']).max():.2f}, speculators {version}")
+        print(f"{case}: logits up to {found['logits'].max():.2f}, speculators {version}")
     (families.GOLDENS / "heads.json").write_text(json.dumps(written, indent=0) + "\n")
     np.savez_compressed(families.GOLDENS / "heads.npz", **numbers)
 

@@ -38,6 +38,12 @@ CASES = {  # of each: the kind, the kind of layers, their other fields, and the 
         WINDOW,
         BLOCKS | {"draft_vocab_size": VOCAB, "sliding_window_non_causal": True},
     ),
+    "dflash2": (
+        "dflash2",
+        "qwen3",
+        {},
+        BLOCKS | {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 5, "conv_group_size": 8},
+    ),
     "dspark": ("dspark", "qwen3", {}, BLOCKS | {"block_size": 3, "draft_vocab_size": REDUCED, "markov_rank": 6}),
 }
 

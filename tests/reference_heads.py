@@ -19,6 +19,7 @@ KINDS = {
     "eagle3": (speculators.Eagle3SpeculatorConfig, speculators.Eagle3DraftModel),
     "peagle": (speculators.PEagleSpeculatorConfig, speculators.PEagleDraftModel),
     "dflash": (speculators.DFlashSpeculatorConfig, speculators.DFlashDraftModel),
+    "dflash2": (speculators.DFlash2SpeculatorConfig, speculators.DFlash2DraftModel),
     "dspark": (speculators.DSparkSpeculatorConfig, speculators.DSparkDraftModel),
 }
 
@@ -136,13 +137,13 @@ def block_rows(model: torch.nn.Module):
 
     def row(drafts: list[int]) -> torch.Tensor:
         index = len(drafts) + shift
-        plain = logits[0, index]
+        plain, own = logits[0, index], hidden[:, index : index + 1]
+        before = torch.tensor([[drafts[-1] if drafts else tokens[-1]]])
+        if hasattr(model, "candidate_selector"):
+            ids, scores = model.candidate_selector.select(plain[None, None], own, before)
+            return torch.full_like(plain, -torch.inf).scatter(0, ids[0, 0], scores[0, 0])
         if getattr(model, "markov_head", None) is None:
             return plain
-        before = torch.tensor([[drafts[-1] if drafts else tokens[-1]]])
-        return (
-            plain
-            + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden[:, index : index + 1])[0, 0]
-        )
+        return plain + model.markov_head.block_bias(prev_token_ids=before, hidden_states=own)[0, 0]
 
     return row

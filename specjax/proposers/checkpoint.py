@@ -18,6 +18,7 @@ _WITH_LAYERS = {  # their rotary frequencies have a base
     "eagle3": eagle_files.load_eagle3,
     "p_eagle": eagle_files.load_eagle3,
     "dflash": block_files.load_block,
+    "dflash2": block_files.load_block,
     "dspark": block_files.load_block,
     "mtp": load_mtp,
 }
@@ -43,10 +44,10 @@ def load(
 ) -> Proposer:
     """Load a drafter that reads the features of a target.
 
-    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash and DSpark, the layers for multi-token
-    prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. What the directory holds is told by the names
-    of its tensors and by its config.json. The embedding and the head of the drafter are the target's where the files
-    have none.
+    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2 and DSpark, the layers for
+    multi-token prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. What the directory holds is told
+    by the names of its tensors and by its config.json. The embedding and the head of the drafter are the target's where
+    the files have none.
 
     Args:
         directory: of the drafter, with config.json and its tensors.
@@ -129,6 +130,6 @@ def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
     kind = kind_of(directory)
     if kind in ("eagle3", "p_eagle"):
         return eagle_files.feature_layers(*files.open_directory(directory, target), target)
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dflash2", "dspark"):
         return block_files.feature_layers(*files.open_directory(directory, target), target)
     return ()

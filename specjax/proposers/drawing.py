@@ -91,8 +91,8 @@ class _Drawn(NamedTuple):
 class Drawer:
     """Draws K drafts for each row.
 
-    Greedy drafts are deterministic, and so have no distribution. Where a mask leaves no token of a reduced vocabulary,
-    the drafts of the row end.
+    Greedy drafts are deterministic, and so have no distribution. Where a mask leaves no token that can be drafted, the
+    drafts of the row end.
     """
 
     keys: Array  # [B, K], one for the noise of each draft
@@ -100,6 +100,7 @@ class Drawer:
     sampling: Sampling  # as `draft_sampling` returns it
     is_greedy: bool = False
     reduced: Reduced | None = None  # None: logits are of the target's vocabulary
+    is_partial: bool = False  # whether only some tokens of the target's vocabulary have logits above -inf
 
     def chain(
         self,
@@ -173,10 +174,10 @@ class Drawer:
             token, kept = best, None
         else:
             token, kept = distributions.sample(keys, row), row._replace(temperature=None)
+        if reads_ids and (self.is_partial or self.reduced is not None):
+            return token, _Drawn(kept, jnp.any(row.logits > -jnp.inf, axis=-1))
         if self.reduced is None:
             return token, _Drawn(kept, None)
-        if reads_ids:
-            return token, _Drawn(kept, jnp.any(row.logits > -jnp.inf, axis=-1))
         return self.reduced.target_ids[token], _Drawn(kept, None)
 
     def _draft(self, tokens: Array, drawn: _Drawn) -> Draft:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = {"eagle3": ("eagle3", "speculators"), "dflash": ("dflash", "speculators"), "medusa": ("medusa",)}
 Tensors = dict[str, np.ndarray]
+_PLAIN = {"markov_rank": 0, "confidence": None, "conv_taps": 0, "num_candidates": 0}  # what DFlash has not
 
 
 def save_pretrained(
@@ -148,7 +150,7 @@ def _kind_of(proposer: Proposer) -> str:
         return "medusa"
     if isinstance(proposer, FeatureDraft) and isinstance(proposer.head, Eagle3Head):
         return "eagle3"
-    if isinstance(proposer, BlockDraft) and not proposer.head.markov_rank and proposer.head.confidence is None:
+    if isinstance(proposer, BlockDraft) and proposer.head == replace(proposer.head, **_PLAIN):
         return "dflash"
     raise ValueError(f"proposer must be a drafter of EAGLE-3, DFlash or Medusa, got {type(proposer).__name__}")
 
