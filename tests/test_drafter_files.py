@@ -146,7 +146,7 @@ def test_other_kinds_are_named(tmp_path, targets, name):
 def test_fields_of_speculators(tmp_path, targets):
     recorded_heads.write(tmp_path, "dflash")
     for name, value, message in [
-        ("speculators_model_type", "xpress", "speculators_model_type in .* must be 'dflash' or 'dspark'"),
+        ("speculators_model_type", "xpress", "speculators_model_type in .* must be 'dflash' or 'dflash2' or"),
         ("target_hidden_size", 48, "target_hidden_size in .* must be 32, the hidden size of the target, got 48"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.keys import DRAFT, stream
 from specjax.models.attention import update_cache
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import rotate, rotation
 from specjax.proposers import convolution, trunk
-from specjax.proposers.drawing import Drawer, Reduced, draft_sampling, last_token, only_in
+from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth
 from specjax.sampling import Sampling
@@ -134,8 +133,7 @@ class BlockHead:
 
     def logits(self, params: PyTree, output: Array) -> Array:
         """Return logits [B, T, D] float32, without what the token before each draft adds to them."""
-        with trunk.in_full_precision(params):
-            return linear(output, params["lm_head"], transposed=True, dtype=jnp.float32)
+        return trunk.logits(params, output)
 
     def markov_logits(self, params: PyTree, token: Array) -> Array:
         """Return what the token before a draft [B, T] adds to its logits, [B, T, D] float32."""
@@ -207,9 +205,7 @@ class BlockDraft:
         positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width)[None]
         block = ModelInput(jnp.concatenate([pending, masks], axis=1), positions, pages=context.pages)
         output, state = head.run_block(self.params, block, state)
-        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
-        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
-        drawer = Drawer(keys, context, sampling, self.is_greedy, self.reduced, is_partial=head.num_candidates > 0)
+        drawer = drawer_of(self, keys, context, sampling, self.reduced, is_partial=head.num_candidates > 0)
         return only_in(has_feature(context), self._draw(drawer, output[:, head.block_shift :], pending)), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: list) -> list:

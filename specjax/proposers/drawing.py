@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import distributions
+from specjax.keys import DRAFT, stream
 from specjax.sampling import Sampling, process
 from specjax.sampling.logits import reads_token_ids
 from specjax.types import Array, Categorical, Context, Draft, PyTree
@@ -78,6 +79,29 @@ def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: boo
     if sampling.temperature is not None:
         temperature = jnp.where(sampling.temperature > 0, temperature, 0)
     return sampling._replace(temperature=temperature)
+
+
+def drawer_of(
+    proposer: Any,
+    keys: Array,
+    context: Context,
+    sampling: Sampling,
+    reduced: Reduced | None = None,
+    is_partial: bool = False,
+) -> "Drawer":
+    """Return what draws the drafts of a step, given the arguments of `Proposer.propose`.
+
+    Args:
+        proposer: has `num_draft_tokens`, and `temperature` and `is_greedy` as `draft_options` returns them.
+        keys: [B] or [B, K+1], as `propose` gets them.
+        context: the tokens before the drafts.
+        sampling: the parameters of the requests.
+        reduced: the draft vocabulary; None is the target's.
+        is_partial: whether only some tokens of the target's vocabulary have logits above -inf.
+    """
+    keys = stream(keys[:, :1], DRAFT, jnp.arange(proposer.num_draft_tokens)[None])
+    sampling = draft_sampling(sampling, proposer.temperature, proposer.is_greedy)
+    return Drawer(keys, context, sampling, proposer.is_greedy, reduced, is_partial)
 
 
 class _Drawn(NamedTuple):

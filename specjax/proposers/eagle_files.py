@@ -158,7 +158,7 @@ def _check_depth(config: "ConfigFile", num_draft_tokens: int) -> None:
     about = config.table("speculators_config")
     methods = about.get("proposal_methods", list, [])
     depth = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
-    if is_integer(depth):
+    if depth is not None and is_integer(depth):
         files.check_depth(num_draft_tokens, depth, about.where("proposal_methods[0].speculative_tokens"))
 
 

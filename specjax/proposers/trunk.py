@@ -227,6 +227,12 @@ def random_params(shapes: PyTree, key: Array, dtype: DTypeLike = jnp.float32) ->
     return tree.unflatten([make(path, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)])
 
 
+def logits(params: Params, output: Array, norm: Norm | None = None) -> Array:
+    """Return the logits [B, T, D] float32 of outputs [B, T, h], after a norm if there is one."""
+    with in_full_precision(params):
+        return linear(output, params["lm_head"], transposed=True, norm=norm, dtype=jnp.float32)
+
+
 def hidden_of(features: Any, size: int) -> Array:
     """Return the target's final hidden states [B, T, H].
 
