@@ -1,13 +1,16 @@
-"""Record the logits of transformers on the small checkpoints of tests/families.py.
+"""Record what transformers and speculators compute on the small checkpoints of tests/families.py and recorded_heads.py.
 
-    pip install ".[models,hf]" torch
+    pip install ".[test,hf]" torch datasets hs-connectors pydantic-settings loguru
+    pip install --no-deps speculators==0.9.0
     python scripts/record_goldens.py
 
-The script writes shapes.json and logits.npz to tests/goldens, and prints the largest logit of each checkpoint.
+The script writes shapes.json and logits.npz for the models, and heads.json and heads.npz for the drafters, to
+tests/goldens, and prints the largest logit of each.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import families
+import recorded_heads
 
 
 def main() -> None:
+    families.GOLDENS.mkdir(exist_ok=True)
+    record_models()
+    record_heads()
+
+
+def record_models() -> None:
     import reference
     import torch
 
-    families.GOLDENS.mkdir(exist_ok=True)
     shapes, logits = {}, {}
     for case, config in families.CONFIGS.items():
         model = reference.make_model(config)
@@ -30,6 +39,20 @@ def main() -> None:
         print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, torch {torch.__version__}")
     (families.GOLDENS / "shapes.json").write_text(json.dumps(shapes, indent=0) + "\n")
     np.savez_compressed(families.GOLDENS / "logits.npz", **logits)
+
+
+def record_heads() -> None:
+    import reference_heads
+
+    written, numbers = {}, {}
+    for case in recorded_heads.CASES:
+        with tempfile.TemporaryDirectory() as directory:
+            written[case], found = reference_heads.record(case, Path(directory))
+        numbers |= {f"{case}.{name}": values for name, values in found.items()}
+        version = written[case]["config"]["speculators_version"]
+        print(f"{case}: logits up to {found['logits'].max():.2f}, speculators {version}")
+    (families.GOLDENS / "heads.json").write_text(json.dumps(written, indent=0) + "\n")
+    np.savez_compressed(families.GOLDENS / "heads.npz", **numbers)
 
 
 if __name__ == "__main__":

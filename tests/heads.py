@@ -1,6 +1,7 @@
 """What tests of drafters on features share: a target, checkpoints of heads, and a run that is followed step by step."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ prefill = jax.jit(decode.prefill, static_argnames=("max_length", "chunk_size"))
 step = jax.jit(decode.step)
 
 
-def make_target(feature_layers=()):
-    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(CONFIG, 0))
-    return with_feature_layers(decoder_model(CONFIG, params), feature_layers)
+def make_target(feature_layers=(), **sizes):
+    config = replace(CONFIG, **sizes)
+    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(config, 0))
+    return with_feature_layers(decoder_model(config, params), feature_layers)
 
 
 def random_tensors(shapes: dict, seed: int = 0) -> dict[str, np.ndarray]:

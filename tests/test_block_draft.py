@@ -1,4 +1,6 @@
-"""DFlash and DSpark: parity with the formulas in every layout, confidences, losslessness and bad files."""
+"""DFlash, DFlash2 and DSpark: parity with the formulas in every layout, confidences, losslessness and bad files."""
+
+from dataclasses import replace
 
 import heads
 import jax
@@ -183,8 +185,11 @@ def small(key, num_drafts, options, **sizes):
     params = jax.tree.map(lambda x: 50 * x if x.ndim > 1 else x, params)
     if head.confidence:
         params["confidence"] = 3 * jax.random.normal(jax.random.key(9), params["confidence"].shape)
-    make = proposers.dspark if head.markov_rank else proposers.dflash
+    make = proposers.dflash2 if head.num_candidates else proposers.dspark if head.markov_rank else proposers.dflash
     return make(head, params, num_drafts, **options)
+
+
+CANDIDATES = {"num_candidates": 3, "selector_rank": 4, "conv_taps": 2, "conv_group": 4}
 
 
 @pytest.mark.slow
@@ -193,11 +198,32 @@ def small(key, num_drafts, options, **sizes):
     [
         ({}, {}),
         ({"min_confidence": 0.5}, {"markov_rank": 4, "confidence": "both"}),
+        ({}, CANDIDATES),
     ],
 )
 def test_the_distribution_is_the_targets(options, sizes):
     proposer = small(1, 3, options, **sizes)
     testing.assert_proposer_lossless(proposer, num_samples=20_000)
+
+
+def test_masks_may_leave_no_candidate():
+    """The drafts of a row end before the first for which the request allows no candidate, and obey masks before."""
+    proposer = small(1, 3, {}, **CANDIDATES)
+    target = testing.bigram_model(jax.random.normal(jax.random.key(0), (8, 8)))
+
+    def draft_of(ids):
+        rows = sampling.batch([SamplingParams(allowed_token_ids=ids, max_tokens=9)])
+        prompts, length = jnp.array([[0, 3, 4]]), jnp.array([3])
+        state = heads.prefill(target, proposer, prompts, length, rows, jax.random.key(1), max_length=16)
+        return jax.device_get(heads.propose(proposer, state))
+
+    whole = draft_of(list(range(8)))
+    candidates = [np.flatnonzero(row > -np.inf).tolist() for row in whole.distribution.logits[0]]
+    assert [len(ids) for ids in candidates] == [3, 3, 3] and whole.num_tokens.tolist() == [3]
+    others = [token for token in range(8) if token not in candidates[0]]
+    assert draft_of(others).num_tokens.tolist() == [0]
+    only = draft_of([candidates[0][1], *[token for token in others if token not in candidates[1]]])
+    assert only.num_tokens[0] >= 1 and only.tokens[0, 0] == candidates[0][1]
 
 
 def test_confidences_change_the_number_of_drafts():
@@ -247,7 +273,11 @@ BAD = [
     ("authors", table(selector_rank=8), r"dflash_config\.selector_rank in"),
     ("authors", table(projector_type="domino"), r"projector_type in .* must be 'dflash' or 'dspark'"),
     ("authors", table(target_layer_ids=[0, 2]), "target_layer_ids in .* must be layers of the target, which has 2"),
-    ("authors", table(target_layer_ids=[0]), r"target_layer_ids in .* must be 2 integers, as fc\.weight"),
+    (
+        "authors",
+        table(target_layer_ids=[0]),
+        r"target_layer_ids in .* must be 2 integers, the layers of fc\.weight for H = 32",
+    ),
     ("authors", table(mask_token_id=VOCAB), r"mask_token must be in the embedding, in \[0, 61\), got 61"),
     ("authors", table(mask_token_id=None), r"must have the field dflash_config\.mask_token_id"),
     ("authors", {"block_size": 3}, r"num_draft_tokens must be in \[1, 2\], the trained depth of blocks of 3 tokens"),
@@ -285,6 +315,16 @@ def test_bad_files(tmp_path, targets):
         proposers.load(tmp_path, target, num_draft_tokens=3)
     with pytest.raises(ValueError, match=r"head\.markov_rank must be 0"):
         proposers.dflash(proposers.BlockHead(proposer.head.config, 1, 8, 8, 3, 1, markov_rank=2), proposer.params)
+    with pytest.raises(ValueError, match=r"head\.num_candidates must be in \[1, 61\], the draft vocabulary, got 0"):
+        proposers.dflash2(proposer.head, proposer.params)
+    chooses = replace(proposer.head, num_candidates=4)
+    for make in (proposers.dflash, proposers.dspark):
+        with pytest.raises(
+            ValueError, match=r"head\.num_candidates must be 0 \(proposers\.dflash2 takes others\), got 4"
+        ):
+            make(chooses, proposer.params)
+    with pytest.raises(ValueError, match=r"head\.markov_rank must be 0 and head\.confidence None"):
+        proposers.dflash2(replace(chooses, markov_rank=2), proposer.params)
     with pytest.raises(ValueError, match=r"min_confidence must be None for a head without confidences, got 0\.3"):
         proposers.dspark(proposer.head, proposer.params, min_confidence=0.3)
     with pytest.raises(ValueError, match=r"min_confidence must be None or a number in \[0, 1\], got 2"):

@@ -90,17 +90,26 @@ def tables(target):
     return (np.asarray(target.params[name]) for name in ("embedding", "head"))
 
 
-def write_eagle(directory, target, form="flat"):
+def write_eagle(directory, target, form="flat", **changed):
     """A head of EAGLE, and the reference of its formulas."""
     shapes = heads.layer_shapes("layers.0") | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     del shapes["layers.0.input_layernorm.weight"]
     config = CONFIG | {"architectures": ["LlamaForCausalLM"]}
-    if form == "flat":
+    if form != "wrapped":
         shapes["fc.bias"] = (HIDDEN,)
-    else:
+    if form == "wrapped":
         config = {"model_type": "eagle", "model": config | {"bias": False}, "truncated_vocab_size": None}
+    elif form == "speculators":  # the config of its layer may be the target's
+        config = {"speculators_model_type": "eagle", "fusion_bias": True, "layernorms": False}
+        config |= {
+            "transformer_layer_config": CONFIG | {"num_hidden_layers": 32},
+            "speculators_version": "0.1.0",
+        } | changed
     tensors = heads.random_tensors(shapes)
-    heads.write(directory, config, tensors)
+    names = {name: name for name in tensors}
+    if form == "speculators":
+        names = {name: name.replace("layers.0", "transformer").replace("fc.", "fusion_fc.") for name in tensors}
+    heads.write(directory, config, {names[name]: tensor for name, tensor in tensors.items()})
     embedding, head = tables(target)
 
     def run(embedded, rows):
@@ -236,7 +245,10 @@ def load(directory, target, **options):
     return proposers.load(directory, target, **{"num_draft_tokens": K} | options)
 
 
-@pytest.mark.parametrize("form, in_pages", [("flat", True), pytest.param("wrapped", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form, in_pages",
+    [("flat", True), *(pytest.param(form, False, marks=pytest.mark.slow) for form in ("wrapped", "speculators"))],
+)
 def test_parity_of_eagle(tmp_path, target, form, in_pages):
     expected = write_eagle(tmp_path, target, form)
     heads.follow(target, load(tmp_path, target), expected, in_pages)
@@ -452,7 +464,7 @@ BAD = [
     (swapped, r"tensors d2t and t2d must name the same tokens"),
     (change(draft_vocab_size=41), r"tensor model.d2t in .* must be of integers of shape \(41,\)"),
     (change(**{IDS_FIELD: [2, 3, 4]}), r"ids in .* must be layers of the target, which has 2, got"),
-    (change(**{IDS_FIELD: [2, 0]}), r"must be 3 layers, those of fc.weight, got 2"),
+    (change(**{IDS_FIELD: [2, 0]}), r"must be 3 layers, those of fc.weight for H = 32, .*, got 2"),
     (change(norm_output_twice=True), r"norm_output_twice in .* must be absent"),
     (change(**EAGLE_CONFIG), r"eagle_config.use_mtp_layernorm in .* must be absent"),
     (change(num_experts=8), r"num_experts in .* must be absent"),
@@ -484,6 +496,13 @@ def test_bad_files(tmp_path, tapped, write_changed, change_files, message):
     write_changed(change_files)
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tapped)
+
+
+def test_norms_of_eagle_in_the_layout_of_speculators(tmp_path, target):
+    """What its rows read in place of features, where it has these norms, is not defined."""
+    write_eagle(tmp_path, target, "speculators", layernorms=True)
+    with pytest.raises(ValueError, match=r"layernorms in .* must be False, the only value that specjax supports"):
+        load(tmp_path, target)
 
 
 def test_files_without_a_head_take_rows_of_the_target(tmp_path, tapped, write_changed):

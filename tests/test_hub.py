@@ -9,7 +9,7 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
 from specjax import LLM
 from specjax.cli import main
-from specjax.models.hub import FILES, find_checkpoint
+from specjax.models.hub import FILES, TORCH_FILES, find_checkpoint, find_drafter
 from specjax.proposers import DraftModel
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -72,6 +72,23 @@ class TestCache:
             LLM("org/name", name)
         assert main(["generate", PROMPT, "--model", name]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_drafters_may_be_files_of_torch(cache, monkeypatch):
+    """Where there are safetensors, no others are fetched."""
+    fetched = []
+
+    def download(repository, revision, allow_patterns):
+        fetched.append(list(allow_patterns))
+        return cache / "snapshots" / (40 * ("a" if revision is None else "b"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    find_drafter("org/name")
+    assert fetched == [list(FILES)]
+    find_drafter("org/name@v0")
+    assert fetched[1:] == [list(FILES), list(TORCH_FILES)]
+    kept = hub_utils.filter_repo_objects(["pytorch_model.bin", "medusa_lm_head.pt", "x.bin"], allow_patterns=fetched[2])
+    assert list(kept) == ["pytorch_model.bin", "medusa_lm_head.pt"]
 
 
 @pytest.mark.parametrize(

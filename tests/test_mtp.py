@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from heads import HIDDEN, VOCAB
 
-from specjax import models, proposers
+from specjax import models, proposers, testing
+from specjax.models.decoder import DecoderConfig
+from specjax.proposers import trunk
 from specjax.proposers.mtp import load_mtp as load
 
 CONFIG = {
@@ -85,6 +87,16 @@ def test_greedy_is_plain(directory, target):
         proposer = load(directory, target, num_draft_tokens=3)
         tokens, _ = heads.generate(target, proposer, in_pages=in_pages, temperature=0)
         assert tokens == plain
+
+
+@pytest.mark.slow
+def test_the_distribution_is_the_targets():
+    """Of the bigram target of the public verdict, whose hidden states are its logits."""
+    head = proposers.MTPHead(DecoderConfig(8, 8, 1, 2, 1, 4, 8, 64))
+    keys = jax.random.split(jax.random.key(3), 3)
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, trunk.random_params(head.shapes(), keys[0]))
+    params["embedding"], params["lm_head"] = (jax.random.normal(key, (8, 8)) for key in keys[1:])
+    testing.assert_proposer_lossless(proposers.mtp(head, params, 2), num_samples=20_000)
 
 
 def test_bad_files(tmp_path, target):

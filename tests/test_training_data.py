@@ -10,6 +10,7 @@ import pytest
 
 from specjax import SamplingParams, models, proposers, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.rope import LinearScaling, Llama3Scaling
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.dflash import dflash
 from specjax.proposers.drawing import reduced_vocabulary
@@ -86,10 +87,10 @@ def target():
     return models.with_feature_layers(decoder_model(config, init_params(config, seed=0)), (1, 2))
 
 
-def drafter(kind, target, **options):
-    """A drafter with random numbers; its embedding is the target's."""
+def drafter(kind, target, layers=None, **options):
+    """A drafter with random numbers; its embedding is the target's. `layers` are options of its layers."""
     sizes = SIZES | {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2}
-    config = DecoderConfig(**sizes, tie_embeddings=False, head_norms=kind == "dflash")
+    config = DecoderConfig(**sizes | {"tie_embeddings": False, "head_norms": kind == "dflash"} | (layers or {}))
     if kind == "eagle3":
         head, make = Eagle3Head(config, 16, 2, **options), eagle3
     else:
@@ -107,7 +108,12 @@ CASES = {
     "eagle3": ("eagle3", {}),
     "3.1": ("eagle3", {"tap_norms": "each", "norm_output": True, "norm_before_residual": True}),
     "norm of all": ("eagle3", {"tap_norms": "all"}),
+    "norms of heads": ("eagle3", {"layers": {"head_norms": True, "rope_scaling": LinearScaling(2.0)}}),
     "dflash": ("dflash", {}),
+    "windows": (
+        "dflash",
+        {"layers": {"windows": (4, None), "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 16)}, "is_causal": False},
+    ),
     "from the anchor": ("dflash", {"from_anchor": True}),
 }
 
@@ -129,5 +135,13 @@ def test_what_is_written_is_read(name, layout, target, tmp_path):
 def test_drafters_that_have_no_layout(target, tmp_path):
     with pytest.raises(ValueError, match="layout must be 'eagle3' or 'speculators' for eagle3, got 'dflash'"):
         training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="dflash")
+    for options in ({"is_causal": True}, {"layers": {"head_norms": False}}):
+        with pytest.raises(ValueError, match="layout 'speculators' must be given a head with norms of queries and"):
+            training.save_pretrained(
+                drafter("dflash", target, **options), tmp_path, target=target, layout="speculators"
+            )
+    sizes = {"layers": {"windows": (4, 5)}}
+    with pytest.raises(ValueError, match=r"config\.windows must be of one size to be written, got \(4, 5\)"):
+        training.save_pretrained(drafter("dflash", target, **sizes), tmp_path, target=target)
     with pytest.raises(ValueError, match="proposer must be a drafter of EAGLE-3, DFlash or Medusa, got NGram"):
         training.save_pretrained(proposers.ngram(2), tmp_path, target=target)

@@ -19,7 +19,7 @@ from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
-from specjax.models.hub import find_checkpoint
+from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
@@ -261,7 +261,7 @@ class LLM:
 def _find_draft(draft: str | Path | Proposer | None, num_draft_tokens: int) -> Path | Proposer:
     """Return the directory of a draft checkpoint, or a proposer where no checkpoint has to be loaded."""
     if isinstance(draft, str | Path) and draft != "ngram":
-        draft = find_checkpoint("draft", draft)
+        draft = find_drafter(draft)
     elif draft is not None and draft != "ngram" and not hasattr(draft, "propose"):
         raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
     if draft is None or num_draft_tokens == 0:

@@ -1,6 +1,7 @@
 """Find checkpoints by directory, or by name on the Hugging Face Hub."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")  # org/name or org/name@revision
@@ -21,6 +22,13 @@ FILES = (  # the files that specjax reads; weights in other formats or in subfol
     "merges.txt",
     "tokenizer.model",
     "spiece.model",
+    "medusa_lm_head.safetensors",
+)
+TORCH_FILES = (  # tensors that torch.save wrote, which are fetched for drafters without safetensors
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model-*.bin",
+    "medusa_lm_head.pt",
 )
 
 
@@ -38,8 +46,23 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
         ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, or it cannot
             fetch the checkpoint.
     """
-    if Path(name).is_dir():
-        return Path(name)
+    return Path(name) if Path(name).is_dir() else _fetch(argument, name, FILES)
+
+
+def find_drafter(name: str | Path) -> Path:
+    """Return the directory of a drafter as `find_checkpoint` does, with the files of torch where no others are there.
+
+    Raises:
+        ValueError: as `find_checkpoint` does, for the argument `draft`.
+    """
+    directory = find_checkpoint("draft", name)
+    if Path(name).is_dir() or any(directory.glob("*.safetensors")):
+        return directory
+    return _fetch("draft", name, TORCH_FILES)
+
+
+def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:
+    """Return the directory in the cache of huggingface_hub, after fetching the files of these names."""
     message = (
         f"{argument} must be a directory with a Hugging Face checkpoint, or the name of one on the Hugging Face Hub "
         f"(org/name), got {str(name)!r}"
@@ -55,7 +78,7 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
         ) from error
     repository, revision = match.groups()
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # network, Hub and disk raise many types of errors
         reason = " ".join(str(error).split())
         raise ValueError(f"{message}, which is no directory and cannot be fetched: {reason}") from error

@@ -3,6 +3,7 @@
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.checkpoint import feature_layers, kind_of, load
 from specjax.proposers.dflash import dflash
+from specjax.proposers.dflash2 import dflash2
 from specjax.proposers.draft_model import DraftModel, draft_model
 from specjax.proposers.dspark import dspark
 from specjax.proposers.eagle import EagleHead, eagle
@@ -27,6 +28,7 @@ __all__ = [
     "NGram",
     "NoDrafts",
     "dflash",
+    "dflash2",
     "draft_model",
     "dspark",
     "eagle",

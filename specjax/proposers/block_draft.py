@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.keys import DRAFT, stream
 from specjax.models.attention import update_cache
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import rotate, rotation
-from specjax.proposers import trunk
-from specjax.proposers.drawing import Drawer, Reduced, draft_sampling, last_token, only_in
+from specjax.proposers import convolution, trunk
+from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth
 from specjax.sampling import Sampling
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockHead:
-    """Sizes and options of the network of DFlash, which DSpark shares.
+    """Sizes and options of the network of DFlash, which DSpark and DFlash2 share.
 
     Where `from_anchor` is true, the row of the pending token gives the first draft, and each mask token the draft after
     its place. Elsewhere each mask token gives the draft at its own place, and the first row is not used.
@@ -45,6 +44,10 @@ class BlockHead:
     is_causal: bool | None = None  # whether the tokens of a block see none behind them; None: in layers with a window
     markov_rank: int = 0  # numbers by which the token before a draft changes its logits
     confidence: str | None = None  # what the confidence reads: "hidden", or "both" that and the token before
+    conv_taps: int = 0  # tokens that the convolutions around attention and MLP read; 0: there are none
+    conv_group: int = 16  # channels that share what a convolution's weights take from the token
+    num_candidates: int = 0  # tokens of each row among which the draft is chosen; 0 is all
+    selector_rank: int = 0  # numbers by which the token before a draft and its row change the logits of candidates
 
     @property
     def most_drafts(self) -> int:
@@ -64,6 +67,8 @@ class BlockHead:
         """Return the shapes of the parameters, but for `embedding` [V, h] and `lm_head` [D, h]."""
         config, hidden, rank = self.config, self.config.hidden_size, self.markov_rank
         layer = trunk.layer_shapes(config, hidden) | {"attention_norm": (hidden,)}
+        if self.conv_taps:
+            layer |= convolution.layer_shapes(config, self.conv_taps, self.conv_group)
         shapes: dict[str, Any] = {
             "fc": trunk.matrix_shape(config, self.num_taps * self.target_size, hidden),
             "hidden_norm": (hidden,),
@@ -74,6 +79,9 @@ class BlockHead:
             shapes |= {"markov_in": (self.target_vocab, rank), "markov_out": (config.vocab_size, rank)}
         if self.confidence is not None:
             shapes |= {"confidence": (hidden + (rank if self.confidence == "both" else 0),), "confidence_bias": (1,)}
+        if self.num_candidates:
+            shapes |= {name: (self.target_vocab, self.selector_rank) for name in ("selector_in", "selector_out")}
+            shapes["selector_hidden"] = (self.selector_rank, hidden)
         return shapes
 
     def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
@@ -116,19 +124,38 @@ class BlockHead:
                     calls[window] = trunk.call_of(config, block, cache, window, num_hidden=0)
                 layer = params["layers"][i]
                 norm = layer["attention_norm"], config.norm_eps
-                x, one = trunk.run_layer(config, layer, x, x, calls[window], cache[i], norm)
+                if self.conv_taps:
+                    x, one = convolution.run_layer(config, layer, x, calls[window], cache[i])
+                else:
+                    x, one = trunk.run_layer(config, layer, x, x, calls[window], cache[i], norm)
                 new_cache.append(one)
             return rms_norm(x, (params["norm"], config.norm_eps)), new_cache
 
     def logits(self, params: PyTree, output: Array) -> Array:
         """Return logits [B, T, D] float32, without what the token before each draft adds to them."""
-        with trunk.in_full_precision(params):
-            return linear(output, params["lm_head"], transposed=True, dtype=jnp.float32)
+        return trunk.logits(params, output)
 
     def markov_logits(self, params: PyTree, token: Array) -> Array:
         """Return what the token before a draft [B, T] adds to its logits, [B, T, D] float32."""
         with trunk.in_full_precision(params):
             return linear(params["markov_in"][token], params["markov_out"], transposed=True, dtype=jnp.float32)
+
+    def select(self, params: PyTree, output: Array, token: Array, candidates: tuple[Array, Array]) -> Array:
+        """Return the logits of a draft [B, 1, V] float32, -inf for all but the candidates.
+
+        Args:
+            params: the parameters.
+            output: [B, 1, h], of the draft's row.
+            token: [B, 1] int32, the one before the draft.
+            candidates: logits [B, 1, C] and ids [B, 1, C] of the best tokens of the row.
+        """
+        values, ids = candidates
+        with trunk.in_full_precision(params):
+            context = params["selector_in"][token] * linear(output, params["selector_hidden"], transposed=True)
+            context = context.astype(jnp.float32)[:, :, None]
+            values = values + jnp.sum(context * params["selector_out"][ids].astype(jnp.float32), axis=-1)
+        wide = jnp.full((len(values), 1, self.target_vocab), -jnp.inf, jnp.float32)
+        return jnp.put_along_axis(wide, ids, values, axis=-1, inplace=False)
 
     def confidences(self, params: PyTree, output: Array, token: Array) -> Array:
         """Return the probability with which each draft is expected to be accepted, [B, T] float32.
@@ -178,9 +205,7 @@ class BlockDraft:
         positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width)[None]
         block = ModelInput(jnp.concatenate([pending, masks], axis=1), positions, pages=context.pages)
         output, state = head.run_block(self.params, block, state)
-        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
-        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
-        drawer = Drawer(keys, context, sampling, self.is_greedy, self.reduced)
+        drawer = drawer_of(self, keys, context, sampling, self.reduced, is_partial=head.num_candidates > 0)
         return only_in(has_feature(context), self._draw(drawer, output[:, head.block_shift :], pending)), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: list) -> list:
@@ -192,6 +217,8 @@ class BlockDraft:
         """Draw the drafts of a block, given the output of their rows [B, K, h] and the pending token [B, 1]."""
         head, params = self.head, self.params
         logits = head.logits(params, output)
+        if head.num_candidates:
+            return self._choose(drawer, output, logits, pending)
         if not head.markov_rank:
             draft = drawer.parallel(logits)
             if self.min_confidence is None:
@@ -209,6 +236,18 @@ class BlockDraft:
         first, confidences = row(pending, 0, jnp.zeros(output.shape[:2], jnp.float32))
         draft, confidences = drawer.chain(first, row, confidences)
         return draft if self.min_confidence is None else self._cut(draft, confidences)
+
+    def _choose(self, drawer: Drawer, output: Array, logits: Array, pending: Array) -> Draft:
+        """Draw the drafts among the candidates of their rows, given the rows' logits [B, K, V]."""
+        candidates = jax.lax.top_k(logits, self.head.num_candidates)
+
+        def row(token: Array, index: Array | int, carry: tuple) -> tuple[Array, tuple]:
+            own, of_row = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), (tuple(candidates), output)
+            )
+            return self.head.select(self.params, of_row, token, own), carry
+
+        return drawer.chain(row(pending, 0, ())[0], row, ())[0]
 
     def _cut(self, draft: Draft, confidences: Array) -> Draft:
         """End the drafts of each row before the first whose confidence [B, K] is too small.

@@ -1,4 +1,4 @@
-"""Read the checkpoints of DFlash and DSpark, in the layouts of those who train them.
+"""Read the checkpoints of DFlash, DFlash2 and DSpark, in the layouts of those who train them.
 
 The authors of DFlash write a config of Qwen3 with the table `dflash_config`, and each mask token gives the draft at its
 own place. DeepSpec writes all fields flat, and the pending token gives the first draft. speculators keeps the sizes of
@@ -15,6 +15,7 @@ import numpy as np
 from specjax.proposers import files
 from specjax.proposers.block_draft import BlockDraft, BlockHead
 from specjax.proposers.dflash import dflash
+from specjax.proposers.dflash2 import dflash2
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.dspark import dspark
 from specjax.types import Array, Model, PyTree
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
     from specjax.models.tensors import Tensors
 
-MARKOV, CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"  # names of tensors
+MARKOV, CONFIDENCE, SELECTOR = "markov_head.markov_w", "confidence_head.proj", "candidate_selector."  # tensors
 NAMES = {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"}
 CHANGING = (
     "*markov*",
@@ -67,10 +68,12 @@ def _configs(config: "ConfigFile") -> _Configs:
 
 
 def kind_of(names: list[str]) -> str | None:
-    """Return "dspark" or "dflash" for the tensors of such a drafter, and None for others."""
+    """Return "dspark", "dflash2" or "dflash" for the tensors of such a drafter, and None for others."""
     found = {name.removeprefix("model.") for name in names}
     if not found >= NAMES:
         return None
+    if any(name.startswith(SELECTOR) for name in found):
+        return "dflash2"
     return "dspark" if any(name.startswith(("markov_head.", "confidence_head.")) for name in found) else "dflash"
 
 
@@ -84,7 +87,7 @@ def load_block(
     min_confidence: float | Array | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> BlockDraft:
-    """Load a drafter of DFlash or DSpark for a target that gives the features it reads.
+    """Load a drafter of DFlash, DFlash2 or DSpark for a target that gives the features it reads.
 
     Args:
         directory: of the drafter.
@@ -115,6 +118,8 @@ def load_block(
     _refuse_unread(configs)
     params = _params(head, tensors, target, reduced)
     tensors.check_all_read("*.rotary_emb.inv_freq", "t2d")
+    if head.num_candidates:
+        return dflash2(head, params, num_draft_tokens, temperature=temperature)
     options = {"reduced": reduced, "temperature": temperature}
     if min_confidence is None and not head.markov_rank:
         return dflash(head, params, num_draft_tokens, **options)
@@ -146,7 +151,10 @@ def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tup
     if ids is None:
         ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else [num_layers // 2]
     if not all(type(layer) is int for layer in ids) or len(ids) != count:
-        raise ValueError(f"{place.where(name)} must be {count} integers, as fc.weight reads so many, got {ids!r}")
+        raise ValueError(
+            f"{place.where(name)} must be {count} integers, the layers of fc.weight for H = {size}, the hidden size of "
+            f"the target, got {ids!r}"
+        )
     layers = tuple(layer + (name == "target_layer_ids") for layer in ids)
     if not all(0 <= layer <= num_layers for layer in layers):
         raise ValueError(f"{place.where(name)} must be layers of the target, which has {num_layers}, got {ids}")
@@ -160,24 +168,52 @@ def _read_head(
     has_markov, has_confidence = (
         f"{name}.weight" in tensors for name in ("markov_head.markov_w1", "confidence_head.proj")
     )
+    configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
+    target_size = configs.whole.size("target_hidden_size", files.target_weights(target).embedding.shape[1])
+    files.expect(
+        configs.whole.where("target_hidden_size"),
+        target_size,
+        files.target_weights(target).embedding.shape[1],
+        "the hidden size of the target",
+    )
     of("projector_type").choice("projector_type", ("dflash", "dspark"), "dflash")
     of("markov_head_type").choice("markov_head_type", ("vanilla",), "vanilla")
     of("attention_sink_bias").only("attention_sink_bias", False)
     rank = of("markov_rank").get("markov_rank", int, 0)
     of("enable_confidence_head").ignore("enable_confidence_head")
     reads_token = of("confidence_head_with_markov").get("confidence_head_with_markov", bool, has_markov)
+    is_causal = of("causal").get("causal", bool, None)
+    if configs.whole.get("sliding_window_non_causal", bool, False):
+        is_causal = False
     return BlockHead(
         config=_read_layers(configs, tensors, target, rope_theta),
         num_taps=num_taps,
-        target_size=files.target_weights(target).embedding.shape[1],
+        target_size=target_size,
         target_vocab=target.vocab_size,
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),
         from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, configs.own is configs.whole),
-        is_causal=of("causal").get("causal", bool, None),
+        is_causal=is_causal,
         markov_rank=rank if has_markov else 0,
         confidence=("both" if reads_token else "hidden") if has_confidence else None,
+        **_of_dflash2(configs, tensors),
     )
+
+
+def _of_dflash2(configs: _Configs, tensors: "Tensors") -> dict[str, int]:
+    """Return the sizes of convolutions and of the choice among candidates; none for other drafters."""
+    of = configs.of
+    for name in ("input_embedding_scale", "output_multiplier"):
+        of(name).only(name, 1.0)
+    if f"{SELECTOR}predecessor_codebook" not in tensors:
+        return {}
+    names = {
+        "conv_taps": ("conv_kernel_size", 2),
+        "conv_group": ("conv_group_size", 16),
+        "num_candidates": ("selector_top_k", 16),
+        "selector_rank": ("selector_rank", 256),
+    }
+    return {option: of(name).size(name, default) for option, (name, default) in names.items()}
 
 
 def _read_layers(configs: _Configs, tensors: "Tensors", target: Model, rope_theta: float | None) -> "DecoderConfig":
@@ -232,15 +268,26 @@ def _vocabulary(tensors: "Tensors", size: int, vocab_size: int) -> Reduced | Non
     return files.draft_vocabulary("d2t", ids, size, vocab_size)
 
 
-def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced | None) -> PyTree:
+def _layer_params(head: BlockHead, tensors: "Tensors", name: str) -> PyTree:
     from specjax.models.families import llama
 
+    config, hidden, taps = head.config, head.config.hidden_size, head.conv_taps
+    params = llama.layer_params(config, tensors, name)
+    if taps:
+        for part in ("attention_conv", "mlp_conv"):
+            outputs = {f"{name}.{part}.kernel_projection.weight": 2 * taps * (hidden // head.conv_group)}
+            params[part] = tensors.table(f"{name}.{part}.base_kernel", 2, taps, hidden)
+            params[f"{part}_kernel"] = tensors.matrices(hidden, outputs, transposed=config.transposed)
+    return params
+
+
+def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced | None) -> PyTree:
     config, hidden, weights = head.config, head.config.hidden_size, files.target_weights(target)
     params = {
         "fc": tensors.matrices(head.num_taps * head.target_size, {"fc.weight": hidden}, transposed=config.transposed),
         "hidden_norm": tensors.vectors({"hidden_norm.weight": hidden}),
         "norm": tensors.vectors({"norm.weight": hidden}),
-        "layers": {i: llama.layer_params(config, tensors, f"layers.{i}") for i in range(config.num_layers)},
+        "layers": {i: _layer_params(head, tensors, f"layers.{i}") for i in range(config.num_layers)},
     }
     for name, tensor, rows, shared in (
         ("embedding", "embed_tokens.weight", head.target_vocab, weights.embedding),
@@ -252,6 +299,11 @@ def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced
     if head.markov_rank:
         params["markov_in"] = tensors.table(f"{MARKOV}1.weight", head.target_vocab, head.markov_rank)
         params["markov_out"] = tensors.table(f"{MARKOV}2.weight", config.vocab_size, head.markov_rank)
+    if head.num_candidates:
+        size = head.target_vocab, head.selector_rank
+        params["selector_in"] = tensors.table(f"{SELECTOR}predecessor_codebook", *size)
+        params["selector_out"] = tensors.table(f"{SELECTOR}successor_codebook", *size)
+        params["selector_hidden"] = tensors.table(f"{SELECTOR}hidden_projection.weight", head.selector_rank, hidden)
     if head.confidence is not None:
         width = hidden + (head.markov_rank if head.confidence == "both" else 0)
         params["confidence"] = tensors.table(f"{CONFIDENCE}.weight", 1, width)[0]

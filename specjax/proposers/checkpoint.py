@@ -1,5 +1,6 @@
 """Load the drafter of a target from a directory, whatever kind it is of."""
 
+import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,19 @@ _WITH_LAYERS = {  # their rotary frequencies have a base
     "eagle3": eagle_files.load_eagle3,
     "p_eagle": eagle_files.load_eagle3,
     "dflash": block_files.load_block,
+    "dflash2": block_files.load_block,
     "dspark": block_files.load_block,
     "mtp": load_mtp,
 }
 _WITHOUT_LAYERS = {"medusa": load_medusa, "mlp_speculator": load_mlp_speculator}
+_NOT_IMPLEMENTED = {  # drafters of other kinds, by a tensor that they alone have
+    "efficient_lm_head.weight": "EAGLE-4",
+    "prefix_gru.*": "Domino",
+    "refiner_head.*": "XPress",
+    "mtp.fc.weight": "multi-token prediction of Qwen3-Next",
+    "*.eh_proj.weight": "multi-token prediction of DeepSeek-V3",
+    "mtp_layers.0.input_proj.weight": "multi-token prediction in the layout of speculators",
+}
 
 
 def load(
@@ -34,10 +44,10 @@ def load(
 ) -> Proposer:
     """Load a drafter that reads the features of a target.
 
-    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash and DSpark, the layers for multi-token
-    prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. What the directory holds is told by the names
-    of its tensors and by its config.json. The embedding and the head of the drafter are the target's where the files
-    have none.
+    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2 and DSpark, the layers for
+    multi-token prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. What the directory holds is told
+    by the names of its tensors and by its config.json. The embedding and the head of the drafter are the target's where
+    the files have none.
 
     Args:
         directory: of the drafter, with config.json and its tensors.
@@ -87,7 +97,7 @@ def kind_of(directory: str | Path) -> str | None:
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or the drafter is of a kind that is not implemented.
     """
     from specjax.models.config_file import read_json
     from specjax.models.tensors import Tensors, drafter_files
@@ -95,6 +105,9 @@ def kind_of(directory: str | Path) -> str | None:
     directory = Path(directory)
     tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
     fields, names = read_json(directory / "config.json"), tensors.names()
+    for pattern, kind in _NOT_IMPLEMENTED.items():
+        for name in fnmatch.filter(names, pattern):
+            raise ValueError(f"{directory} holds a drafter of {kind}, which specjax does not implement: tensor {name}")
     others = {"medusa": is_medusa, "mlp_speculator": is_mlp_speculator, "mtp": is_mtp}
     other = next((kind for kind, is_of in others.items() if is_of(names)), None)
     return eagle_files.kind_of(fields, names) or block_files.kind_of(names) or other
@@ -117,6 +130,6 @@ def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
     kind = kind_of(directory)
     if kind in ("eagle3", "p_eagle"):
         return eagle_files.feature_layers(*files.open_directory(directory, target), target)
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dflash2", "dspark"):
         return block_files.feature_layers(*files.open_directory(directory, target), target)
     return ()

@@ -38,6 +38,8 @@ def dflash(
     """
     if head.markov_rank:
         raise ValueError(f"head.markov_rank must be 0 (proposers.dspark takes others), got {head.markov_rank}")
+    if head.num_candidates:
+        raise ValueError(f"head.num_candidates must be 0 (proposers.dflash2 takes others), got {head.num_candidates}")
     num_drafts = check_block(head, params, num_draft_tokens)
     values, is_greedy = draft_options(num_drafts, temperature)
     return BlockDraft(head, params, num_drafts, reduced, values, is_greedy=is_greedy)

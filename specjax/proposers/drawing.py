@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import distributions
+from specjax.keys import DRAFT, stream
 from specjax.sampling import Sampling, process
 from specjax.sampling.logits import reads_token_ids
 from specjax.types import Array, Categorical, Context, Draft, PyTree
@@ -80,6 +81,29 @@ def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: boo
     return sampling._replace(temperature=temperature)
 
 
+def drawer_of(
+    proposer: Any,
+    keys: Array,
+    context: Context,
+    sampling: Sampling,
+    reduced: Reduced | None = None,
+    is_partial: bool = False,
+) -> "Drawer":
+    """Return what draws the drafts of a step, given the arguments of `Proposer.propose`.
+
+    Args:
+        proposer: has `num_draft_tokens`, and `temperature` and `is_greedy` as `draft_options` returns them.
+        keys: [B] or [B, K+1], as `propose` gets them.
+        context: the tokens before the drafts.
+        sampling: the parameters of the requests.
+        reduced: the draft vocabulary; None is the target's.
+        is_partial: whether only some tokens of the target's vocabulary have logits above -inf.
+    """
+    keys = stream(keys[:, :1], DRAFT, jnp.arange(proposer.num_draft_tokens)[None])
+    sampling = draft_sampling(sampling, proposer.temperature, proposer.is_greedy)
+    return Drawer(keys, context, sampling, proposer.is_greedy, reduced, is_partial)
+
+
 class _Drawn(NamedTuple):
     """What is kept of one draft of each row."""
 
@@ -91,8 +115,8 @@ class _Drawn(NamedTuple):
 class Drawer:
     """Draws K drafts for each row.
 
-    Greedy drafts are deterministic, and so have no distribution. Where a mask leaves no token of a reduced vocabulary,
-    the drafts of the row end.
+    Greedy drafts are deterministic, and so have no distribution. Where a mask leaves no token that can be drafted, the
+    drafts of the row end.
     """
 
     keys: Array  # [B, K], one for the noise of each draft
@@ -100,6 +124,7 @@ class Drawer:
     sampling: Sampling  # as `draft_sampling` returns it
     is_greedy: bool = False
     reduced: Reduced | None = None  # None: logits are of the target's vocabulary
+    is_partial: bool = False  # whether only some tokens of the target's vocabulary have logits above -inf
 
     def chain(
         self,
@@ -173,10 +198,10 @@ class Drawer:
             token, kept = best, None
         else:
             token, kept = distributions.sample(keys, row), row._replace(temperature=None)
+        if reads_ids and (self.is_partial or self.reduced is not None):
+            return token, _Drawn(kept, jnp.any(row.logits > -jnp.inf, axis=-1))
         if self.reduced is None:
             return token, _Drawn(kept, None)
-        if reads_ids:
-            return token, _Drawn(kept, jnp.any(row.logits > -jnp.inf, axis=-1))
         return self.reduced.target_ids[token], _Drawn(kept, None)
 
     def _draft(self, tokens: Array, drawn: _Drawn) -> Draft:

@@ -38,6 +38,8 @@ def dspark(
     Raises:
         ValueError: a number is out of its range, or there is a `min_confidence` for a head without confidences.
     """
+    if head.num_candidates:
+        raise ValueError(f"head.num_candidates must be 0 (proposers.dflash2 takes others), got {head.num_candidates}")
     num_drafts = check_block(head, params, num_draft_tokens)
     values, is_greedy = draft_options(num_drafts, temperature)
     if min_confidence is not None:

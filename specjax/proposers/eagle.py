@@ -56,8 +56,7 @@ class EagleHead:
         return output
 
     def logits(self, params: PyTree, output: Array) -> Array:
-        with trunk.in_full_precision(params):
-            return linear(output, params["lm_head"], transposed=True, dtype=jnp.float32)
+        return trunk.logits(params, output)
 
     def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
         return trunk.init_cache(self.config, num_pages, page_size, dtype)

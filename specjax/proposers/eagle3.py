@@ -84,9 +84,7 @@ class Eagle3Head:
         return rms_norm(output, (params["norm"], self.config.norm_eps)) if self.norm_output else output
 
     def logits(self, params: PyTree, output: Array) -> Array:
-        norm = params["norm"], self.config.norm_eps
-        with trunk.in_full_precision(params):
-            return linear(output, params["lm_head"], transposed=True, norm=norm, dtype=jnp.float32)
+        return trunk.logits(params, output, (params["norm"], self.config.norm_eps))
 
     def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
         return trunk.init_cache(self.config, num_pages, page_size, dtype)

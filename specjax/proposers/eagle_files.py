@@ -19,6 +19,7 @@ from specjax.proposers.eagle3 import Eagle3Head, eagle3
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.p_eagle import ParallelEagle, p_eagle
 from specjax.types import Array, Model, PyTree
+from specjax.validation import is_integer
 
 if TYPE_CHECKING:
     from specjax.models.config_file import ConfigFile
@@ -40,6 +41,8 @@ def kind_of(fields: Mapping[str, Any], names: list[str]) -> str | None:
     of_eagle3 = {"midlayer.self_attn.q_proj.weight", "layers.0.hidden_norm.weight"}
     if of_eagle3 & found or isinstance(fields.get("eagle_config"), dict):
         return "eagle3"
+    if {"fusion_fc.weight", "transformer.self_attn.q_proj.weight"} <= found:
+        return "eagle"
     is_eagle = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= found and "hidden_norm.weight" not in found
     return "eagle" if is_eagle else None
 
@@ -64,7 +67,11 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
     elif by_output or ids[0] == 1:
         ids = [layer + 1 for layer in ids]
     if len(ids) != count:
-        raise ValueError(f"{name} must be {count} layers, those of fc.weight, got {len(ids)}")
+        size = files.target_weights(target).embedding.shape[1]
+        raise ValueError(
+            f"{name} must be {count} layers, those of fc.weight for H = {size}, the hidden size of the target, "
+            f"got {len(ids)}"
+        )
     if not all(0 <= layer <= num_layers for layer in ids):
         raise ValueError(f"{name} must be layers of the target, which has {num_layers}, got {ids}")
     return tuple(ids)
@@ -80,22 +87,30 @@ def load_eagle(
     fields: Mapping[str, Any] | None = None,
 ) -> FeatureDraft:
     """Load a head of EAGLE, EAGLE-2 or HASS; see `proposers.load`."""
-    config, tensors = _open(directory, target, fields)
-    inner = config.table("model") if config.get("model_type", str, None) == "eagle" else config
-    layers = _read_layers(inner, tensors, "model.layers.0", rope_theta)
-    has_bias = "model.fc.bias" in tensors or config.get("bias", bool, False)
+    config, tensors = files.open_directory(directory, target, fields)
+    inner, first, fc = config, "model.layers.0", "model.fc"
+    if config.get("model_type", str, None) == "eagle":
+        inner = config.table("model")
+    elif "speculators_model_type" in config:
+        config.choice("speculators_model_type", ("eagle",))
+        config.only("layernorms", False)
+        inner, first, fc = config.table("transformer_layer_config"), "transformer", "fusion_fc"
+    layers = _read_layers(inner, tensors, first, rope_theta)
+    if first == "transformer":  # the one layer; the config may be the target's, with its number of layers
+        layers = replace(layers, num_layers=1)
+    has_bias = any((f"{fc}.bias" in tensors, *(config.get(name, bool, False) for name in ("bias", "fusion_bias"))))
     hidden = layers.hidden_size
     weights = files.target_weights(target)
     files.expect(inner.where("hidden_size"), hidden, weights.embedding.shape[1], "the hidden size of the target")
     files.expect(inner.where("vocab_size"), layers.vocab_size, target.vocab_size, "the vocabulary of the target")
     _refuse_unread(config, inner)
     params = {
-        "fc": tensors.matrices(2 * hidden, {"model.fc.weight": hidden}, transposed=layers.transposed),
-        "layers": _layer_params(layers, tensors, "model.layers.0", hidden),
+        "fc": tensors.matrices(2 * hidden, {f"{fc}.weight": hidden}, transposed=layers.transposed),
+        "layers": _layer_params(layers, tensors, first, hidden),
         **_tables(layers, tensors, target, None),
     }
     if has_bias:
-        params["fc_bias"] = tensors.vectors({"model.fc.bias": hidden})
+        params["fc_bias"] = tensors.vectors({f"{fc}.bias": hidden})
     tensors.check_all_read("*.rotary_emb.inv_freq")
     return eagle(EagleHead(layers, has_bias), params, num_draft_tokens, temperature=temperature)
 
@@ -110,7 +125,7 @@ def load_eagle3(
     fields: Mapping[str, Any] | None = None,
 ) -> FeatureDraft | ParallelEagle:
     """Load a head of EAGLE-3, EAGLE-3.1 or P-EAGLE; see `proposers.load`."""
-    config, tensors = _open(directory, target, fields)
+    config, tensors = files.open_directory(directory, target, fields)
     if "model.mask_hidden" in tensors:
         config.ignore("parallel_drafting")
     layer_ids = feature_layers(config, tensors, target)
@@ -129,6 +144,7 @@ def load_eagle3(
     if "model.mask_hidden" in tensors:
         name = next((name for name in MASK_TOKENS if name in config), MASK_TOKENS[0])
         mask_token = config.get(name, int)
+        _check_depth(config, num_draft_tokens)
     params = _head_params(head, tensors, target, first, reduced)
     tensors.check_all_read("*.rotary_emb.inv_freq")
     options = {"reduced": reduced, "temperature": temperature}
@@ -137,10 +153,13 @@ def load_eagle3(
     return p_eagle(head, params, num_draft_tokens, mask_token=mask_token, **options)
 
 
-def _open(directory: Path, target: Model, fields: Mapping[str, Any] | None) -> tuple["ConfigFile", "Tensors"]:
-    config, tensors = files.open_directory(directory, target)
-    config.fields |= fields or {}
-    return config, tensors
+def _check_depth(config: "ConfigFile", num_draft_tokens: int) -> None:
+    """Raise ValueError where K is more than the mask rows that a head was trained with, if the file says so."""
+    about = config.table("speculators_config")
+    methods = about.get("proposal_methods", list, [])
+    depth = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+    if depth is not None and is_integer(depth):
+        files.check_depth(num_draft_tokens, depth, about.where("proposal_methods[0].speculative_tokens"))
 
 
 def _num_taps(config: "ConfigFile", tensors: "Tensors", target: Model) -> int:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.keys import DRAFT, stream
-from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.sampling import Sampling
 from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
 
@@ -90,9 +89,6 @@ class FeatureDraft:
         return HeadState(cache, state.output.at[rows].set(last, mode="drop"))
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: HeadState) -> tuple[Draft, HeadState]:
-        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
-        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
-
         def advance(token: Array, index: Array, carry: HeadState) -> tuple[Array, HeadState]:
             feature = self.head.recurrent(self.params, carry.output[:, None])
             inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
@@ -100,7 +96,7 @@ class FeatureDraft:
             return self.head.logits(self.params, output), HeadState(cache, output[:, 0])
 
         logits = self.head.logits(self.params, state.output[:, None])
-        drawer = Drawer(keys, context, sampling, self.is_greedy, self.reduced)
+        drawer = drawer_of(self, keys, context, sampling, self.reduced)
         draft, last = drawer.chain(logits, advance, state)
         return only_in(has_feature(context), draft), state._replace(cache=last.cache)
 

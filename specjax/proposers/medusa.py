@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.keys import DRAFT, stream
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
-from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
@@ -54,9 +53,7 @@ class Medusa:
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
         hidden = state[:, None]
         logits = jnp.concatenate([head_logits(head, hidden) for head in self.heads], axis=1)
-        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
-        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
-        draft = Drawer(keys, context, sampling, self.is_greedy, self.reduced).parallel(logits)
+        draft = drawer_of(self, keys, context, sampling, self.reduced).parallel(logits)
         return only_in(has_feature(context), draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from specjax.keys import DRAFT, stream
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
-from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, last_token, only_in
+from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
@@ -51,10 +50,8 @@ class MLPSpeculator:
         return last_feature.prefill(chunk, features, state)
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
-        keys = stream(keys[:, :1], DRAFT, jnp.arange(self.num_draft_tokens)[None])
-        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
         logits, carry = self.next_logits(last_token(context), 0, self.first(state[:, None]))
-        drawer = Drawer(keys, context, sampling, self.is_greedy)
+        drawer = drawer_of(self, keys, context, sampling)
         draft, _ = drawer.chain(logits, self.next_logits, carry, is_static=True)
         return only_in(has_feature(context), draft), state
 

@@ -62,8 +62,7 @@ class MTPHead:
         return output
 
     def logits(self, params: PyTree, output: Array) -> Array:
-        with trunk.in_full_precision(params):
-            return linear(output, params["lm_head"], transposed=True, dtype=jnp.float32)
+        return trunk.logits(params, output)
 
     def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
         return trunk.init_cache(self.config, num_pages, page_size, dtype)
@@ -137,6 +136,8 @@ def load_mtp(
         )
     if config.get("use_sliding_window", bool, False):
         raise ValueError(f"{config.where('use_sliding_window')} must be absent or False, got True")
+    config.ignore("sliding_window", "max_window_layers")  # which are then not used
+    config.check_computation()
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=sizes.rope_theta if rope_theta is None else rope_theta))
     params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
     return mtp(head, params, num_draft_tokens, temperature=temperature)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.keys import DRAFT, stream
-from specjax.proposers.drawing import Drawer, Reduced, draft_options, draft_sampling, only_in
+from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.feature_draft import before, committed, has_feature, row_of
 from specjax.sampling import Sampling
@@ -63,13 +62,11 @@ class ParallelEagle:
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Pending) -> tuple[Draft, Pending]:
         width = self.num_draft_tokens
-        keys = stream(keys[:, :1], DRAFT, jnp.arange(width)[None])
         inputs, feature = self._rows(context, state)
         output, cache = self.head(self.params, inputs, feature, state.cache)
         index = jnp.maximum(state.count - 1, 0)[:, None] + jnp.arange(width)[None]
         logits = self.head.logits(self.params, jnp.take_along_axis(output, index[..., None], axis=1))
-        sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
-        draft = Drawer(keys, context, sampling, self.is_greedy, self.reduced).parallel(logits)
+        draft = drawer_of(self, keys, context, sampling, self.reduced).parallel(logits)
         return only_in(has_feature(context), draft), state._replace(cache=cache)
 
     def update(self, context: Context, verified: Verified, features: Any, state: Pending) -> Pending:

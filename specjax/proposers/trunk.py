@@ -122,24 +122,27 @@ def run_layer(
     Returns:
         The residual stream after the layer [B, T, h], and the cache.
     """
-    attended, cache = _attend(config, params, x, norm, call, cache)
+    attended, cache = attention(config, params, x, norm, call, cache)
     x = _add(config, params, residual, attended, "attention_out")
-    gate = partial(_product, config, params, "gate_up")
-    norm = params["mlp_norm"], config.norm_eps
-    if config.mlp_bias:
-        first, up = jnp.split(gate(x, norm=norm), 2, axis=-1)
-        gated = jax.nn.silu(first) * up
-    else:
-        gated = gate(x, norm=norm, activation=jax.nn.silu)
+    gated = gated_mlp(config, params, x, (params["mlp_norm"], config.norm_eps))
     return _add(config, params, x, gated, "mlp_out"), cache
 
 
-def _attend(
+def gated_mlp(config: "DecoderConfig", params: Params, x: Array, norm: Norm | None) -> Array:
+    """Return what the last matrix of the MLP reads: SiLU of one half of a product, times the other half."""
+    gate = partial(product, config, params, "gate_up", x, norm=norm)
+    if not config.mlp_bias:
+        return gate(activation=jax.nn.silu)
+    first, up = jnp.split(gate(), 2, axis=-1)
+    return jax.nn.silu(first) * up
+
+
+def attention(
     config: "DecoderConfig", params: Params, x: Array, norm: Norm | None, call: Call, cache: dict | None
 ) -> tuple[Array, dict | None]:
     """Return what all heads attend to, concatenated [B, T, heads * head size], and the cache."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-    qkv = _product(config, params, "qkv", x, norm=norm).reshape(*x.shape[:2], heads + 2 * kv_heads, size)
+    qkv = product(config, params, "qkv", x, norm=norm).reshape(*x.shape[:2], heads + 2 * kv_heads, size)
     query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
     if config.head_norms:
         query, key = (
@@ -156,7 +159,7 @@ def _attend(
     return attended.reshape(*x.shape[:2], heads * size), cache
 
 
-def _product(config: "DecoderConfig", params: Params, name: str, x: Array, **options: Any) -> Array:
+def product(config: "DecoderConfig", params: Params, name: str, x: Array, **options: Any) -> Array:
     """Return the product of x with a matrix, plus its bias, if it has one."""
     bias = params.get(f"{name}_bias")
     if bias is not None:
@@ -222,6 +225,12 @@ def random_params(shapes: PyTree, key: Array, dtype: DTypeLike = jnp.float32) ->
 
     keys = jax.random.split(key, len(leaves))
     return tree.unflatten([make(path, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)])
+
+
+def logits(params: Params, output: Array, norm: Norm | None = None) -> Array:
+    """Return the logits [B, T, D] float32 of outputs [B, T, h], after a norm if there is one."""
+    with in_full_precision(params):
+        return linear(output, params["lm_head"], transposed=True, norm=norm, dtype=jnp.float32)
 
 
 def hidden_of(features: Any, size: int) -> Array:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from specjax.proposers import Medusa
 from specjax.proposers.block_draft import BlockDraft
 from specjax.proposers.drawing import Reduced
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 LAYOUTS = {"eagle3": ("eagle3", "speculators"), "dflash": ("dflash", "speculators"), "medusa": ("medusa",)}
 Tensors = dict[str, np.ndarray]
+_PLAIN = {"markov_rank": 0, "confidence": None, "conv_taps": 0, "num_candidates": 0}  # what DFlash has not
 
 
 def save_pretrained(
@@ -93,10 +96,14 @@ def layer_tensors(config: "DecoderConfig", params: Mapping[str, Array], name: st
     return {key: np.ascontiguousarray(value) for key, value in tensors.items()}
 
 
-def layer_config(config: "DecoderConfig", model_type: str, vocab_size: int) -> dict[str, Any]:
-    """Return the fields that config.json of a Llama or Qwen3 has for these layers."""
-    return {
-        "model_type": model_type,
+def layer_config(config: "DecoderConfig", vocab_size: int) -> dict[str, Any]:
+    """Return the fields that config.json of a Llama has for these layers, or of a Qwen3 where heads have norms.
+
+    Raises:
+        ValueError: the layers have windows of different sizes, which no field says.
+    """
+    fields = {
+        "model_type": "qwen3" if config.head_norms else "llama",
         "vocab_size": vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -113,6 +120,29 @@ def layer_config(config: "DecoderConfig", model_type: str, vocab_size: int) -> d
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = _scaling_fields(config.rope_scaling)
+    if config.windows is not None:
+        sizes = {size for size in config.windows if size is not None}
+        if len(sizes) > 1:
+            raise ValueError(f"config.windows must be of one size to be written, got {config.windows}")
+        types = ["full_attention" if size is None else "sliding_attention" for size in config.windows]
+        fields |= {"layer_types": types, "sliding_window": max(sizes, default=None), "use_sliding_window": bool(sizes)}
+    return fields
+
+
+def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    """Return the field rope_scaling of config.json."""
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    assert isinstance(scaling, Llama3Scaling), "the kinds that are left"
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original_length,
+    }
 
 
 def _kind_of(proposer: Proposer) -> str:
@@ -120,7 +150,7 @@ def _kind_of(proposer: Proposer) -> str:
         return "medusa"
     if isinstance(proposer, FeatureDraft) and isinstance(proposer.head, Eagle3Head):
         return "eagle3"
-    if isinstance(proposer, BlockDraft) and not proposer.head.markov_rank and proposer.head.confidence is None:
+    if isinstance(proposer, BlockDraft) and proposer.head == replace(proposer.head, **_PLAIN):
         return "dflash"
     raise ValueError(f"proposer must be a drafter of EAGLE-3, DFlash or Medusa, got {type(proposer).__name__}")
 
@@ -156,7 +186,7 @@ def _eagle3(proposer: FeatureDraft, target: Model, is_nested: bool, target_name:
         own["target_layer_ids"] = [layer - 1 for layer in layers]
     else:
         own["eagle_aux_hidden_state_layer_ids"] = layers
-    fields = layer_config(head.config, "llama", target.vocab_size)
+    fields = layer_config(head.config, target.vocab_size)
     if not is_nested:
         return tensors, {"architectures": ["LlamaForCausalLMEagle3"], **fields, **own}
     about = _speculators("eagle3", "Eagle3Speculator", proposer.num_draft_tokens, target_name)
@@ -172,22 +202,29 @@ def _dflash(proposer: BlockDraft, target: Model, is_nested: bool, target_name: s
     }
     for i in range(head.config.num_layers):
         tensors |= layer_tensors(head.config, params["layers"][i], f"layers.{i}")
-    fields = layer_config(head.config, "qwen3", target.vocab_size)
+    fields = layer_config(head.config, target.vocab_size)
     if not is_nested:
         own = {
             "target_layer_ids": [layer - 1 for layer in target.feature_layers],
             "mask_token_id": head.mask_token,
-            "sample_from_anchor": head.from_anchor,
+            "sample_from_anchor": head.from_anchor or None,
+            "causal": head.is_causal,
         }
-        table = {name: value for name, value in own.items() if name != "sample_from_anchor" or value}
+        table = {name: value for name, value in own.items() if value is not None}
         about = {"block_size": head.block_size, "draft_vocab_size": head.config.vocab_size, "dflash_config": table}
         return tensors, {"architectures": ["DFlashDraftModel"], **fields, **about}
+    if head.is_causal or not head.config.head_norms:
+        raise ValueError(
+            "layout 'speculators' must be given a head with norms of queries and keys whose blocks are not causal in "
+            f"layers without a window, got head_norms = {head.config.head_norms} and is_causal = {head.is_causal}"
+        )
     about = _speculators("dflash", "DFlashSpeculator", proposer.num_draft_tokens, target_name)
     own = {
         "aux_hidden_state_layer_ids": list(target.feature_layers),
         "mask_token_id": head.mask_token,
         "block_size": head.block_size,
         "sample_from_anchor": head.from_anchor,
+        "sliding_window_non_causal": head.is_causal is False,
         "draft_vocab_size": head.config.vocab_size,
     }
     return tensors, {**about, **own, "transformer_layer_config": fields}
@@ -212,7 +249,7 @@ def _speculators(algorithm: str, architecture: str, num_draft_tokens: int, targe
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
-            "verifier": {"name_or_path": target_name, "architectures": []},
+            "verifier": {"name_or_path": target_name or None, "architectures": []},
         },
     }
 

@@ -198,10 +198,12 @@ def block_unroll(head: BlockHead, params: PyTree, batch: Batch, anchors: Array) 
         document or what the drafter learns does.
 
     Raises:
-        ValueError: the batch has no features, or not those of the head.
+        ValueError: the batch has no features, or not those of the head, or the head has convolutions.
     """
     if batch.features is None:
         raise ValueError("batch must have features, which training.features adds, got None")
+    if head.conv_taps:  # they would have to begin anew in each block
+        raise ValueError(f"head.conv_taps must be 0 in training, got {head.conv_taps}")
     batch_size, length = batch.tokens.shape
     count, width = anchors.shape[1], head.block_size
     start = jnp.maximum(anchors, 0)
