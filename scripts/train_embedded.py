@@ -340,7 +340,7 @@ def train_head(
         name, target, HEAD_DRAFTS, HEAD_ANCHORS, mask_token, None, jax.random.key(3)
     )
     held_out = np.asarray(texts.held_out).astype(int)
-    prompts = train_draft.held_out_prompts([held_out.tolist()], 64)
+    prompts = train_draft.pieces([held_out.tolist()], 64)
 
     def look(step: int, params: PyTree) -> None:
         trained = kind.proposer(bfloat16(jax.device_get(params | frozen)), None)

@@ -1,6 +1,7 @@
 """Data of drafters: documents, packed rows, replay, and drafters that are written and read back."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,9 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.dflash import dflash
 from specjax.proposers.drawing import reduced_vocabulary
+from specjax.proposers.dspark import dspark
 from specjax.proposers.eagle3 import Eagle3Head, eagle3
+from specjax.proposers.p_eagle import p_eagle
 from specjax.testing import BigramProposer, bigram_model
 from specjax.training import Document
 
@@ -89,12 +92,14 @@ def target():
 def drafter(kind, target, **options):
     """A drafter with random numbers; its embedding is the target's."""
     sizes = SIZES | {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2}
-    config = DecoderConfig(**sizes, tie_embeddings=False, head_norms=kind == "dflash")
-    if kind == "eagle3":
+    config = DecoderConfig(**sizes, tie_embeddings=False, head_norms=kind in ("dflash", "dspark"))
+    if kind in ("eagle3", "p_eagle"):
         head, make = Eagle3Head(config, 16, 2, **options), eagle3
     else:
-        head, make = BlockHead(config, 2, 16, 29, 4, 28, **options), dflash
+        head, make = BlockHead(config, 2, 16, 29, 4, 28, **options), dspark if kind == "dspark" else dflash
     shapes = head.shapes() | {"lm_head": (VOCAB, 16)}
+    if kind == "p_eagle":
+        shapes, make = shapes | {"mask_taps": (32,)}, partial(p_eagle, mask_token=28)
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(jax.random.key(0), len(leaves))
     params = tree.unflatten([jax.random.normal(key, shape) for key, shape in zip(keys, leaves, strict=True)])
@@ -109,6 +114,9 @@ CASES = {
     "norm of all": ("eagle3", {"tap_norms": "all"}),
     "dflash": ("dflash", {}),
     "from the anchor": ("dflash", {"from_anchor": True}),
+    "p_eagle": ("p_eagle", {"norm_before_residual": True}),
+    "dspark": ("dspark", {"from_anchor": True, "markov_rank": 5, "confidence": "both"}),
+    "own places, no table": ("dspark", {"confidence": "hidden"}),
 }
 
 
@@ -117,7 +125,8 @@ CASES = {
 def test_what_is_written_is_read(name, layout, target, tmp_path):
     kind, options = CASES[name]
     made = drafter(kind, target, **options)
-    training.save_pretrained(made, tmp_path, target=target, layout=kind if layout == "own" else layout)
+    training.save_pretrained(made, tmp_path, target=target, layout=None if layout == "own" else layout)
+    assert proposers.kind_of(tmp_path) == kind
     assert proposers.feature_layers(tmp_path, target) == target.feature_layers
     found = proposers.load(tmp_path, target, num_draft_tokens=3)
     assert found.head == made.head
@@ -129,5 +138,7 @@ def test_what_is_written_is_read(name, layout, target, tmp_path):
 def test_drafters_that_have_no_layout(target, tmp_path):
     with pytest.raises(ValueError, match="layout must be 'eagle3' or 'speculators' for eagle3, got 'dflash'"):
         training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="dflash")
-    with pytest.raises(ValueError, match="proposer must be a drafter of EAGLE-3, DFlash or Medusa, got NGram"):
+    with pytest.raises(
+        ValueError, match="proposer must be a drafter of EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa, got"
+    ):
         training.save_pretrained(proposers.ngram(2), tmp_path, target=target)

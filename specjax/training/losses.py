@@ -424,9 +424,7 @@ def from_hidden(
 
     given = hidden, jax.lax.stop_gradient(target_hidden), mask, tokens
     values = jax.lax.scan(lambda carry, rows: (carry, of_chunk(rows)), None, jax.tree.map(chunks, given))[1]
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, -1)[:, :num_rows].reshape(shape), values
-    )
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, -1)[:, :num_rows].reshape(shape), values)
 
 
 def _logits(hidden: PyTree, head: Array | Callable[[PyTree], Array]) -> Array:

@@ -46,7 +46,7 @@ class Steps(NamedTuple):
     masks: tuple[Array, ...]  # of each step [B, N] bool, the outputs that have a label to learn
     rows: tuple[Array, ...]  # of each step [B, N] int32, the token s at which each output begins
     previous: tuple[Array, ...]  # of each step [B, N] int32, the token before the label
-    target_hidden: tuple[Array, ...]  # of each step [B, N, H], the hidden state from which the target predicts the label
+    target_hidden: tuple[Array, ...]  # of each step [B, N, H], what the target predicts the label from
 
 
 def features(target: Model, batch: Batch, feature_layers: Sequence[int] = ()) -> Batch:
