@@ -68,6 +68,7 @@ class Kind:
     head: Any = None  # but for Medusa
     num_anchors: int = 0  # blocks a row of a batch
     mask_token: int = 0  # of P-EAGLE
+    vocab: training.Vocabulary | None = None  # of the drafts; None is the whole one
 
     def unroll(self, params: PyTree, batch: Batch, key: Array) -> Steps:
         """Return the steps of a batch."""
@@ -94,8 +95,9 @@ class Kind:
             logits += self.head.markov_logits(params, previous)
         return logits[0]
 
-    def proposer(self, params: PyTree, vocab: training.Vocabulary | None) -> Proposer:
+    def proposer(self, params: PyTree) -> Proposer:
         """Return the drafter that decodes with what was trained."""
+        vocab = self.vocab
         reduced = None if vocab is None else reduced_vocabulary(np.asarray(vocab.ids), len(vocab.t2d))
         given = self.head, params, self.num_draft_tokens
         match self.name:
@@ -155,12 +157,13 @@ def new_drafter(
         params = trunk.random_params(head.shapes(), key) | {"lm_head": table}
         if kind == "p_eagle":
             params["mask_taps"] = jax.random.normal(jax.random.fold_in(key, 1), (num_taps * size,))
-        return Kind(kind, num_draft_tokens, head, mask_token=mask_token), params, {"embedding": embedding}
+        made = Kind(kind, num_draft_tokens, head, mask_token=mask_token, vocab=vocab)
+        return made, params, {"embedding": embedding}
     head = BlockHead(layers, num_taps, size, target.vocab_size, num_draft_tokens + 1, mask_token)
     if kind == "dspark":
         head = replace(head, block_size=num_draft_tokens, from_anchor=True, markov_rank=MARKOV_RANK, confidence="both")
     frozen = {"embedding": embedding, "lm_head": table}
-    return Kind(kind, num_draft_tokens, head, num_anchors), trunk.random_params(head.shapes(), key), frozen
+    return Kind(kind, num_draft_tokens, head, num_anchors, vocab=vocab), trunk.random_params(head.shapes(), key), frozen
 
 
 def target_logits(target: Model) -> Callable[[Array], Array]:
@@ -175,50 +178,71 @@ def target_logits(target: Model) -> Callable[[Array], Array]:
     return logits
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Numbers of a run."""
+
+    steps: int | None  # None goes by minutes
+    minutes: float | None
+    rate: float  # largest learning rate
+    seed: int
+    loss: str
+    every: int  # steps between measurements, and between checkpoints
+    dtype: Any  # of the computation; parameters are float32
+
+    def share(self, step: int, seconds: float) -> float:
+        """Return how much of the run is done."""
+        if self.steps is not None:
+            return step / self.steps
+        assert self.minutes is not None, "one of the two is given"
+        return seconds / (60 * self.minutes)
+
+    def rate_at(self, share: float) -> float:
+        """Return the learning rate, which rises and then falls as a cosine does."""
+        fall = max(0.0, share - WARM_UP) / (1 - WARM_UP)
+        return self.rate * min(1.0, (share + 1e-3) / WARM_UP) * (FINAL + (1 - FINAL) * (1 + np.cos(np.pi * fall)) / 2)
+
+
 def loss_of(
-    params: PyTree,
-    frozen: PyTree,
-    target: Model,
-    batch: Batch,
-    key: Array,
-    vocab: training.Vocabulary | None,
-    *,
-    kind: Kind,
-    loss: str,
-    dtype: Any,
+    params: PyTree, frozen: PyTree, target: Model, rows: Batch, key: Array, *, kind: Kind, plan: Plan
 ) -> tuple[Array, Array]:
     """Return the loss of a batch, a weighted mean over steps, and the mean acceptance rate of each step [K]."""
-    params = jax.tree.map(lambda x: x.astype(dtype), params | frozen)
-    steps = kind.unroll(params, batch, key)
-    reads_text = loss in READS_TEXT
-
-    def both(draft_logits: Array, target_logits: Array, *tokens: Array, vocab: training.Vocabulary | None = None):
-        rate = losses.acceptance_rate(draft_logits, target_logits, vocab=vocab)
-        return LOSSES[loss](draft_logits, target_logits, *tokens, vocab=vocab), jax.lax.stop_gradient(rate)
-
+    params = jax.tree.map(lambda x: x.astype(plan.dtype), params | frozen)
+    steps = kind.unroll(params, training.features(target, rows, target.feature_layers), key)
     values, rates = [], []
-    chunk = max(256, MOST_LOGITS // target.vocab_size)
-    for j, (output, mask) in enumerate(zip(steps.outputs, steps.masks, strict=True)):
-        value, rate = losses.from_hidden(
-            both,
-            (output, steps.previous[j]),
-            partial(kind.logits, params, j),
-            steps.target_hidden[j],
-            target_logits(target),
-            mask=mask,
-            tokens=steps.labels[j] if reads_text else None,
-            chunk=min(chunk, mask.size),
-            vocab=vocab,
-        )
-        if kind.name == "dspark":
-            confidence = kind.head.confidence_logits(params, output, steps.previous[j])
-            value += jnp.where(mask, losses.confidence_loss(confidence, rate), 0)
+    for j, mask in enumerate(steps.masks):
+        value, rate = of_step(params, target, steps, j, kind, plan.loss)
         count = jnp.maximum(mask.sum(), 1)
         # EAGLE-3 and Medusa learn at every token, and best with a mean over all, masked or not.
         values.append(value.sum() / (mask.size if kind.name in ("eagle3", "medusa") else count))
         rates.append(rate.sum() / count)
     weights = losses.position_decay(len(values), ratio=DECAY)
     return jnp.sum(weights * jnp.stack(values)) / weights.sum(), jnp.stack(rates)
+
+
+def of_step(params: PyTree, target: Model, steps: Steps, j: int, kind: Kind, loss: str) -> tuple[Array, Array]:
+    """Return the losses and the acceptance rates [B, N] of a step, which are 0 where its mask is false."""
+    output, mask, previous = steps.outputs[j], steps.masks[j], steps.previous[j]
+
+    def both(draft_logits: Array, target_logits: Array, *tokens: Array, vocab: training.Vocabulary | None = None):
+        rate = losses.acceptance_rate(draft_logits, target_logits, vocab=vocab)
+        return LOSSES[loss](draft_logits, target_logits, *tokens, vocab=vocab), jax.lax.stop_gradient(rate)
+
+    value, rate = losses.from_hidden(
+        both,
+        (output, previous),
+        partial(kind.logits, params, j),
+        steps.target_hidden[j],
+        target_logits(target),
+        mask=mask,
+        tokens=steps.labels[j] if loss in READS_TEXT else None,
+        chunk=min(mask.size, max(256, MOST_LOGITS // target.vocab_size)),
+        vocab=kind.vocab,
+    )
+    if kind.name == "dspark":
+        confidence = kind.head.confidence_logits(params, output, previous)
+        value += jnp.where(mask, losses.confidence_loss(confidence, rate), 0)
+    return value, rate
 
 
 class Data:
@@ -248,38 +272,12 @@ class Data:
         return jax.device_put(jax.tree.map(lambda x: x[rows], self._batch), self.split)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Numbers of a run."""
-
-    steps: int | None  # None goes by minutes
-    minutes: float | None
-    rate: float  # largest learning rate
-    seed: int
-    loss: str
-    every: int  # steps between measurements, and between checkpoints
-    dtype: Any  # of the computation; parameters are float32
-
-    def share(self, step: int, seconds: float) -> float:
-        """Return how much of the run is done."""
-        if self.steps is not None:
-            return step / self.steps
-        assert self.minutes is not None, "one of the two is given"
-        return seconds / (60 * self.minutes)
-
-    def rate_at(self, share: float) -> float:
-        """Return the learning rate, which rises and then falls as a cosine does."""
-        fall = max(0.0, share - WARM_UP) / (1 - WARM_UP)
-        return self.rate * min(1.0, (share + 1e-3) / WARM_UP) * (FINAL + (1 - FINAL) * (1 + np.cos(np.pi * fall)) / 2)
-
-
 def train(
     kind: Kind,
     params: PyTree,
     frozen: PyTree,
     target: Model,
     data: Data,
-    vocab: training.Vocabulary | None,
     plan: Plan,
     look: Callable[[int, PyTree], None],
     checkpoints: Any = None,
@@ -292,7 +290,6 @@ def train(
         frozen: what to leave as it is.
         target: with the feature layers that the drafter reads.
         data: rows to train on. Its devices each have a copy of all parameters.
-        vocab: the draft vocabulary; None is the whole one.
         plan: numbers of the run.
         look: is called with the step and the parameters every `plan.every` steps, and at the end.
         checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
@@ -302,15 +299,11 @@ def train(
     params = jax.tree.map(jnp.copy, params)  # to donate
     state = jax.device_put(transform.init(params), data.whole)
     key = jax.random.key(plan.seed)
-    objective = partial(loss_of, kind=kind, loss=plan.loss, dtype=plan.dtype)
+    objective = jax.value_and_grad(partial(loss_of, kind=kind, plan=plan), has_aux=True)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def one(params, state, frozen, target, rows, step, rate):
-        batch = training.features(target, rows, target.feature_layers)
-        of_step = jax.random.fold_in(key, step)
-        (value, rates), gradient = jax.value_and_grad(objective, has_aux=True)(
-            params, frozen, target, batch, of_step, vocab
-        )
+        (value, rates), gradient = objective(params, frozen, target, rows, jax.random.fold_in(key, step))
         update, state = transform.update(gradient, state, params)
         return jax.tree.map(lambda x, y: x - rate * y, params, update), state, value, rates
 
@@ -487,7 +480,7 @@ def main() -> None:
 
     def look(step: int, params: PyTree) -> None:
         whole = jax.tree.map(lambda x: x.astype(args.dtype), jax.device_get(params | frozen))
-        lengths = measure(target, kind.proposer(whole, vocab), prompts)
+        lengths = measure(target, kind.proposer(whole), prompts)
         print(
             f"step {step}: mean acceptance length behind held-out text {lengths[0]:.2f} at temperature 0, "
             f"{lengths[1]:.2f} at 0.8",
@@ -501,9 +494,9 @@ def main() -> None:
         steps = args.steps if args.minutes is None else None
         loss = args.loss or ("text_and_variation" if args.kind == "dspark" else "lk_hybrid")
         plan = Plan(steps, args.minutes, args.rate, args.seed, loss, args.every, jnp.dtype(args.dtype))
-        params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), vocab, plan, look, checkpoints)
+        params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), plan, look, checkpoints)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.device_get(params | frozen))
-    trained = kind.proposer(half, vocab)
+    trained = kind.proposer(half)
     training.save_pretrained(trained, args.out, target=target, layout=args.layout, target_name=str(args.target))
     loaded = proposers.load(args.out, target, num_draft_tokens=args.num_draft_tokens)
     lengths = measure(target, loaded, prompts, max_tokens=128)

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -102,6 +103,41 @@ def test_a_killed_run_ends_with_the_same_weights(train, script, monkeypatch):
     monkeypatch.setattr(script, "save", save)
     cut = train("eagle3", "cut", "--regenerate", "2")
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dspark"])
+def test_devices_that_share_a_batch_compute_what_one_does(kind, script, target):
+    model = models.load(target, dtype="float32")
+    model = models.with_feature_layers(model, script.layers_of(3, kind))
+    made, params, frozen = script.new_drafter(kind, model, 3, 4, 7, None, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, CONFIG.vocab_size, length) for length in (30, 9, 11, 25, 40, 8)]
+    batch = training.pack(documents, 32)
+    plan = script.Plan(4, None, 1e-3, 0, "text_and_variation", 1, np.dtype("float32"))
+    step = jax.jit(jax.value_and_grad(partial(script.loss_of, kind=made, plan=plan), has_aux=True))
+    found = []
+    for count in (1, 2):
+        data = script.Data(batch, 4, 0, jax.devices("cpu")[:count])
+        given = jax.device_put((params, frozen, model), data.whole)
+        rows, key = data.rows(0), jax.device_put(jax.random.key(1), data.whole)
+        assert len(rows.tokens.sharding.device_set) == count
+        assert rows.tokens.addressable_shards[0].data.shape[0] == 4 // count
+        found.append(jax.device_get(step(*given, rows, key)))
+    (one, gradient), (both, other) = found
+    for x, y in zip(one, both, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(x).max())
+
+
+def test_a_directory_of_another_run_is_refused(script, tmp_path):
+    def check(*arguments):
+        script.check_arguments(script.parser().parse_args(["--out", str(tmp_path / "out"), "--data", "x", *arguments]))
+
+    check("--kind", "eagle3")
+    check("--kind", "eagle3")
+    with pytest.raises(ValueError, match=r"--out must be a new directory .* differ: kind was eagle3, seed was 0"):
+        check("--kind", "dflash", "--seed", "1")
 
 
 def test_rows_come_once_an_epoch(script):
