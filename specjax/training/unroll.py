@@ -65,13 +65,11 @@ def features(target: Model, batch: Batch, feature_layers: Sequence[int] = ()) ->
         ValueError: a layer is out of range, or the target is not a built-in model.
     """
     model = models.with_feature_layers(target, feature_layers)
-    batch_size, length = batch.tokens.shape
     mask = None
     if batch.segments is not None:
-        is_before = jnp.tri(length, dtype=bool)[None]
+        is_before = jnp.tri(batch.tokens.shape[1], dtype=bool)[None]
         mask = is_before & (batch.segments[:, :, None] == batch.segments[:, None, :])
-    inputs = ModelInput(batch.tokens, positions(batch), mask)
-    output, _ = model.apply(model.params, inputs, model.init_cache(batch_size, length))
+    output, _ = model.apply(model.params, ModelInput(batch.tokens, positions(batch), mask), None)
     return batch._replace(features=jax.lax.stop_gradient(output.features))
 
 
