@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 TINY = float(np.finfo(np.float32).tiny)
-Loss = Callable[..., PyTree]  # (draft_logits [..., D], target_logits [..., V], vocab=) -> arrays [...]
+Loss = Callable[..., PyTree]  # (draft_logits [..., D], target_logits [..., V], [tokens [...]], vocab=) -> arrays [...]
 
 
 def forward_kl(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary | None = None) -> Array:
