@@ -65,7 +65,7 @@ class Kind:
 
     name: str  # one of KINDS
     num_draft_tokens: int
-    head: Any = None  # but for Medusa
+    head: Any = None  # `Eagle3Head` or `BlockHead`; None for Medusa
     num_anchors: int = 0  # blocks a row of a batch
     mask_token: int = 0  # of P-EAGLE
     vocab: training.Vocabulary | None = None  # of the drafts; None is the whole one

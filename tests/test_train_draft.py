@@ -115,8 +115,10 @@ def test_a_target_that_can_be_copied_is_copied(kind, script, cycle):
     assert min(lengths) > 3.7, lengths
 
 
-def test_a_killed_run_ends_with_the_same_weights(train, script, monkeypatch):
-    whole = train("eagle3", "whole", "--regenerate", "2")
+@pytest.mark.parametrize("kind, arguments", [("p_eagle", ("--regenerate", "2")), ("dspark", ())])
+def test_a_killed_run_ends_with_the_same_weights(kind, arguments, train, script, monkeypatch):
+    """Also where the rows that are learned are drawn at random."""
+    whole = train(kind, "whole", *arguments)
     save, seen = script.save, []
 
     def killed(checkpoints, step, tree):
@@ -126,10 +128,10 @@ def test_a_killed_run_ends_with_the_same_weights(train, script, monkeypatch):
 
     monkeypatch.setattr(script, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        train("eagle3", "cut", "--regenerate", "2")
+        train(kind, "cut", *arguments)
     assert seen == [2] and not (whole.parent / "cut" / "model.safetensors").exists()
     monkeypatch.setattr(script, "save", save)
-    cut = train("eagle3", "cut", "--regenerate", "2")
+    cut = train(kind, "cut", *arguments)
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
 
 

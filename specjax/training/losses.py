@@ -396,12 +396,10 @@ def from_hidden(
     """
     if not is_integer(chunk) or chunk < 1:
         raise ValueError(f"chunk must be an integer >= 1, got {chunk!r}")
-    shape, given = mask.shape, (hidden, target_hidden, mask, tokens)
-    if any(x.shape[: len(shape)] != shape for x in jax.tree.leaves(given)):
-        raise ValueError(
-            f"hidden, target_hidden, mask and tokens must have the same rows, got shapes "
-            f"{[x.shape for x in jax.tree.leaves(given)]}"
-        )
+    shape, given = mask.shape, (hidden, jax.lax.stop_gradient(target_hidden), mask, tokens)
+    shapes = [x.shape for x in jax.tree.leaves(given)]
+    if any(one[: len(shape)] != shape for one in shapes):
+        raise ValueError(f"hidden, target_hidden, mask and tokens must have the same rows, got the shapes {shapes}")
     batch_size = shape[0] if len(shape) > 1 else 1
     num_rows = mask.size // batch_size  # of a sequence
     width = max(1, chunk // batch_size)
@@ -422,7 +420,6 @@ def from_hidden(
         values = loss(*logits, **options) if tokens is None else loss(*logits, tokens, **options)
         return jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(batch_size, width), values)
 
-    given = hidden, jax.lax.stop_gradient(target_hidden), mask, tokens
     values = jax.lax.scan(lambda carry, rows: (carry, of_chunk(rows)), None, jax.tree.map(chunks, given))[1]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, -1)[:, :num_rows].reshape(shape), values)
 

@@ -150,7 +150,7 @@ def depth_unroll(
         batch: with features.
         mask_token: the id of the mask token in the embedding.
         depths: J >= 1, the drafts of a step.
-        keep: in (0, 1]: rows of depth d begin at a share keep^d of the tokens, or 0.2 if that is more, at random. Those
+        keep: in [0, 1]: rows of depth d begin at a share keep^d of the tokens, or 0.2 if that is more, at random. Those
             of a depth are among those of the depth before.
 
     Returns:
@@ -163,7 +163,7 @@ def depth_unroll(
         P-EAGLE: Parallel-Drafting EAGLE with Scalable Training, 2026.
     """
     _check_count("depths", depths)
-    check_number("keep", keep, "one number in (0, 1]", LEAST_KEPT / 1e6, 1)
+    check_number("keep", keep, "one number in [0, 1]", 0, 1)
     feature, layers = _first_step(head, params, batch)
     place = positions(batch)
     run = jax.checkpoint(head)
@@ -303,7 +303,8 @@ def _steps(batch: Batch, outputs: Sequence[Array], rows: Sequence[Array]) -> Ste
         masks.append(_take(learned(batch, j + 1) & has_feature, row))
         previous.append(_take(shift(batch.tokens, j), row))
         target_hidden.append(jnp.take_along_axis(shift(hidden, j), row[..., None], axis=1))
-    return Steps(*map(tuple, (outputs, labels, masks, rows, previous, target_hidden)))
+    columns = outputs, labels, masks, rows, previous, target_hidden
+    return Steps(*(tuple(column) for column in columns))
 
 
 class Rows(NamedTuple):
