@@ -191,7 +191,7 @@ def _block(proposer: BlockDraft, target: Model, is_nested: bool, target_name: st
     for i in range(head.config.num_layers):
         tensors |= layer_tensors(head.config, params["layers"][i], f"layers.{i}")
     fields = layer_config(head.config, "qwen3", target.vocab_size)
-    mask = {"mask_token_id": head.mask_token}
+    mask: dict[str, Any] = {"mask_token_id": head.mask_token}
     own: dict[str, Any] = {"block_size": head.block_size, "draft_vocab_size": head.config.vocab_size}
     if is_dspark:
         more_tensors, more_fields = _dspark(proposer)
