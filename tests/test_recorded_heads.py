@@ -67,6 +67,27 @@ def test_parity(tmp_path, target, goldens, case):
     check(proposer, goldens[f"{case}.logits"], goldens[f"{case}.drafts"])
 
 
+def test_dflash2_in_the_layout_of_its_authors(tmp_path, target, goldens):
+    """The same head with the fields of layers beside a table of its own, whose ids count layers by their outputs."""
+    recorded = json.loads((GOLDENS / "heads.json").read_text())["dflash2"]
+    config, tensors = recorded["config"], recorded_heads.tensors(recorded["shapes"])
+    names = "mask_token_id", "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"
+    own = {name: config[name] for name in names} | {"target_layer_ids": [1, -1, 0]}
+    own |= {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+    fields = config["transformer_layer_config"] | {"block_size": config["block_size"], "dflash_config": own}
+    heads.write(tmp_path, fields, tensors)
+    assert proposers.kind_of(tmp_path) == "dflash2"
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=NUM_DRAFTS)
+    check(proposer, goldens["dflash2.logits"], goldens["dflash2.drafts"])
+    for name, value in (("output_multiplier", 2.0), ("input_embedding_scale", 8.0), ("final_logit_softcapping", 30.0)):
+        with pytest.raises(ValueError, match=rf"dflash_config\.{name} in .* must be"):
+            changed = {"dflash_config": own | {name: value}}
+            proposers.load(tmp_path, target, num_draft_tokens=NUM_DRAFTS, fields=changed)
+    wrong = {"dflash_config": own | {"conv_group_size": 16}}
+    with pytest.raises(ValueError, match=r"attention_conv\.kernel_projection\.weight in .* must have shape \(8, 32\)"):
+        proposers.load(tmp_path, target, num_draft_tokens=NUM_DRAFTS, fields=wrong)
+
+
 @pytest.fixture(scope="module")
 def reference():
     pytest.importorskip("speculators")
