@@ -1,7 +1,7 @@
-"""Train a drafter on the features of a target: a head of EAGLE-3, a DFlash network or Medusa heads.
+"""Train a drafter on the features of a target: a head of EAGLE-3 or P-EAGLE, DFlash, DSpark or Medusa heads.
 
     python scripts/train_draft.py --kind eagle3 --data FILES --out DIR
-    python scripts/train_draft.py --target CHECKPOINT --kind dflash --data FILES --out DIR --layout speculators
+    python scripts/train_draft.py --target CHECKPOINT --kind dspark --data FILES --out DIR --layout speculators
 
 The target's distribution at every token is what the drafter learns. A twentieth of the documents, at least one, is
 held out; on them the script measures the mean acceptance length as it goes. `--out` becomes a directory that
@@ -10,10 +10,11 @@ command is given again. As many local devices share a batch as divide it.
 """
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,31 +23,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import specjax
 from specjax import SamplingParams, models, proposers, training
 from specjax.engine.tokenizer import load_tokenizer
 from specjax.models.decoder import DecoderConfig
-from specjax.proposers import medusa, trunk
+from specjax.proposers import dflash, dspark, eagle3, medusa, p_eagle, trunk
 from specjax.proposers.block_draft import BlockHead
-from specjax.proposers.dflash import dflash
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.files import target_weights
 from specjax.proposers.medusa import head_logits
 from specjax.training import losses
-from specjax.training.data import rows_at
-from specjax.training.unroll import Batch, Steps, shift
+from specjax.training.unroll import Batch, Steps
 from specjax.types import Array, Model, Proposer, PyTree
 
+KINDS = "dflash", "dspark", "eagle3", "medusa", "p_eagle"
 LOSSES = {
     "forward_kl": losses.forward_kl,
     "lk_hybrid": losses.lk_hybrid,
     "negative_log_acceptance": losses.negative_log_acceptance,
+    "text_and_variation": losses.text_and_variation,
     "total_variation": losses.total_variation,
 }
-DECAY = {"eagle3": 0.8, "medusa": 0.8, "dflash": 0.8}  # weight of a step in the loss, in that of the step before
-NUM_LAYERS = 2  # of a DFlash network
+READS_TEXT = ("text_and_variation",)
+DECAY = 0.8  # weight of a step in the loss, in that of the step before
+NUM_LAYERS = {"eagle3": 1, "p_eagle": 2, "dflash": 2, "dspark": 2}
+KEEP = 0.7  # of the tokens behind which P-EAGLE learns one draft, the share behind which it learns one more
+MARKOV_RANK = 64  # numbers by which the token before a draft of DSpark changes its logits
 CLIP = 1.0  # largest norm of a gradient
 MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
 WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
@@ -57,35 +61,56 @@ SAMPLE = 192  # tokens of a continuation by the target
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of drafter adds to the loop; params are what is trained, frozen what is not."""
+    """What one kind of drafter adds to the loop; params are those of the drafter, trained and frozen."""
 
-    name: str
+    name: str  # one of KINDS
     num_draft_tokens: int
-    head: Any = None  # of EAGLE-3 or DFlash
+    head: Any = None  # `Eagle3Head` or `BlockHead`; None for Medusa
     num_anchors: int = 0  # blocks a row of a batch
+    mask_token: int = 0  # of P-EAGLE
+    vocab: training.Vocabulary | None = None  # of the drafts; None is the whole one
 
-    def unroll(self, params: PyTree, batch: Batch, key: Array) -> tuple[Steps, Array | None]:
-        """Return the steps of a batch, and the row [B, N] of each output; None where it is its own."""
-        if self.name == "eagle3":
-            return training.feature_unroll(self.head, params, batch, steps=self.num_draft_tokens), None
+    def unroll(self, params: PyTree, batch: Batch, key: Array) -> Steps:
+        """Return the steps of a batch."""
+        count = self.num_draft_tokens
+        match self.name:
+            case "eagle3":
+                return training.feature_unroll(self.head, params, batch, steps=count)
+            case "p_eagle":
+                given = key, self.head, params, batch
+                return training.depth_unroll(*given, mask_token=self.mask_token, depths=count, keep=KEEP)
+            case "medusa":
+                return training.medusa_unroll(params["heads"], batch)
+            case _:
+                anchors = training.anchors(key, batch, count=self.num_anchors)
+                return training.block_unroll(self.head, params, batch, anchors)
+
+    def logits(self, params: PyTree, step: int, rows: tuple[Array, Array]) -> Array:
+        """Return the logits [N, D] of a step, given its outputs [N, h] and the tokens before the labels [N]."""
+        output, previous = (x[None] for x in rows)
         if self.name == "medusa":
-            return training.medusa_unroll(params["heads"], batch), None
-        anchors = training.anchors(key, batch, count=self.num_anchors)
-        return training.block_unroll(self.head, params, batch, anchors), jnp.maximum(anchors, 0)
+            return head_logits(params["heads"][step], output)[0]
+        logits = self.head.logits(params, output)
+        if self.name == "dspark":
+            logits += self.head.markov_logits(params, previous)
+        return logits[0]
 
-    def logits(self, params: PyTree, step: int, output: Array) -> Array:
-        """Return the logits [N, D] of outputs [N, h] of a step."""
-        if self.name == "medusa":
-            return head_logits(params["heads"][step], output[None])[0]
-        return self.head.logits(params, output[None])[0]
-
-    def proposer(self, params: PyTree, vocab: training.Vocabulary | None) -> Proposer:
+    def proposer(self, params: PyTree) -> Proposer:
         """Return the drafter that decodes with what was trained."""
-        if self.name == "medusa":
-            return medusa(params["heads"], vocab_size=params["heads"][0]["head"].shape[0])
+        vocab = self.vocab
         reduced = None if vocab is None else reduced_vocabulary(np.asarray(vocab.ids), len(vocab.t2d))
-        make = proposers.eagle3 if self.name == "eagle3" else dflash
-        return make(self.head, params, self.num_draft_tokens, reduced=reduced)
+        given = self.head, params, self.num_draft_tokens
+        match self.name:
+            case "eagle3":
+                return eagle3(*given, reduced=reduced)
+            case "p_eagle":
+                return p_eagle(*given, mask_token=self.mask_token, reduced=reduced)
+            case "medusa":
+                return medusa(params["heads"], vocab_size=params["heads"][0]["head"].shape[0])
+            case "dflash":
+                return dflash(*given, reduced=reduced)
+            case _:
+                return dspark(*given, reduced=reduced)
 
 
 def layers_of(num_layers: int, kind: str) -> tuple[int, ...]:
@@ -105,35 +130,40 @@ def new_drafter(
     key: Array,
 ) -> tuple[Kind, PyTree, PyTree]:
     """Return a kind with initial parameters, float32: those to train, and frozen ones, which are the target's."""
-    weights, own = target_weights(target), target.apply.config
+    weights, config = target_weights(target), target.apply.config
     embedding, table = (x.astype(jnp.float32) for x in (weights.embedding, weights.head))
+    size = table.shape[1]
     if kind == "medusa":
-        size = table.shape[1]
         block = {"weight": jnp.zeros((size, size)), "bias": jnp.zeros(size)}
         heads = [{"blocks": [block], "head": table} for _ in range(num_draft_tokens)]
         return Kind(kind, num_draft_tokens), {"heads": heads}, {}
-    num_taps = len(layers_of(own.num_layers, kind))
-    config = DecoderConfig(
-        vocab_size=target.vocab_size if vocab is None else len(vocab.ids),
-        hidden_size=table.shape[1],
-        num_layers=1 if kind == "eagle3" else NUM_LAYERS,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_size=own.head_size,
-        mlp_size=own.mlp_size,
-        max_length=own.max_length,
-        rope_theta=own.rope_theta,
-        norm_eps=own.norm_eps,
-        head_norms=kind == "dflash",
-    )
+    num_taps, is_block = len(layers_of(config.num_layers, kind)), kind in ("dflash", "dspark")
     table = table if vocab is None else table[vocab.ids]
-    if kind == "eagle3":
-        head = proposers.Eagle3Head(config, table.shape[1], num_taps)
+    layers = DecoderConfig(
+        vocab_size=len(table),
+        hidden_size=size,
+        num_layers=NUM_LAYERS[kind],
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        mlp_size=config.mlp_size,
+        max_length=config.max_length,
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
+        head_norms=is_block,
+    )
+    if not is_block:
+        head = proposers.Eagle3Head(layers, size, num_taps)
         params = trunk.random_params(head.shapes(), key) | {"lm_head": table}
-        return Kind(kind, num_draft_tokens, head), params, {"embedding": embedding}
-    head = BlockHead(config, num_taps, table.shape[1], target.vocab_size, num_draft_tokens + 1, mask_token)
+        if kind == "p_eagle":
+            params["mask_taps"] = jax.random.normal(jax.random.fold_in(key, 1), (num_taps * size,))
+        made = Kind(kind, num_draft_tokens, head, mask_token=mask_token, vocab=vocab)
+        return made, params, {"embedding": embedding}
+    head = BlockHead(layers, num_taps, size, target.vocab_size, num_draft_tokens + 1, mask_token)
+    if kind == "dspark":
+        head = replace(head, block_size=num_draft_tokens, from_anchor=True, markov_rank=MARKOV_RANK, confidence="both")
     frozen = {"embedding": embedding, "lm_head": table}
-    return Kind(kind, num_draft_tokens, head, num_anchors), trunk.random_params(head.shapes(), key), frozen
+    return Kind(kind, num_draft_tokens, head, num_anchors, vocab=vocab), trunk.random_params(head.shapes(), key), frozen
 
 
 def target_logits(target: Model) -> Callable[[Array], Array]:
@@ -146,59 +176,6 @@ def target_logits(target: Model) -> Callable[[Array], Array]:
         return values if softcap is None else softcap * jnp.tanh(values / softcap)
 
     return logits
-
-
-def loss_of(
-    params: PyTree,
-    frozen: PyTree,
-    target: Model,
-    batch: Batch,
-    key: Array,
-    vocab: training.Vocabulary | None,
-    *,
-    kind: Kind,
-    loss: Callable[..., Array],
-    dtype: Any,
-) -> tuple[Array, Array]:
-    """Return the loss of a batch, a weighted mean over steps, and the mean acceptance rate of each step [K]."""
-    params = jax.tree.map(lambda x: x.astype(dtype), params | frozen)
-    steps, rows = kind.unroll(params, batch, key)
-
-    def both(draft_logits: Array, target_logits: Array, vocab: training.Vocabulary | None = None):
-        rate = losses.acceptance_rate(draft_logits, target_logits, vocab=vocab)
-        return loss(draft_logits, target_logits, vocab=vocab), jax.lax.stop_gradient(rate)
-
-    values, rates = [], []
-    chunk = max(256, MOST_LOGITS // target.vocab_size)
-    for j, (output, mask) in enumerate(zip(steps.outputs, steps.masks, strict=True)):
-        hidden = shift(batch.features.hidden, j)
-        if rows is not None:
-            hidden = jnp.take_along_axis(hidden, rows[..., None], axis=1)
-        heads = partial(kind.logits, params, j), target_logits(target)
-        value, rate = losses.from_hidden(
-            both, output, heads[0], hidden, heads[1], mask=mask, chunk=min(chunk, mask.size), vocab=vocab
-        )
-        count = jnp.maximum(mask.sum(), 1)
-        values.append(value.sum() / (value.size if rows is None else count))
-        rates.append(rate.sum() / count)
-    weights = losses.position_decay(len(values), ratio=DECAY[kind.name])
-    return jnp.sum(weights * jnp.stack(values)) / weights.sum(), jnp.stack(rates)
-
-
-class Data:
-    """Rows to train on, in an order that the seed and the step decide."""
-
-    def __init__(self, batch: Batch, batch_size: int, seed: int):
-        if len(batch.tokens) < batch_size:
-            raise ValueError(f"data must fill a batch of {batch_size} rows, got {len(batch.tokens)}")
-        self._batch, self.batch_size, self._seed = batch, batch_size, seed
-
-    def rows(self, step: int) -> Batch:
-        """Return the batch of a step. Every row comes once an epoch, but for a rest that does not fill a batch."""
-        per_epoch = len(self._batch.tokens) // self.batch_size
-        epoch, place = divmod(step, per_epoch)
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._batch.tokens))
-        return rows_at(self._batch, order[place * self.batch_size :][: self.batch_size])
 
 
 @dataclass(frozen=True)
@@ -226,13 +203,81 @@ class Plan:
         return self.rate * min(1.0, (share + 1e-3) / WARM_UP) * (FINAL + (1 - FINAL) * (1 + np.cos(np.pi * fall)) / 2)
 
 
+def loss_of(
+    params: PyTree, frozen: PyTree, target: Model, rows: Batch, key: Array, *, kind: Kind, plan: Plan
+) -> tuple[Array, Array]:
+    """Return the loss of a batch, a weighted mean over steps, and the mean acceptance rate of each step [K]."""
+    params = jax.tree.map(lambda x: x.astype(plan.dtype), params | frozen)
+    steps = kind.unroll(params, training.features(target, rows, target.feature_layers), key)
+    values, rates = [], []
+    for j, mask in enumerate(steps.masks):
+        value, rate = of_step(params, target, steps, j, kind, plan.loss)
+        count = jnp.maximum(mask.sum(), 1)
+        # EAGLE-3 and Medusa learn at every token, and best with a mean over all, masked or not.
+        values.append(value.sum() / (mask.size if kind.name in ("eagle3", "medusa") else count))
+        rates.append(rate.sum() / count)
+    weights = losses.position_decay(len(values), ratio=DECAY)
+    return jnp.sum(weights * jnp.stack(values)) / weights.sum(), jnp.stack(rates)
+
+
+def of_step(params: PyTree, target: Model, steps: Steps, j: int, kind: Kind, loss: str) -> tuple[Array, Array]:
+    """Return the losses and the acceptance rates [B, N] of a step, which are 0 where its mask is false."""
+    output, mask, previous = steps.outputs[j], steps.masks[j], steps.previous[j]
+
+    def both(draft_logits: Array, target_logits: Array, *tokens: Array, vocab: training.Vocabulary | None = None):
+        rate = losses.acceptance_rate(draft_logits, target_logits, vocab=vocab)
+        return LOSSES[loss](draft_logits, target_logits, *tokens, vocab=vocab), jax.lax.stop_gradient(rate)
+
+    value, rate = losses.from_hidden(
+        both,
+        (output, previous),
+        partial(kind.logits, params, j),
+        steps.target_hidden[j],
+        target_logits(target),
+        mask=mask,
+        tokens=steps.labels[j] if loss in READS_TEXT else None,
+        chunk=min(mask.size, max(256, MOST_LOGITS // target.vocab_size)),
+        vocab=kind.vocab,
+    )
+    if kind.name == "dspark":
+        confidence = kind.head.confidence_logits(params, output, previous)
+        value += jnp.where(mask, losses.confidence_loss(confidence, rate), 0)
+    return value, rate
+
+
+class Data:
+    """Rows to train on, in an order that the seed and the step decide, on devices that share each batch.
+
+    As many devices share a batch as divide it; None are the local ones.
+    """
+
+    def __init__(self, batch: Batch, batch_size: int, seed: int, devices: Sequence[jax.Device] | None = None):
+        if len(batch.tokens) < batch_size:
+            raise ValueError(f"data must fill a batch of {batch_size} rows, got {len(batch.tokens)}")
+        self._batch, self.batch_size, self._seed = batch, batch_size, seed
+        devices = jax.local_devices() if devices is None else devices
+        devices = devices[: math.gcd(len(devices), batch_size)]
+        mesh = Mesh(np.array(devices), ("data",))
+        self.whole: jax.sharding.Sharding = NamedSharding(mesh, PartitionSpec())  # of what each device has a copy of
+        self.split: jax.sharding.Sharding = NamedSharding(mesh, PartitionSpec("data"))  # of batches
+        if len(devices) == 1:
+            self.whole = self.split = SingleDeviceSharding(devices[0])
+
+    def rows(self, step: int) -> Batch:
+        """Return the batch of a step. Every row comes once an epoch, but for a rest that does not fill a batch."""
+        per_epoch = len(self._batch.tokens) // self.batch_size
+        epoch, place = divmod(step, per_epoch)
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._batch.tokens))
+        rows = order[place * self.batch_size :][: self.batch_size]
+        return jax.device_put(jax.tree.map(lambda x: x[rows], self._batch), self.split)
+
+
 def train(
     kind: Kind,
     params: PyTree,
     frozen: PyTree,
     target: Model,
     data: Data,
-    vocab: training.Vocabulary | None,
     plan: Plan,
     look: Callable[[int, PyTree], None],
     checkpoints: Any = None,
@@ -244,29 +289,21 @@ def train(
         params: what to train.
         frozen: what to leave as it is.
         target: with the feature layers that the drafter reads.
-        data: rows to train on.
-        vocab: the draft vocabulary; None is the whole one.
+        data: rows to train on. Its devices each have a copy of all parameters.
         plan: numbers of the run.
         look: is called with the step and the parameters every `plan.every` steps, and at the end.
         checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
     """
     transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
-    num_devices = math.gcd(jax.local_device_count(), data.batch_size)
-    mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
-    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    place = partial(jax.device_put, device=whole) if mesh.size > 1 else jax.device_put
-    params, frozen, target = place(jax.tree.map(jnp.array, params)), place(frozen), place(target)  # a copy to donate
-    state = place(transform.init(params))
+    params, frozen, target = (jax.device_put(tree, data.whole) for tree in (params, frozen, target))
+    params = jax.tree.map(jnp.copy, params)  # to donate
+    state = jax.device_put(transform.init(params), data.whole)
     key = jax.random.key(plan.seed)
-    objective = partial(loss_of, kind=kind, loss=LOSSES[plan.loss], dtype=plan.dtype)
+    objective = jax.value_and_grad(partial(loss_of, kind=kind, plan=plan), has_aux=True)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def one(params, state, frozen, target, rows, step, rate):
-        batch = training.features(target, rows, target.feature_layers)
-        of_step = jax.random.fold_in(key, step)
-        (value, rates), gradient = jax.value_and_grad(objective, has_aux=True)(
-            params, frozen, target, batch, of_step, vocab
-        )
+        (value, rates), gradient = objective(params, frozen, target, rows, jax.random.fold_in(key, step))
         update, state = transform.update(gradient, state, params)
         return jax.tree.map(lambda x, y: x - rate * y, params, update), state, value, rates
 
@@ -279,7 +316,6 @@ def train(
     start, since, seen = time.perf_counter() - spent, time.perf_counter(), 0
     while (share := plan.share(step, time.perf_counter() - start)) < 1:
         rows = data.rows(step)
-        rows = rows if mesh.size == 1 else jax.device_put(rows, split)
         rate = np.float32(plan.rate_at(share))
         params, state, value, rates = one(params, state, frozen, target, rows, np.int32(step), rate)
         step, seen = step + 1, seen + rows.tokens.size
@@ -287,6 +323,7 @@ def train(
         if step % plan.every and step != plan.steps:
             continue
         numbers, speed = " ".join(f"{x:.3f}" for x in rates.tolist()), seen / (time.perf_counter() - since)
+        share = plan.share(step, time.perf_counter() - start)
         print(f"step {step} ({share:.0%}): loss {loss:.4f}, rates {numbers}, {speed:,.0f} tokens/s", flush=True)
         if checkpoints is not None:
             save(checkpoints, step, (params, state, np.float64(time.perf_counter() - start)))
@@ -313,12 +350,12 @@ def restore(checkpoints: Any, step: int, like: PyTree) -> PyTree:
     return structure.unflatten(checkpoints.restore(step, args=ocp.args.StandardRestore(leaves)))
 
 
-def held_out_prompts(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Return pieces of PROMPT tokens of held-out documents, spread evenly over all of them."""
-    pieces = [list(ids[i : i + PROMPT]) for ids in documents for i in range(0, len(ids) - PROMPT + 1, PROMPT)]
-    if not pieces:
-        raise ValueError(f"a held-out document must have {PROMPT} tokens, got at most {max(map(len, documents))}")
-    return [pieces[i] for i in np.linspace(0, len(pieces) - 1, min(count, len(pieces))).astype(int)]
+def pieces(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Return at most `count` pieces of PROMPT tokens of documents, spread evenly over all of them."""
+    found = [list(ids[i : i + PROMPT]) for ids in documents for i in range(0, len(ids) - PROMPT + 1, PROMPT)]
+    if not found:
+        raise ValueError(f"one of the documents must have {PROMPT} tokens, got at most {max(map(len, documents))}")
+    return [found[i] for i in np.linspace(0, len(found) - 1, min(count, len(found))).astype(int)]
 
 
 def measure(target: Model, proposer: Proposer, prompts: list[list[int]], max_tokens: int | None = None) -> list[float]:
@@ -346,13 +383,29 @@ def split(documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]
 
 
 def continuations(args: argparse.Namespace, documents: list[list[int]]) -> list[training.Document]:
-    """Let the target continue beginnings of documents, half of them greedily."""
+    """Let the target continue pieces of documents, half of them greedily."""
     llm = specjax.LLM(args.target, dtype=args.dtype, num_draft_tokens=0)
-    prompts = held_out_prompts(documents, args.regenerate)
+    prompts = pieces(documents, args.regenerate)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=args.seed + i, max_tokens=SAMPLE) for i in range(len(prompts))
     ]
     return training.regenerate(llm, prompts, params)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Keep the arguments in `--out`, and raise ValueError where an earlier run there had others."""
+    path = args.out / "state" / "arguments.json"
+    given = {name: str(value) for name, value in vars(args).items() if name != "out"}
+    if path.is_file():
+        before = json.loads(path.read_text())
+        changed = sorted(name for name in given.keys() | before.keys() if given.get(name) != before.get(name))
+        if changed:
+            raise ValueError(
+                f"--out must be a new directory or have a run of the same arguments, got {args.out}, where these "
+                f"differ: {', '.join(f'{name} was {before.get(name)}' for name in changed)}"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(given, indent=1) + "\n")
 
 
 def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[list[int]], np.ndarray]:
@@ -365,10 +418,9 @@ def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[li
         made = continuations(args, documents) if args.regenerate else []
         batch = training.pack([*documents, *made], args.length)
         counts = np.bincount(batch.tokens[batch.loss_mask], minlength=vocab_size)
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part.npz")
         fields = {name: value for name, value in batch._asdict().items() if value is not None}
-        np.savez(part, prompts=np.array(held_out_prompts(held_out, args.num_prompts)), counts=counts, **fields)
+        np.savez(part, prompts=np.array(pieces(held_out, args.num_prompts)), counts=counts, **fields)
         part.replace(path)
     found = np.load(path)
     rows = Batch(found["tokens"], found["segments"], found["loss_mask"])
@@ -378,20 +430,22 @@ def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[li
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--target", type=Path, default=models.EMBEDDED / "target", help="checkpoint of the target")
-    options.add_argument("--kind", choices=sorted(DECAY), default="eagle3")
+    options.add_argument("--kind", choices=KINDS, default="eagle3")
     options.add_argument("--data", type=Path, nargs="+", required=True, help="files or directories of text")
     options.add_argument("--out", type=Path, required=True, help="directory for the drafter")
     options.add_argument("--layout", help="as training.save_pretrained takes it")
     options.add_argument("--num-draft-tokens", type=int, default=4, help="steps to unroll, heads or drafts of a block")
     options.add_argument("--vocab-size", type=int, help="tokens of the draft vocabulary, by default all")
     options.add_argument("--regenerate", type=int, default=0, help="continuations by the target to train on, too")
-    options.add_argument("--loss", choices=sorted(LOSSES), default="lk_hybrid")
+    options.add_argument(
+        "--loss", choices=LOSSES, help="by default text_and_variation for dspark, and lk_hybrid for all others"
+    )
     length = options.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=400)
     length.add_argument("--minutes", type=float, help="time to train, in place of steps")
     options.add_argument("--batch", type=int, default=8, help="rows of a step")
     options.add_argument("--length", type=int, default=256, help="tokens of a row")
-    options.add_argument("--anchors", type=int, default=32, help="blocks in a row, for dflash")
+    options.add_argument("--anchors", type=int, default=32, help="blocks in a row, for dflash and dspark")
     options.add_argument("--rate", type=float, default=3e-3, help="largest learning rate")
     options.add_argument("--every", type=int, default=50, help="steps between measurements, and between checkpoints")
     options.add_argument("--num-prompts", type=int, default=128, help="held-out prompts to measure on")
@@ -404,11 +458,12 @@ def main() -> None:
     import orbax.checkpoint as ocp
 
     args = parser().parse_args()
+    if args.vocab_size is not None and args.kind == "medusa":
+        raise ValueError("--vocab-size must be absent for medusa, whose heads have the target's vocabulary")
+    check_arguments(args)
     target = models.load(args.target, dtype=args.dtype)
     target = models.with_feature_layers(target, layers_of(target.apply.config.num_layers, args.kind))
     rows, prompts, counts = read_data(args, target.vocab_size)
-    if args.vocab_size is not None and args.kind == "medusa":
-        raise ValueError("--vocab-size must be absent for medusa, whose heads have the target's vocabulary")
     vocab = None if args.vocab_size is None else training.vocabulary(counts, args.vocab_size)
     if vocab is not None:
         print(f"the draft vocabulary holds {counts[vocab.ids].sum() / counts.sum():.2%} of the tokens")
@@ -425,7 +480,7 @@ def main() -> None:
 
     def look(step: int, params: PyTree) -> None:
         whole = jax.tree.map(lambda x: x.astype(args.dtype), jax.device_get(params | frozen))
-        lengths = measure(target, kind.proposer(whole, vocab), prompts)
+        lengths = measure(target, kind.proposer(whole), prompts)
         print(
             f"step {step}: mean acceptance length behind held-out text {lengths[0]:.2f} at temperature 0, "
             f"{lengths[1]:.2f} at 0.8",
@@ -437,10 +492,11 @@ def main() -> None:
         if checkpoints.latest_step() is None:
             look(0, params)
         steps = args.steps if args.minutes is None else None
-        plan = Plan(steps, args.minutes, args.rate, args.seed, args.loss, args.every, jnp.dtype(args.dtype))
-        params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), vocab, plan, look, checkpoints)
+        loss = args.loss or ("text_and_variation" if args.kind == "dspark" else "lk_hybrid")
+        plan = Plan(steps, args.minutes, args.rate, args.seed, loss, args.every, jnp.dtype(args.dtype))
+        params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), plan, look, checkpoints)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.device_get(params | frozen))
-    trained = kind.proposer(half, vocab)
+    trained = kind.proposer(half)
     training.save_pretrained(trained, args.out, target=target, layout=args.layout, target_name=str(args.target))
     loaded = proposers.load(args.out, target, num_draft_tokens=args.num_draft_tokens)
     lengths = measure(target, loaded, prompts, max_tokens=128)

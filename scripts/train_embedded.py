@@ -340,17 +340,17 @@ def train_head(
         name, target, HEAD_DRAFTS, HEAD_ANCHORS, mask_token, None, jax.random.key(3)
     )
     held_out = np.asarray(texts.held_out).astype(int)
-    prompts = train_draft.held_out_prompts([held_out.tolist()], 64)
+    prompts = train_draft.pieces([held_out.tolist()], 64)
 
     def look(step: int, params: PyTree) -> None:
-        trained = kind.proposer(bfloat16(jax.device_get(params | frozen)), None)
+        trained = kind.proposer(bfloat16(jax.device_get(params | frozen)))
         save_pretrained(trained, out / name, target=target)
         lengths = train_draft.measure(target, trained, prompts)
         print(f"{name} step {step}: {lengths[0]:.2f} and {lengths[1]:.2f} at temperatures 0 and 0.8", flush=True)
 
     data = train_draft.Data(rows, max(1, num_tokens // CROP), seed=4)
     plan = train_draft.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
-    train_draft.train(kind, params, frozen, target, data, None, plan, look)
+    train_draft.train(kind, params, frozen, target, data, plan, look)
 
 
 def rows_with_samples(texts: Texts, samples: np.ndarray) -> Batch:

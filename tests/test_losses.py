@@ -108,6 +108,16 @@ def test_log_acceptance_of_a_certain_target_is_its_cross_entropy(x64):
     np.testing.assert_allclose(gradient(given, draft), of_entropy, atol=1e-12)
 
 
+def test_text_and_variation(x64):
+    """Its value, and its gradient by formula: the two parts are those of the cross entropy and of 2 TV."""
+    tokens = jnp.array([0, 3, 6, 2, 5])
+    given = partial(losses.text_and_variation, target_logits=jnp.asarray(TARGET), tokens=tokens, text_weight=0.3)
+    expected = -0.3 * np.log(Q[np.arange(5), tokens]) + 0.7 * np.abs(P - Q).sum(-1)
+    np.testing.assert_allclose(given(jnp.asarray(DRAFT)), expected, atol=1e-12)
+    formula = 0.3 * (Q - np.eye(VOCAB)[np.asarray(tokens)]) + 0.7 * 2 * of_variation()
+    np.testing.assert_allclose(gradient(given, DRAFT), formula, atol=1e-12)
+
+
 def test_the_floor_of_the_log_acceptance():
     far = losses.negative_log_acceptance(jnp.array([60.0, 0.0]), jnp.array([0.0, 60.0]), floor=1e-3)
     np.testing.assert_allclose(far, -np.log(1e-3), rtol=1e-6)
@@ -205,6 +215,22 @@ def test_chunks_give_what_all_rows_at_once_give(vocab):
     )
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6, rtol=1e-6)
+
+
+def test_chunks_of_pytrees_with_tokens():
+    """A head of two arrays, and a loss that reads the text."""
+    key = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(key[0], (2, 5, VOCAB)), jnp.arange(10).reshape(2, 5) % 3
+    target, table = jax.random.normal(key[1], (2, 5, VOCAB)), jax.random.normal(key[2], (3, VOCAB))
+    tokens = jnp.arange(10).reshape(2, 5) % VOCAB
+
+    def head(rows):
+        return rows[0] + table[rows[1]]
+
+    given = losses.text_and_variation, hidden, head, target, jnp.eye(VOCAB)
+    found = losses.from_hidden(*given, mask=jnp.ones((2, 5), bool), tokens=tokens, chunk=4)
+    expected = losses.text_and_variation(head(hidden), target, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_no_chunk_keeps_logits_of_all_rows():

@@ -109,7 +109,7 @@ def test_the_package_computes_what_is_recorded(tmp_path, reference, goldens, cas
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", ["eagle3", "eagle3.1", "dflash", "dflash both ways"])
+@pytest.mark.parametrize("case", ["eagle3", "eagle3.1", "peagle", "dflash", "dflash both ways", "dspark"])
 def test_the_package_loads_what_is_exported(tmp_path, reference, target, case):
     recorded_heads.write(tmp_path / "first", case)
     proposer = proposers.load(tmp_path / "first", target, num_draft_tokens=NUM_DRAFTS)

@@ -4,14 +4,16 @@ import importlib
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax import LLM, SamplingParams, models, proposers, training
-from specjax.models.decoder import DecoderConfig, init_params
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
 pytestmark = pytest.mark.slow  # each trains for some steps
 
@@ -67,27 +69,56 @@ def loaded(directory, target):
     return proposers.load(directory, model, num_draft_tokens=2)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dflash", "dspark", "medusa"])
 def test_what_was_trained_decodes(kind, train, target):
     """In the layout of the kind's authors, and in that of speculators."""
     out = train(kind, "own", *(() if kind == "medusa" else ("--vocab-size", "1000")))
     assert proposers.kind_of(out) == kind
-    params = SamplingParams(temperature=0, max_tokens=12)
-    fast = LLM(target, out, num_draft_tokens=2)
-    (result,), (plain,) = fast.generate("import os\n", params), fast.plain().generate("import os\n", params)
-    assert result.token_ids == plain.token_ids and result.metrics.num_drafted > 0
+    if kind in ("eagle3", "dflash", "medusa"):
+        params = SamplingParams(temperature=0, max_tokens=12)
+        fast = LLM(target, out, num_draft_tokens=2)
+        (result,), (plain,) = fast.generate("import os\n", params), fast.plain().generate("import os\n", params)
+        assert result.token_ids == plain.token_ids and result.metrics.num_drafted > 0
     if kind == "medusa":
         return
-    other = out / "other"
-    training.save_pretrained(fast.proposer, other, target=fast.model, layout="speculators")
-    assert json.loads((other / "config.json").read_text())["speculators_model_type"] == kind
+    made, other = loaded(out, target), out / "other"
+    model = models.with_feature_layers(models.load(target), proposers.feature_layers(out, models.load(target)))
+    training.save_pretrained(made, other, target=model, layout="speculators")
+    assert json.loads((other / "config.json").read_text())["speculators_model_type"] == kind.replace("_", "")
     again = loaded(other, target)
-    for x, y in zip(jax.tree.leaves(fast.proposer), jax.tree.leaves(again), strict=True):
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_killed_run_ends_with_the_same_weights(train, script, monkeypatch):
-    whole = train("eagle3", "whole", "--regenerate", "2")
+@pytest.fixture(scope="module")
+def cycle():
+    """A target whose next token is all but certain and depends on the last one alone: 0, 1, 2, ..., 15, 0, ..."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 32, "max_length": 64}
+    config = DecoderConfig(vocab_size=16, hidden_size=32, num_layers=2, **sizes, tie_embeddings=False)
+    params = jax.tree.map(jnp.zeros_like, init_params(config, seed=0))
+    vectors = np.linalg.qr(np.random.default_rng(0).normal(size=(32, 32)))[0][:16].astype(np.float32)
+    params |= {"embedding": vectors, "head": 2 * np.roll(vectors, 1, axis=0), "norm": jnp.ones(32)}
+    return decoder_model(config, params)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dflash", "dspark", "medusa"])
+def test_a_target_that_can_be_copied_is_copied(kind, script, cycle):
+    """Every draft of a trained drafter is accepted, greedy and sampled: it decodes with what it was trained on."""
+    target = models.with_feature_layers(cycle, script.layers_of(2, kind))
+    made, params, frozen = script.new_drafter(kind, target, 3, 8, 0, None, jax.random.key(0))
+    batch = training.pack([(np.arange(24) + i) % 16 for i in range(16)], 24)
+    plan = script.Plan(150, None, 1e-2, 0, "lk_hybrid", 150, np.dtype("float32"))
+    data = script.Data(batch, 8, 0, jax.devices("cpu")[:1])
+    params = script.train(made, params, frozen, target, data, plan, lambda *_: None)
+    proposer = made.proposer(jax.device_get(params | frozen))
+    lengths = script.measure(target, proposer, [[*range(4, 14)], [3, 4, 5]], max_tokens=20)
+    assert min(lengths) > 3.7, lengths
+
+
+@pytest.mark.parametrize("kind, arguments", [("p_eagle", ("--regenerate", "2")), ("dspark", ())])
+def test_a_killed_run_ends_with_the_same_weights(kind, arguments, train, script, monkeypatch):
+    """Also where the rows that are learned are drawn at random."""
+    whole = train(kind, "whole", *arguments)
     save, seen = script.save, []
 
     def killed(checkpoints, step, tree):
@@ -97,11 +128,46 @@ def test_a_killed_run_ends_with_the_same_weights(train, script, monkeypatch):
 
     monkeypatch.setattr(script, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        train("eagle3", "cut", "--regenerate", "2")
+        train(kind, "cut", *arguments)
     assert seen == [2] and not (whole.parent / "cut" / "model.safetensors").exists()
     monkeypatch.setattr(script, "save", save)
-    cut = train("eagle3", "cut", "--regenerate", "2")
+    cut = train(kind, "cut", *arguments)
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dspark"])
+def test_devices_that_share_a_batch_compute_what_one_does(kind, script, target):
+    model = models.load(target, dtype="float32")
+    model = models.with_feature_layers(model, script.layers_of(3, kind))
+    made, params, frozen = script.new_drafter(kind, model, 3, 4, 7, None, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, CONFIG.vocab_size, length) for length in (30, 9, 11, 25, 40, 8)]
+    batch = training.pack(documents, 32)
+    plan = script.Plan(4, None, 1e-3, 0, "text_and_variation", 1, np.dtype("float32"))
+    step = jax.jit(jax.value_and_grad(partial(script.loss_of, kind=made, plan=plan), has_aux=True))
+    found = []
+    for count in (1, 2):
+        data = script.Data(batch, 4, 0, jax.devices("cpu")[:count])
+        given = jax.device_put((params, frozen, model), data.whole)
+        rows, key = data.rows(0), jax.device_put(jax.random.key(1), data.whole)
+        assert len(rows.tokens.sharding.device_set) == count
+        assert rows.tokens.addressable_shards[0].data.shape[0] == 4 // count
+        found.append(jax.device_get(step(*given, rows, key)))
+    (one, gradient), (both, other) = found
+    for x, y in zip(one, both, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(x).max())
+
+
+def test_a_directory_of_another_run_is_refused(script, tmp_path):
+    def check(*arguments):
+        script.check_arguments(script.parser().parse_args(["--out", str(tmp_path / "out"), "--data", "x", *arguments]))
+
+    check("--kind", "eagle3")
+    check("--kind", "eagle3")
+    with pytest.raises(ValueError, match=r"--out must be a new directory .* differ: kind was eagle3, seed was 0"):
+        check("--kind", "dflash", "--seed", "1")
 
 
 def test_rows_come_once_an_epoch(script):

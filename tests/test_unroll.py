@@ -13,6 +13,7 @@ from specjax.proposers.dflash import dflash
 from specjax.proposers.dspark import dspark
 from specjax.proposers.eagle3 import Eagle3Head, eagle3
 from specjax.proposers.medusa import head_logits
+from specjax.proposers.p_eagle import p_eagle
 from specjax.sampling import SamplingParams
 from specjax.training import unroll
 from specjax.training.unroll import Batch
@@ -39,6 +40,7 @@ slow = pytest.mark.slow
 features = jax.jit(training.features, static_argnums=2)
 feature_unroll = jax.jit(training.feature_unroll, static_argnums=0, static_argnames=("steps", "detach"))
 block_unroll = jax.jit(training.block_unroll, static_argnums=0)
+depth_unroll = jax.jit(training.depth_unroll, static_argnums=1, static_argnames=("mask_token", "depths", "keep"))
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
 propose = jax.jit(lambda proposer, *given: proposer.propose(*given)[0])
 
@@ -89,6 +91,52 @@ def test_steps_are_those_of_decoding(name, target):
             assert steps.labels[j][row, length - 1] == tokens[row, length + j]
 
 
+@pytest.mark.parametrize("name", [pytest.param("eagle3", marks=slow), "two layers, 3.1"])
+def test_depths_are_those_of_decoding(name, target):
+    """P-EAGLE drafts all tokens in one pass; drafts that follow one another change nothing, and nor do other rows."""
+    head = HEADS[name]
+    params = params_of(head) | {"mask_taps": jax.random.normal(jax.random.key(4), (len(LAYERS) * HIDDEN,))}
+    proposer = p_eagle(head, params, STEPS, mask_token=VOCAB - 1)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    tokens, lengths, logits = drafted(target, proposer, prompts, np.array([9, 5, 2]), steps=4)
+    assert (lengths > [9, 5, 2]).all() and logits.std() > 0.1
+    batch = features(target, Batch(jnp.asarray(tokens), None, jnp.ones(tokens.shape, bool)), LAYERS)
+    steps = depth_unroll(jax.random.key(0), head, params, batch, mask_token=VOCAB - 1, depths=STEPS, keep=1.0)
+    for j in range(STEPS):
+        found, rows = head.logits(params, steps.outputs[j]), np.asarray(steps.rows[j])
+        assert np.sort(rows, axis=1).tolist() == [[*range(tokens.shape[1])]] * 3
+        for row, length in enumerate(lengths):
+            here = rows[row].tolist().index(length - 1)
+            np.testing.assert_allclose(found[row, here], logits[row, j], atol=1e-5 * np.abs(logits).max())
+            assert steps.labels[j][row, here] == tokens[row, length + j]
+            assert steps.previous[j][row, here] == tokens[row, length + j - 1]
+            hidden = batch.features.hidden[row, length + j - 1]
+            np.testing.assert_array_equal(steps.target_hidden[j][row, here], hidden)
+
+
+def test_depths_of_packed_documents_begin_at_fewer_and_fewer_tokens(target):
+    head, lengths = HEADS["eagle3"], (9, 2, 7)
+    params = params_of(head) | {"mask_taps": jax.random.normal(jax.random.key(4), (len(LAYERS) * HIDDEN,))}
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 9)).astype(np.int32)
+    alone = Batch(jnp.asarray(tokens), None, jnp.arange(9)[None] < jnp.array(lengths)[:, None])
+    alone, together = (features(target, batch, LAYERS) for batch in (alone, packed(tokens, lengths)))
+    given = jax.random.key(0), head, params
+    one = depth_unroll(*given, alone, mask_token=VOCAB - 1, depths=3, keep=1.0)
+    some = depth_unroll(*given, together, mask_token=VOCAB - 1, depths=3, keep=0.5)
+    starts = np.cumsum([0, *lengths[:-1]])
+    valid = {start + s for start, length in zip(starts, lengths, strict=True) for s in range(1, length - 2)}
+    before = set(range(sum(lengths) + 3))
+    for j, count in enumerate((21, 11, 6)):  # 21 tokens with padding
+        rows, mask = np.asarray(some.rows[j][0]), np.asarray(some.masks[j][0])
+        assert len(rows) == count and set(rows.tolist()) <= before and (not j or set(rows[mask].tolist()) <= valid)
+        before = set(rows.tolist())
+        for row, output in zip(rows[mask], some.outputs[j][0][mask], strict=True):
+            document = np.searchsorted(starts, row, side="right") - 1
+            here = one.rows[j][document].tolist().index(row - starts[document])
+            np.testing.assert_allclose(output, one.outputs[j][document, here], atol=1e-5)
+    assert np.asarray(some.masks[1][0]).sum() == len(valid) == 10  # tokens with something to learn come first
+
+
 def block_head(from_anchor=False, **options):
     size = STEPS if from_anchor else STEPS + 1
     config = DecoderConfig(hidden_size=12, num_layers=2, head_norms=True, **SIZES, windows=(None, 3))
@@ -116,7 +164,7 @@ def test_blocks_are_those_of_decoding(name, target):
     for j in range(STEPS):
         found = head.logits(params, steps.outputs[j])
         if head.markov_rank:
-            found += head.markov_logits(params, unroll.shift(batch.tokens, j)[jnp.arange(3)[:, None], places])
+            found += head.markov_logits(params, steps.previous[j])
         np.testing.assert_allclose(found[:, 0], logits[:, j], atol=1e-5 * np.abs(logits).max())
         assert steps.labels[j][:, 0].tolist() == tokens[np.arange(3), lengths + j].tolist()
         assert steps.masks[j].tolist() == [[True, True, False]] * 3
@@ -229,5 +277,7 @@ def test_errors(target):
         training.feature_unroll(head, params_of(head), batch)
     with pytest.raises(ValueError, match="steps must be an integer >= 1, got 0"):
         training.feature_unroll(head, params_of(head), batch, steps=0)
+    with pytest.raises(ValueError, match="depths must be an integer >= 1, got 0"):
+        training.depth_unroll(jax.random.key(0), head, params_of(head), batch, mask_token=0, depths=0)
     with pytest.raises(ValueError, match=r"features\.taps must be of 2 layers"):
         training.feature_unroll(head, params_of(head), training.features(target, batch, (1,)))

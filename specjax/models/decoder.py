@@ -207,7 +207,7 @@ class Decoder(nnx.Module):
 
         Args:
             inputs: tokens and positions [B, T]. Without a cache they are whole sequences from position 0, attended
-                causally.
+                causally or as `inputs.mask` says.
             cache: keys and values of each layer; None computes without a cache.
             feature_layers: layers of `Features.taps`, static.
 
@@ -226,8 +226,9 @@ class Decoder(nnx.Module):
                 window if window is not None and window < size else None
                 for window in config.windows or (None,) * config.num_layers
             ]
+            is_causal = cache is None and inputs.mask is None
             masks = {  # a mask of None is causal
-                window: None if cache is None and window is None else attention_mask(inputs, size, window)
+                window: None if is_causal and window is None else attention_mask(inputs, size, window)
                 for window in dict.fromkeys(windows)
             }
             new_cache, taps = [], network.Taps(feature_layers)

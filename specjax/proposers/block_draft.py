@@ -162,11 +162,15 @@ class BlockHead:
 
         It depends on the output of its row and on the token before it, and not on the draft.
         """
+        return jax.nn.sigmoid(self.confidence_logits(params, output, token))
+
+    def confidence_logits(self, params: PyTree, output: Array, token: Array) -> Array:
+        """Return the log-odds of `confidences`, [B, T] float32."""
         parts = [output] if self.confidence == "hidden" else [output, params["markov_in"][token]]
         read = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
         with trunk.in_full_precision(params):
             score = jnp.sum(read * params["confidence"].astype(jnp.float32)[None, None], axis=-1)
-        return jax.nn.sigmoid(score + params["confidence_bias"].astype(jnp.float32)[None])
+        return score + params["confidence_bias"].astype(jnp.float32)[None]
 
 
 @partial(

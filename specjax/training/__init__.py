@@ -6,7 +6,16 @@ Nothing here needs an optimiser; `scripts/train_draft.py` is a loop that uses th
 from specjax.training import losses
 from specjax.training.data import Acceptance, Document, documents, pack, regenerate, replay
 from specjax.training.export import save_pretrained
-from specjax.training.unroll import Batch, Steps, anchors, block_unroll, feature_unroll, features, medusa_unroll
+from specjax.training.unroll import (
+    Batch,
+    Steps,
+    anchors,
+    block_unroll,
+    depth_unroll,
+    feature_unroll,
+    features,
+    medusa_unroll,
+)
 from specjax.training.vocabulary import Vocabulary, vocabulary
 
 __all__ = [
@@ -17,6 +26,7 @@ __all__ = [
     "Vocabulary",
     "anchors",
     "block_unroll",
+    "depth_unroll",
     "documents",
     "feature_unroll",
     "features",

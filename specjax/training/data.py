@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, metrics, sampling, verifiers
@@ -203,8 +202,3 @@ def replay(
 
 
 _prefill = jax.jit(decode.prefill, static_argnames="max_length")
-
-
-def rows_at(batch: Batch, rows: np.ndarray) -> Batch:
-    """Return some rows [B] of a batch, on the device."""
-    return jax.tree.map(lambda x: jnp.asarray(x[rows]), batch)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +9,26 @@ import numpy as np
 
 from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from specjax.proposers import Medusa
-from specjax.proposers.block_draft import BlockDraft
+from specjax.proposers.block_draft import BlockDraft, BlockHead
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.files import target_weights
+from specjax.proposers.p_eagle import ParallelEagle
 from specjax.types import Array, Model, Proposer, PyTree
 
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
-LAYOUTS = {"eagle3": ("eagle3", "speculators"), "dflash": ("dflash", "speculators"), "medusa": ("medusa",)}
+LAYOUTS = {  # of each kind, that of its authors first
+    "eagle3": ("eagle3", "speculators"),
+    "p_eagle": ("p_eagle", "speculators"),
+    "dflash": ("dflash", "speculators"),
+    "dspark": ("deepspec", "speculators"),
+    "medusa": ("medusa",),
+}
+WITH_TABLES = "speculators", "deepspec"  # whose readers want embedding and head, also where they are the target's
 Tensors = dict[str, np.ndarray]
-_PLAIN = {"markov_rank": 0, "confidence": None, "conv_taps": 0, "num_candidates": 0}  # what DFlash has not
 
 
 def save_pretrained(
@@ -31,12 +37,12 @@ def save_pretrained(
     """Write config.json and model.safetensors of a drafter into a directory.
 
     Args:
-        proposer: a drafter of EAGLE-3, DFlash or Medusa, whose parameters are written in their dtype.
+        proposer: a drafter of EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa, whose parameters are written in their dtype.
         path: the directory, which is made where there is none.
         target: its target, with the feature layers that the drafter reads. Tables of the drafter that are the target's
-            are not written, except in the layout "speculators", whose readers want the embedding.
-        layout: "eagle3", "dflash" or "medusa", those of the methods' authors, or "speculators" for the first two; None
-            is the authors'.
+            are not written, except in the layouts "speculators" and "deepspec", whose readers want them.
+        layout: "eagle3", "p_eagle", "dflash", "deepspec" (of DSpark) or "medusa", those of the methods' authors, or
+            "speculators" for all but Medusa; None is the authors'.
         target_name: name or path of the target, which the layout "speculators" records.
 
     Raises:
@@ -45,20 +51,20 @@ def save_pretrained(
     from safetensors.numpy import save_file
 
     kind = _kind_of(proposer)
-    layout = kind if layout is None else layout
+    layout = LAYOUTS[kind][0] if layout is None else layout
     if layout not in LAYOUTS[kind]:
         raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS[kind]))} for {kind}, got {layout!r}")
     if isinstance(proposer, Medusa):
         tensors, config = _medusa(proposer)
     else:
-        assert isinstance(proposer, FeatureDraft | BlockDraft), "the kinds that are left"
+        assert isinstance(proposer, FeatureDraft | ParallelEagle | BlockDraft), "the kinds that are left"
         is_nested = layout == "speculators"
-        if isinstance(proposer, FeatureDraft):
-            tensors, config = _eagle3(proposer, target, is_nested, target_name)
+        if isinstance(proposer, BlockDraft):
+            tensors, config = _block(proposer, target, is_nested, target_name)
         else:
-            tensors, config = _dflash(proposer, target, is_nested, target_name)
+            tensors, config = _eagle3(proposer, target, is_nested, target_name)
         tensors |= _vocabulary(proposer.reduced, target.vocab_size)
-        tensors |= _tables(proposer.params, target, with_embedding=is_nested)
+        tensors |= _tables(proposer.params, target, with_tables=layout in WITH_TABLES)
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -150,12 +156,18 @@ def _kind_of(proposer: Proposer) -> str:
         return "medusa"
     if isinstance(proposer, FeatureDraft) and isinstance(proposer.head, Eagle3Head):
         return "eagle3"
-    if isinstance(proposer, BlockDraft) and proposer.head == replace(proposer.head, **_PLAIN):
-        return "dflash"
-    raise ValueError(f"proposer must be a drafter of EAGLE-3, DFlash or Medusa, got {type(proposer).__name__}")
+    if isinstance(proposer, ParallelEagle):
+        return "p_eagle"
+    if isinstance(proposer, BlockDraft) and not (proposer.head.conv_taps or proposer.head.num_candidates):
+        return "dspark" if proposer.head.markov_rank or proposer.head.confidence is not None else "dflash"
+    raise ValueError(
+        f"proposer must be a drafter of EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa, got {type(proposer).__name__}"
+    )
 
 
-def _eagle3(proposer: FeatureDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
+def _eagle3(
+    proposer: FeatureDraft | ParallelEagle, target: Model, is_nested: bool, target_name: str
+) -> tuple[Tensors, dict]:
     head, params = proposer.head, proposer.params
     assert isinstance(head, Eagle3Head), "the kind was looked at"
     first = "layers.0" if is_nested else "midlayer"
@@ -186,15 +198,19 @@ def _eagle3(proposer: FeatureDraft, target: Model, is_nested: bool, target_name:
         own["target_layer_ids"] = [layer - 1 for layer in layers]
     else:
         own["eagle_aux_hidden_state_layer_ids"] = layers
+    if isinstance(proposer, ParallelEagle):
+        tensors["mask_hidden"] = np.asarray(params["mask_taps"])[None, None]
+        own["mask_token_id" if is_nested else "ptd_token_id"] = proposer.mask_token
     fields = layer_config(head.config, target.vocab_size)
     if not is_nested:
         return tensors, {"architectures": ["LlamaForCausalLMEagle3"], **fields, **own}
-    about = _speculators("eagle3", "Eagle3Speculator", proposer.num_draft_tokens, target_name)
+    kind = ("peagle", "PEagle") if isinstance(proposer, ParallelEagle) else ("eagle3", "Eagle3")
+    about = _speculators(*kind, proposer.num_draft_tokens, target_name)
     return tensors, {**about, **own, "transformer_layer_config": fields}
 
 
-def _dflash(proposer: BlockDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
-    head, params = proposer.head, proposer.params
+def _block(proposer: BlockDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
+    head, params, is_dspark = proposer.head, proposer.params, _kind_of(proposer) == "dspark"
     tensors = {
         "fc.weight": np.ascontiguousarray(_outputs_first(head.config, params["fc"])),
         "hidden_norm.weight": np.asarray(params["hidden_norm"]),
@@ -203,31 +219,53 @@ def _dflash(proposer: BlockDraft, target: Model, is_nested: bool, target_name: s
     for i in range(head.config.num_layers):
         tensors |= layer_tensors(head.config, params["layers"][i], f"layers.{i}")
     fields = layer_config(head.config, target.vocab_size)
-    if not is_nested:
-        own = {
-            "target_layer_ids": [layer - 1 for layer in target.feature_layers],
-            "mask_token_id": head.mask_token,
-            "sample_from_anchor": head.from_anchor or None,
-            "causal": head.is_causal,
-        }
-        table = {name: value for name, value in own.items() if value is not None}
-        about = {"block_size": head.block_size, "draft_vocab_size": head.config.vocab_size, "dflash_config": table}
-        return tensors, {"architectures": ["DFlashDraftModel"], **fields, **about}
+    mask: dict[str, Any] = {"mask_token_id": head.mask_token}
+    own: dict[str, Any] = {"block_size": head.block_size, "draft_vocab_size": head.config.vocab_size}
+    if is_dspark:
+        more_tensors, more_fields = _dspark(proposer)
+        tensors, own = tensors | more_tensors, own | more_fields
+    if is_nested:
+        own |= _block_of_speculators(head)
+        own["aux_hidden_state_layer_ids"] = list(target.feature_layers)
+        kind = ("dspark", "DSpark") if is_dspark else ("dflash", "DFlash")
+        about = _speculators(*kind, proposer.num_draft_tokens, target_name)
+        return tensors, {**about, **mask, **own, "transformer_layer_config": fields}
+    mask["target_layer_ids"] = [layer - 1 for layer in target.feature_layers]
+    if head.from_anchor != is_dspark:
+        mask["sample_from_anchor"] = head.from_anchor
+    if head.is_causal is not None:
+        mask["causal"] = head.is_causal
+    if is_dspark:
+        return tensors, {"architectures": ["Qwen3DSparkModel"], **fields, **own, **mask}
+    return tensors, {"architectures": ["DFlashDraftModel"], **fields, **own, "dflash_config": mask}
+
+
+def _block_of_speculators(head: BlockHead) -> dict[str, Any]:
+    """Return the fields of the layout "speculators" that say which tokens of a block see which, and give drafts."""
     if head.is_causal or not head.config.head_norms:
         raise ValueError(
             "layout 'speculators' must be given a head with norms of queries and keys whose blocks are not causal in "
             f"layers without a window, got head_norms = {head.config.head_norms} and is_causal = {head.is_causal}"
         )
-    about = _speculators("dflash", "DFlashSpeculator", proposer.num_draft_tokens, target_name)
-    own = {
-        "aux_hidden_state_layer_ids": list(target.feature_layers),
-        "mask_token_id": head.mask_token,
-        "block_size": head.block_size,
-        "sample_from_anchor": head.from_anchor,
-        "sliding_window_non_causal": head.is_causal is False,
-        "draft_vocab_size": head.config.vocab_size,
+    return {"sample_from_anchor": head.from_anchor, "sliding_window_non_causal": head.is_causal is False}
+
+
+def _dspark(proposer: BlockDraft) -> tuple[Tensors, dict[str, Any]]:
+    """Return what DSpark has besides DFlash."""
+    head, params = proposer.head, proposer.params
+    tensors = {}
+    if head.markov_rank:
+        tensors["markov_head.markov_w1.weight"] = np.asarray(params["markov_in"])
+        tensors["markov_head.markov_w2.weight"] = np.asarray(params["markov_out"])
+    if head.confidence is not None:
+        tensors["confidence_head.proj.weight"] = np.asarray(params["confidence"])[None]
+        tensors["confidence_head.proj.bias"] = np.asarray(params["confidence_bias"])
+    return tensors, {
+        "markov_rank": head.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": head.confidence is not None,
+        "confidence_head_with_markov": head.confidence == "both",
     }
-    return tensors, {**about, **own, "transformer_layer_config": fields}
 
 
 def _medusa(proposer: Medusa) -> tuple[Tensors, dict]:
@@ -240,10 +278,10 @@ def _medusa(proposer: Medusa) -> tuple[Tensors, dict]:
     return tensors, {"medusa_num_heads": len(proposer.heads), "medusa_num_layers": count}
 
 
-def _speculators(algorithm: str, architecture: str, num_draft_tokens: int, target_name: str) -> dict[str, Any]:
+def _speculators(algorithm: str, name: str, num_draft_tokens: int, target_name: str) -> dict[str, Any]:
     method = {"proposal_type": "greedy", "speculative_tokens": num_draft_tokens}
     return {
-        "architectures": [architecture],
+        "architectures": [f"{name}Speculator"],
         "speculators_model_type": algorithm,
         "speculators_config": {
             "algorithm": algorithm,
@@ -264,12 +302,12 @@ def _vocabulary(reduced: Reduced | None, vocab_size: int) -> Tensors:
     return {"d2t": ids - np.arange(len(ids)), "t2d": is_held}
 
 
-def _tables(params: PyTree, target: Model, *, with_embedding: bool) -> Tensors:
+def _tables(params: PyTree, target: Model, *, with_tables: bool) -> Tensors:
     """Return the embedding and the head of a drafter, where they are not the target's."""
     weights, tensors = target_weights(target), {}
     for name, param, shared in (
-        ("embed_tokens.weight", "embedding", None if with_embedding else weights.embedding),
-        ("lm_head.weight", "lm_head", None if with_embedding else weights.head),
+        ("embed_tokens.weight", "embedding", None if with_tables else weights.embedding),
+        ("lm_head.weight", "lm_head", None if with_tables else weights.head),
     ):
         if shared is None or not np.array_equal(np.asarray(params[param]), np.asarray(shared, params[param].dtype)):
             tensors[name] = np.asarray(params[param])

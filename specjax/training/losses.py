@@ -34,11 +34,12 @@ __all__ = [
     "position_decay",
     "prefix_weights",
     "reverse_kl",
+    "text_and_variation",
     "total_variation",
 ]
 
 TINY = float(np.finfo(np.float32).tiny)
-Loss = Callable[..., PyTree]  # (draft_logits [..., D], target_logits [..., V], vocab=) -> arrays [...]
+Loss = Callable[..., PyTree]  # (draft_logits [..., D], target_logits [..., V], [tokens [...]], vocab=) -> arrays [...]
 
 
 def forward_kl(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary | None = None) -> Array:
@@ -203,6 +204,36 @@ def lk_hybrid(
     return weight * forward_kl(draft_logits, target_logits, vocab=vocab) + (1 - weight) * variation
 
 
+def text_and_variation(
+    draft_logits: Array,
+    target_logits: Array,
+    tokens: Array,
+    *,
+    text_weight: float = 0.1,
+    vocab: Vocabulary | None = None,
+) -> Array:
+    """Mix the text and the target: w (-log q(token)) + (1 - w) sum(|p - q|), as DSpark is trained.
+
+    The sum is twice the total variation; the cross entropy leads where p and q hardly overlap.
+
+    Args:
+        draft_logits: [..., V], or [..., D] with `vocab`.
+        target_logits: [..., V].
+        tokens: [...] integers, the target's ids of the text.
+        text_weight: w, in [0, 1].
+        vocab: the draft vocabulary; None is the whole one. Of a token that it lacks there is no cross entropy.
+
+    Returns:
+        [...] float32 (float64 of float64 logits).
+
+    Raises:
+        ValueError: the shapes do not fit, or the weight is out of its range.
+    """
+    check_number("text_weight", text_weight, "one number in [0, 1]", 0, 1)
+    variation = total_variation(draft_logits, target_logits, vocab=vocab)
+    return text_weight * cross_entropy(draft_logits, tokens, vocab=vocab) + (1 - text_weight) * 2 * variation
+
+
 def expected_tokens(rates: Array) -> Array:
     """Compute the expected tokens of a step, 1 + sum_j prod_{i <= j} rate_i, whose negative is a loss.
 
@@ -330,28 +361,31 @@ def calibrate(confidence_logits: ArrayLike, accepted: ArrayLike) -> np.ndarray:
 
 def from_hidden(
     loss: Loss,
-    hidden: Array,
-    head: Array | Callable[[Array], Array],
-    target_features: Array,
+    hidden: PyTree,
+    head: Array | Callable[[PyTree], Array],
+    target_hidden: Array,
     target_head: Array | Callable[[Array], Array],
     *,
     mask: Array,
+    tokens: Array | None = None,
     chunk: int = 256,
     vocab: Vocabulary | None = None,
 ) -> PyTree:
     """Compute a loss of hidden states without logits of all rows: no [N, V] array lives, nor is kept for the gradient.
 
-    Rows go through both heads a chunk at a time, and once more in the gradient.
+    Rows go through both heads a chunk at a time, and once more in the gradient. A chunk has rows of all sequences, so
+    that devices which share the batch work on each chunk together.
 
     Args:
         loss: a loss of this module with its options bound by `functools.partial`, or any function
             `(draft_logits [chunk, D], target_logits [chunk, V], vocab=) -> arrays [chunk]`, one or a pytree of them.
-        hidden: [..., h], what the drafter's head scores.
+        hidden: [..., h], what the drafter's head scores; or a pytree of arrays [..., *] that `head` takes.
         head: [V, h], or [D, h] with `vocab`; or a function of rows [chunk, h] that returns their logits.
-        target_features: [..., H], what the target's head scores. They are constants for the gradient.
+        target_hidden: [..., H], what the target's head scores. It is a constant for the gradient.
         target_head: [V, H], or a function of rows [chunk, H] that returns their logits; a constant too.
-        mask: [...] bool, the rows that count. The loss of the others is 0.
-        chunk: rows whose logits exist at a time, >= 1.
+        mask: [...] bool, the rows that count. The loss of the others is 0. Its first axis is the batch, if it has two.
+        tokens: [...] integers for a loss that reads them, which gets those of a chunk as its third argument; or None.
+        chunk: rows whose logits exist at a time, >= 1, but at least one of each sequence.
         vocab: the draft vocabulary; None is the whole one.
 
     Returns:
@@ -362,36 +396,35 @@ def from_hidden(
     """
     if not is_integer(chunk) or chunk < 1:
         raise ValueError(f"chunk must be an integer >= 1, got {chunk!r}")
-    shape = hidden.shape[:-1]
-    if target_features.shape[:-1] != shape or mask.shape != shape:
-        raise ValueError(
-            f"hidden, target_features and mask must have the same rows, got {shape}, {target_features.shape[:-1]} and "
-            f"{mask.shape}"
-        )
-    target_features = jax.lax.stop_gradient(target_features)
-    size = mask.size
-    num_chunks = -(-size // chunk)
+    shape, given = mask.shape, (hidden, jax.lax.stop_gradient(target_hidden), mask, tokens)
+    shapes = [x.shape for x in jax.tree.leaves(given)]
+    if any(one[: len(shape)] != shape for one in shapes):
+        raise ValueError(f"hidden, target_hidden, mask and tokens must have the same rows, got the shapes {shapes}")
+    batch_size = shape[0] if len(shape) > 1 else 1
+    num_rows = mask.size // batch_size  # of a sequence
+    width = max(1, chunk // batch_size)
+    num_chunks = -(-num_rows // width)
 
     def chunks(x: Array) -> Array:
-        flat = x.reshape(size, *x.shape[len(shape) :])
-        padded = jnp.pad(flat, ((0, num_chunks * chunk - size), *((0, 0),) * (flat.ndim - 1)))
-        return padded.reshape(num_chunks, chunk, *flat.shape[1:])
+        rest = x.shape[len(shape) :]
+        rows = x.reshape(batch_size, num_rows, *rest)
+        rows = jnp.pad(rows, ((0, 0), (0, num_chunks * width - num_rows), *((0, 0),) * len(rest)))
+        return jnp.moveaxis(rows.reshape(batch_size, num_chunks, width, *rest), 1, 0)
 
     @jax.checkpoint
-    def of_chunk(hidden: Array, features: Array, mask: Array) -> PyTree:
+    def of_chunk(given: PyTree) -> PyTree:
+        hidden, target_hidden, mask, tokens = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), given)
         options: dict[str, Any] = {} if vocab is None else {"vocab": vocab}
-        target_logits = jax.lax.stop_gradient(_logits(features, target_head))
-        values = loss(_logits(hidden, head), target_logits, **options)
-        return jax.tree.map(lambda x: jnp.where(mask, x, 0), values)
+        target_logits = _logits(target_hidden, target_head)
+        logits = _logits(hidden, head), jax.lax.stop_gradient(target_logits)
+        values = loss(*logits, **options) if tokens is None else loss(*logits, tokens, **options)
+        return jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(batch_size, width), values)
 
-    def body(carry: None, rows: tuple[Array, Array, Array]) -> tuple[None, PyTree]:
-        return carry, of_chunk(*rows)
-
-    values = jax.lax.scan(body, None, (chunks(hidden), chunks(target_features), chunks(mask)))[1]
-    return jax.tree.map(lambda x: x.reshape(-1)[:size].reshape(shape), values)
+    values = jax.lax.scan(lambda carry, rows: (carry, of_chunk(rows)), None, jax.tree.map(chunks, given))[1]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, -1)[:, :num_rows].reshape(shape), values)
 
 
-def _logits(hidden: Array, head: Array | Callable[[Array], Array]) -> Array:
+def _logits(hidden: PyTree, head: Array | Callable[[PyTree], Array]) -> Array:
     if callable(head):
         return head(hidden)
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)

@@ -3,9 +3,11 @@
 Row s of a document is made of token s and of the target's feature of token s-1, as in decoding, and predicts token s+1.
 Its target distribution is the one that the target has behind token s.
 
-Shapes: B sequences, L tokens, H hidden size of the target, h of the drafter, J unrolled steps.
+Shapes: B sequences, L tokens, H hidden size of the target, h of the drafter, J unrolled steps, N outputs of a step in
+each sequence.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +17,13 @@ import jax.numpy as jnp
 
 from specjax import models
 from specjax.proposers.block_draft import BlockHead
+from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.feature_draft import Head
 from specjax.types import Array, Features, Model, ModelInput, PyTree
-from specjax.validation import is_integer
+from specjax.validation import check_number, is_integer
 
 BLOCK = 256  # queries whose scores exist at a time
+LEAST_KEPT = 0.2  # share of the tokens behind which the deepest rows of `depth_unroll` stand, at least
 
 
 class Batch(NamedTuple):
@@ -32,11 +36,17 @@ class Batch(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What unrolled steps give. Row s of step j predicts token s + 1 + j, which the target predicts at row s + j."""
+    """What unrolled steps give. An output of step j that begins at token s predicts token s + 1 + j.
 
-    outputs: tuple[Array, ...]  # of each step [B, L, h], what the drafter's head scores or norms first
-    labels: tuple[Array, ...]  # of each step [B, L] int32, the tokens to predict
-    masks: tuple[Array, ...]  # of each step [B, L] bool, the rows that have a label to learn
+    In `feature_unroll` and `medusa_unroll`, N = L and output s begins at token s.
+    """
+
+    outputs: tuple[Array, ...]  # of each step [B, N, h], what the drafter's head scores or norms first
+    labels: tuple[Array, ...]  # of each step [B, N] int32, the token to predict
+    masks: tuple[Array, ...]  # of each step [B, N] bool, the outputs that have a label to learn
+    rows: tuple[Array, ...]  # of each step [B, N] int32, the token s at which each output begins
+    previous: tuple[Array, ...]  # of each step [B, N] int32, the token before the label
+    target_hidden: tuple[Array, ...]  # of each step [B, N, H], what the target predicts the label from
 
 
 def features(target: Model, batch: Batch, feature_layers: Sequence[int] = ()) -> Batch:
@@ -55,13 +65,11 @@ def features(target: Model, batch: Batch, feature_layers: Sequence[int] = ()) ->
         ValueError: a layer is out of range, or the target is not a built-in model.
     """
     model = models.with_feature_layers(target, feature_layers)
-    batch_size, length = batch.tokens.shape
     mask = None
     if batch.segments is not None:
-        is_before = jnp.tri(length, dtype=bool)[None]
+        is_before = jnp.tri(batch.tokens.shape[1], dtype=bool)[None]
         mask = is_before & (batch.segments[:, :, None] == batch.segments[:, None, :])
-    inputs = ModelInput(batch.tokens, positions(batch), mask)
-    output, _ = model.apply(model.params, inputs, model.init_cache(batch_size, length))
+    output, _ = model.apply(model.params, ModelInput(batch.tokens, positions(batch), mask), None)
     return batch._replace(features=jax.lax.stop_gradient(output.features))
 
 
@@ -104,8 +112,8 @@ def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, 
         detach: whether no gradient flows from a step to the one before.
 
     Returns:
-        The outputs, labels and masks of all steps; `head.logits(params, output)` gives logits. The first row of a
-        document has no feature, and its mask is false.
+        J steps of N = L outputs; `head.logits(params, output)` gives logits. The first row of a document has no
+        feature, and its mask is false.
 
     Raises:
         ValueError: the batch has no features, or not those of the head; or `steps` is not an integer >= 1.
@@ -113,28 +121,66 @@ def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, 
     References:
         Li et al., EAGLE-3, NeurIPS 2025: training-time test.
     """
-    if not is_integer(steps) or steps < 1:
-        raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
-    if batch.features is None:
-        raise ValueError("batch must have features, which training.features adds, got None")
+    _check_count("steps", steps)
+    feature, layers = _first_step(head, params, batch)
     place = positions(batch)
-    has_feature = place > 0
-    layers = [Rows(batch.segments, has_feature, (), ()) for _ in params["layers"]]
-    feature = head.feature(params, jax.tree.map(partial(shift, count=-1), batch.features))
-
-    @jax.checkpoint
-    def step(params: PyTree, tokens: Array, place: Array, feature: Array, layers: list["Rows"]):
-        return head(params, ModelInput(tokens, place), feature, layers)
-
+    run = jax.checkpoint(head)
     outputs = []
     for j in range(steps):
         if j:
             feature = head.recurrent(params, jax.lax.stop_gradient(outputs[-1]) if detach else outputs[-1])
-        output, layers = step(params, shift(batch.tokens, j), place + j, feature, layers)
+        output, layers = run(params, ModelInput(shift(batch.tokens, j), place + j), feature, layers)
         outputs.append(output)
-    labels = tuple(shift(batch.tokens, j + 1) for j in range(steps))
-    masks = tuple(learned(batch, j + 1) & has_feature for j in range(steps))
-    return Steps(tuple(outputs), labels, masks)
+    return _steps(batch, outputs, [_all_rows(batch)] * steps)
+
+
+def depth_unroll(
+    key: Array, head: Eagle3Head, params: PyTree, batch: Batch, *, mask_token: int, depths: int, keep: float = 0.7
+) -> Steps:
+    """Run a head of P-EAGLE from every row at once, and over rows of the mask token behind some of them.
+
+    Depth 0 is step 0 of `feature_unroll`. A row of depth d is made of the mask token, d places behind the token where
+    it begins. It sees the rows of depth 0 up to that token and the rows of depths 1 to d which begin there, so it
+    computes what `ParallelEagle.propose` computes.
+
+    Args:
+        key: a typed key, which chooses the tokens at which rows of the mask token begin.
+        head: the head.
+        params: its parameters, as the proposer holds them.
+        batch: with features.
+        mask_token: the id of the mask token in the embedding.
+        depths: J >= 1, the drafts of a step.
+        keep: in [0, 1]: rows of depth d begin at a share keep^d of the tokens, or 0.2 if that is more, at random. Those
+            of a depth are among those of the depth before.
+
+    Returns:
+        J steps, of N = L outputs and then of fewer; `head.logits(params, output)` gives logits.
+
+    Raises:
+        ValueError: the batch has no features, or not those of the head; or a number is out of its range.
+
+    References:
+        P-EAGLE: Parallel-Drafting EAGLE with Scalable Training, 2026.
+    """
+    _check_count("depths", depths)
+    check_number("keep", keep, "one number in [0, 1]", 0, 1)
+    feature, layers = _first_step(head, params, batch)
+    place = positions(batch)
+    run = jax.checkpoint(head)
+    output, layers = run(params, ModelInput(batch.tokens, place), feature, layers)
+    outputs, rows = [output], [_all_rows(batch)]
+    is_valid = learned(batch, 2) & (place > 0)
+    order = jnp.argsort(jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), 2.0), axis=1).astype(jnp.int32)
+    layers = [layer._replace(begins=order) for layer in layers]
+    for depth in range(1, depths):
+        count = math.ceil(batch.tokens.shape[1] * max(keep**depth, LEAST_KEPT))
+        rows.append(order[:, :count])
+        tokens = jnp.full_like(rows[-1], mask_token)
+        masked = head.fuse(params, params["mask_taps"][None, None])
+        masked = jnp.broadcast_to(masked, (*tokens.shape, masked.shape[-1]))
+        output, layers = run(params, ModelInput(tokens, _take(place, rows[-1]) + depth), masked, layers)
+        outputs.append(output)
+    return _steps(batch, outputs, rows)
 
 
 def medusa_unroll(heads: Sequence[PyTree], batch: Batch) -> Steps:
@@ -145,19 +191,14 @@ def medusa_unroll(heads: Sequence[PyTree], batch: Batch) -> Steps:
         batch: with features.
 
     Returns:
-        Outputs, labels and masks as those of `feature_unroll`. Row s reads the feature of token s - 1, and head j
-        predicts token s + 1 + j; `proposers.medusa.head_logits(heads[j], output)` gives logits.
+        A step of N = L outputs for each head. Output s is the feature of token s - 1;
+        `proposers.medusa.head_logits(heads[j], output)` gives logits.
 
     Raises:
         ValueError: the batch has no features.
     """
-    if not isinstance(batch.features, Features):
-        raise ValueError("batch must have features, which training.features adds, got None")
-    hidden = shift(batch.features.hidden, -1)
-    has_feature, count = positions(batch) > 0, len(heads)
-    labels = tuple(shift(batch.tokens, j + 1) for j in range(count))
-    masks = tuple(learned(batch, j + 1) & has_feature for j in range(count))
-    return Steps((hidden,) * count, labels, masks)
+    hidden = shift(_features_of(batch).hidden, -1)
+    return _steps(batch, [hidden] * len(heads), [_all_rows(batch)] * len(heads))
 
 
 def anchors(key: Array, batch: Batch, *, count: int) -> Array:
@@ -175,7 +216,7 @@ def anchors(key: Array, batch: Batch, *, count: int) -> Array:
     length = is_valid.shape[1]
     order = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), 2.0)
     chosen = jnp.argsort(order, axis=1)[:, :count].astype(jnp.int32)
-    chosen = jnp.sort(jnp.where(jnp.take_along_axis(is_valid, chosen, axis=1), chosen, length), axis=1)
+    chosen = jnp.sort(jnp.where(_take(is_valid, chosen), chosen, length), axis=1)
     chosen = jnp.pad(chosen, ((0, 0), (0, count - chosen.shape[1])), constant_values=length)
     return jnp.where(chosen < length, chosen, -1)
 
@@ -190,47 +231,82 @@ def block_unroll(head: BlockHead, params: PyTree, batch: Batch, anchors: Array) 
         head: the network of DFlash or DSpark.
         params: its parameters, as the proposer holds them.
         batch: with features.
-        anchors: [B, count] int32, -1 for none.
+        anchors: [B, N] int32, -1 for none.
 
     Returns:
-        K = `head.most_drafts` steps, whose fields are [B, count, ...]: step k of anchor a predicts token a + 1 + k,
-        which the target predicts at row a + k; `head.logits(params, output)` gives logits. The masks end where the
-        document or what the drafter learns does.
+        J = `head.most_drafts` steps of N outputs, those of step k being the rows of draft k; `head.logits(params,
+        output)` gives logits, to which `head.markov_logits(params, previous)` adds what the token before a draft says.
+        The masks end where the document or what the drafter learns does.
 
     Raises:
         ValueError: the batch has no features, or not those of the head, or the head has convolutions.
     """
-    if batch.features is None:
-        raise ValueError("batch must have features, which training.features adds, got None")
+    features = _features_of(batch)
     if head.conv_taps:  # they would have to begin anew in each block
         raise ValueError(f"head.conv_taps must be 0 in training, got {head.conv_taps}")
     batch_size, length = batch.tokens.shape
     count, width = anchors.shape[1], head.block_size
     start = jnp.maximum(anchors, 0)
     place = positions(batch)
-    inputs = ModelInput(batch.tokens, place)
     context = head.init_cache(batch_size, length, params["embedding"].dtype)
-    context = head.write_features(params, batch.features, inputs, context)
+    context = head.write_features(params, features, ModelInput(batch.tokens, place), context)
     windows = head.config.windows or (None,) * head.config.num_layers
     layers = [
         Blocks(batch.segments, start, one["key"], one["value"], width, window, head.sees_causally(window))
         for one, window in zip(context, windows, strict=True)
     ]
     tokens = jnp.full((batch_size, count, width), head.mask_token, jnp.int32)
-    tokens = tokens.at[:, :, 0].set(jnp.take_along_axis(batch.tokens, start, axis=1))
-    at = jnp.take_along_axis(place, start, axis=1)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
+    tokens = tokens.at[:, :, 0].set(_take(batch.tokens, start))
+    at = _take(place, start)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
     flat = batch_size, count * width
     output, _ = head.run_block(params, ModelInput(tokens.reshape(flat), at.reshape(flat)), layers)
     output = output.reshape(batch_size, count, width, -1)[:, :, head.block_shift :]
 
-    outputs, labels, masks = [], [], []
-    valid = (anchors >= 0) & jnp.take_along_axis(place > 0, start, axis=1)
-    for k in range(head.most_drafts):
-        valid &= jnp.take_along_axis(learned(batch, k + 1), start, axis=1)
-        outputs.append(output[:, :, k])
-        labels.append(jnp.take_along_axis(shift(batch.tokens, k + 1), start, axis=1))
-        masks.append(valid)
-    return Steps(tuple(outputs), tuple(labels), tuple(masks))
+    steps = _steps(batch, [output[:, :, k] for k in range(head.most_drafts)], [start] * head.most_drafts)
+    reached, masks = anchors >= 0, []
+    for mask in steps.masks:
+        reached &= mask
+        masks.append(reached)
+    return steps._replace(masks=tuple(masks))
+
+
+def _check_count(name: str, count: int) -> None:
+    if not is_integer(count) or count < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {count!r}")
+
+
+def _features_of(batch: Batch) -> Features:
+    if not isinstance(batch.features, Features):
+        raise ValueError("batch must have features, which training.features adds, got None")
+    return batch.features
+
+
+def _first_step(head: Head, params: PyTree, batch: Batch) -> tuple[Array, list["Rows"]]:
+    """Return what the rows of the first step read of the target's features, and what stands in place of each cache."""
+    feature = head.feature(params, jax.tree.map(partial(shift, count=-1), _features_of(batch)))
+    return feature, [Rows(batch.segments, positions(batch) > 0, (), ()) for _ in params["layers"]]
+
+
+def _all_rows(batch: Batch) -> Array:
+    return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+
+
+def _take(x: Array, index: Array) -> Array:
+    """Return x [B, L] at index [B, N]."""
+    return jnp.take_along_axis(x, index, axis=1)
+
+
+def _steps(batch: Batch, outputs: Sequence[Array], rows: Sequence[Array]) -> Steps:
+    """Return the steps with these outputs [B, N, h], which begin at the tokens rows [B, N]."""
+    has_feature, hidden = positions(batch) > 0, _features_of(batch).hidden
+    labels, masks, previous, target_hidden = [], [], [], []
+    for j, row in enumerate(rows):
+        labels.append(_take(shift(batch.tokens, j + 1), row))
+        masks.append(_take(learned(batch, j + 1) & has_feature, row))
+        previous.append(_take(shift(batch.tokens, j), row))
+        target_hidden.append(jnp.take_along_axis(shift(hidden, j), row[..., None], axis=1))
+    columns = outputs, labels, masks, rows, previous, target_hidden
+    return Steps(*(tuple(column) for column in columns))
 
 
 class Rows(NamedTuple):
@@ -238,30 +314,35 @@ class Rows(NamedTuple):
 
     segments: Array | None  # [B, L] int32
     is_seen: Array  # [B, L] bool, whether other rows see a row of step 0
-    keys: tuple[Array, ...]  # of each step [B, L, kv heads, head size]
+    keys: tuple[Array, ...]  # of each step [B, N, kv heads, head size]
     values: tuple[Array, ...]
+    begins: Array | None = None  # [B, L] int32, where rows of later steps begin, the first N in a step; None: in order
 
     def attend(self, query: Array, key: Array, value: Array) -> tuple[Array, "Rows"]:
-        """Add the keys and values of a step, and attend from its queries [B, L, heads, head size]."""
+        """Add the keys and values of a step, and attend from its queries [B, N, heads, head size]."""
         rows = self._replace(keys=(*self.keys, key), values=(*self.values, value))
         return rows._attend(query), rows
 
     def _attend(self, query: Array) -> Array:
-        """Attend to the rows of step 0 up to the query's own, and to its own row of the later steps."""
-        batch_size, length, num_heads, size = query.shape
-        block = min(BLOCK, length)
-        num_blocks = -(-length // block)
-        row = jnp.arange(length, dtype=jnp.int32)[None]
-        of_query = (query, jnp.broadcast_to(row, (batch_size, length)), *self.keys[1:], *self.values[1:])
+        """Attend to the rows of step 0 up to where a query begins, and to the rows of later steps that begin there."""
+        batch_size, num_rows, num_heads, size = query.shape
+        block = min(BLOCK, num_rows)
+        num_blocks = -(-num_rows // block)
+        if self.begins is None or len(self.keys) == 1:
+            row = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[None], (batch_size, num_rows))
+        else:
+            row = self.begins[:, :num_rows]
+        own = [x[:, :num_rows] for x in (*self.keys[1:], *self.values[1:])]
+        of_query = (query, row, *own)
         if num_blocks == 1:
             return self._attend_block(of_query)
 
         def blocks(x: Array) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, num_blocks * block - length), *((0, 0),) * (x.ndim - 2)))
+            x = jnp.pad(x, ((0, 0), (0, num_blocks * block - num_rows), *((0, 0),) * (x.ndim - 2)))
             return jnp.moveaxis(x.reshape(batch_size, num_blocks, block, *x.shape[2:]), 1, 0)
 
         attended = jax.lax.map(jax.checkpoint(self._attend_block), jax.tree.map(blocks, of_query))
-        return jnp.moveaxis(attended, 0, 1).reshape(batch_size, -1, num_heads, size)[:, :length]
+        return jnp.moveaxis(attended, 0, 1).reshape(batch_size, -1, num_heads, size)[:, :num_rows]
 
     def _attend_block(self, of_query: tuple[Array, ...]) -> Array:
         """Attend from queries [B, T, heads, head size] with their rows [B, T] and their own keys and values."""
