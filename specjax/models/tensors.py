@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -79,7 +80,7 @@ class Tensors:
     @property
     def on_one_gpu(self) -> bool:
         """Whether every array, or the part of it that a device works with, is on exactly one GPU."""
-        devices = jax.local_devices()[:1] if self._sharding is None else list(self._sharding.device_set)
+        devices = jnp.zeros(()).devices() if self._sharding is None else self._sharding.device_set
         is_whole = self._sharding is None or self._sharding.is_fully_replicated
         return (is_whole or self._in_parts) and all(device.platform == "gpu" for device in devices)
 
