@@ -3,13 +3,16 @@
 import json
 import math
 
+import heads
 import jax
 import numpy as np
 import pytest
+import test_eagle
 from families import CONFIGS, write
 from jax.sharding import Mesh, SingleDeviceSharding
 from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, whole_logits
 
+from specjax import proposers
 from specjax.models import data_parallel, load, tensor_parallel, tensors, with_feature_layers
 
 FAST = "llama_bias", "gemma2", "opt_post_norm"  # of the families
@@ -117,6 +120,19 @@ def test_mesh_of_rows_and_parts(tmp_path, reads):
     model = load(directory, mesh=mesh_of(4, names=("batch",)))
     assert reads["bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert all(leaf.is_fully_replicated and len(leaf.devices()) == 4 for leaf in jax.tree.leaves(model.params))
+
+
+def test_a_drafter_of_a_shared_target(tmp_path):
+    """Its taps and tables are those of the whole target, without padding."""
+    target = heads.make_target()
+    test_eagle.write_eagle3(tmp_path, target, "authors")
+    shared = tensor_parallel(target, mesh_of(2))
+    layers = proposers.feature_layers(tmp_path, shared)
+    pair = [with_feature_layers(model, layers) for model in (target, shared)]
+    expected, got = (proposers.load(tmp_path, model, num_draft_tokens=2) for model in pair)
+    assert [model.feature_layers for model in pair] == [layers] * 2 and layers
+    assert jax.tree.structure(expected) == jax.tree.structure(got)
+    jax.tree.map(np.testing.assert_array_equal, expected, got)
 
 
 @pytest.mark.parametrize(

@@ -226,14 +226,14 @@ def place(stored: Stored, sharding: jax.sharding.Sharding | None) -> Array:
     None is the default device.
     """
 
-    def read(bounds: Sequence[tuple[int, int]], devices: Sequence[jax.Device | None]) -> list[Array]:
+    def read(bounds: Sequence[tuple[int, int]], devices: Sequence[Any]) -> list[Array]:
         part = _aligned_empty([stop - start for start, stop in bounds], stored.dtype)
         stored.fill(part, bounds)
         return jax.block_until_ready([jax.device_put(part, device) for device in devices])
 
     if sharding is None:
         return read([(0, size) for size in stored.shape], [None])[0]
-    owners: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(stored.shape).items():
         bounds = tuple(axis.indices(size)[:2] for axis, size in zip(index or (), stored.shape, strict=True))
         owners.setdefault(bounds, []).append(device)
