@@ -15,7 +15,7 @@ from test_engine import Tokenizer
 from test_slots import Compilations
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, proposers, sampling, verifiers
-from specjax.engine.slots import Slots
+from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.sharding import tensor_parallel
 from specjax.parallel import data_parallel, whole_on
@@ -155,6 +155,22 @@ def test_tokens_where_devices_share_the_rows(rows, parts, prompts):
         assert leaf.addressable_shards[0].data.shape[0] == 4 // rows
     ids = got.context.tokens[3, got.context.prompt_length[3] : got.context.length[3]]
     np.testing.assert_array_equal(ids % 2, np.arange(8) % 2)
+
+
+def test_slots_where_devices_share_the_rows():
+    """A prompt goes to its slot, and the others keep what they have."""
+    model, proposer = decoder(num_layers=1), proposers.ngram(2)
+    shared = with_shared_rows(model, 2)
+    sizes = {"num_slots": 4, "max_length": 8, "capacities": Capacities()}
+    found = []
+    for target in (model, shared):
+        slots = Slots(target, proposer, **sizes)
+        outputs = [
+            slots.prefill(slot, chunk_at(np.arange(start, start + 4, dtype=np.int32), 0, 4, slots.no_features))
+            for slot, start in ((2, 5), (1, 50))
+        ]
+        found.append((slots.state.cache, outputs))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
 
 
 @pytest.mark.slow
