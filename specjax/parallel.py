@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
@@ -104,6 +104,23 @@ class InitOnMesh:
         return jax.jit(self.init_cache, static_argnums=(0, 1), out_shardings=self.sharding)(batch_size, max_length)
 
 
+def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
+    """Return `jax.device_put(tree, sharding)`, also where other processes have some of the devices.
+
+    Every process must give the same arrays, and puts its devices' parts of them there.
+    """
+
+    def put_one(x: Any, sharding: Sharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    if isinstance(sharding, Sharding):
+        return jax.tree.map(lambda x: put_one(x, sharding), tree)
+    return jax.tree.map(put_one, tree, sharding)
+
+
 def on_devices(
     model: Model, function: Callable, cache: PyTree, operands: Any, specs: Any = WHOLE, out: Any = WHOLE
 ) -> tuple[PyTree, Any]:
@@ -146,7 +163,7 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     if not isinstance(shared, OnMesh):
         specs = tuple(WHOLE for _ in jax.tree.leaves(model.params))
         shared = OnMesh(model.apply, model.init_cache, mesh, None, specs, P(axis_name), model.vocab_size, axis_name)
-        params = whole_on(mesh, model.params)
+        params = put(model.params, shared.whole)
         init_cache = InitOnMesh(model.init_cache, shared.of_cache)
         return replace(model, params=params, apply=shared, init_cache=init_cache, takes_pages=False)
     if shared.mesh != mesh:
@@ -165,18 +182,3 @@ def check_axis(mesh: Mesh, axis_name: str) -> None:
     """Raise ValueError unless the mesh has such an axis."""
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name must be an axis of the mesh, one of {list(mesh.shape)}, got {axis_name!r}")
-
-
-def whole_on(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Return a pytree of arrays that every device of a mesh, also one of other processes, holds whole."""
-    sharding = NamedSharding(mesh, WHOLE)
-
-    def put(leaf: Any) -> jax.Array:
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
-        if sharding.is_fully_addressable:
-            return jax.device_put(leaf, sharding)
-        values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-
-    return jax.tree.map(put, tree)

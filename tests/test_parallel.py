@@ -18,7 +18,7 @@ from specjax import Capacities, Engine, Pages, SamplingParams, decode, proposers
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.sharding import tensor_parallel
-from specjax.parallel import data_parallel, whole_on
+from specjax.parallel import data_parallel, put
 from specjax.sampling.guided import Grammar
 from specjax.types import ModelInput
 
@@ -183,7 +183,7 @@ def test_in_the_engine(of_mesh):
     """The tokens of one device, by programs that are compiled once."""
     model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
     shared = of_mesh(model)
-    shared = shared, whole_on(shared.apply.mesh, proposer)
+    shared = shared, put(proposer, shared.apply.whole)
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
     sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
     rng = np.random.default_rng(4)

@@ -21,7 +21,7 @@ from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
 from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
-from specjax.parallel import WHOLE, OnMesh, whole_on
+from specjax.parallel import WHOLE, OnMesh, put
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
@@ -133,7 +133,7 @@ class LLM:
             raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
         self.proposer = draft
         if mesh is not None:
-            self.proposer = whole_on(mesh, self.proposer)
+            self.proposer = put(self.proposer, NamedSharding(mesh, WHOLE))
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()

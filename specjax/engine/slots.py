@@ -227,18 +227,13 @@ def prefill_chunk(
         cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, state.cache, state.proposer)
     else:  # every leaf has a row for each slot: the prompt is fed in a batch of one
         whole = state.cache, state.proposer
-        *one, last, logits = run_chunk(model, proposer, chunk, *_row(whole, slot))
-        cache, proposer_state = _with_row(whole, slot, tuple(one))
+        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), whole)
+        *one, last, logits = run_chunk(model, proposer, chunk, *one)
+        cache, proposer_state = jax.tree.map(
+            lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), whole, tuple(one)
+        )
     entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
     return state._replace(cache=cache, proposer=proposer_state), last, entries
-
-
-def _row(leaves: PyTree, slot: Array) -> PyTree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), leaves)
-
-
-def _with_row(leaves: PyTree, slot: Array, row: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, one: jax.lax.dynamic_update_slice_in_dim(x, one, slot, 0), leaves, row)
 
 
 def _prefill_chunk_on_mesh(
@@ -250,18 +245,21 @@ def _prefill_chunk_on_mesh(
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
         proposer, proposer_state, slot, chunk = operands
-        own = slot - jax.lax.axis_index(shared.batch_axis) * size
-        is_own, own = (own >= 0) & (own < size), jnp.clip(own, 0, size - 1)
+        own = (slot - jax.lax.axis_index(shared.batch_axis) * size)[None]
+        is_own = (own >= 0) & (own < size)
+        own = jnp.where(is_own, own, size)  # out of range, which is read as zeros and not written
         whole = cache, proposer_state
-        before = _row(whole, own)
-        *after, last, logits = run_chunk(model, proposer, chunk, *before)
-        kept = jax.tree.map(lambda old, new: jnp.where(is_own, new, old), before, tuple(after))
+        rows = jax.tree.map(lambda x: x.at[own].get(mode="fill", fill_value=0), whole)
+        *rows, last, logits = run_chunk(model, proposer, chunk, *rows)
+        cache, proposer_state = jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), whole, tuple(rows))
         entries = None
         if num_logprobs is not None:
             entries = logprobs(logits, chunk.following, num_logprobs, axis_name=model.axis_name)
-        result = jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_own, x, 0), shared.batch_axis), (last, entries))
-        cache, proposer_state = _with_row(whole, own, kept)
-        return cache, (proposer_state, *result)
+
+        def of_owner(x: Array) -> Array:
+            return jax.lax.psum(jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0), shared.batch_axis)
+
+        return cache, (proposer_state, *jax.tree.map(of_owner, (last, entries)))
 
     operands = proposer, state.proposer, jnp.asarray(slot), chunk
     specs, out = (WHOLE, shared.of_rows, WHOLE, WHOLE), (shared.of_rows, WHOLE, WHOLE)

@@ -19,7 +19,7 @@ from specjax.models.decoder import DecoderConfig
 from specjax.models.families.opt import OPTConfig
 from specjax.models.network import Apply, InitCache
 from specjax.models.tensors import Stored, place
-from specjax.parallel import InitOnMesh, OnMesh, check_axis
+from specjax.parallel import InitOnMesh, OnMesh, check_axis, put
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
@@ -153,7 +153,7 @@ def _split(leaf: Array | Stored, cut: Cut | None, sharding: NamedSharding) -> Ar
     """Return a parameter on its devices; one in files is read part by part."""
     if isinstance(leaf, Stored):
         return place(leaf if cut is None else _arrange_stored(leaf, cut), sharding)
-    return jax.device_put(leaf if cut is None else _arrange(leaf, cut), sharding)
+    return put(leaf if cut is None else _arrange(leaf, cut), sharding)
 
 
 @partial(jax.jit, static_argnames="cut")  # layers of equal shapes share a program
