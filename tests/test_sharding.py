@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 
 import heads
 import jax
@@ -75,6 +76,25 @@ def test_devices_read_their_parts(case, tmp_path, reads):
     for got, wanted in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
         assert got.sharding == wanted.sharding
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_the_host_holds_one_part_at_a_time(tmp_path, monkeypatch):
+    """Of one parameter for one device; what is on a device is a copy here, as on a GPU."""
+    alive, most = set(), 0
+    empty, device_put = tensors._aligned_empty, jax.device_put
+
+    def counted(shape, dtype):
+        nonlocal most
+        array = empty(shape, dtype)
+        alive.add(id(array))
+        weakref.finalize(array, alive.remove, id(array))
+        most = max(most, len(alive))
+        return array
+
+    monkeypatch.setattr(tensors, "_aligned_empty", counted)
+    monkeypatch.setattr(jax, "device_put", lambda x, device: device_put(x.copy(), device))
+    load(write(tmp_path / "opt", "opt"), mesh=mesh_of(2, 2, names=("batch", "tensor")))
+    assert most == 1
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST[2:] else pytest.mark.slow) for c in CONFIGS])
