@@ -136,7 +136,7 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
 
 
 def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tuple[int, ...]:
-    num_layers, size = files.num_layers(target), files.target_weights(target).embedding.shape[1]
+    num_layers, size = files.num_layers(target), files.target_weights(target).hidden_size
     inputs = tensors.shape("fc.weight")[-1]
     if inputs % size:
         raise ValueError(
@@ -169,11 +169,11 @@ def _read_head(
         f"{name}.weight" in tensors for name in ("markov_head.markov_w1", "confidence_head.proj")
     )
     configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
-    target_size = configs.whole.size("target_hidden_size", files.target_weights(target).embedding.shape[1])
+    target_size = configs.whole.size("target_hidden_size", files.target_weights(target).hidden_size)
     files.expect(
         configs.whole.where("target_hidden_size"),
         target_size,
-        files.target_weights(target).embedding.shape[1],
+        files.target_weights(target).hidden_size,
         "the hidden size of the target",
     )
     of("projector_type").choice("projector_type", ("dflash", "dspark"), "dflash")
