@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
@@ -61,6 +62,23 @@ class OnMesh:
             check_vma=False,
         )
         return run(params, cache, operands)
+
+
+def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
+    """Return `jax.device_put(tree, sharding)`, also where other processes have some of the devices.
+
+    Every process must give the same arrays, and puts its devices' parts of them there.
+    """
+
+    def put_one(x: Any, sharding: Sharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    if isinstance(sharding, Sharding):
+        return jax.tree.map(lambda x: put_one(x, sharding), tree)
+    return jax.tree.map(put_one, tree, sharding)
 
 
 def on_devices(model: Model, function: Callable, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:

@@ -21,6 +21,7 @@ from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
 from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
+from specjax.parallel import put
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
@@ -91,6 +92,9 @@ class LLM:
         if not (is_integer(tensor_parallel) and 1 <= tensor_parallel <= jax.device_count()):
             most = jax.device_count()
             raise ValueError(f"tensor_parallel must be in [1, {most}], the number of devices, got {tensor_parallel!r}")
+        if tensor_parallel != jax.device_count() and jax.process_count() > 1:
+            devices = f"the {jax.device_count()} devices of all {jax.process_count()} processes"
+            raise ValueError(f"tensor_parallel must count {devices}, got {tensor_parallel!r}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)
@@ -124,7 +128,7 @@ class LLM:
         if tensor_parallel > 1:
             mesh = Mesh(np.array(jax.devices()[:tensor_parallel]), ("tensor",))
             self.model = models.tensor_parallel(self.model, mesh)
-            self.proposer = jax.device_put(self.proposer, NamedSharding(mesh, PartitionSpec()))
+            self.proposer = put(self.proposer, NamedSharding(mesh, PartitionSpec()))
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()

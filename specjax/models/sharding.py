@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from specjax import shards
 from specjax.models.decoder import DecoderConfig
 from specjax.models.network import Apply, InitCache
-from specjax.parallel import OnMesh
+from specjax.parallel import OnMesh, put
 from specjax.types import Array, Model, PyTree
 
 
@@ -114,7 +114,7 @@ def _split(params: PyTree, specs: PyTree, whole: DecoderConfig, part: DecoderCon
 
     def split(path: tuple, leaf: Array, spec: P) -> Array:
         arranged = _arrange(leaf, name=_name(path), whole=whole, part=part, number=mesh.shape[part.axis_name])
-        return jax.device_put(arranged, NamedSharding(mesh, spec))
+        return put(arranged, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(split, params, specs)
 
