@@ -124,7 +124,9 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
     add("--num-processes", type=int, metavar="N", help="number of processes; default: that of Slurm or Open MPI")
-    add("--process-id", type=int, metavar="I", help="number of this process, from 0; default: that of Slurm or Open MPI")
+    add(
+        "--process-id", type=int, metavar="I", help="number of this process, from 0; default: that of Slurm or Open MPI"
+    )
     add(
         "--join-timeout",
         type=float,

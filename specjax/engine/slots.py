@@ -10,8 +10,8 @@ request needs only if it fills the buffer but for one token, and then its first 
 proposer keeps of a row may change in a step, so none comes between the last chunk and `insert`.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -485,8 +485,21 @@ def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[d
     return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), model.apply.whole
 
 
+def _readable(function: Callable) -> Callable:
+    """Make a function of a model return what the host reads whole on every device, as each process reads its own."""
+
+    @wraps(function)
+    def call(model: Model, *args: Any, **options: Any) -> Any:
+        state, *results = function(model, *args, **options)
+        if isinstance(model.apply, OnMesh):
+            results = jax.lax.with_sharding_constraint(results, model.apply.whole)
+        return state, *results
+
+    return call
+
+
 _empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
 _insert = jax.jit(insert, donate_argnums=0)
 _evict = jax.jit(evict, donate_argnums=0)
-_prefill_chunk = jax.jit(prefill_chunk, donate_argnums=2, static_argnames="num_logprobs")
-_step = jax.jit(step, donate_argnums=2, static_argnames=("use", "num_logprobs"))
+_prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
+_step = jax.jit(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))

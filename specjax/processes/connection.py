@@ -134,13 +134,17 @@ def connect(host: str, port: int, hello: Any, timeout: float) -> tuple[Connectio
                 raise Lost(f"process 0 {reason}: {error.strerror or error}") from None
             time.sleep(_RETRY)
     connection = Connection(link, "process 0")
-    connection.limit(max(_RETRY, deadline - time.monotonic()) + LOST_AFTER)
-    connection.send(HELLO, json.dumps(hello).encode())
-    kind, content = connection.receive(MAX_HELLO)
-    if kind != HELLO:
-        raise ValueError(content.decode())
-    connection.limit(LOST_AFTER)
-    return connection, json.loads(content)
+    try:
+        connection.limit(max(_RETRY, deadline - time.monotonic()) + LOST_AFTER)
+        connection.send(HELLO, json.dumps(hello).encode())
+        kind, content = connection.receive(MAX_HELLO)
+        if kind != HELLO:
+            raise ValueError(content.decode())
+        connection.limit(LOST_AFTER)
+        return connection, json.loads(content)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def accept(

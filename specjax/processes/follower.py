@@ -48,9 +48,7 @@ class Follower(Group):
             self._others[0].send(END)
         self._others[0].close()
 
-    def follow(
-        self, model: Model, proposer: Proposer | None = None, verifier: Verifier = verifiers.rejection
-    ) -> None:
+    def follow(self, model: Model, proposer: Proposer | None = None, verifier: Verifier = verifiers.rejection) -> None:
         """Repeat what process 0 does until it ends.
 
         A first SIGINT or SIGTERM is left to process 0, which launchers send it to, too; a second one ends the process.

@@ -67,9 +67,13 @@ class Leader(Group):
             ValueError: they have another model, or the scorer or a size cannot be sent.
         """
         if sizes["capacities"].logits_processors:
-            raise ValueError("logits_processors must be None where several processes share a model: functions stay here")
+            raise ValueError(
+                "logits_processors must be None where several processes share a model: functions stay here"
+            )
         if scorer is not scorers.mqa:
-            raise ValueError(f"scorer must be specjax.scorers.mqa where several processes share a model, got {scorer!r}")
+            raise ValueError(
+                f"scorer must be specjax.scorers.mqa where several processes share a model, got {scorer!r}"
+            )
         self._compare(slots.model, proposer, verifier)
         self._num_slots += 1
         weakref.finalize(slots, self._dropped.append, self._num_slots).atexit = False

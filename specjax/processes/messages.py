@@ -52,7 +52,9 @@ def encode(value: Any, reference: Callable[[Any], tuple[int, int] | None]) -> by
         if (found := reference(value)) is not None:
             return ["result", *found]
         if not isinstance(value, np.ndarray | np.generic) or value.dtype.hasobject:
-            raise ValueError(f"a call that other processes repeat must have numbers and arrays of the host, got {value!r}")
+            raise ValueError(
+                f"a call that other processes repeat must have numbers and arrays of the host, got {value!r}"
+            )
         arrays.append(value.tobytes())
         return ["array", value.dtype.name, list(value.shape)]
 
