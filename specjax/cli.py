@@ -65,16 +65,14 @@ def _run(args: argparse.Namespace) -> int:
                 raise ValueError(f"--{name.replace('_', '-')} needs --coordinator, the address of process 0")
         return args.run(args)
     from specjax.processes import join
+    from specjax.processes.follower import Follower
 
     numbers = args.num_processes, args.process_id
     compared = {"the command": args.command} | {
         f"--{name.replace('_', '-')}": getattr(args, name) for name in SAME if hasattr(args, name)
     }
     with join(args.coordinator, *numbers, arguments=compared, timeout=args.join_timeout) as group:
-        if group.is_leader:
-            exit_code = args.run(args)
-        else:
-            exit_code = _follow(args, group)
+        exit_code = _follow(args, group) if isinstance(group, Follower) else args.run(args)
         if exit_code:
             group.fail(f"exit code {exit_code}")
         return exit_code

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 from specjax.parallel import OnMesh
@@ -21,7 +21,11 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 def of_start(version: str, num_processes: int, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return what can be compared before there are devices: versions, settings of JAX and the arguments."""
     found = {"num_processes": str(num_processes)}
-    found |= {"version of specjax": version, "version of jax": jax.__version__, "version of jaxlib": jaxlib.__version__}
+    found |= {
+        "version of specjax": version,
+        "version of jax": jax.__version__,
+        "version of jaxlib": jaxlib.version.__version__,
+    }
     found |= {name: repr(value) for name, value in arguments.items()}
     found |= {name: repr(getattr(jax.config, name)) for name in OPTIONS}
     return found | {f"the variable {name}": repr(os.environ.get(name, "")) for name in VARIABLES}

@@ -59,6 +59,8 @@ class Group:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._has_failed:
+            return
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end()
         else:
@@ -203,9 +205,9 @@ def _numbers(num_processes: int | None, process_id: int | None) -> tuple[int, in
             if all(text.isdecimal() for text in texts):
                 num_processes, process_id = map(int, texts)
                 break
-    if not (is_integer(num_processes) and num_processes >= 2):
+    if num_processes is None or not (is_integer(num_processes) and num_processes >= 2):
         raise ValueError(f"num_processes must be an integer >= 2, got {num_processes!r}")
-    if not (is_integer(process_id) and 0 <= process_id < num_processes):
+    if process_id is None or not (is_integer(process_id) and 0 <= process_id < num_processes):
         raise ValueError(f"process_id must be in [0, num_processes = {num_processes}), got {process_id!r}")
     return num_processes, process_id
 

@@ -185,7 +185,7 @@ def repeated(
             yield
             slots.calls.keep(slots.no_features)
         return
-    if is_shared and not getattr(group, "is_following", False):
+    if group is not None and is_shared and not getattr(group, "is_following", False):
         raise RuntimeError(f"process {group.process_id} follows process 0: it must call `follow` and nothing else")
     yield
 
@@ -204,5 +204,5 @@ def replayed(method: Callable) -> Callable:
             calls.keep(result)
         return result
 
-    call.is_replayed = True  # pyright: ignore[reportFunctionMemberAccess]
+    call.is_replayed = True  # pyright: ignore[reportAttributeAccessIssue]
     return call
