@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from specjax import log_probs, metrics, proposers, scorers, shards, verifiers
@@ -14,7 +15,7 @@ from specjax.binding import as_pytree
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
 from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, of_prompts
-from specjax.parallel import OnMesh, on_devices
+from specjax.parallel import WHOLE, OnMesh, on_devices
 from specjax.prompts import feed
 from specjax.sampling import Sampling, guided, num_generated, process
 from specjax.types import (
@@ -116,6 +117,10 @@ def prefill(
         check_pages(model, proposer, pages, batch_size, max_length)
         check_pages_of_prompts(pages, prompts, lengths, rows)
     keys = of_requests(keys, batch_size)
+    if isinstance(model.apply, OnMesh):
+        model.apply.check_batch(batch_size)
+        if rows is not None and model.apply.batch_axis is not None:  # rows of a prompt may be on different devices
+            prompts, lengths, rows = prompts[rows], lengths[rows], None
 
     lengths = jnp.array(lengths, jnp.int32)
     prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(lengths.shape, bool), lengths)
@@ -162,7 +167,8 @@ def _feed_prompts(
         return cache, proposer.init(size, max_length, pool)
 
     own = table if rows is None or table is None else of_prompts(table, rows, num_prompts)
-    *caches, log_probs = feed(
+    feed_rows = _feed_on_mesh if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None else feed
+    *caches, log_probs = feed_rows(
         model, proposer, prompt._replace(pages=own), *init(num_prompts), chunk_size=chunk_size, log_probs=log_probs
     )
     if rows is not None:
@@ -171,6 +177,29 @@ def _feed_prompts(
         else:
             caches = copy_to_rows(tuple(caches), init, table, rows, num_prompts, -(-width // pages.page_size))
     return *caches, table, log_probs
+
+
+def _feed_on_mesh(
+    model: Model,
+    proposer: Proposer,
+    prompt: Context,
+    cache: PyTree,
+    proposer_state: PyTree,
+    *,
+    chunk_size: int | None,
+    log_probs: LogProbs | None,
+) -> tuple[PyTree, PyTree, LogProbs | None]:
+    """Feed prompts on the devices that have their rows, as `feed` does."""
+
+    def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
+        proposer, (prompt, proposer_state, log_probs) = operands
+        given = model, proposer, prompt, cache, proposer_state
+        cache, *fed = feed(*given, chunk_size=chunk_size, log_probs=log_probs)
+        return cache, tuple(fed)
+
+    rows, of_rows = (prompt, proposer_state, log_probs), model.apply.of_rows
+    cache, fed = on_devices(model, one_device, cache, (proposer, rows), (WHOLE, of_rows), of_rows)
+    return cache, *fed
 
 
 def _check_request(
@@ -309,9 +338,27 @@ def _step_on_mesh(
         state, info = step(model, proposer, state._replace(cache=cache), **options)
         return state.cache, (state._replace(cache=None), info)
 
-    operands = proposer, state._replace(cache=None), verifier, scorer
-    cache, (state, info) = on_devices(model, one_device, state.cache, operands)
-    return state._replace(cache=cache), info
+    model.apply.check_batch(state.context.length.shape[0])
+    rest = state._replace(cache=None)
+    specs = row_specs(rest, model.apply.of_rows)
+    operands = proposer, rest, verifier, scorer
+    given = operands, (WHOLE, specs, WHOLE, WHOLE), (specs, model.apply.of_rows)
+    cache, (rest, info) = on_devices(model, one_device, state.cache, *given)
+    return rest._replace(cache=cache), info
+
+
+def row_specs(state: State, of_rows: PartitionSpec) -> State:
+    """Return how devices share the arrays of a state: `of_rows` those with a row for each sequence; the rest is whole.
+
+    Grammars, and what is bound to logits processors, are those of all rows.
+    """
+    specs = jax.tree.map(lambda _: of_rows, state)
+    guide, processors = specs.sampling.guide, specs.sampling.logits_processors
+    if guide is not None:
+        guide = guide._replace(token_classes=WHOLE, transitions=WHOLE)
+    if processors is not None:
+        processors = tuple((jax.tree.map(lambda _: WHOLE, function), rows) for function, rows in processors)
+    return specs._replace(sampling=specs.sampling._replace(guide=guide, logits_processors=processors))
 
 
 def _without_pages_of_ended_rows(context: Context) -> Context:

@@ -1,4 +1,8 @@
-"""Models that the devices along one axis of a mesh share, each with a part of the weights, the cache and the logits."""
+"""Models that the devices of a mesh share, along two axes of it.
+
+Along one axis each device has a part of the weights, the cache and the logits. Along the other each has some rows of
+the batch, and with them their part of the cache.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 
+WHOLE = P()  # what every device has whole
+
 
 @dataclass(frozen=True)
 class OnMesh:
-    """`Model.apply` of a model whose parameters and caches the devices along one axis of a mesh share.
+    """`Model.apply` of a model whose parameters, caches and rows the devices of a mesh share.
 
     Called as any `apply`, it gives the logits of the whole vocabulary, spread over the devices. `decode.step` calls
     `on_devices` instead, and there the logits are never put together.
@@ -23,45 +29,79 @@ class OnMesh:
     apply: Callable[[PyTree, ModelInput, PyTree], tuple[ModelOutput, PyTree]]  # of one device, for its parts
     init_cache: Callable[[int, int], PyTree]  # of one device
     mesh: Mesh
-    axis_name: str
+    axis_name: str | None  # the axis whose devices share the weights; None where each has them whole
     param_specs: tuple[P, ...]  # of the leaves of the parameters, in their order
     cache_spec: P  # of every leaf of the cache
     vocab_size: int
+    batch_axis: str | None = None  # the axis whose devices share the rows; None where each has them all
 
     def __call__(self, params: PyTree, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
         def call(params: PyTree, cache: PyTree, inputs: ModelInput) -> tuple[PyTree, tuple[Any, Any]]:
             output, cache = self.apply(params, inputs, cache)
             return cache, (output.logits, output.features)
 
-        logits_spec = P(None, None, self.axis_name)
-        cache, (logits, features) = self.run(call, params, cache, inputs, (logits_spec, P()))
+        self.check_batch(inputs.tokens.shape[0])
+        out = P(self.batch_axis, None, self.axis_name), self.of_rows
+        cache, (logits, features) = self.run(call, params, cache, inputs, out, self.of_rows)
         return ModelOutput(logits[..., : self.vocab_size], features), cache
+
+    @property
+    def of_rows(self) -> P:
+        """How the devices share arrays with a row for each sequence."""
+        return WHOLE if self.batch_axis is None else P(self.batch_axis)
+
+    @property
+    def num_row_groups(self) -> int:
+        """The number of parts that the rows of a batch are split into."""
+        return 1 if self.batch_axis is None else self.mesh.shape[self.batch_axis]
 
     @property
     def whole(self) -> NamedSharding:
         """The sharding of arrays that every device holds whole."""
-        return NamedSharding(self.mesh, P())
+        return NamedSharding(self.mesh, WHOLE)
 
     @property
     def of_cache(self) -> NamedSharding:
         """The sharding of the leaves of a cache."""
         return NamedSharding(self.mesh, self.cache_spec)
 
-    def run(self, function: Callable, params: PyTree, cache: PyTree, operands: Any, out: Any) -> tuple[Any, Any]:
+    def check_batch(self, batch_size: int) -> None:
+        """Raise ValueError unless the devices can share so many rows equally."""
+        if batch_size % self.num_row_groups:
+            raise ValueError(
+                f"the batch must be a multiple of the {self.num_row_groups} devices along the axis "
+                f"{self.batch_axis!r} of the mesh, got {batch_size} rows"
+            )
+
+    def run(
+        self, function: Callable, params: PyTree, cache: PyTree, operands: Any, out: Any, operand_specs: Any = WHOLE
+    ) -> tuple[Any, Any]:
         """Run `function(params, cache, operands) -> (cache, result)` on every device with its parts.
 
-        The operands are whole on every device; `out` says how the result is spread over them.
+        `operand_specs` and `out` say how the operands and the result are spread over the devices; by default the
+        operands are whole on each.
         """
         param_specs = jax.tree.unflatten(jax.tree.structure(params), self.param_specs)
-        # Every device computes the same numbers from exchanges that are exact; JAX cannot see that they are the same.
+        # Devices with the same rows compute the same numbers from exchanges that are exact; JAX cannot see that.
         run = jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=(param_specs, self.cache_spec, P()),
+            in_specs=(param_specs, self.cache_spec, operand_specs),
             out_specs=(self.cache_spec, out),
             check_vma=False,
         )
         return run(params, cache, operands)
+
+
+@dataclass(frozen=True)
+class InitOnMesh:
+    """`Model.init_cache` of a model on a mesh, which makes the part of each device where it stays."""
+
+    init_cache: Callable[[int, int], PyTree]  # of the whole
+    sharding: NamedSharding
+
+    def __call__(self, batch_size: int, max_length: int) -> PyTree:
+        return jax.jit(self.init_cache, static_argnums=(0, 1), out_shardings=self.sharding)(batch_size, max_length)
 
 
 def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
@@ -81,11 +121,13 @@ def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
     return jax.tree.map(put_one, tree, sharding)
 
 
-def on_devices(model: Model, function: Callable, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
+def on_devices(
+    model: Model, function: Callable, cache: PyTree, operands: Any, specs: Any = WHOLE, out: Any = WHOLE
+) -> tuple[PyTree, Any]:
     """Run `function(model, cache, operands) -> (cache, result)` on every device of a model that `OnMesh` applies.
 
-    The function gets the part of the model and of its cache that is on its device, and the operands whole; the result
-    must be the same on every device.
+    The function gets the part of the model and of its cache that is on its device. `specs` and `out` say how operands
+    and result are spread over the devices; by default each has them whole, and the result must be the same on all.
     """
     shared = model.apply
     assert isinstance(shared, OnMesh), "only such a model is on a mesh"
@@ -94,4 +136,49 @@ def on_devices(model: Model, function: Callable, cache: PyTree, operands: Any) -
     def run(params: PyTree, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
         return function(replace(model, params=params, **own), cache, operands)
 
-    return shared.run(run, model.params, cache, operands, P())
+    return shared.run(run, model.params, cache, operands, out, specs)
+
+
+def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
+    """Return a model for batches whose rows the devices along one axis of a mesh share.
+
+    Each device decodes its rows by itself, with all of the weights, or with its part of them where the model is one of
+    `models.tensor_parallel` on the same mesh. Rows draw their noise from keys of their own, so the tokens are those of
+    one device. Caches are dense: pages would be anybody's.
+
+    Args:
+        model: any model.
+        mesh: the devices. A batch must have a multiple of as many rows as the axis has devices.
+        axis_name: the axis whose devices share the rows.
+
+    Returns:
+        The model, with its parameters on the devices of the mesh.
+
+    Raises:
+        ValueError: the mesh has no such axis, or it is not the mesh, or a free axis of it, of a model that devices
+            share already.
+    """
+    check_axis(mesh, axis_name)
+    shared = model.apply
+    if not isinstance(shared, OnMesh):
+        specs = tuple(WHOLE for _ in jax.tree.leaves(model.params))
+        shared = OnMesh(model.apply, model.init_cache, mesh, None, specs, P(axis_name), model.vocab_size, axis_name)
+        params = put(model.params, shared.whole)
+        init_cache = InitOnMesh(model.init_cache, shared.of_cache)
+        return replace(model, params=params, apply=shared, init_cache=init_cache, takes_pages=False)
+    if shared.mesh != mesh:
+        raise ValueError(f"mesh must be that of the model, {shared.mesh}, got {mesh}")
+    if axis_name == shared.axis_name or shared.batch_axis is not None:
+        taken = [axis for axis in (shared.axis_name, shared.batch_axis) if axis is not None]
+        raise ValueError(f"axis_name must be an axis that the model does not take yet, as {taken}, got {axis_name!r}")
+    spec = P(axis_name, *shared.cache_spec[1:])
+    shared = replace(shared, cache_spec=spec, batch_axis=axis_name)
+    assert isinstance(model.init_cache, InitOnMesh), "a model on a mesh has it"
+    init_cache = replace(model.init_cache, sharding=shared.of_cache)
+    return replace(model, apply=shared, init_cache=init_cache, takes_pages=False)
+
+
+def check_axis(mesh: Mesh, axis_name: str) -> None:
+    """Raise ValueError unless the mesh has such an axis."""
+    if axis_name not in mesh.shape:
+        raise ValueError(f"axis_name must be an axis of the mesh, one of {list(mesh.shape)}, got {axis_name!r}")

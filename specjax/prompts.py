@@ -46,7 +46,8 @@ def feed_chunk(
     """
     cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, cache, proposer_state)
     if log_probs is not None:
-        log_probs = record(log_probs, chunk.positions + 1, chunk.following, logits, chunk.rows)
+        given = log_probs, chunk.positions + 1, chunk.following, logits, chunk.rows
+        log_probs = record(*given, axis_name=model.axis_name)
     return cache, proposer_state, last, log_probs
 
 

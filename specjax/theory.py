@@ -12,6 +12,7 @@ __all__ = [
     "acceptance_rate",
     "best_draft_length",
     "best_num_draft_tokens",
+    "call_seconds",
     "coupled_acceptance_rate",
     "expected_accepted",
     "expected_tokens",
@@ -171,6 +172,47 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
     seconds = np.array([step_seconds[k] for k in choices], np.float64)
     _require(seconds > 0, "step_seconds", "> 0", step_seconds)
     return choices[int(np.argmax(expected_tokens(acceptance_rate, choices) / seconds))]
+
+
+def call_seconds(
+    weight_bytes: ArrayLike,
+    bandwidth: ArrayLike,
+    num_devices: ArrayLike = 1,
+    num_sums: ArrayLike = 0,
+    sum_seconds: ArrayLike = 0.0,
+) -> Floats:
+    """Compute the least time of a call of a model that several devices share, for a few tokens.
+
+    Such a call reads all weights once, each device its part, and adds up over the devices between the parts of the
+    network. The time that it takes besides, for the cache and all that is computed, is left out.
+
+    Args:
+        weight_bytes: float > 0, bytes of the weights of all devices together.
+        bandwidth: float > 0, bytes per second that one device reads.
+        num_devices: int >= 1.
+        num_sums: int >= 0, sums over the devices in a call: `models.tensor_parallel` has two a layer, and one for the
+            embedding. One device has none.
+        sum_seconds: float >= 0, the time of a sum in seconds, which depends on the devices, their number and the bytes.
+
+    Returns:
+        weight_bytes / (num_devices * bandwidth) + num_sums * sum_seconds, in seconds; float64 of the broadcast shape.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Example:
+        >>> call_seconds(15e9, 4.3e12, num_devices=[1, 2], num_sums=65, sum_seconds=6e-6).round(5)
+        array([0.00349, 0.00213])
+
+    References:
+        Pope et al., Efficiently Scaling Transformer Inference, arXiv:2211.05102, section 3.
+    """
+    number, sums = _count("num_devices", num_devices), _count("num_sums", num_sums)
+    for name, value in (("weight_bytes", weight_bytes), ("bandwidth", bandwidth), ("num_devices", num_devices)):
+        _require(np.asarray(value) > 0, name, "> 0", value)
+    _require(np.asarray(sum_seconds) >= 0, "sum_seconds", ">= 0", sum_seconds)
+    reading = np.asarray(weight_bytes, np.float64) / (number * np.asarray(bandwidth, np.float64))
+    return reading + np.where(number > 1, sums * np.asarray(sum_seconds, np.float64), 0.0)
 
 
 def acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:

@@ -315,13 +315,23 @@ class TestCompany:
         sizes = [run.choose_num_slots(None, n) for n in (1, 2, 63, 64, 1000)]
         assert sizes == [1, 8, 8, 32, 32]  # on CPUs
         assert [run.choose_num_slots(5, n) for n in (1, 2, 1000)] == [1, 5, 5]
+        assert [run.choose_num_slots(None, n, 3) for n in (1, 2, 64)] == [3, 9, 33]  # for three devices
 
     @pytest.mark.slow
     def test_devices_that_share_the_target(self, llm, pair):
         if jax.device_count() != 4:
             pytest.skip("needs four devices, as CPUs have in these tests")
         shared = LLM(*pair, tensor_parallel=2)
-        assert tokens(shared.generate(PROMPTS, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
+        expected = tokens(llm.generate(PROMPTS, GREEDY))
+        assert tokens(shared.generate(PROMPTS, GREEDY)) == expected
+        mesh = jax.make_mesh((2, 2), ("batch", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        shared = LLM(*pair, mesh=mesh, num_slots=2)
+        assert tokens(shared.generate(PROMPTS, GREEDY)) == expected
+        assert tokens([shared.generate(PROMPTS[0], GREEDY)[0]]) == expected[:1]
+        with pytest.raises(ValueError, match=r"the batch must be a multiple of the 2 devices .*, got 3 rows"):
+            LLM(*pair, mesh=mesh, num_slots=3)
+        with pytest.raises(ValueError, match=r"tensor_parallel must be 1 where mesh is given, got 2"):
+            LLM(*pair, mesh=mesh, tensor_parallel=2)
         with pytest.raises(ValueError, match=r"tensor_parallel must be in \[1, 4\], the number of devices, got 5"):
             LLM(*pair, tensor_parallel=5)
 

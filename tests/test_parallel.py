@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 from test_engine import Tokenizer
 from test_slots import Compilations
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, proposers, sampling, verifiers
+from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.sharding import tensor_parallel
+from specjax.parallel import data_parallel, put
+from specjax.sampling.guided import Grammar
 from specjax.types import ModelInput
 
 CONFIG = DecoderConfig(
@@ -39,6 +43,16 @@ def on_cpus():
 
 def mesh_of(number):
     return Mesh(np.array(jax.devices("cpu")[:number]), ("tensor",))
+
+
+def mesh_of_rows(rows, parts=1):
+    return Mesh(np.array(jax.devices("cpu")[: rows * parts]).reshape(rows, parts), ("batch", "tensor"))
+
+
+def with_shared_rows(model, rows, parts=1):
+    """The model on a mesh whose devices share rows and, if there are several parts, weights."""
+    mesh = mesh_of_rows(rows, parts)
+    return data_parallel(tensor_parallel(model, mesh) if parts > 1 else model, mesh)
 
 
 def decoder(seed=0, scale=8.0, **changes):
@@ -73,16 +87,23 @@ def test_logits_of_one_device(number, changes):
         np.testing.assert_allclose(got.features.hidden, expected.features.hidden[:, part], atol=2e-5)
 
 
-def generated(model, proposer, verifier, pages=None, num_logprobs=None):
-    params = [
-        SamplingParams(temperature=0, max_tokens=14),
-        SamplingParams(temperature=1.2, top_k=300, max_tokens=14, presence_penalty=0.5),
-        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=9, logit_bias={2000: 2.0}),
-    ]
-    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 2000, (3, 7)), jnp.int32)
-    keys = jax.random.split(jax.random.key(5), 3)
-    given = prompts, jnp.array([7, 3, 5]), sampling.batch(params), keys
-    state = decode.prefill(model, proposer, *given, max_length=32, pages=pages, num_logprobs=num_logprobs)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=14),
+    SamplingParams(temperature=1.2, top_k=300, max_tokens=14, presence_penalty=0.5),
+    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=9, logit_bias={2000: 2.0}),
+]
+
+
+def add_to_id(amount, logits, context):
+    return logits.at[7].add(amount)
+
+
+def generated(model, proposer, verifier, params=PARAMS, rows=None, **options):
+    num_prompts = len(params) if rows is None else int(max(rows)) + 1
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 2000, (num_prompts, 7)), jnp.int32)
+    keys = jax.random.split(jax.random.key(5), len(params))
+    given = prompts, jnp.array([7, 3, 5, 2][:num_prompts]), sampling.batch(params), keys
+    state = decode.prefill(model, proposer, *given, max_length=32, rows=rows, **options)
     return decode.generate(model, proposer, state, verifier=verifier)
 
 
@@ -95,20 +116,76 @@ def test_tokens_of_one_device(number, verifier, in_pages):
         table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
         pages = Pages(jnp.asarray(table), 24, 4)
     expected = generated(model, proposer, verifier, num_logprobs=2)
-    got = generated(tensor_parallel(model, mesh_of(number)), proposer, verifier, pages, num_logprobs=2)
+    shared = tensor_parallel(model, mesh_of(number))
+    check_same(generated(shared, proposer, verifier, pages=pages, num_logprobs=2), expected)
+
+
+def check_same(got, expected):
     np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
     np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
     np.testing.assert_array_equal(got.log_probs.top_ids, expected.log_probs.top_ids)
     np.testing.assert_allclose(got.log_probs.chosen, expected.log_probs.chosen, atol=1e-4)
 
 
+GRAMMAR = Grammar(np.arange(2048) % 2, np.array([[1, -1], [-1, 0]]))  # even and odd ids in turn
+
+
+def test_rows_that_devices_share():
+    """Each device has its rows of the caches, and they get the tokens of one device."""
+    model, proposer = decoder(num_layers=1), proposers.ngram(2)
+    params = [SamplingParams(temperature=t, max_tokens=8) for t in (0, 0.8, 1.2, 0.6)]
+    expected = generated(model, proposer, verifiers.rejection, params)
+    got = generated(with_shared_rows(model, 2), proposer, verifiers.rejection, params)
+    np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
+    assert got.cache[0]["key"].addressable_shards[0].data.shape[0] == 2
+
+
 @pytest.mark.slow
-def test_in_the_engine():
+@pytest.mark.parametrize("rows, parts, prompts", [(2, 2, None), (4, 1, np.array([0, 1, 1, 0]))])
+def test_tokens_where_devices_share_the_rows(rows, parts, prompts):
+    """With parameters of every kind: those of all rows, such as grammars, are whole on each device."""
+    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
+    processors = [Partial(add_to_id, jnp.float32(9))] if parts == 1 else None  # they take whole rows
+    params = [*PARAMS, SamplingParams(max_tokens=8, guided_decoding=GRAMMAR, logits_processors=processors)]
+    options = {"num_logprobs": 2, "prompt_logprobs": True, "rows": prompts}
+    expected = generated(model, proposer, verifiers.rejection, params, **options)
+    got = generated(with_shared_rows(model, rows, parts), proposer, verifiers.rejection, params, **options)
+    check_same(got, expected)
+    for leaf in jax.tree.leaves((got.cache, got.proposer)):
+        assert leaf.addressable_shards[0].data.shape[0] == 4 // rows
+    ids = got.context.tokens[3, got.context.prompt_length[3] : got.context.length[3]]
+    np.testing.assert_array_equal(ids % 2, np.arange(8) % 2)
+
+
+def test_slots_where_devices_share_the_rows():
+    """A prompt goes to its slot, and the others keep what they have."""
+    model, proposer = decoder(num_layers=1), proposers.ngram(2)
+    shared = with_shared_rows(model, 2)
+    sizes = {"num_slots": 4, "max_length": 8, "capacities": Capacities()}
+    found = []
+    for target in (model, shared):
+        slots = Slots(target, proposer, **sizes)
+        outputs = [
+            slots.prefill(slot, chunk_at(np.arange(start, start + 4, dtype=np.int32), 0, 4, slots.no_features))
+            for slot, start in ((2, 5), (1, 50))
+        ]
+        found.append((slots.state.cache, outputs))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "of_mesh",
+    [lambda model: tensor_parallel(model, mesh_of(2)), partial(with_shared_rows, rows=2, parts=2)],
+    ids=["parts", "rows and parts"],
+)
+def test_in_the_engine(of_mesh):
     """The tokens of one device, by programs that are compiled once."""
-    model, proposer, mesh = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3), mesh_of(2)
-    shared = tensor_parallel(model, mesh), jax.device_put(proposer, NamedSharding(mesh, P()))
+    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
+    shared = of_mesh(model)
+    shared = shared, put(proposer, shared.apply.whole)
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
-    sizes = {"num_slots": 3, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
+    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [
@@ -123,7 +200,8 @@ def test_in_the_engine():
             submitted = [engine.submit(*each) for each in zip(prompts, requests, strict=True)]
             found.append([request.result(timeout=120).token_ids for request in submitted])
         assert later.number == 0
-        assert engine.stats().pages.num_used == 0
+        pages = engine.stats().pages  # none where devices share the rows
+        assert pages is None or pages.num_used == 0
     assert found[0] == found[1]
 
 
@@ -168,5 +246,23 @@ def test_meshes_that_do_not_fit(number, changes, message):
 
 
 def test_axis_that_is_not_there():
-    with pytest.raises(ValueError, match=r"axis_name must be an axis of the mesh, one of \['tensor'\], got 'model'"):
-        tensor_parallel(decoder(), mesh_of(2), "model")
+    for share in (tensor_parallel, data_parallel):
+        with pytest.raises(ValueError, match=r"axis_name must be an axis of .*, one of \['tensor'\], got 'model'"):
+            share(decoder(), mesh_of(2), "model")
+
+
+def test_rows_that_devices_cannot_share():
+    model, mesh = decoder(num_layers=1), mesh_of_rows(2, 2)
+    shared = data_parallel(tensor_parallel(model, mesh), mesh)
+    with pytest.raises(ValueError, match=r"must be a multiple of the 2 devices along the axis 'batch' .*, got 3 rows"):
+        generated(shared, None, verifiers.match)
+    with pytest.raises(ValueError, match=r"must be a multiple of the 2 devices along the axis 'batch' .*, got 1 rows"):
+        Slots(shared, num_slots=1, max_length=8)
+    with pytest.raises(ValueError, match="pages must be None for a model whose takes_pages is False"):
+        pages = Pages(jnp.arange(4)[:, None], 4, 32)
+        generated(shared, None, verifiers.match, [SamplingParams()] * 4, pages=pages)
+    for axis in ("tensor", "batch"):
+        with pytest.raises(ValueError, match=rf"axis_name must be an axis that .* not take yet, as .*, got '{axis}'"):
+            data_parallel(shared, mesh, axis)
+    with pytest.raises(ValueError, match="mesh must be that of the model"):
+        data_parallel(tensor_parallel(model, mesh_of(2)), mesh)

@@ -90,6 +90,13 @@ def test_speed_up_counts_the_time_of_verification():
     assert theory.speed_up(0.5, 2, cost_ratio=[0.0, 0.1]).tolist() == pytest.approx([1.75, 1.75 / 1.2])
 
 
+def test_call_seconds_of_shared_models():
+    """Reading is shared, sums are not, and one device has none."""
+    seconds = theory.call_seconds([[8.0], [16.0]], 2.0, [1, 4], num_sums=5, sum_seconds=[100.0, 0.5])
+    np.testing.assert_allclose(seconds, [[4.0, 3.5], [8.0, 4.5]])
+    assert theory.call_seconds(8.0, 2.0) == 4.0
+
+
 def test_acceptance_rate_is_one_less_total_variation():
     rng = np.random.default_rng(0)
     target, draft = random_distributions(rng, (4, 7)), random_distributions(rng, (4, 7))
@@ -236,6 +243,9 @@ def test_rules_agree_where_they_must():
         (theory.typical_acceptance_rate, (TARGET, DRAFT, 0.1, -3), "posterior_alpha must be >= 0, got -3"),
         (theory.best_draft_length, ([0.5, 0.7], {0: 1, 2: 1.1}), r"acceptance_rate must be one number, got \[0.5, 0.7"),
         (theory.best_draft_length, (0.5, {2.5: 1}), "num_draft_tokens must be an integer >= 0"),
+        (theory.call_seconds, (0, 1.0), "weight_bytes must be > 0, got 0"),
+        (theory.call_seconds, (1.0, 1.0, 0), "num_devices must be > 0, got 0"),
+        (theory.call_seconds, (1.0, 1.0, 2, 3, -1.0), "sum_seconds must be >= 0, got -1.0"),
         (theory.expected_accepted, ([TARGET], [DRAFT], "typical"), "rule must be one of .*, got 'typical'"),
         (theory.expected_accepted, ([TARGET], [DRAFT] * 2), "draft must be as many arrays as target, 1, got 2"),
         (

@@ -1,5 +1,6 @@
 """Choose the number of draft tokens for the next steps from the acceptance rate of recent steps."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,7 @@ class BestDraftLength:
     """Choose `theory.best_draft_length`, where a step costs a read of the target's weights and K of the draft's.
 
     Args:
-        draft_cost: the bytes of the draft's weights as a share of the target's.
+        draft_cost: the bytes of the draft's weights on a device as a share of the target's.
         draft_lengths: the numbers of draft tokens to choose from.
     """
 
@@ -90,4 +91,6 @@ class BestDraftLength:
 
 
 def _num_bytes(params: PyTree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(params))
+    """Return the bytes of the parameters on one device."""
+    leaves = jax.tree.leaves(params)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
@@ -21,7 +21,8 @@ from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
 from specjax.models.hub import find_checkpoint
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
-from specjax.parallel import put
+from specjax.parallel import WHOLE, OnMesh, put
+from specjax.processes.group import joined
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
@@ -53,8 +54,11 @@ class LLM:
             such as jax_compilation_cache_dir and jax_enable_compilation_cache, take precedence.
         tensor_parallel: number of devices that share the target, an integer >= 1; see `models.tensor_parallel`. The
             draft is whole on each of them.
+        mesh: the devices, in place of `tensor_parallel`, as `models.load` takes them: those along an axis "tensor"
+            share the target, and those along an axis "batch" the samples.
         num_slots: number of samples that are decoded at a time, an integer >= 1; None is 64, and on CPUs 8, or 32 in a
-            call of 64 samples or more. A single sample, in `generate` or a stream, is decoded alone.
+            call of 64 samples or more. A single sample, in `generate` or a stream, is decoded alone. The devices along
+            an axis "batch" must be able to share them equally.
 
     Raises:
         ValueError: an argument has a wrong type or value, a checkpoint cannot be loaded, or target and draft have
@@ -79,6 +83,7 @@ class LLM:
         compilation_cache: str | Path | Literal[False] | None = None,
         num_slots: int | None = None,
         tensor_parallel: int = 1,
+        mesh: Mesh | None = None,
     ):
         is_auto = num_draft_tokens == "auto"
         if is_auto:
@@ -92,9 +97,14 @@ class LLM:
         if not (is_integer(tensor_parallel) and 1 <= tensor_parallel <= jax.device_count()):
             most = jax.device_count()
             raise ValueError(f"tensor_parallel must be in [1, {most}], the number of devices, got {tensor_parallel!r}")
-        if tensor_parallel != jax.device_count() and jax.process_count() > 1:
+        if tensor_parallel > 1:
+            if mesh is not None:
+                raise ValueError(f"tensor_parallel must be 1 where mesh is given, got {tensor_parallel}")
+            mesh = Mesh(np.array(jax.devices()[:tensor_parallel]), ("tensor",))
+        if joined() is not None and (mesh is None or mesh.size != jax.device_count()):
             devices = f"the {jax.device_count()} devices of all {jax.process_count()} processes"
-            raise ValueError(f"tensor_parallel must count {devices}, got {tensor_parallel!r}")
+            got = tensor_parallel if mesh is None else mesh.size
+            raise ValueError(f"tensor_parallel must count {devices}, or mesh must have them, got {got}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)
@@ -103,7 +113,9 @@ class LLM:
         draft = _find_draft(draft, num_draft_tokens)
 
         self.verifier = verifier
-        self.model = models.load(self._directory, dtype=weights_dtype)
+        self.model = models.load(self._directory, dtype=weights_dtype, mesh=mesh)
+        if num_slots is not None and isinstance(self.model.apply, OnMesh):
+            self.model.apply.check_batch(num_slots)
         self.tokenizer = load_tokenizer(self._directory)
         self.eos_token_ids = eos_token_ids(self._directory, self.tokenizer)
         limit = self.model.max_length
@@ -125,10 +137,8 @@ class LLM:
         if is_auto and not isinstance(draft, DraftModel | NoDrafts):
             raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
         self.proposer = draft
-        if tensor_parallel > 1:
-            mesh = Mesh(np.array(jax.devices()[:tensor_parallel]), ("tensor",))
-            self.model = models.tensor_parallel(self.model, mesh)
-            self.proposer = put(self.proposer, NamedSharding(mesh, PartitionSpec()))
+        if mesh is not None:
+            self.proposer = put(self.proposer, NamedSharding(mesh, WHOLE))
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()
@@ -245,13 +255,13 @@ class LLM:
 
     def _load_draft(self, directory: Path, dtype: DTypeLike) -> Model:
         """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
-        path = find_tokenizer(directory)
-        if path is None:
-            return models.load(directory, dtype=dtype)
-        if path != find_tokenizer(self._directory):
+        shared, path = self.model.apply, find_tokenizer(directory)
+        if path is not None and path != find_tokenizer(self._directory):
             check_same_vocabulary(self.tokenizer, load_tokenizer(directory))
-        draft = models.load(directory, dtype=dtype)
-        return draft if draft.vocab_size == self.model.vocab_size else resize_vocabulary(draft, self.model.vocab_size)
+        sharding = NamedSharding(shared.mesh, WHOLE) if isinstance(shared, OnMesh) else None
+        draft = models.load(directory, dtype=dtype, sharding=sharding)
+        is_same = path is None or draft.vocab_size == self.model.vocab_size
+        return draft if is_same else resize_vocabulary(draft, self.model.vocab_size)
 
     def _encode(self, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt after checks and truncation; errors call the prompt `name`."""

@@ -14,6 +14,7 @@ from specjax.engine.pages import PageTables
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.slots import Output, Row, Slots
+from specjax.parallel import OnMesh
 from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
@@ -33,15 +34,19 @@ NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
 MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as much as others: so many pay in long calls
 
 
-def choose_num_slots(num_slots: int | None, num_samples: int) -> int:
-    """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`."""
+def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 1) -> int:
+    """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`.
+
+    It is a multiple of `num_groups`, the number of devices that share the samples.
+    """
     if num_samples == 1:
-        return 1
+        return num_groups
     if num_slots is not None:
         return num_slots
-    if jax.default_backend() != "cpu":
-        return NUM_SLOTS
-    return CPU_NUM_SLOTS if num_samples < MANY_SAMPLES else CPU_NUM_SLOTS_OF_MANY
+    number = NUM_SLOTS
+    if jax.default_backend() == "cpu":
+        number = CPU_NUM_SLOTS if num_samples < MANY_SAMPLES else CPU_NUM_SLOTS_OF_MANY
+    return -(-number // num_groups) * num_groups
 
 
 class Run:
@@ -140,7 +145,7 @@ class Run:
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + llm.proposer.num_draft_tokens
         max_length = min(max(round_up(needed), LEAST_LENGTH), llm.max_length)
-        num_slots = choose_num_slots(llm.num_slots, sum(p.num_samples for p in params))
+        num_slots = _num_slots(llm, params)
         is_cpu = jax.default_backend() == "cpu"
         page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
         tables = pool = None
@@ -233,6 +238,12 @@ class _Device(Slots):
         return output
 
 
+def _num_slots(llm: "LLM", params: Sequence[SamplingParams]) -> int:
+    shared = llm.model.apply
+    num_groups = shared.num_row_groups if isinstance(shared, OnMesh) else 1
+    return choose_num_slots(llm.num_slots, sum(p.num_samples for p in params), num_groups)
+
+
 def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities, dict[int, Sampling]]:
     """Return capacities for all parameters, and the arrays of each, by the `id` of the parameters."""
 
@@ -245,7 +256,7 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
     listed = max((n for p in distinct for n in (p.logprobs, p.prompt_logprobs) if n is not None), default=0)
     grammars = {p.guided_decoding: None for p in distinct if isinstance(p.guided_decoding, Grammar)}
     num_states = [grammar.transitions.shape[0] for grammar in grammars]
-    num_slots = choose_num_slots(llm.num_slots, sum(p.num_samples for p in params))
+    num_slots = _num_slots(llm, params)
     processors, known = _placed_processors(distinct)
     capacities = Capacities(
         stop_tokens=_most(map(len, stops), 8),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from specjax import decode, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
@@ -25,7 +25,7 @@ from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
 from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
-from specjax.parallel import OnMesh, put
+from specjax.parallel import WHOLE, OnMesh, on_devices, put
 from specjax.processes.leader import Calls, repeated, replayed
 from specjax.prompts import run_chunk
 from specjax.sampling import Sampling
@@ -90,6 +90,8 @@ def empty(
     if model.max_length is not None and max_length > model.max_length:
         raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
     capacities = capacities or Capacities()
+    if isinstance(model.apply, OnMesh):
+        model.apply.check_batch(num_slots)
     if capacities.logprobs > model.vocab_size:
         raise ValueError(f"logprobs must be at most V = {model.vocab_size}, got {capacities.logprobs}")
     table = None
@@ -217,6 +219,8 @@ def prefill_chunk(
         by the model's logits, fields [1, T, ...].
     """
     proposer = proposer or proposers.none()
+    if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
+        return _prefill_chunk_on_mesh(model, proposer, state, slot, chunk, num_logprobs)
     table = state.context.pages
     if table is not None:
         rows = jnp.asarray(slot)[None]
@@ -230,6 +234,37 @@ def prefill_chunk(
             lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), whole, tuple(one)
         )
     entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
+    return state._replace(cache=cache, proposer=proposer_state), last, entries
+
+
+def _prefill_chunk_on_mesh(
+    model: Model, proposer: Proposer, state: decode.State, slot: Array, chunk: Chunk, num_logprobs: int | None
+) -> tuple[decode.State, PyTree, LogProbs | None]:
+    """Feed one chunk on devices that share the rows: all run it, and the one with the slot keeps it."""
+    shared = model.apply
+    size = state.context.length.shape[0] // shared.num_row_groups  # rows of a device
+
+    def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
+        proposer, proposer_state, slot, chunk = operands
+        own = (slot - jax.lax.axis_index(shared.batch_axis) * size)[None]
+        is_own = (own >= 0) & (own < size)
+        own = jnp.where(is_own, own, size)  # out of range, which is read as zeros and not written
+        whole = cache, proposer_state
+        rows = jax.tree.map(lambda x: x.at[own].get(mode="fill", fill_value=0), whole)
+        *rows, last, logits = run_chunk(model, proposer, chunk, *rows)
+        cache, proposer_state = jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), whole, tuple(rows))
+        entries = None
+        if num_logprobs is not None:
+            entries = logprobs(logits, chunk.following, num_logprobs, axis_name=model.axis_name)
+
+        def of_owner(x: Array) -> Array:
+            return jax.lax.psum(jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0), shared.batch_axis)
+
+        return cache, (proposer_state, *jax.tree.map(of_owner, (last, entries)))
+
+    operands = proposer, state.proposer, jnp.asarray(slot), chunk
+    specs, out = (WHOLE, shared.of_rows, WHOLE, WHOLE), (shared.of_rows, WHOLE, WHOLE)
+    cache, (proposer_state, last, entries) = on_devices(model, one_device, state.cache, operands, specs, out)
     return state._replace(cache=cache, proposer=proposer_state), last, entries
 
 
@@ -479,10 +514,12 @@ def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[d
     if not isinstance(model.apply, OnMesh):
         state = _empty(model, proposer, **sizes)
         return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state)), state.context.tokens.sharding
+    shared = model.apply
     shapes = jax.eval_shape(partial(empty, **sizes), model, proposer)
-    shardings = jax.tree.map(lambda _: model.apply.whole, shapes)
-    shardings = shardings._replace(cache=jax.tree.map(lambda _: model.apply.of_cache, shapes.cache))
-    return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), model.apply.whole
+    specs = decode.row_specs(shapes, shared.of_rows)
+    specs = specs._replace(cache=jax.tree.map(lambda _: shared.cache_spec, shapes.cache))
+    shardings = jax.tree.map(partial(NamedSharding, shared.mesh), specs)
+    return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), shared.whole
 
 
 def _readable(function: Callable) -> Callable:

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from specjax.models.checkpoint import load
     from specjax.models.network import with_feature_layers
     from specjax.models.sharding import tensor_parallel
+    from specjax.parallel import data_parallel
 
-__all__ = ["EMBEDDED", "load", "tensor_parallel", "with_feature_layers"]
+__all__ = ["EMBEDDED", "data_parallel", "load", "tensor_parallel", "with_feature_layers"]
 
 EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json and the checkpoints target/ and draft/
 
@@ -29,4 +30,8 @@ def __getattr__(name: str):
         from specjax.models.sharding import tensor_parallel
 
         return tensor_parallel
+    if name == "data_parallel":
+        from specjax.parallel import data_parallel
+
+        return data_parallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,19 @@
 """Load a Hugging Face checkpoint, config.json and safetensors files, as a `Model`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import BUILD
 from specjax.models.network import with_feature_layers
+from specjax.models.sharding import tensor_parallel
 from specjax.models.tensors import Tensors
+from specjax.parallel import data_parallel
 from specjax.types import Model
 
 
@@ -19,12 +22,14 @@ def load(
     dtype: DTypeLike = jnp.float32,
     *,
     sharding: jax.sharding.Sharding | None = None,
+    mesh: Mesh | None = None,
     feature_layers: Sequence[int] = (),
 ) -> Model:
     """Load a checkpoint from a directory in the Hugging Face layout.
 
     Tensors are read one at a time, straight to their dtype and devices, so the host needs little memory beyond the
-    weights. A progress bar shows if standard error is a terminal.
+    weights. With a mesh only the part of one tensor that one device gets is on the host at a time, so a checkpoint may
+    be larger than the memory of any device and of the host. A progress bar shows if standard error is a terminal.
 
     Args:
         directory: directory with config.json, and with model.safetensors or the shards that
@@ -33,6 +38,9 @@ def load(
         dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
         sharding: sharding of every parameter; None puts the parameters on the default device. The axes of a mesh must
             have the axis type Auto.
+        mesh: the devices that share the model. Those along an axis "tensor" share its weights, as
+            `models.tensor_parallel` says; those along an axis "batch" share the rows of a batch, as
+            `models.data_parallel` says. None is a model of one device, or of a sharding.
         feature_layers: layers whose residual stream the model gives to proposers, as `with_feature_layers` takes them;
             `proposers.feature_layers` says which ones a drafter wants.
 
@@ -43,6 +51,8 @@ def load(
         FileNotFoundError: the directory, its config.json or a file of weights does not exist.
         ValueError: a file is damaged; a field or tensor is missing, has a wrong value or shape, or is not supported; or
             the files hold a tensor that the model does not have. The message names the file and the field or tensor.
+            Also, a mesh has an axis of another name, stands beside a sharding, or has devices that cannot share the
+            model equally.
 
     Example:
         >>> from specjax import models
@@ -62,6 +72,20 @@ def load(
 
     config = ConfigFile(directory / "config.json")
     family = config.choice("model_type", tuple(BUILD))
-    tensors = Tensors(directory, wanted, sharding)
+    shares_weights = mesh is not None and "tensor" in _axes(mesh, sharding)
+    sharding = sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+    tensors = Tensors(directory, wanted, sharding, in_parts=shares_weights)
     with tensors.progress():
-        return with_feature_layers(BUILD[family](config, tensors), feature_layers)
+        model = BUILD[family](config, tensors)
+        model = tensor_parallel(model, mesh) if mesh is not None and shares_weights else model
+    model = data_parallel(model, mesh) if mesh is not None and "batch" in mesh.shape else model
+    return with_feature_layers(model, feature_layers)
+
+
+def _axes(mesh: Mesh, sharding: jax.sharding.Sharding | None) -> Collection[str]:
+    """Return the axes of a mesh; raise ValueError unless they say what the devices share."""
+    if sharding is not None:
+        raise ValueError(f"sharding must be None where mesh is given, got {sharding}")
+    if not mesh.shape or not set(mesh.shape) <= {"tensor", "batch"}:
+        raise ValueError(f"mesh must have the axes 'tensor', 'batch' or both, got {list(mesh.shape)}")
+    return mesh.shape

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax import shards
 from specjax.models import network
 from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
 from specjax.models.linear import Norm, linear, rms_norm
@@ -218,7 +217,7 @@ class Decoder(nnx.Module):
         # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            x = self._embed(inputs.tokens)
+            x = network.embed(self.embedding[...], inputs.tokens, config.axis_name)
             if config.scale_embedding:
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
             size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
@@ -244,21 +243,8 @@ class Decoder(nnx.Module):
             logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
             if config.logit_softcap is not None:
                 logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-            if config.num_padding:
-                ids = shards.first_id(config.vocab_size, config.axis_name) + jnp.arange(config.vocab_size)
-                num_ids = config.vocab_size * shards.num_shards(config.axis_name) - config.num_padding
-                logits = jnp.where((ids < num_ids)[None, None], logits, -jnp.inf)
+            logits = network.without_padding(logits, config.num_padding, config.axis_name)
         return ModelOutput(logits, features), None if cache is None else new_cache
-
-    def _embed(self, tokens: Array) -> Array:
-        """Return the embeddings [B, T, D] of tokens [B, T]."""
-        config = self.config
-        if config.axis_name is None:
-            return self.embedding[...][tokens]
-        index = tokens - shards.first_id(config.vocab_size, config.axis_name)
-        is_own = (index >= 0) & (index < config.vocab_size)
-        own = self.embedding[...][jnp.where(is_own, index, 0)]
-        return jax.lax.psum(jnp.where(is_own[..., None], own, 0), config.axis_name)
 
 
 def init_params(config: DecoderConfig, seed: int) -> PyTree:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax import shards
+from specjax.parallel import OnMesh
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 
@@ -142,10 +144,37 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
         (0, 2)
     """
     layers = tuple(feature_layers)
-    if not isinstance(model.apply, Apply):
+    apply = of_one_device(model)
+    if not isinstance(apply, Apply):
         raise ValueError(f"model must be one that specjax built, to give its residual stream, got {model.apply!r}")
-    most = model.apply.config.num_layers
+    most = apply.config.num_layers
     if not all(is_integer(layer) and 0 <= layer <= most for layer in layers):
         raise ValueError(f"feature_layers must be in [0, {most}], the number of layers, got {list(feature_layers)!r}")
     layers = tuple(int(layer) for layer in layers)
-    return replace(model, apply=replace(model.apply, feature_layers=layers), feature_layers=layers)
+    apply = replace(apply, feature_layers=layers)
+    apply = replace(model.apply, apply=apply) if isinstance(model.apply, OnMesh) else apply
+    return replace(model, apply=apply, feature_layers=layers)
+
+
+def of_one_device(model: Model) -> Any:
+    """Return `model.apply`, that of one device's part where devices share the model."""
+    return model.apply.apply if isinstance(model.apply, OnMesh) else model.apply
+
+
+def embed(table: Array, tokens: Array, axis_name: str | None) -> Array:
+    """Return the rows [B, T, D] of an embedding table [V, D] for tokens [B, T]; devices may share the vocabulary."""
+    if axis_name is None:
+        return table[tokens]
+    size = table.shape[0]
+    index = tokens - shards.first_id(size, axis_name)
+    is_own = (index >= 0) & (index < size)
+    return jax.lax.psum(jnp.where(is_own[..., None], table[jnp.where(is_own, index, 0)], 0), axis_name)
+
+
+def without_padding(logits: Array, num_padding: int, axis_name: str | None) -> Array:
+    """Return this device's logits [B, T, V] with -inf for the last `num_padding` ids of all devices."""
+    if not num_padding:
+        return logits
+    size = logits.shape[-1]
+    ids = shards.first_id(size, axis_name) + jnp.arange(size)
+    return jnp.where((ids < size * shards.num_shards(axis_name) - num_padding)[None, None], logits, -jnp.inf)

@@ -4,19 +4,26 @@ Each device has some heads of attention and some columns of the MLP; the product
 embedding and the head are split by tokens. Norms, biases of sums and the residual stream are whole on every device.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax import shards
 from specjax.models.decoder import DecoderConfig
+from specjax.models.families.opt import OPTConfig
 from specjax.models.network import Apply, InitCache
-from specjax.parallel import OnMesh, put
-from specjax.types import Array, Model, PyTree
+from specjax.models.tensors import Stored, place
+from specjax.parallel import InitOnMesh, OnMesh, check_axis, put
+from specjax.types import Array, Model
+
+Config = DecoderConfig | OPTConfig
+Run = tuple[int, int]  # the entries [start, stop) of an axis
 
 
 def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Model:
@@ -26,9 +33,12 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
     there are fewer than devices, and the vocabulary is padded with tokens that are never drawn. Decoding with it takes
     each step inside one `jax.shard_map`, in which logits are verified without being put together.
 
+    The whole model is on one device before. `models.load(directory, mesh=mesh)` returns the same and reads for each
+    device no more than its part.
+
     Args:
-        model: a decoder of `models.load` or `decoder_model`.
-        mesh: the devices. Its other axes, if it has any, get copies.
+        model: a model of `models.load` or `decoder_model`.
+        mesh: the devices. Along its other axes, if it has any, each has a copy; `models.data_parallel` uses one.
         axis_name: the axis whose devices share the model.
 
     Returns:
@@ -36,36 +46,37 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
     Raises:
         ValueError: the mesh has no such axis, its devices cannot share the heads or the MLP equally, or the model is
-            not a decoder.
+            not one that specjax built.
     """
-    if axis_name not in mesh.shape:
-        raise ValueError(f"axis_name must be an axis of the mesh, one of {list(mesh.shape)}, got {axis_name!r}")
-    apply = model.apply
-    if not (isinstance(apply, Apply) and isinstance(apply.config, DecoderConfig)):
-        raise ValueError(f"model must be a decoder that specjax built, to be shared by devices, got {model.apply!r}")
+    check_axis(mesh, axis_name)
+    apply, init_cache = model.apply, model.init_cache
+    if not (isinstance(apply, Apply) and isinstance(apply.config, Config) and isinstance(init_cache, InitCache)):
+        raise ValueError(f"model must be one that specjax built, to be shared by devices, got {model.apply!r}")
     whole, number = apply.config, mesh.shape[axis_name]
     part = _part(whole, number, axis_name)
-    specs = jax.tree_util.tree_map_with_path(partial(_spec, whole, axis_name), model.params)
-    init_cache = model.init_cache
-    assert isinstance(init_cache, InitCache), "a built-in decoder has it"
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
+    cuts = [_cut(_name(path), whole, part, number) for path, _ in leaves]
+    specs = tuple(P() if cut is None else P(*[None] * cut.axis, axis_name) for cut in cuts)
+    split = [
+        _split(leaf, cut, NamedSharding(mesh, spec)) for (_, leaf), cut, spec in zip(leaves, cuts, specs, strict=True)
+    ]
     on_mesh = OnMesh(
         apply=replace(apply, config=part),
         init_cache=replace(init_cache, config=part),
         mesh=mesh,
         axis_name=axis_name,
-        param_specs=tuple(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))),
+        param_specs=specs,
         cache_spec=P(None, None, axis_name),
         vocab_size=whole.vocab_size,
     )
-    return replace(
-        model,
-        params=_split(model.params, specs, whole, part, mesh),
-        apply=on_mesh,
-        init_cache=replace(init_cache, config=replace(whole, num_kv_heads=part.num_kv_heads * number)),
-    )
+    with_copies = whole
+    if isinstance(whole, DecoderConfig):
+        with_copies = replace(whole, num_kv_heads=part.num_kv_heads * number)
+    init_cache = InitOnMesh(replace(init_cache, config=with_copies), on_mesh.of_cache)
+    return replace(model, params=jax.tree.unflatten(structure, split), apply=on_mesh, init_cache=init_cache)
 
 
-def _part(whole: DecoderConfig, number: int, axis_name: str) -> DecoderConfig:
+def _part(whole: Config, number: int, axis_name: str) -> Config:
     """Return the sizes of one device's part; raise ValueError where the devices cannot share equally."""
     for name, size in (("num_heads", whole.num_heads), ("mlp_size", whole.mlp_size)):
         if size % number:
@@ -78,67 +89,94 @@ def _part(whole: DecoderConfig, number: int, axis_name: str) -> DecoderConfig:
         whole,
         vocab_size=size,
         num_heads=whole.num_heads // number,
-        num_kv_heads=max(1, kv_heads // number),
         mlp_size=whole.mlp_size // number,
         axis_name=axis_name,
         num_padding=number * size - whole.vocab_size,
+        **({"num_kv_heads": max(1, kv_heads // number)} if isinstance(whole, DecoderConfig) else {}),
     )
 
 
-OUT_SPLIT = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")  # parameters whose outputs are split, in several sections
-IN_SPLIT = ("attention_out", "mlp_out")  # parameters whose inputs are split
+@dataclass(frozen=True)
+class Cut:
+    """How devices share a parameter: each has some runs of one axis, one behind the other, and zeros behind them."""
+
+    axis: int
+    size: int  # of a device's part of the axis
+    runs: tuple[tuple[Run, ...], ...]  # of each device
 
 
 def _name(path: tuple) -> str:
-    return path[-1].key
+    """Return the name of a parameter; a bias that stands beside a weight has the name of both with "_bias" behind."""
+    *rest, last = (entry.key for entry in path)
+    if last not in ("weight", "bias"):
+        return last
+    return rest[-1] if last == "weight" else f"{rest[-1]}_bias"
 
 
-def _out_axis(name: str, config: DecoderConfig) -> int:
-    return 0 if config.transposed or name.endswith("_bias") else 1
+def _cut(name: str, whole: Config, part: Config, number: int) -> Cut | None:
+    """Return how the devices share a parameter; None where each has it whole."""
+    runs = [_runs(name, device, whole, part, number) for device in range(number)]
+    if not runs[0]:
+        return None
+    transposed = isinstance(whole, DecoderConfig) and whole.transposed
+    axis = 0 if transposed or name in ("embedding", "head") or name.endswith("_bias") else 1
+    if name in ("attention_out", "mlp_out"):  # their inputs are split, elsewhere the outputs
+        axis = 1 - axis
+    return Cut(axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
 
 
-def _spec(config: DecoderConfig, axis_name: str, path: tuple, leaf: Array) -> P:
-    """Return how one parameter is split."""
-    name = _name(path)
+def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> list[Run]:
+    """Return what a device has of the axis of a parameter that is split; nothing where none is."""
+
+    def own(size: int, begin: int = 0) -> Run:
+        return begin + device * size, begin + (device + 1) * size
+
     if name in ("embedding", "head"):
-        return P(axis_name)
-    if name in OUT_SPLIT:
-        return P(*[None] * _out_axis(name, config), axis_name)
-    if name in IN_SPLIT:
-        return P(*[None] * (1 - _out_axis(name, config)), axis_name)
-    return P()
-
-
-def _split(params: PyTree, specs: PyTree, whole: DecoderConfig, part: DecoderConfig, mesh: Mesh) -> PyTree:
-    """Return the parameters on their devices, in an order in which equal parts are those of the devices."""
-
-    def split(path: tuple, leaf: Array, spec: P) -> Array:
-        arranged = _arrange(leaf, name=_name(path), whole=whole, part=part, number=mesh.shape[part.axis_name])
-        return put(arranged, NamedSharding(mesh, spec))
-
-    return jax.tree_util.tree_map_with_path(split, params, specs)
-
-
-@partial(jax.jit, static_argnames=("name", "whole", "part", "number"))  # layers of equal shapes share a program
-def _arrange(leaf: Array, *, name: str, whole: DecoderConfig, part: DecoderConfig, number: int) -> Array:
-    """Return a parameter with the part of each device after that of the one before."""
-    if name in ("embedding", "head"):
-        return jnp.pad(leaf, ((0, number * part.vocab_size - leaf.shape[0]), (0, 0)))
-    if name not in OUT_SPLIT:
-        return leaf
-    axis = _out_axis(name, whole)
-    if name.startswith("gate_up"):
-        sections = jnp.split(leaf, 2, axis)
-    else:
-        ends = whole.num_heads, whole.num_heads + whole.num_kv_heads
-        sections = jnp.split(leaf, [end * whole.head_size for end in ends], axis)
+        start, stop = own(part.vocab_size)
+        return [(min(start, whole.vocab_size), min(stop, whole.vocab_size))]
+    head, mlp = whole.head_size, part.mlp_size
+    if name == "attention_out":
+        return [own(part.num_heads * head)]
+    if name in ("mlp_in", "mlp_in_bias", "mlp_out"):
+        return [own(mlp)]
+    if name in ("gate_up", "gate_up_bias"):
+        return [own(mlp), own(mlp, whole.mlp_size)]
+    if name in ("qkv", "qkv_bias"):
         copies = part.num_kv_heads * number // whole.num_kv_heads
-        sections[1:] = (_repeat_heads(section, axis, whole, copies) for section in sections[1:])
-    parts = zip(*(jnp.split(section, number, axis) for section in sections), strict=True)
-    return jnp.concatenate([block for own in parts for block in own], axis)
+        first_key = whole.num_heads + device * part.num_kv_heads // copies
+        firsts = first_key, first_key + whole.num_kv_heads
+        return [own(part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
+    return []
 
 
-def _repeat_heads(section: Array, axis: int, config: DecoderConfig, copies: int) -> Array:
-    """Return the key or value projection of all heads with each head as often in a row."""
-    heads = jnp.split(section, config.num_kv_heads, axis)
-    return jnp.concatenate([head for head in heads for _ in range(copies)], axis)
+def _split(leaf: Array | Stored, cut: Cut | None, sharding: NamedSharding) -> Array:
+    """Return a parameter on its devices; one in files is read part by part."""
+    if isinstance(leaf, Stored):
+        return place(leaf if cut is None else _arrange_stored(leaf, cut), sharding)
+    return put(leaf if cut is None else _arrange(leaf, cut), sharding)
+
+
+@partial(jax.jit, static_argnames="cut")  # layers of equal shapes share a program
+def _arrange(leaf: Array, cut: Cut) -> Array:
+    """Return a parameter with the part of each device behind that of the one before."""
+    parts = []
+    for runs in cut.runs:
+        own = jnp.concatenate([jax.lax.slice_in_dim(leaf, *run, axis=cut.axis) for run in runs], cut.axis)
+        padding = [(0, cut.size - own.shape[cut.axis] if axis == cut.axis else 0) for axis in range(leaf.ndim)]
+        parts.append(jnp.pad(own, padding))
+    return jnp.concatenate(parts, cut.axis)
+
+
+def _arrange_stored(stored: Stored, cut: Cut) -> Stored:
+    """Do as `_arrange` does with a parameter in files, of which the part of one device is read at a time."""
+
+    def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+        along, end = np.moveaxis(out, cut.axis, 0), 0
+        for start, stop in cut.runs[bounds[cut.axis][0] // cut.size]:
+            own = np.moveaxis(along[end : end + stop - start], 0, cut.axis)
+            stored.fill(own, [*bounds[: cut.axis], (start, stop), *bounds[cut.axis + 1 :]])
+            end += stop - start
+        along[end:] = 0
+
+    shape = (*stored.shape[: cut.axis], cut.size * len(cut.runs), *stored.shape[cut.axis + 1 :])
+    return Stored(shape, stored.dtype, fill)

@@ -5,11 +5,13 @@ import fnmatch
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -21,19 +23,34 @@ CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, cou
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, with bytes per number
 
 
+@dataclass(frozen=True)
+class Stored:
+    """An array that is still in the files of a checkpoint, where a parameter of a model will be."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    fill: Callable[[np.ndarray, Sequence[tuple[int, int]]], None]  # writes the part within bounds [start, stop)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
 class Tensors:
     """Give access to the tensors of some files, each safetensors or, by its ending .bin or .pt, written by torch.save.
 
     Only the headers of the files are read at first. When a tensor is requested, its values are copied in chunks, in the
     requested dtype, into the array that goes to the device; on a CPU that array is used as it is. With a sharding, only
-    the part that a device holds is read for it. Names in the files may lack the prefix "model.", as they do if a model
-    was saved without its head.
+    the part that a device holds is read for it. With `in_parts` nothing is read yet: tensors are given as `Stored`, so
+    that whoever knows which device needs what reads it. Names in the files may lack the prefix "model.", as they do if
+    a model was saved without its head.
 
     Args:
         directory: directory of the checkpoint.
         dtype: dtype of the arrays.
         sharding: sharding of the arrays; None is the default device.
         files: the files; None is model.safetensors, or the shards that model.safetensors.index.json names.
+        in_parts: whether tensors are given as `Stored`; they are then on the devices of the sharding in the end.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -47,8 +64,9 @@ class Tensors:
         dtype: np.dtype,
         sharding: jax.sharding.Sharding | None = None,
         files: Sequence[Path] | None = None,
+        in_parts: bool = False,
     ):
-        self._directory, self._dtype, self._sharding = directory, dtype, sharding
+        self._directory, self._dtype, self._sharding, self._in_parts = directory, dtype, sharding, in_parts
         self._paths = {}  # maps the name of a tensor to its file
         self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
@@ -61,9 +79,10 @@ class Tensors:
 
     @property
     def on_one_gpu(self) -> bool:
-        """Whether the arrays are placed on exactly one GPU."""
-        devices = jax.local_devices()[:1] if self._sharding is None else list(self._sharding.device_set)
-        return len(devices) == 1 and devices[0].platform == "gpu"
+        """Whether every array, or the part of it that a device works with, is on exactly one GPU."""
+        devices = jnp.zeros(()).devices() if self._sharding is None else self._sharding.device_set
+        is_whole = self._sharding is None or self._sharding.is_fully_replicated
+        return (is_whole or self._in_parts) and all(device.platform == "gpu" for device in devices)
 
     def __contains__(self, name: str) -> bool:
         return name in self._paths or name.removeprefix("model.") in self._paths
@@ -112,7 +131,7 @@ class Tensors:
         if name not in self._paths:
             return
         self._check(name, shape)
-        for rows in _chunks(0, shape[0], shape):
+        for rows in _chunks(0, shape[0], math.prod(shape[1:])):
             if not np.array_equal(self._read_slice(name, rows), self._read_slice(other, rows)):
                 raise ValueError(f"tensor {name} in {self._paths[name]} must equal {other}, which it is tied to")
         self._mark_read(name)
@@ -146,7 +165,7 @@ class Tensors:
         raise ValueError(f"tensor {name} is missing from {self._directory}")
 
     def _mark_read(self, name: str) -> None:
-        self._advance(self._unread.pop(self._find(name), 0))
+        self._unread.pop(self._find(name), None)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the stored tensor has this shape and a supported dtype."""
@@ -166,31 +185,24 @@ class Tensors:
         """
         name = self._find(name)
         with _open(self._paths[name]) as file:
-            return file.get_slice(name)[index]
+            values = file.get_slice(name)[index]
+        self._advance(values.nbytes)
+        return values
 
-    def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Array:
+    def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Any:
         """Concatenate tensors along their first axis, and transpose the result if `transpose` is true."""
         for name, shape in shapes.items():
             self._check(name, shape)
         whole = (sum(shape[0] for shape in shapes.values()), *next(iter(shapes.values()))[1:])
-        if transpose:
-            whole = whole[::-1]
 
-        def read_part(index: tuple[slice, ...] | None = None) -> np.ndarray:
-            index = (slice(None),) * len(whole) if index is None else index
-            bounds = [axis.indices(size)[:2] for axis, size in zip(index, whole, strict=True)]
-            result = _aligned_empty([stop - start for start, stop in bounds], self._dtype)
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
             if transpose:
-                self._fill(result.T, bounds[::-1], shapes)
+                self._fill(out.T, list(bounds)[::-1], shapes)
             else:
-                self._fill(result, bounds, shapes)
-            return result
+                self._fill(out, list(bounds), shapes)
 
-        if self._sharding is None:
-            array = jax.device_put(read_part())
-        else:
-            array = jax.make_array_from_callback(whole, self._sharding, read_part)
-        array.block_until_ready()  # the host then holds one array at a time
+        stored = Stored(whole[::-1] if transpose else whole, self._dtype, fill)
+        array = stored if self._in_parts else place(stored, self._sharding)
         for name in shapes:
             self._mark_read(name)
         return array
@@ -199,16 +211,39 @@ class Tensors:
         """Write to `out` the part within `bounds` of the tensors concatenated along their first axis."""
         (first, last), *rest = bounds
         columns = tuple(slice(*bound) for bound in rest)
+        width = math.prod(stop - start for start, stop in rest)
         offset = 0  # row of the concatenation where the tensor begins
         for name, shape in shapes.items():
-            for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), shape):
+            for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), width):
                 out[rows.start + offset - first : rows.stop + offset - first] = self._read_slice(name, (rows, *columns))
             offset += shape[0]
 
 
-def _chunks(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[slice]:
-    """Return the rows [begin, end) of a tensor as slices of at most CHUNK_BYTES each, but at least one row."""
-    step = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
+def place(stored: Stored, sharding: jax.sharding.Sharding | None) -> Array:
+    """Read an array to its devices, so that the host holds the part of one device at a time.
+
+    Devices with the same part share what is read once, and devices of other processes are left to these. A sharding of
+    None is the default device.
+    """
+
+    def read(bounds: Sequence[tuple[int, int]], devices: Sequence[Any]) -> list[Array]:
+        part = _aligned_empty([stop - start for start, stop in bounds], stored.dtype)
+        stored.fill(part, bounds)
+        return jax.block_until_ready([jax.device_put(part, device) for device in devices])
+
+    if sharding is None:
+        return read([(0, size) for size in stored.shape], [None])[0]
+    owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(stored.shape).items():
+        bounds = tuple(axis.indices(size)[:2] for axis, size in zip(index or (), stored.shape, strict=True))
+        owners.setdefault(bounds, []).append(device)
+    parts = [part for bounds, devices in owners.items() for part in read(bounds, devices)]
+    return jax.make_array_from_single_device_arrays(stored.shape, sharding, parts, dtype=stored.dtype)
+
+
+def _chunks(begin: int, end: int, width: int) -> Iterator[slice]:
+    """Return the rows [begin, end) as slices of at most CHUNK_BYTES each, but at least one row, of so many numbers."""
+    step = max(1, CHUNK_BYTES // (4 * max(1, width)))
     return (slice(row, min(row + step, end)) for row in range(begin, end, step))
 
 

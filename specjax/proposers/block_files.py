@@ -131,7 +131,7 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
 
 
 def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tuple[int, ...]:
-    num_layers, size = files.num_layers(target), files.target_weights(target).embedding.shape[1]
+    num_layers, size = files.num_layers(target), files.target_weights(target).hidden_size
     inputs = tensors.shape("fc.weight")[-1]
     if inputs % size:
         raise ValueError(
@@ -169,7 +169,7 @@ def _read_head(
     return BlockHead(
         config=_read_layers(configs, tensors, target, rope_theta),
         num_taps=num_taps,
-        target_size=files.target_weights(target).embedding.shape[1],
+        target_size=files.target_weights(target).hidden_size,
         target_vocab=target.vocab_size,
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),

@@ -86,7 +86,7 @@ def load_eagle(
     has_bias = "model.fc.bias" in tensors or config.get("bias", bool, False)
     hidden = layers.hidden_size
     weights = files.target_weights(target)
-    files.expect(inner.where("hidden_size"), hidden, weights.embedding.shape[1], "the hidden size of the target")
+    files.expect(inner.where("hidden_size"), hidden, weights.hidden_size, "the hidden size of the target")
     files.expect(inner.where("vocab_size"), layers.vocab_size, target.vocab_size, "the vocabulary of the target")
     _refuse_unread(config, inner)
     params = {
@@ -147,7 +147,7 @@ def _num_taps(config: "ConfigFile", tensors: "Tensors", target: Model) -> int:
     """Return how many layers of the target `fc` reads; 0 where there is no `fc`, and the head reads the last one."""
     if config.table("eagle_config").get("use_aux_hidden_state", bool, True) is False:
         return 0
-    inputs, size = tensors.shape("model.fc.weight")[-1], files.target_weights(target).embedding.shape[1]
+    inputs, size = tensors.shape("model.fc.weight")[-1], files.target_weights(target).hidden_size
     if inputs % size:
         raise ValueError(
             f"tensor fc.weight of {config.path.parent} must have a multiple of H = {size} columns, the hidden size of "
@@ -164,7 +164,7 @@ def _read_head(
     inner = config.table("transformer_layer_config") if is_nested else config
     first = "model.midlayer" if "model.midlayer.self_attn.q_proj.weight" in tensors else "model.layers.0"
     layers = _read_layers(inner, tensors, first, rope_theta)
-    size = files.target_weights(target).embedding.shape[1]
+    size = files.target_weights(target).hidden_size
     given = config if "target_hidden_size" in config else inner
     target_size = given.size("target_hidden_size", layers.hidden_size)
     name = "target_hidden_size" if "target_hidden_size" in given else "hidden_size"
@@ -269,19 +269,19 @@ def _tables(layers: "DecoderConfig", tensors: "Tensors", target: Model, reduced:
     tables = {}
     if "model.embed_tokens.weight" in tensors:
         tables["embedding"] = tensors.table("model.embed_tokens.weight", target.vocab_size, hidden)
-    elif hidden == own.embedding.shape[1]:
+    elif hidden == own.hidden_size:
         tables["embedding"] = own.embedding
     else:
         raise ValueError(
             f"the files must hold the tensor embed_tokens.weight, as the head has {hidden} numbers a token and the "
-            f"target {own.embedding.shape[1]}, got none"
+            f"target {own.hidden_size}, got none"
         )
     if "model.lm_head.weight" in tensors:
         tables["lm_head"] = tensors.table("model.lm_head.weight", layers.vocab_size, hidden)
     elif layers.tie_embeddings and "model.embed_tokens.weight" in tensors:
         tables["lm_head"] = tables["embedding"]
     else:
-        files.expect("hidden_size of a head without lm_head.weight", hidden, own.head.shape[1], "that of the target")
+        files.expect("hidden_size of a head without lm_head.weight", hidden, own.hidden_size, "that of the target")
         tables["lm_head"] = own.head
     if reduced is not None and len(tables["lm_head"]) != layers.vocab_size:
         tables["lm_head"] = tables["lm_head"][reduced.target_ids]

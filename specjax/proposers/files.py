@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
+from specjax.parallel import OnMesh
 from specjax.proposers.drawing import Reduced, reduced_vocabulary
 from specjax.types import Array, Model
 from specjax.validation import is_integer
@@ -19,10 +21,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The tables of a target that drafters share."""
+    """The tables of a target that drafters share, whole on each device where devices share the target."""
 
-    embedding: Array  # [V, H]
-    head: Array  # [V, H]
+    target: Model
+
+    @property
+    def embedding(self) -> Array:  # [V, H]
+        return self._whole("embedding")
+
+    @property
+    def head(self) -> Array:  # [V, H]
+        return self._whole("head" if "head" in self.target.params else "embedding")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target.params["embedding"].shape[1]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.target.params["embedding"].dtype)
+
+    def _whole(self, name: str) -> Array:
+        table, apply = self.target.params[name], self.target.apply
+        if not isinstance(apply, OnMesh):
+            return table
+        return jax.jit(lambda table: table[: self.target.vocab_size], out_shardings=apply.whole)(table)
 
 
 def target_weights(target: Model) -> TargetWeights:
@@ -34,7 +57,7 @@ def target_weights(target: Model) -> TargetWeights:
     params = target.params
     if not isinstance(params, dict) or getattr(params.get("embedding"), "ndim", None) != 2:
         raise ValueError(f"target must be a built-in model, whose params have `embedding`, got {type(params).__name__}")
-    return TargetWeights(params["embedding"], params.get("head", params["embedding"]))
+    return TargetWeights(target)
 
 
 def num_layers(target: Model) -> int:
@@ -43,7 +66,8 @@ def num_layers(target: Model) -> int:
     Raises:
         ValueError: the target is not a built-in model.
     """
-    config = getattr(target.apply, "config", None)
+    apply = target.apply.apply if isinstance(target.apply, OnMesh) else target.apply
+    config = getattr(apply, "config", None)
     if config is None:
         raise ValueError(f"target must be a built-in model, whose layers are counted, got {target.apply!r}")
     return config.num_layers
@@ -66,8 +90,7 @@ def open_directory(
     directory = Path(directory)
     config = ConfigFile(directory / "config.json")
     config.fields |= fields or {}
-    dtype = np.dtype(target_weights(target).embedding.dtype)
-    return config, Tensors(directory, dtype, files=drafter_files(directory))
+    return config, Tensors(directory, target_weights(target).dtype, files=drafter_files(directory))
 
 
 def expect(name: str, value: object, expected: object, what: str) -> None:

@@ -190,7 +190,7 @@ def _of_authors(config: "ConfigFile", tensors: "Tensors", target: Model) -> tupl
     config.ignore("medusa_num_heads", "base_model_name_or_path")
     num_blocks = config.size("medusa_num_layers", 1, most=64)
     refuse_unread(config, "medusa_*")
-    hidden_size = target_weights(target).embedding.shape[1]
+    hidden_size = target_weights(target).hidden_size
 
     def block(name: str) -> PyTree:
         weight = tensors.table(f"{name}.linear.weight", hidden_size, hidden_size)
@@ -210,7 +210,7 @@ def _of_vllm(config: "ConfigFile", tensors: "Tensors", target: Model) -> tuple[l
     prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in tensors.names()) else ""
     weights = target_weights(target)
     hidden_size = config.size("hidden_size")
-    expect(config.where("hidden_size"), hidden_size, weights.embedding.shape[1], "the hidden size of the target")
+    expect(config.where("hidden_size"), hidden_size, weights.hidden_size, "the hidden size of the target")
     expect(config.where("vocab_size"), config.size("vocab_size"), target.vocab_size, "the vocabulary of the target")
     num_heads, num_blocks = config.size("num_heads", most=64), config.size("num_hidden_layers", 1, most=64)
     has_bias, is_shared = (config.get(name, bool, False) for name in ("medusa_fc_bias", "original_lm_head"))

@@ -179,7 +179,7 @@ def load_mlp_speculator(
 def _steps(config: "ConfigFile", tensors: "Tensors", target: Model, depth: int) -> list[PyTree]:
     """Read the weights of each step. With tied weights all steps share them, but for the first projection."""
     weights = target_weights(target)
-    hidden_size = weights.embedding.shape[1]
+    hidden_size = weights.hidden_size
     expect(config.where("emb_dim"), config.size("emb_dim"), hidden_size, "the hidden size of the target")
     vocab_size = config.size("vocab_size")
     expect(config.where("vocab_size"), vocab_size, target.vocab_size, "the vocabulary of the target")

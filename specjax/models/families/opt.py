@@ -13,7 +13,7 @@ from flax import nnx
 from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
-from specjax.models.network import Taps, network_model
+from specjax.models.network import Taps, embed, network_model, without_padding
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
@@ -23,36 +23,39 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class OPTConfig:
-    """Sizes and options of an OPT decoder. `hidden_size` must be a multiple of `num_heads`."""
+    """Sizes and options of an OPT decoder."""
 
     vocab_size: int
     embedding_size: int  # size of the embeddings; if it differs from hidden_size, projections convert between them
     hidden_size: int
     num_layers: int
     num_heads: int
+    head_size: int
     mlp_size: int
     max_length: int
     norm_first: bool = True  # whether norms stand before attention and MLP, rather than after
     final_norm: bool = True  # whether a norm follows the last layer
+    axis_name: str | None = None  # mesh axis whose devices share it, as in `DecoderConfig`
+    num_padding: int = 0  # ids of the vocabulary that are padding, likewise
 
     @property
     def num_kv_heads(self) -> int:
         return self.num_heads
 
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
 
 class Affine(nnx.Module):
-    """Affine map: x [B, T, in] @ weight [in, out] + bias [out]."""
+    """Affine map: x [B, T, in] @ weight [in, out] + bias [out]. With `axis_name` each device has some of the inputs."""
 
-    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, axis_name: str | None = None):
+        self.axis_name = axis_name
         self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros((outputs,)))
 
     def __call__(self, x: Array) -> Array:
-        return x @ self.weight[...] + self.bias[...][None, None]
+        product = x @ self.weight[...]
+        if self.axis_name is not None:
+            product = jax.lax.psum(product, self.axis_name)
+        return product + self.bias[...][None, None]
 
 
 class LayerNorm(nnx.Module):
@@ -74,10 +77,11 @@ class Layer(nnx.Module):
 
     def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
         self.config = config
-        hidden = config.hidden_size
+        hidden, heads, axis_name = config.hidden_size, config.num_heads * config.head_size, config.axis_name
         self.attention_norm, self.mlp_norm = LayerNorm(hidden), LayerNorm(hidden)
-        self.qkv, self.attention_out = Affine(hidden, 3 * hidden, rngs), Affine(hidden, hidden, rngs)
-        self.mlp_in, self.mlp_out = Affine(hidden, config.mlp_size, rngs), Affine(config.mlp_size, hidden, rngs)
+        self.qkv, self.attention_out = Affine(hidden, 3 * heads, rngs), Affine(heads, hidden, rngs, axis_name)
+        self.mlp_in = Affine(hidden, config.mlp_size, rngs)
+        self.mlp_out = Affine(config.mlp_size, hidden, rngs, axis_name)
 
     def __call__(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
         """Run the layer on hidden states x [B, T, D]; return them with the layer's cache."""
@@ -91,7 +95,7 @@ class Layer(nnx.Module):
         else:
             assert mask is not None, "with a cache no mask is left out"
             attended, cache = attend_to_cache(query, key, value, cache, inputs, mask)
-        x = x + self.attention_out(attended.reshape(x.shape))
+        x = x + self.attention_out(attended.reshape(batch_size, num_tokens, -1))
         if not config.norm_first:
             x = self.attention_norm(x)
         hidden = self.mlp_in(self.mlp_norm(x) if config.norm_first else x)
@@ -124,7 +128,7 @@ class OPT(nnx.Module):
         # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
         precision = "highest" if self.embedding.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            x = self.embedding[...][inputs.tokens]
+            x = embed(self.embedding[...], inputs.tokens, config.axis_name)
             if config.embedding_size != config.hidden_size:
                 x = x @ self.project_in[...]
             x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
@@ -138,6 +142,7 @@ class OPT(nnx.Module):
             hidden = self.norm(x) if config.final_norm else x
             projected = hidden @ self.project_out[...] if config.embedding_size != config.hidden_size else hidden
             logits = jnp.einsum("btd,vd->btv", projected, self.embedding[...], preferred_element_type=jnp.float32)
+            logits = without_padding(logits, config.num_padding, config.axis_name)
         return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
 
 
@@ -158,6 +163,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         hidden_size=hidden_size,
         num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
+        head_size=hidden_size // num_heads,
         mlp_size=config.size("ffn_dim"),
         max_length=config.size("max_position_embeddings"),
         norm_first=norm_first,
