@@ -24,8 +24,8 @@ def load(target, draft):
 
 
 def requests(llm):
-    """Token ids, with drafts and without, and the most likely tokens of a prompt and of what follows."""
-    results = llm.generate(PROMPTS, PARAMS) + llm.plain().generate(PROMPTS[:1], PARAMS[1])
+    """Token ids, and the most likely tokens of a prompt and of what follows."""
+    results = llm.generate(PROMPTS, PARAMS)
     tokens = [[completion.token_ids for completion in result.completions] for result in results]
     listed = results[0].prompt_logprobs[1:], results[0].completions[0].logprobs
     return {"tokens": tokens, "listed": [[list(entry) for entry in entries] for entries in listed]}

@@ -297,6 +297,7 @@ class TestArguments:
             (["--coordinator", "h:1", "--num-processes", "1"], "num_processes must be an integer >= 2, got 1"),
             (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "process_id must be in .* got 2"),
             (["--coordinator", "h:1", "--num-processes", "2"], "process_id must be in .* got None"),
+            (["--coordinator", "h:1", "--join-timeout", "0"], "timeout must be positive and finite, got 0.0"),
             (["--num-processes", "2"], "--num-processes needs --coordinator"),
             (["--process-id", "0"], "--process-id needs --coordinator"),
         ],

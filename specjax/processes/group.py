@@ -6,6 +6,7 @@ process that fails or is lost ends them all, because what it had of the model is
 """
 
 import atexit
+import math
 import os
 import socket
 import sys
@@ -166,9 +167,9 @@ def join(
     if _joined is not None:
         raise RuntimeError("a process joins one group, and this one has joined one before")
     host, port = _address(coordinator)
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be positive and finite, got {timeout}")
     num_processes, process_id = _numbers(num_processes, process_id)
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive, got {timeout}")
     own = fingerprint.of_start(specjax.__version__, num_processes, arguments or {})
     meet: Callable = _lead if process_id == 0 else _follow
     others, jax_address = meet(host, port, num_processes, process_id, own, timeout)

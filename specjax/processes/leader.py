@@ -110,6 +110,8 @@ class Leader(Group):
     def _received(self, other: Connection, kind: bytes, content: bytes) -> None:
         if kind != END:
             self._ready.put((other, content))
+        elif not self._is_ending:
+            self._die(f"{other.name} has ended before process 0")
 
     def _compare(self, model: Model, proposer: Proposer, verifier: Verifier) -> None:
         """Compare what was loaded with that of the others, and wait until they have it."""
