@@ -76,10 +76,10 @@ class Leader(Group):
             )
         self._compare(slots.model, proposer, verifier)
         self._num_slots += 1
-        weakref.finalize(slots, self._dropped.append, self._num_slots).atexit = False
         sizes = sizes | {"is_plain": isinstance(proposer, NoDrafts), "has_cache": self._has_cache}
         calls = Calls(self, self._num_slots)
         calls.send("__init__", (), sizes)
+        weakref.finalize(slots, self._dropped.append, self._num_slots).atexit = False
         return calls
 
     def send(self, number: int, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
