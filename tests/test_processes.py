@@ -424,7 +424,8 @@ class TestSlurm:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
         with subprocess.Popen(command, **pipes) as leader:
             try:
-                line = next(line for line in leader.stdout if "ready" in line)
+                line = next((line for line in leader.stdout if "ready" in line), None)
+                assert line is not None, leader.stderr.read()
                 status, _, text = Client(int(line.rsplit(":", 1)[1]), None).call(
                     "POST", "/v1/completions", completion(max_tokens=8)
                 )
