@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 
     from specjax.engine.llm import LLM
     from specjax.engine.requests import Metrics, Piece, Result
+    from specjax.processes.follower import Follower
     from specjax.sampling import SamplingParams
 
+SAME = (  # arguments that must be the same in all processes
+    "model",
+    "draft",
+    "num_draft_tokens",
+    "verifier",
+    "dtype",
+    "max_length",
+    "tensor_parallel",
+)
 STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
 
 
@@ -36,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly, as other commands do, when a pipe closes
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        return _run(args)
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
@@ -45,6 +55,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     print(f"specjax: error: {message}", file=sys.stderr)
     return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a command, as one of several processes where the arguments say so."""
+    if args.coordinator is None:
+        for name in ("num_processes", "process_id"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --coordinator, the address of process 0")
+        return args.run(args)
+    from specjax.processes import join
+    from specjax.processes.follower import Follower
+
+    numbers = args.num_processes, args.process_id
+    compared = {"the command": args.command} | {
+        f"--{name.replace('_', '-')}": getattr(args, name) for name in SAME if hasattr(args, name)
+    }
+    with join(args.coordinator, *numbers, arguments=compared, timeout=args.join_timeout) as group:
+        exit_code = _follow(args, group) if isinstance(group, Follower) else args.run(args)
+        if exit_code:
+            group.fail(f"exit code {exit_code}")
+        return exit_code
+
+
+def _follow(args: argparse.Namespace, group: "Follower") -> int:
+    """Load the models, and repeat what process 0 does with them."""
+    llm = _load_llm(args, **_verifier(args))
+    group.follow(llm.model, llm.proposer, llm.verifier)
+    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,6 +120,18 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
+    add("--num-processes", type=int, metavar="N", help="number of processes; default: that of Slurm or Open MPI")
+    add(
+        "--process-id", type=int, metavar="I", help="number of this process, from 0; default: that of Slurm or Open MPI"
+    )
+    add(
+        "--join-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds in which all processes must start; default: 300",
+    )
     add(
         "--compilation-cache",
         metavar="DIR",
@@ -98,7 +148,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
 
 def _add_arguments(generate: argparse.ArgumentParser) -> None:
     """Add the arguments of `specjax generate`."""
-    generate.set_defaults(run=_generate, extra="cli")
+    generate.set_defaults(run=_generate, command="generate", extra="cli")
     add = generate.add_argument
     add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
     _add_model_arguments(generate)
@@ -150,7 +200,7 @@ def _add_serve(commands: Any) -> None:
         help="serve clients of OpenAI's protocol, and a page to look at",
         description="Serve a model by HTTP to clients of OpenAI's protocol, and a page that shows how it decodes.",
     )
-    serve.set_defaults(run=_serve, extra="serve")
+    serve.set_defaults(run=_serve, command="serve", extra="serve")
     _add_engine_arguments(serve)
     add = serve.add_argument
     add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
@@ -175,12 +225,11 @@ def _add_serve(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     """Run `specjax serve` and return its exit code."""
-    from specjax import verifiers
     from specjax.server.run import serve
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
-    llm = _load_llm(args, verifier=getattr(verifiers, args.verifier))
+    llm = _load_llm(args, **_verifier(args))
     name = _name_of_model(args)
     return serve(
         llm,
@@ -246,6 +295,13 @@ def _load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
 
     options |= {"dtype": args.dtype, "max_length": args.max_length, "tensor_parallel": args.tensor_parallel}
     return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
+
+
+def _verifier(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the verifier, where the command has an argument for it."""
+    from specjax import verifiers
+
+    return {"verifier": getattr(verifiers, args.verifier)} if hasattr(args, "verifier") else {}
 
 
 def _load(args: argparse.Namespace) -> "LLM":
@@ -356,7 +412,7 @@ def _add_batch(commands: Any) -> None:
         description="Answer a file of requests in OpenAI's batch format, a line of JSON each. Where the file of "
         "results has some already, the others are answered.",
     )
-    batch.set_defaults(run=_batch, extra="cli")
+    batch.set_defaults(run=_batch, command="batch", extra="cli")
     _add_engine_arguments(batch)
     add = batch.add_argument
     add("requests", type=Path, metavar="REQUESTS", help="file of requests, JSON Lines")

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -50,6 +50,18 @@ def enable(folder: str | Path | Literal[False] | None) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.reset_cache()  # JAX may have settled on no cache at its first compilation
+
+
+def used_folder() -> str | None:
+    """Return the folder that JAX uses; None where it uses none."""
+    config: Any = jax.config
+    return config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
+
+
+def disable() -> None:
+    """Have this process compile everything itself."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
 
 
 def default_folder() -> Path:

@@ -22,6 +22,7 @@ from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokeniz
 from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.parallel import WHOLE, OnMesh, put
+from specjax.processes.group import joined
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
@@ -100,6 +101,10 @@ class LLM:
             if mesh is not None:
                 raise ValueError(f"tensor_parallel must be 1 where mesh is given, got {tensor_parallel}")
             mesh = Mesh(np.array(jax.devices()[:tensor_parallel]), ("tensor",))
+        if joined() is not None and (mesh is None or mesh.size != jax.device_count()):
+            devices = f"the {jax.device_count()} devices of all {jax.process_count()} processes"
+            got = tensor_parallel if mesh is None else mesh.size
+            raise ValueError(f"tensor_parallel must count {devices}, or mesh must have them, got {got}")
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)

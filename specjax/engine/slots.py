@@ -10,8 +10,8 @@ request needs only if it fills the buffer but for one token, and then its first 
 proposer keeps of a row may change in a step, so none comes between the last chunk and `insert`.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,8 @@ from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
 from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
-from specjax.parallel import WHOLE, OnMesh, on_devices
+from specjax.parallel import WHOLE, OnMesh, on_devices, put
+from specjax.processes.leader import Calls, repeated, replayed
 from specjax.prompts import run_chunk
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, placed, restrict
@@ -379,7 +380,8 @@ def no_features(model: Model, proposer: Proposer | None, state: decode.State, ch
 class Slots:
     """A state on a device, and the calls that change it, each compiled once for all slots and requests.
 
-    Arguments are small host arrays, so that other processes can repeat the calls. What a call returns is not read.
+    Arguments are small host arrays, or what an earlier call has returned, so that other processes can repeat the calls.
+    What a call returns is not read.
 
     Args:
         model, proposer, num_slots, max_length, capacities, pool: as `empty` takes them.
@@ -417,10 +419,11 @@ class Slots:
         for each in self._proposers.values():
             self._functions = decode.as_pytrees(verifier, scorer, each)
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
-        self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
-        self.no_features = jax.device_put(
-            no_features(self.model, self.proposer, self.state, chunk_size), self._sharding
-        )
+        more = {"draft_lengths": None if draft_lengths is None else tuple(draft_lengths), "chunk_size": chunk_size}
+        self.calls: Calls | None
+        with repeated(self, proposer or proposers.none(), verifier, scorer, sizes | more):
+            self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
+            self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
 
     def compile(self, chunk_size: int) -> None:
         """Compile every call, while all slots are vacant, with chunks of one size."""
@@ -435,11 +438,13 @@ class Slots:
                 self.step(use, num_draft_tokens=num_draft_tokens)
             self.step(log_probs=True, num_draft_tokens=num_draft_tokens)
 
+    @replayed
     def insert(self, slot: int, row: Row) -> None:
         """Make a vacant slot an active row; see `insert`."""
         self._check(slot)
         self.state = _insert(self.state, np.int32(slot), row)
 
+    @replayed
     def evict(self, slots: Sequence[int]) -> None:
         """Make slots vacant; see `evict`."""
         rows = np.zeros(self.num_slots, bool)
@@ -448,14 +453,16 @@ class Slots:
             rows[slot] = True
         self.state = _evict(self.state, rows)
 
+    @replayed
     def set_pages(self, table: np.ndarray) -> None:
         """Replace the page table [B, P] int32, where a number outside the pool is no page."""
         pages = self.state.context.pages
         if pages is None or table.shape != pages.shape or table.dtype != np.int32:
             expected = "None of a dense cache" if pages is None else f"int32 {pages.shape}"
             raise ValueError(f"table must be {expected}, got {table.dtype} {table.shape}")
-        self.state = with_pages(self.state, jax.device_put(table.copy(), self._sharding))
+        self.state = with_pages(self.state, put(table.copy(), self._sharding))
 
+    @replayed
     def set_grammars(self, token_classes: np.ndarray, transitions: np.ndarray) -> None:
         """Replace the tables of grammars, which `GrammarTables` makes; see `with_grammars`."""
         guide = self.state.sampling.guide
@@ -464,9 +471,10 @@ class Slots:
         shapes = guide.token_classes.shape, guide.transitions.shape
         if (token_classes.shape, transitions.shape) != shapes:
             raise ValueError(f"tables must have shapes {shapes}, got {(token_classes.shape, transitions.shape)}")
-        tables = jax.device_put((token_classes.copy(), transitions.copy()), self._sharding)
+        tables = put((token_classes.copy(), transitions.copy()), self._sharding)
         self.state = with_grammars(self.state, *tables)
 
+    @replayed
     def prefill(self, slot: int, chunk: Chunk, *, log_probs: bool = False) -> tuple[PyTree, LogProbs | None]:
         """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`.
 
@@ -479,6 +487,7 @@ class Slots:
         self.state, last, entries = _prefill_chunk(*given, num_logprobs=num_logprobs)
         return last, entries
 
+    @replayed
     def step(self, use: int = EVERYTHING, *, log_probs: bool = False, num_draft_tokens: int | None = None) -> Output:
         """Take a step in all active rows; see `step`.
 
@@ -513,8 +522,21 @@ def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[d
     return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), shared.whole
 
 
+def _readable(function: Callable) -> Callable:
+    """Make a function of a model return what the host reads whole on every device, as each process reads its own."""
+
+    @wraps(function)
+    def call(model: Model, *args: Any, **options: Any) -> Any:
+        state, *results = function(model, *args, **options)
+        if isinstance(model.apply, OnMesh):
+            results = jax.lax.with_sharding_constraint(results, model.apply.whole)
+        return state, *results
+
+    return call
+
+
 _empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
 _insert = jax.jit(insert, donate_argnums=0)
 _evict = jax.jit(evict, donate_argnums=0)
-_prefill_chunk = jax.jit(prefill_chunk, donate_argnums=2, static_argnames="num_logprobs")
-_step = jax.jit(step, donate_argnums=2, static_argnames=("use", "num_logprobs"))
+_prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
+_step = jax.jit(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))

@@ -1,0 +1,5 @@
+"""Run one model with several processes, of one machine or of several: process 0 leads, the others follow."""
+
+from specjax.processes.group import Group, join
+
+__all__ = ["Group", "join"]
