@@ -130,7 +130,7 @@ def in_slots(target, proposer):
             number, prompt = waiting.pop(0)
             previous = slots.no_features
             for begin in range(0, len(prompt), 4):
-                previous, _ = slots.prefill(slot, chunk_at(prompt, begin, 4, previous))
+                (previous,), _ = slots.prefill([slot], [chunk_at(prompt, begin, 4, previous)])
             slots.insert(slot, request(slots.state, prompt, np.zeros(2, np.uint32), params))
             running[slot], done[number] = number, []
         output = jax.device_get(slots.step(GREEDY))
