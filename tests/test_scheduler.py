@@ -437,7 +437,7 @@ def called(device, monkeypatch):
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
 def test_short_prompts_are_fed_together(device, monkeypatch):
-    """Also with what is left of a long one. A prompt that is not short is fed alone. Rows that end together leave so."""
+    """Also with what is left of a long one; others are fed alone. Rows that end together leave together."""
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
     scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=SHORT, chunks_per_step=4)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64  # slots
 CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between two steps
-SHORT_CHUNKS, CPU_SHORT_CHUNKS = (4, 64), (2, 32)  # rows and tokens of a call that feeds several short prompts
+SHORT_CHUNKS, CPU_SHORT_CHUNKS = (4, 64), (1, 32)  # rows and tokens of a call that feeds several short prompts
 
 
 class Stats(NamedTuple):
@@ -213,8 +213,8 @@ class Engine:
             which prompts share; None is 512 on GPUs and 64 on CPUs.
         short_chunks: numbers of rows and tokens of a call that feeds several prompts at once, short ones and what is
             left of others after whole chunks, if that is no more than so many tokens. The call has no more tokens than
-            `chunk_size`, and those of a row are fewer. None is (4, 64) on GPUs and (2, 32) on CPUs, or what
-            `chunk_size` has room for.
+            `chunk_size`, and those of a row are fewer. None is (4, 64) on GPUs and (1, 32) on CPUs, where a row more
+            costs almost as much as another call, or what `chunk_size` has room for.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
