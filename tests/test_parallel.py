@@ -165,10 +165,8 @@ def test_slots_where_devices_share_the_rows():
     found = []
     for target in (model, shared):
         slots = Slots(target, proposer, **sizes)
-        outputs = [
-            slots.prefill(slot, chunk_at(np.arange(start, start + 4, dtype=np.int32), 0, 4, slots.no_features))
-            for slot, start in ((2, 5), (1, 50))
-        ]
+        chunks = [chunk_at(np.arange(start, start + 4, dtype=np.int32), 0, 4, slots.no_features) for start in (5, 50)]
+        outputs = slots.prefill([2, 1], chunks, 3)
         found.append((slots.state.cache, outputs))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
 

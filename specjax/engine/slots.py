@@ -220,10 +220,11 @@ def prefill_chunk(
         `chunk.following` by the model's logits, fields [R, T, ...].
     """
     proposer = proposer or proposers.none()
-    if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
-        return _prefill_chunk_on_mesh(model, proposer, state, slot, chunk, num_logprobs)
     table = state.context.pages
     chunk = chunk._replace(previous=jax.tree.map(lambda *rows: jnp.concatenate(rows), *chunk.previous))
+    if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
+        cache, proposer_state, last, entries = _run_chunk_on_mesh(model, proposer, state, slots, chunk, num_logprobs)
+        return state._replace(cache=cache, proposer=proposer_state), _by_row(last, slots.shape[0]), entries
     if table is not None:
         chunk = chunk._replace(rows=slots, pages=table.at[slots].get(mode="fill", fill_value=NO_PAGE))
         cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, state.cache, state.proposer)
@@ -233,20 +234,23 @@ def prefill_chunk(
         *own, last, logits = run_chunk(model, proposer, chunk, *own)
         cache, proposer_state = jax.tree.map(lambda x, rows: x.at[slots].set(rows, mode="drop"), whole, tuple(own))
     entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
-    features = tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], last) for row in range(slots.shape[0]))
-    return state._replace(cache=cache, proposer=proposer_state), features, entries
+    return state._replace(cache=cache, proposer=proposer_state), _by_row(last, slots.shape[0]), entries
 
 
-def _prefill_chunk_on_mesh(
-    model: Model, proposer: Proposer, state: decode.State, slot: Array, chunk: Chunk, num_logprobs: int | None
-) -> tuple[decode.State, PyTree, LogProbs | None]:
-    """Feed one chunk on devices that share the rows: all run it, and the one with the slot keeps it."""
+def _by_row(features: PyTree, num_rows: int) -> tuple[PyTree, ...]:
+    return tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], features) for row in range(num_rows))
+
+
+def _run_chunk_on_mesh(
+    model: Model, proposer: Proposer, state: decode.State, slots: Array, chunk: Chunk, num_logprobs: int | None
+) -> tuple[PyTree, PyTree, PyTree, LogProbs | None]:
+    """Run chunks on devices that share the rows: all run them, and each keeps those of its slots."""
     shared = model.apply
     size = state.context.length.shape[0] // shared.num_row_groups  # rows of a device
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
-        proposer, proposer_state, slot, chunk = operands
-        own = (slot - jax.lax.axis_index(shared.batch_axis) * size)[None]
+        proposer, proposer_state, slots, chunk = operands
+        own = slots - jax.lax.axis_index(shared.batch_axis) * size
         is_own = (own >= 0) & (own < size)
         own = jnp.where(is_own, own, size)  # out of range, which is read as zeros and not written
         whole = cache, proposer_state
@@ -262,10 +266,10 @@ def _prefill_chunk_on_mesh(
 
         return cache, (proposer_state, *jax.tree.map(of_owner, (last, entries)))
 
-    operands = proposer, state.proposer, jnp.asarray(slot), chunk
+    operands = proposer, state.proposer, slots, chunk
     specs, out = (WHOLE, shared.of_rows, WHOLE, WHOLE), (shared.of_rows, WHOLE, WHOLE)
-    cache, (proposer_state, last, entries) = on_devices(model, one_device, state.cache, operands, specs, out)
-    return state._replace(cache=cache, proposer=proposer_state), last, entries
+    cache, rest = on_devices(model, one_device, state.cache, operands, specs, out)
+    return cache, *rest
 
 
 def step(
