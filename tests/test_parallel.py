@@ -108,7 +108,8 @@ def test_in_the_engine():
     model, proposer, mesh = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3), mesh_of(2)
     shared = tensor_parallel(model, mesh), jax.device_put(proposer, NamedSharding(mesh, P()))
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
-    sizes = {"num_slots": 3, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
+    sizes = {"num_slots": 3, "max_length": 48, "page_size": 4, "chunk_size": 8, "short_chunks": (2, 4)}
+    sizes |= {"capacities": capacities}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [
