@@ -183,7 +183,8 @@ def test_in_the_engine(of_mesh):
     shared = of_mesh(model)
     shared = shared, put(proposer, shared.apply.whole)
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
-    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
+    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "short_chunks": (2, 4)}
+    sizes |= {"capacities": capacities}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [

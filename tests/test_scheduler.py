@@ -407,28 +407,38 @@ def test_whatever_a_request_asks_for_survives_preemption(device):
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
-@pytest.mark.parametrize("chunks_per_step", [1, 4])
-def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step):
+@pytest.mark.parametrize("chunks_per_step, short_chunks", [(1, None), (4, None), (1, (1, 4))])
+def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step, short_chunks):
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-    scheduler = Scheduler(device, tables, CHUNK, EOS, chunks_per_step=chunks_per_step)
+    options = {"chunks_per_step": chunks_per_step, "short_chunks": short_chunks}
+    scheduler = Scheduler(device, tables, CHUNK, EOS, **options)
     kinds = [replace(KINDS[0], stop_token_ids=None, ignore_eos=True)]
     for i, request in enumerate(some_jobs(NUM_SLOTS, 9, kinds)):
         request = replace_params(request, max_tokens=10)
         scheduler.add(job_of(replace(request, prompt=np.arange(i, i + 17, dtype=np.int32))))
     while scheduler.advance():
         pass
-    between = [len(part) for part in "".join(name[0] for name in calls if name != "evict").split("s")]
-    assert max(between[1:]) == chunks_per_step
+    fed = [0]  # tokens of the calls since the step before
+    for call in calls:
+        if call == "step":
+            fed.append(0)
+        elif call != "evict":
+            fed[-1] += call[1] * call[2]
+    assert max(fed[1:]) == chunks_per_step * CHUNK
 
 
 def called(device, monkeypatch):
-    """The names of the calls of a device from now on; of "prefill" the number of prompts."""
+    """The names of the calls of a device from now on; of "prefill" the numbers of prompts, rows and their tokens."""
     calls = []
     for name in ("prefill", "step", "evict"):
 
         def call(*args, _name=name, **options):
-            calls.append(str(len(args[0])) if _name == "prefill" else _name)
+            if _name == "prefill":
+                given, chunks, num_rows = args
+                calls.append((len(given), num_rows, chunks[0].tokens.shape[1]))
+            else:
+                calls.append(_name)
             return getattr(Slots, _name)(device, *args, **options)
 
         monkeypatch.setattr(device, name, call)
@@ -452,7 +462,8 @@ def test_short_prompts_are_fed_together(device, monkeypatch):
             scheduler.add(job)
         while scheduler.advance():
             pass
-    assert calls == ["1", "2", "1", "step", "step", "evict", "1", "step", "step"]
+    first = [(1, 1, CHUNK), (2, *SHORT), (1, *SHORT), "step", "step"]
+    assert calls == [*first, "evict", (1, 1, CHUNK), "step", "step"]
     assert_nothing_left(scheduler, tables)
     for request, job in zip(requests, jobs, strict=True):
         assert_as_alone(device, request, job)

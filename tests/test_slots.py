@@ -392,6 +392,26 @@ def test_nothing_is_compiled_after_the_start(target, in_pages):
     assert later.number == 0
 
 
+@pytest.mark.parametrize("in_pages", [True, False])
+def test_each_prompt_has_its_features(target, in_pages):
+    """Those of the last tokens, alone and together, and behind rows without tokens those that were there before."""
+    slots = make_slots(target, None, in_pages, num_slots=3)
+    if in_pages:
+        slots.set_pages(np.arange(21, dtype=np.int32).reshape(3, 7))
+    prompts = [np.arange(i, i + length, dtype=np.int32) for i, length in enumerate((SHORT[1], 2))]
+    alone = [
+        slots.prefill([slot], [chunk_at(prompt, 0, CHUNK, slots.no_features)])[0][0]
+        for slot, prompt in enumerate(prompts)
+    ]
+    together, _ = slots.prefill([2, 0], [chunk_at(prompt, 0, SHORT[1], slots.no_features) for prompt in prompts], 3)
+    after, _ = slots.prefill([2, 0], [chunk_at(prompts[0], SHORT[1], SHORT[1], features) for features in alone], 3)
+    assert jax.tree.leaves(alone)
+    for row in range(2):
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), together[row], alone[row])
+        jax.tree.map(np.testing.assert_array_equal, after[row], alone[row])
+    assert not np.allclose(jax.tree.leaves(alone[0])[0], jax.tree.leaves(alone[1])[0], atol=0.01)
+
+
 def test_log_probs_and_samples(target):
     """Of a greedy row and one with everything, which is sample 2 of its request."""
     proposer = make_proposer("ngram", None)
