@@ -123,16 +123,18 @@ def in_slots(target, proposer):
     capacities = Capacities()
     params = of_request(SamplingParams(temperature=0, max_tokens=14), capacities, (), VOCAB)
     slots = Slots(target, proposer, num_slots=2, max_length=SIZE, capacities=capacities, pool=(32, 4))
-    slots.set_pages(random_table((2, SIZE // 4), 32))
+    table = random_table((2, SIZE // 4), 32)
     running, done = {}, {}
     while waiting or running:
-        for slot in {0, 1} - set(running):
-            if not waiting:
-                continue
-            number, prompt = waiting.pop(0)
-            previous = slots.no_features
-            for begin in range(0, len(prompt), 4):
-                previous, _ = slots.prefill(slot, chunk_at(prompt, begin, 4, previous))
+        slots.set_pages(table)
+        coming = {slot: waiting.pop(0) for slot in sorted({0, 1} - set(running)) if waiting}
+        previous = dict.fromkeys(coming, slots.no_features)
+        for begin in range(0, max((len(prompt) for _, prompt in coming.values()), default=0), 4):
+            fed = [slot for slot, (_, prompt) in coming.items() if begin < len(prompt)]
+            chunks = [chunk_at(coming[slot][1], begin, 4, previous[slot]) for slot in fed]
+            features, _ = slots.prefill(fed, chunks, 2)
+            previous |= dict(zip(fed, features, strict=False))
+        for slot, (number, prompt) in coming.items():
             slots.insert(slot, request(slots.state, prompt, np.zeros(2, np.uint32), params))
             running[slot], done[number] = number, []
         output = jax.device_get(slots.step(GREEDY))

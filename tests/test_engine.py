@@ -408,15 +408,16 @@ def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkey
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_start(target):
-    """Of two numbers of drafts, chunks with and without log-probabilities, and all other kinds of requests."""
+    """Of two numbers of drafts, chunks of all kinds, and all other kinds of requests."""
     small = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=2, grammars=1, grammar_states=8)
     options = {"draft_lengths": (0, 2), "choose_draft_length": lambda running, rate: 0 if running > 1 else 2}
+    options |= {"short_chunks": (2, CHUNK // 2)}
     jax.block_until_ready(jax.jit(lambda: 0)())
     with (
         Compilations() as start,
         engine_of(target, make_proposer("ngram", None), num_slots=2, capacities=small, **options) as engine,
     ):
-        assert start.number == 13
+        assert start.number == 14
         changes = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 3}, {"presence_penalty": 1.0}, {"top_k": 3}]
         changes += [{"guided_decoding": guided.Choices(["AB"])}, {"stop": "A"}, {"temperature": 0}]
         with Compilations() as later:
@@ -436,6 +437,10 @@ def test_nothing_is_compiled_after_the_start(target):
         ({"choose_draft_length": max}, "choose_draft_length must be given where draft_lengths has several numbers"),
         ({"draft_lengths": (4,)}, r"draft_lengths must be one or more integers in \[0, 3\], got \(4,\)"),
         ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
+        ({"short_chunks": (1, CHUNK)}, rf"short_chunks must be .* at most chunk_size = {CHUNK}, got \(1, {CHUNK}\)"),
+        ({"short_chunks": (CHUNK, 2)}, "short_chunks must be a tuple of rows >= 1 and tokens"),
+        ({"short_chunks": (0, 1)}, "short_chunks must be a tuple of rows >= 1 and tokens"),
+        ({"short_chunks": 4}, "short_chunks must be a tuple of rows >= 1 and tokens .*, got 4"),
         ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
     ],
 )

@@ -165,10 +165,8 @@ def test_slots_where_devices_share_the_rows():
     found = []
     for target in (model, shared):
         slots = Slots(target, proposer, **sizes)
-        outputs = [
-            slots.prefill(slot, chunk_at(np.arange(start, start + 4, dtype=np.int32), 0, 4, slots.no_features))
-            for slot, start in ((2, 5), (1, 50))
-        ]
+        chunks = [chunk_at(np.arange(start, start + 4, dtype=np.int32), 0, 4, slots.no_features) for start in (5, 50)]
+        outputs = slots.prefill([2, 1], chunks, 3)
         found.append((slots.state.cache, outputs))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
 
@@ -185,7 +183,8 @@ def test_in_the_engine(of_mesh):
     shared = of_mesh(model)
     shared = shared, put(proposer, shared.apply.whole)
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
-    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "capacities": capacities}
+    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "short_chunks": (2, 4)}
+    sizes |= {"capacities": capacities}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [

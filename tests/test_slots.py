@@ -22,6 +22,7 @@ from specjax.sampling.guided import Grammar
 from specjax.types import Context
 
 VOCAB, LONGEST, MAX_LENGTH, NUM_SLOTS, CHUNK, PAGE_SIZE, NUM_PAGES = 31, 20, 28, 3, 8, 4, 30
+SHORT = 2, 4  # rows and tokens of a call that feeds several short chunks
 CONFIG = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 16, 128)
 EOS = (5,)
 
@@ -149,7 +150,7 @@ def assert_as_alone(target, proposer, verifier, job):
 
 
 class Host:
-    """What a host does, at random: admit, feed a chunk, step, evict and admit again."""
+    """What a host does, at random: admit, feed a chunk of one prompt or short ones of two, step, evict, admit again."""
 
     def __init__(self, slots, jobs, seed, pages=True, varies=True):
         self.slots, self.rng, self.jobs = slots, np.random.default_rng(seed), list(jobs)
@@ -159,6 +160,7 @@ class Host:
         if pages:
             self.tables = PageTables(NUM_PAGES, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
         self.grammars = GrammarTables(CAPACITIES, VOCAB)
+        self.num_together = 0  # prompts whose chunks one call fed
         self.varies, self.uses = varies, []  # whether steps compute less than everything, and what each computed
 
     def run(self):
@@ -166,9 +168,14 @@ class Host:
             vacant = sorted(set(range(self.slots.num_slots)) - set(self.slot_of))
             if self.waiting and vacant and self.rng.random() < 0.6:
                 self.admit(self.waiting.pop(0), int(self.rng.choice(vacant)))
-            for slot, job in list(self.slot_of.items()):
-                if not job.is_active and not job.finished and self.rng.random() < 0.7:
-                    self.feed(slot, job)
+            coming = [slot for slot, job in self.slot_of.items() if not job.is_active and not job.finished]
+            short = [slot for slot in coming if len(self.slot_of[slot].tokens) - self.slot_of[slot].fed <= SHORT[1]]
+            if self.rng.random() < 0.3 * len(short):
+                self.feed(short[: SHORT[0]], *SHORT)
+                self.num_together = max(self.num_together, len(short))
+            for slot in coming:
+                if not self.slot_of[slot].is_active and self.rng.random() < (0.1 if slot in short else 0.7):
+                    self.feed([slot])
             self.leave([slot for slot, job in self.slot_of.items() if job.finished and self.rng.random() < 0.7])
             self.step()
             running = [slot for slot, job in self.slot_of.items() if job.is_active]
@@ -193,12 +200,20 @@ class Host:
             job.previous = job.previous if job.pages.value is None else job.pages.value
         self.slot_of[slot] = job
 
-    def feed(self, slot, job):
-        tokens = job.tokens
-        with self.only_writes_to([slot], lambda job: job.fed):
+    def feed(self, slots, num_rows=1, size=CHUNK):
+        if not slots:
+            return
+        jobs = [self.slot_of[slot] for slot in slots]
+        with self.only_writes_to(slots, lambda job: job.fed):
             self.place()
-            job.previous, _ = self.slots.prefill(slot, chunk_at(tokens, job.fed, CHUNK, job.previous))
-        job.fed += CHUNK
+            chunks = [chunk_at(job.tokens, job.fed, size, job.previous) for job in jobs]
+            features, _ = self.slots.prefill(slots, chunks, num_rows)
+        for slot, job, job.previous in zip(slots, jobs, features, strict=False):
+            job.fed += size
+            self.enter(slot, job)
+
+    def enter(self, slot, job):
+        tokens = job.tokens
         if self.tables is not None and job.fed <= len(tokens):
             self.tables.register(job.pages, job.fed, job.previous)
         if job.fed >= len(tokens):
@@ -308,7 +323,7 @@ def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=(*KI
     host = Host(slots, some_jobs(9, seed, kinds), seed, in_pages, varies)
     host.run()
     assert set(host.uses) == ({GREEDY, CUT, EVERYTHING} if varies else {EVERYTHING})
-    assert max(job.num_evictions for job in host.jobs) > 1
+    assert max(job.num_evictions for job in host.jobs) > 1 and host.num_together > 1
     if in_pages:
         host.tables.check()
         stats = host.tables.stats()
@@ -367,14 +382,34 @@ def test_nothing_is_compiled_after_the_start(target, in_pages):
     jax.block_until_ready(jax.jit(lambda: 0)())
     with Compilations() as start:
         slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=2)
-        slots.compile(CHUNK)
-    assert start.number == 9
+        slots.compile(CHUNK, SHORT)
+    assert start.number == 10
     with Compilations() as later:
         host = Host(slots, jobs, 5, in_pages)
         host.run()
         slots.step(GREEDY, log_probs=True)
     assert len(host.uses) > 30 and sum(job.num_evictions for job in jobs) > 5
     assert later.number == 0
+
+
+@pytest.mark.parametrize("in_pages", [True, False])
+def test_each_prompt_has_its_features(target, in_pages):
+    """Those of the last tokens, alone and together, and behind rows without tokens those that were there before."""
+    slots = make_slots(target, None, in_pages, num_slots=3)
+    if in_pages:
+        slots.set_pages(np.arange(21, dtype=np.int32).reshape(3, 7))
+    prompts = [np.arange(i, i + length, dtype=np.int32) for i, length in enumerate((SHORT[1], 2))]
+    alone = [
+        slots.prefill([slot], [chunk_at(prompt, 0, CHUNK, slots.no_features)])[0][0]
+        for slot, prompt in enumerate(prompts)
+    ]
+    together, _ = slots.prefill([2, 0], [chunk_at(prompt, 0, SHORT[1], slots.no_features) for prompt in prompts], 3)
+    after, _ = slots.prefill([2, 0], [chunk_at(prompts[0], SHORT[1], SHORT[1], features) for features in alone], 3)
+    assert jax.tree.leaves(alone)
+    for row in range(2):
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), together[row], alone[row])
+        jax.tree.map(np.testing.assert_array_equal, after[row], alone[row])
+    assert not np.allclose(jax.tree.leaves(alone[0])[0], jax.tree.leaves(alone[1])[0], atol=0.01)
 
 
 def test_log_probs_and_samples(target):
@@ -388,7 +423,7 @@ def test_log_probs_and_samples(target):
     for slot, job in enumerate(jobs):
         previous = slots.no_features
         for start in range(0, len(job.tokens), CHUNK):
-            previous, _ = slots.prefill(slot, chunk_at(job.tokens, start, CHUNK, previous))
+            (previous,), _ = slots.prefill([slot], [chunk_at(job.tokens, start, CHUNK, previous)])
         slots.insert(slot, request(slots.state, job.tokens, job.key, job.row, sample=2 * slot))
     entries = [slots.step(log_probs=True) for _ in range(24)]
     entries = jax.device_get(entries)  # a later step reuses the state, and not what an earlier one has put out
@@ -538,5 +573,8 @@ def test_bad_calls(target):
             request(slots.state, np.zeros(3, np.int32), np.zeros(2, np.uint32), row, guide=guide)
     with pytest.raises(ValueError, match=r"slot must be in \[0, 2\), got 2"):
         slots.evict([2])
+    chunk = chunk_at(np.zeros(1, np.int32), 0, CHUNK, slots.no_features)
+    with pytest.raises(ValueError, match=r"slots and chunks must be at most 1, got 2 and 2"):
+        slots.prefill([0, 1], [chunk, chunk])
     with pytest.raises(ValueError, match=r"table must be int32 \(2, 7\), got int32 \(2, 6\)"):
         slots.set_pages(np.zeros((2, 6), np.int32))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64  # slots
 CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between two steps
+SHORT_CHUNKS, CPU_SHORT_CHUNKS = (4, 64), (1, 32)  # rows and tokens of a call that feeds several short prompts
 
 
 class Stats(NamedTuple):
@@ -247,11 +248,16 @@ class Engine:
         page_size: slots of a page.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
+        short_chunks: numbers of rows and tokens of a call that feeds several prompts at once, short ones and what is
+            left of others after whole chunks, if that is no more than so many tokens. The call has no more tokens than
+            `chunk_size`, and those of a row are fewer. None is (4, 64) on GPUs and (1, 32) on CPUs, where a row more
+            costs almost as much as another call, or what `chunk_size` has room for.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
-        chunks_per_step: number of chunks that are fed between two steps, at most. 1 keeps the time between the tokens
-            of a request short while the prompts of others enter; more fill vacant slots sooner.
+        chunks_per_step: between two steps no more tokens of prompts are fed than so many chunks have, padding included.
+            1 keeps the time between the tokens of a request short while the prompts of others enter; more fill vacant
+            slots sooner.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
             decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
         choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
@@ -276,6 +282,7 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
         chunk_size: int | None = None,
+        short_chunks: tuple[int, int] | None = None,
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
@@ -290,6 +297,7 @@ class Engine:
         for name, number in numbers.items():
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
+        short_chunks = _short_chunks(short_chunks, chunk_size)
         if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
             raise ValueError(
                 f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
@@ -311,9 +319,11 @@ class Engine:
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
         device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, **sizes)
-        device.compile(chunk_size)
-        options = {"chunks_per_step": chunks_per_step, "choose_draft_length": choose_draft_length}
-        self._scheduler = Scheduler(device, tables, chunk_size, eos_token_ids, **options)
+        device.compile(chunk_size, short_chunks)
+        options = {"short_chunks": short_chunks, "chunks_per_step": chunks_per_step}
+        self._scheduler = Scheduler(
+            device, tables, chunk_size, eos_token_ids, choose_draft_length=choose_draft_length, **options
+        )
         self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
         limits = {"time_limit": grammar_seconds, "max_kept": 2 * self._capacities.grammars}
@@ -534,6 +544,22 @@ class Engine:
             self._compiler.leave(request._source)
         self._num_finished += 1
         self._ended = self._ended.plus(request._samples.jobs)
+
+
+def _short_chunks(given: tuple[int, int] | None, chunk_size: int) -> tuple[int, int] | None:
+    """Return the numbers of rows and tokens of a call with several short chunks, None where there is no such call."""
+    if given is None:
+        num_rows, size = CPU_SHORT_CHUNKS if jax.default_backend() == "cpu" else SHORT_CHUNKS
+        return (min(num_rows, chunk_size // size), size) if size < chunk_size else None
+    is_pair = (
+        isinstance(given, tuple) and len(given) == 2 and all(is_integer(number) and number >= 1 for number in given)
+    )
+    if not (is_pair and given[1] < chunk_size and math.prod(given) <= chunk_size):
+        raise ValueError(
+            "short_chunks must be a tuple of rows >= 1 and tokens in [1, chunk_size - 1], whose product is at most "
+            f"chunk_size = {chunk_size}, got {given!r}"
+        )
+    return given
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()

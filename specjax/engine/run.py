@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LEAST_LENGTH = 128  # slots of the smallest token buffer
 PAGE_SIZE, CPU_PAGE_SIZE = 64, 32  # slots
 CHUNK_SIZE, CPU_CHUNK_SIZE = 256, 32  # tokens of a prompt that are fed in a call
+SHORT_CHUNKS, CPU_SHORT_CHUNKS = (4, 64), (1, 16)  # rows and tokens of a call that feeds several short prompts
 NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
 MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as much as others: so many pay in long calls
 
@@ -166,9 +167,17 @@ class Run:
             use=max(use_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
         )
-        # Nobody reads between the steps, so vacant slots are filled at once.
-        options = {"chunks_per_step": num_slots * -(-max_length // chunk_size), "choose_draft_length": choose}
-        return device, Scheduler(device, tables, chunk_size, llm.eos_token_ids, **options)
+        num_rows, short_size = CPU_SHORT_CHUNKS if is_cpu else SHORT_CHUNKS
+        scheduler = Scheduler(
+            device,
+            tables,
+            chunk_size,
+            llm.eos_token_ids,
+            short_chunks=(min(num_rows, num_slots), short_size),
+            chunks_per_step=num_slots * -(-max_length // chunk_size),  # nobody reads between the steps
+            choose_draft_length=choose,
+        )
+        return device, scheduler
 
 
 class Stream:

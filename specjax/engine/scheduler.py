@@ -1,7 +1,7 @@
 """Decide which requests the device works on: who enters a slot, whose prompt is fed next, and who leaves.
 
 A scheduler runs in one thread and reads no clock, so that its decisions can be repeated. Each round lets requests into
-vacant slots, feeds a chunk of a prompt, dispatches a step of all active slots, and reads what the step before gave: the
+vacant slots, feeds chunks of prompts, dispatches a step of all active slots, and reads what the step before gave: the
 device has the next step when the host looks at the last one.
 """
 
@@ -26,7 +26,7 @@ from specjax.sampling import Sampling
 from specjax.sampling.capacities import use_of
 from specjax.sampling.guided.tables import Grammar
 
-CHUNKS_AHEAD = 2  # chunks that the device has not finished when the next is dispatched and no slot is active
+CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
 
 @dataclass(eq=False)
@@ -124,9 +124,13 @@ class Scheduler:
     Args:
         device: the slots.
         tables: the page tables of the slots; None where their caches are dense.
-        chunk_size: number of prompt tokens that are fed in a call.
+        chunk_size: number of prompt tokens that are fed in a call, of one prompt.
         eos_token_ids: end-of-sequence tokens, which end an output without a `stop_reason`.
-        chunks_per_step: number of chunks that are fed between two steps, at most.
+        short_chunks: the numbers of rows and tokens of a call that feeds what is left of several prompts, where it is
+            no more than so many tokens, fewer than `chunk_size`; None is no such call. Prompts whose log-probabilities
+            are asked for take no part.
+        chunks_per_step: the calls between two steps have the tokens of so many chunks, padding included, at most. One
+            call must not have more.
         choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
             returns the number of draft tokens of the next step, one of those of the device. None: always the largest.
 
@@ -143,20 +147,23 @@ class Scheduler:
         chunk_size: int,
         eos_token_ids: Sequence[int] = (),
         *,
+        short_chunks: tuple[int, int] | None = None,
         chunks_per_step: int = 1,
         choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
-        self._chunks_per_step, self._choose = chunks_per_step, choose_draft_length
+        self._short, self._choose = short_chunks, choose_draft_length
+        self._tokens_per_step = chunks_per_step * chunk_size
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
         self._queue, self._guided = _Queue(), _Queue()  # jobs without and with a grammar
         self._in_flight: deque[tuple[slots.Output, list[Job | None]]] = deque()
-        self._fed: deque[Any] = deque()  # features of the last chunks
+        self._fed: deque[Any] = deque()  # features of the last calls with chunks
         self._acceptance = RecentAcceptance()
         self.changed: list[Job] = []
         self._num_jobs = 0
+        self._left: list[int] = []  # slots whose jobs have left, which the device does not know yet
         self._is_table_new = self._are_grammars_new = False
 
     @property
@@ -203,9 +210,9 @@ class Scheduler:
         """Do one round; return whether there is more to do."""
         self.changed = []
         self._admit()
-        for _ in range(self._chunks_per_step):
-            if not self._feed():
-                break
+        num_left = self._tokens_per_step
+        while num_fed := self._feed(num_left):
+            num_left -= num_fed
         self._step()
         while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
@@ -259,35 +266,61 @@ class Scheduler:
         self._is_table_new = True
         return True
 
-    def _feed(self) -> bool:
-        """Feed the next chunk of the first job whose prompt is not computed; return whether there is such a job.
+    def _feed(self, most: int) -> int:
+        """Feed the next chunk of the first job whose prompt is not computed; with a short one, those of others.
 
-        After the last chunk the job becomes active.
+        Jobs become active after their last chunk.
+
+        Args:
+            most: the most tokens that the call may have, padding included.
+
+        Returns:
+            The tokens of the call, 0 where there is nothing to feed within `most`.
         """
-        jobs = [job for job in self.running if not job.is_active]
+        jobs = sorted((job for job in self.running if not job.is_active), key=lambda job: job.rank)
         if not jobs:
-            return False
-        job = min(jobs, key=lambda job: job.rank)
-        self._take(job)
-        tokens, slot = np.array(job.tokens, np.int32), job.slot
-        assert slot is not None
-        self._send_tables()
-        features = self._device.no_features if job.num_computed == 0 else job.features
-        chunk = slots.chunk_at(tokens, job.num_computed, self._chunk_size, features)
-        job.features, scores = self._device.prefill(slot, chunk, log_probs=not job.is_scored)
-        if scores is not None:
-            job.scores.append(scores)
-        job.num_computed += self._chunk_size
-        if job.pages is not None and self._tables is not None and job.num_computed <= len(tokens):
-            self._tables.register(job.pages, job.num_computed, job.features)
-        self._fed.append(job.features)
-        if len(self._fed) > CHUNKS_AHEAD:
+            return 0
+        for job in jobs:
+            self._take(job)
+        num_rows, size = 1, self._chunk_size
+        if self._short is not None and self._is_short(jobs[0]):
+            num_rows, size = self._short
+            jobs = [job for job in jobs if self._is_short(job)]
+        if num_rows * size > most:
+            return 0
+        self._send()
+        jobs = jobs[:num_rows]
+        self._prefill(jobs, num_rows, size)
+        for job in jobs:
+            if job.num_computed >= len(job.tokens):
+                self._activate(job)
+        return num_rows * size
+
+    def _is_short(self, job: Job) -> bool:
+        """Return whether what is left of a prompt may be fed together with others."""
+        return self._short is not None and job.is_scored and len(job.tokens) - job.num_computed <= self._short[1]
+
+    def _prefill(self, jobs: Sequence[Job], num_rows: int, size: int) -> None:
+        """Dispatch a call with the next chunks of jobs."""
+        given, at = [], []
+        for job in jobs:
+            assert job.slot is not None
+            features = self._device.no_features if job.num_computed == 0 else job.features
+            given.append(job.slot)
+            at.append(slots.chunk_at(np.array(job.tokens, np.int32), job.num_computed, size, features))
+        log_probs = not all(job.is_scored for job in jobs)
+        features, scores = self._device.prefill(given, at, num_rows, log_probs=log_probs)
+        for job, own in zip(jobs, features, strict=False):  # rows without a job are the last
+            job.num_computed, job.features = job.num_computed + size, own
+            if scores is not None:
+                job.scores.append(scores)
+            if job.pages is not None and self._tables is not None and job.num_computed <= len(job.tokens):
+                self._tables.register(job.pages, job.num_computed, job.features)
+        self._fed.append(features)
+        if len(self._fed) > CALLS_AHEAD:
             last = self._fed.popleft()
             if not self._active:
                 jax.block_until_ready(last)
-        if job.num_computed >= len(tokens):
-            self._activate(job, slot, tokens)
-        return True
 
     def _take(self, job: Job) -> None:
         """Let a job take the chunks that others have computed since it came, instead of computing them."""
@@ -299,8 +332,10 @@ class Scheduler:
         if not job.num_preempted:
             job.num_cached_tokens = job.pages.num_cached_tokens
 
-    def _activate(self, job: Job, slot: int, tokens: np.ndarray) -> None:
+    def _activate(self, job: Job) -> None:
         """Make a job whose tokens are computed take part in steps."""
+        tokens, slot = np.array(job.tokens, np.int32), job.slot
+        assert slot is not None
         try:
             guide = None if job.grammar is None else self._grammars.guide(job.grammar, tokens[len(job.prompt) :])
             options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals, "guide": guide}
@@ -325,7 +360,7 @@ class Scheduler:
         active = self._active
         if not active:
             return
-        self._send_tables()
+        self._send()
         use = max(job.use for job in active)
         num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
         wants_log_probs = any(job.wants_log_probs for job in active)
@@ -354,7 +389,11 @@ class Scheduler:
         job.num_preempted += 1
         self._queue_of(job).push(job)
 
-    def _send_tables(self) -> None:
+    def _send(self) -> None:
+        """Tell the device which slots are vacant by now, and the pages of the others."""
+        if self._left:
+            self._device.evict(self._left)
+            self._left = []
         if self._tables is not None and self._is_table_new:
             vacant = np.full(self._tables.pages_per_row, self._tables.num_pages, np.int32)
             rows = [vacant if job is None or job.pages is None else job.pages.table for job in self._slots]
@@ -401,7 +440,7 @@ class Scheduler:
         """Take a job out of its slot, if it has one, and free its pages and the place of its grammar."""
         if job.slot is None:
             return
-        self._device.evict([job.slot])
+        self._left.append(job.slot)
         self._slots[job.slot], job.is_active = None, False
         if job.pages is not None and self._tables is not None:
             self._tables.free(job.pages)

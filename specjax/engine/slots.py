@@ -4,7 +4,8 @@ The functions are pure. A state is a `decode.State` whose sampling parameters ha
 one without a request is *vacant*: its row is not active, and its length is L, the size of the token buffer.
 
 A request enters in two parts: `prefill_chunk` feeds its tokens to the vacant slot chunk by chunk, between the steps of
-the others, and then `insert` makes the row active. The steps in between do not disturb the chunks. In a pool of pages
+the others, and then `insert` makes the row active. A call of it feeds one chunk each to as many slots as it has rows.
+The steps in between do not disturb the chunks. In a pool of pages
 they write nothing for rows that are not active. In a dense cache they write the last two slots of a vacant row, which a
 request needs only if it fills the buffer but for one token, and then its first step writes them again. What else a
 proposer keeps of a row may change in a step, so none comes between the last chunk and `insert`.
@@ -197,56 +198,60 @@ def prefill_chunk(
     model: Model,
     proposer: Proposer | None,
     state: decode.State,
-    slot: Array,
+    slots: Array,
     chunk: Chunk,
     *,
     num_logprobs: int | None = None,
-) -> tuple[decode.State, PyTree, LogProbs | None]:
-    """Feed one chunk of a prompt to a vacant slot, whose pages are in the table of the state.
+) -> tuple[decode.State, tuple[PyTree, ...], LogProbs | None]:
+    """Feed one chunk of a prompt to each of some vacant slots, whose pages are in the table of the state.
 
     Args:
         model: the target.
         proposer: the proposer that the state was made with; None is plain decoding.
         state: the state.
-        slot: [] int32 in [0, B).
-        chunk: the chunk, [1, T], without rows and pages, as `chunk_at` returns it. `previous` are the features that the
-            call before returned, and zeros (`no_features`) at the start of the prompt.
-        num_logprobs: how many of the most likely tokens to list beside the one that follows each token of the chunk,
+        slots: [R] int32 in [0, B], no slot twice. B stands for none: of such a row nothing is kept.
+        chunk: the chunks, [R, T], without rows and pages, as `joined` returns them. `previous` is a tuple with the
+            features of each row, [1, ...]: those that the call before returned, and zeros (`no_features`) at the start
+            of the prompt.
+        num_logprobs: how many of the most likely tokens to list beside the one that follows each token of the chunks,
             static; None reports no log-probabilities.
 
     Returns:
-        The state, the features of the last token of the chunk [1, ...], and the log-probabilities of `chunk.following`
-        by the model's logits, fields [1, T, ...].
+        The state, a tuple with the features of the last token of each chunk, [1, ...], and the log-probabilities of
+        `chunk.following` by the model's logits, fields [R, T, ...].
     """
     proposer = proposer or proposers.none()
-    if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
-        return _prefill_chunk_on_mesh(model, proposer, state, slot, chunk, num_logprobs)
     table = state.context.pages
+    chunk = chunk._replace(previous=jax.tree.map(lambda *rows: jnp.concatenate(rows), *chunk.previous))
+    if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
+        cache, proposer_state, last, entries = _run_chunk_on_mesh(model, proposer, state, slots, chunk, num_logprobs)
+        return state._replace(cache=cache, proposer=proposer_state), _by_row(last, slots.shape[0]), entries
     if table is not None:
-        rows = jnp.asarray(slot)[None]
-        chunk = chunk._replace(rows=rows, pages=table[rows])
+        chunk = chunk._replace(rows=slots, pages=table.at[slots].get(mode="fill", fill_value=NO_PAGE))
         cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, state.cache, state.proposer)
-    else:  # every leaf has a row for each slot: the prompt is fed in a batch of one
+    else:  # every leaf has a row for each slot: the prompts are fed in a batch of their own
         whole = state.cache, state.proposer
-        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), whole)
-        *one, last, logits = run_chunk(model, proposer, chunk, *one)
-        cache, proposer_state = jax.tree.map(
-            lambda x, row: jax.lax.dynamic_update_slice_in_dim(x, row, slot, 0), whole, tuple(one)
-        )
+        own = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), whole)
+        *own, last, logits = run_chunk(model, proposer, chunk, *own)
+        cache, proposer_state = jax.tree.map(lambda x, rows: x.at[slots].set(rows, mode="drop"), whole, tuple(own))
     entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
-    return state._replace(cache=cache, proposer=proposer_state), last, entries
+    return state._replace(cache=cache, proposer=proposer_state), _by_row(last, slots.shape[0]), entries
 
 
-def _prefill_chunk_on_mesh(
-    model: Model, proposer: Proposer, state: decode.State, slot: Array, chunk: Chunk, num_logprobs: int | None
-) -> tuple[decode.State, PyTree, LogProbs | None]:
-    """Feed one chunk on devices that share the rows: all run it, and the one with the slot keeps it."""
+def _by_row(features: PyTree, num_rows: int) -> tuple[PyTree, ...]:
+    return tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], features) for row in range(num_rows))
+
+
+def _run_chunk_on_mesh(
+    model: Model, proposer: Proposer, state: decode.State, slots: Array, chunk: Chunk, num_logprobs: int | None
+) -> tuple[PyTree, PyTree, PyTree, LogProbs | None]:
+    """Run chunks on devices that share the rows: all run them, and each keeps those of its slots."""
     shared = model.apply
     size = state.context.length.shape[0] // shared.num_row_groups  # rows of a device
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
-        proposer, proposer_state, slot, chunk = operands
-        own = (slot - jax.lax.axis_index(shared.batch_axis) * size)[None]
+        proposer, proposer_state, slots, chunk = operands
+        own = slots - jax.lax.axis_index(shared.batch_axis) * size
         is_own = (own >= 0) & (own < size)
         own = jnp.where(is_own, own, size)  # out of range, which is read as zeros and not written
         whole = cache, proposer_state
@@ -262,10 +267,10 @@ def _prefill_chunk_on_mesh(
 
         return cache, (proposer_state, *jax.tree.map(of_owner, (last, entries)))
 
-    operands = proposer, state.proposer, jnp.asarray(slot), chunk
+    operands = proposer, state.proposer, slots, chunk
     specs, out = (WHOLE, shared.of_rows, WHOLE, WHOLE), (shared.of_rows, WHOLE, WHOLE)
-    cache, (proposer_state, last, entries) = on_devices(model, one_device, state.cache, operands, specs, out)
-    return state._replace(cache=cache, proposer=proposer_state), last, entries
+    cache, rest = on_devices(model, one_device, state.cache, operands, specs, out)
+    return cache, *rest
 
 
 def step(
@@ -358,7 +363,7 @@ def request(
 
 
 def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
-    """Return the chunk of tokens [length] int32 that begins at `start`, padded to `size`, for `prefill_chunk`."""
+    """Return the chunk [1, size] of tokens [length] int32 that begins at `start`, padded to `size`."""
     part, following = (np.full((1, size), fill, np.int32) for fill in (0, -1))
     own, later = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
     part[0, : len(own)], following[0, : len(later)] = own, later
@@ -367,13 +372,20 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
     return Chunk(*arrays, previous=previous)
 
 
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Return chunks of one row, which `chunk_at` returns, as the rows of one, for `prefill_chunk`."""
+    arrays: Any = (np.concatenate(rows) for rows in zip(*(chunk[:4] for chunk in chunks), strict=True))
+    return Chunk(*arrays, previous=tuple(chunk.previous for chunk in chunks))
+
+
 def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:
     """Return what stands for the features of the token before a prompt, as host arrays [1, ...].
 
     With the size of the chunks that follow, these need not be traced again where there are no features.
     """
-    chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, None)
-    _, last, _ = jax.eval_shape(_prefill_chunk, model, proposer, state, np.int32(0), chunk, num_logprobs=None)
+    chunk = joined([chunk_at(np.zeros(1, np.int32), 0, chunk_size, None)])
+    slots = np.zeros(1, np.int32)
+    _, (last,), _ = jax.eval_shape(_prefill_chunk, model, proposer, state, slots, chunk, num_logprobs=None)
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
 
 
@@ -425,12 +437,21 @@ class Slots:
             self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
             self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
 
-    def compile(self, chunk_size: int) -> None:
-        """Compile every call, while all slots are vacant, with chunks of one size."""
-        chunk = chunk_at(np.zeros(1, np.int32), 0, chunk_size, self.no_features)
-        row = request(self.state, np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities))
+    def compile(self, chunk_size: int, short_chunks: tuple[int, int] | None = None) -> None:
+        """Compile every call, while all slots are vacant.
+
+        Args:
+            chunk_size: the number of tokens of a chunk that is fed alone.
+            short_chunks: the numbers of rows and tokens of a call that feeds several short chunks, without
+                log-probabilities; None is no such call.
+        """
+        token = np.zeros(1, np.int32)
+        row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
         for log_probs in (False, True):
-            self.prefill(0, chunk, log_probs=log_probs)
+            self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
+        if short_chunks is not None:
+            num_rows, size = short_chunks
+            self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
         self.insert(0, row)
         self.evict([0])
         for num_draft_tokens in self.draft_lengths:
@@ -475,17 +496,32 @@ class Slots:
         self.state = with_grammars(self.state, *tables)
 
     @replayed
-    def prefill(self, slot: int, chunk: Chunk, *, log_probs: bool = False) -> tuple[PyTree, LogProbs | None]:
-        """Feed a chunk to a vacant slot, and return the features of its last token; see `prefill_chunk`.
+    def prefill(
+        self, slots: Sequence[int], chunks: Sequence[Chunk], num_rows: int = 1, *, log_probs: bool = False
+    ) -> tuple[tuple[PyTree, ...], LogProbs | None]:
+        """Feed a chunk to each of some vacant slots, by a call of `num_rows` rows; see `prefill_chunk`.
 
-        With `log_probs` it returns those of the tokens that follow, too, with as many of the most likely tokens as the
-        capacities say.
+        Args:
+            slots: the slots, at most `num_rows`.
+            chunks: the chunk of each, as `chunk_at` returns it, all of one size.
+            num_rows: how many chunks the call has room for. Each number is a program of its own, and so is each size.
+            log_probs: whether to return those of the tokens that follow, too, with as many of the most likely tokens as
+                the capacities say.
+
+        Returns:
+            The features of the last token of each row, and the log-probabilities.
         """
-        self._check(slot)
+        for slot in slots:
+            self._check(slot)
+        num_free = num_rows - len(slots)
+        if num_free < 0 or len(chunks) != len(slots):
+            raise ValueError(f"slots and chunks must be at most {num_rows}, got {len(slots)} and {len(chunks)}")
+        nothing = chunk_at(np.zeros(0, np.int32), 0, chunks[0].tokens.shape[1], self.no_features)
+        rows = np.array([*slots, *[self.num_slots] * num_free], np.int32)
+        given = self.model, self.proposer, self.state, rows, joined([*chunks, *[nothing] * num_free])
         num_logprobs = self.capacities.logprobs if log_probs else None
-        given = self.model, self.proposer, self.state, np.int32(slot), chunk
-        self.state, last, entries = _prefill_chunk(*given, num_logprobs=num_logprobs)
-        return last, entries
+        self.state, features, entries = _prefill_chunk(*given, num_logprobs=num_logprobs)
+        return features, entries
 
     @replayed
     def step(self, use: int = EVERYTHING, *, log_probs: bool = False, num_draft_tokens: int | None = None) -> Output:

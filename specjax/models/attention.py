@@ -14,6 +14,7 @@ from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.types import Array, ModelInput
 
 BLOCK = 512  # slots that many queries attend to at a time
+FEW_QUERIES = 64  # queries of a sequence, of all heads, up to which `attend_few` is faster on CPUs
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
 
 
@@ -92,6 +93,36 @@ def attend(
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
     attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)
     return attended.reshape(batch_size, num_tokens, num_heads, size)
+
+
+def attend_few(
+    query: Array, key: Array, value: Array, mask: Array, scale: float | None = None, softcap: float | None = None
+) -> Array:
+    """Attend as `attend` does, by products that read keys and values as they lie in the cache.
+
+    A product for each head, as `attend` has it, costs XLA a copy of the cache on CPUs, with its heads first. Here the
+    heads of a sequence share one product, in which a query is 0 where the keys of another head stand. That is worth the
+    arithmetic where queries are few.
+    """
+    batch_size, num_tokens, num_heads, size = query.shape
+    num_slots, num_kv_heads = key.shape[1:3]
+    own = jnp.eye(num_kv_heads, dtype=query.dtype)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+
+    grouped = query.reshape(batch_size, num_tokens, num_kv_heads, -1, size)
+    spread = jnp.einsum("btkgd,jk->bjdtkg", grouped, own).reshape(batch_size, num_kv_heads * size, -1)
+    keys, values = (x.reshape(batch_size, num_slots, -1) for x in (key, value))
+    scores = jnp.einsum("bsf,bfq->bsq", keys, spread, preferred_element_type=dtype)
+    scores *= size**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+
+    scores = scores.reshape(batch_size, num_slots, num_tokens, num_heads)
+    scores = jnp.where(jnp.swapaxes(mask[:, 0], 1, 2)[..., None], scores, jnp.finfo(dtype).min)
+    weights = jax.nn.softmax(scores, axis=1).reshape(batch_size, num_slots, -1).astype(value.dtype)
+    attended = jnp.einsum("bsq,bsf->bqf", weights, values)
+    attended = attended.reshape(batch_size, num_tokens, num_kv_heads, -1, num_kv_heads, size)
+    return jnp.einsum("btkgjd,jk->btkgd", attended, own).reshape(query.shape)
 
 
 def attend_in_blocks(
@@ -200,7 +231,8 @@ def attend_to_cache(
         if inputs.mask is None and not _has_few(query) and num_slots(cache, inputs) > 2 * BLOCK:
             return attend_in_blocks(query, cache, inputs, window, num_hidden=num_hidden, **of_scores), cache
         key, value, mask = read_cache(cache, inputs, mask)
-        return attend(query, key, value, mask, **of_scores), cache
+        is_few = jax.default_backend() == "cpu" and query.shape[1] * query.shape[2] <= FEW_QUERIES
+        return (attend_few if is_few else attend)(query, key, value, mask, **of_scores), cache
 
     def reason(query, key, value, cache, inputs, mask, rotation):
         if _has_few(query):
