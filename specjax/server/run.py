@@ -62,7 +62,7 @@ def serve(
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
     with (
         _listen(host, port) as listener,
-        _start_engine(llm, num_slots, max_waiting) as engine,
+        start_engine(llm, num_slots, max_waiting) as engine,
     ):
         about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
         options = {"api_keys": api_keys, "request_timeout": request_timeout, "is_local": is_local}
@@ -84,7 +84,7 @@ def _check(least: dict[str, tuple[float, float]], request_timeout: float, api_ke
         raise ValueError("api_key must be one or more printable characters of ASCII, without spaces")
 
 
-def _start_engine(llm: LLM, num_slots: int, max_waiting: int) -> Engine:
+def start_engine(llm: LLM, num_slots: int, max_waiting: int) -> Engine:
     """Start the engine. Tracing makes many objects that stay, so garbage is not searched for until it is ready."""
     gc.disable()
     try:
