@@ -1,7 +1,8 @@
 """How a kernel is started, and what its programs may ask of the machine that they run on."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,20 @@ Leaf = TypeVar("Leaf", bound=Shaped)
 Ref: TypeAlias = Any
 
 
+class _Launch(NamedTuple):
+    """What is static of a launch. Equal launches on arrays of equal shapes are traced once."""
+
+    kernel: Callable[..., None]
+    keywords: tuple[tuple[str, Any], ...]  # of the kernel
+    outputs: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each leaf
+    treedef: Any  # of the outputs
+    num_begun: int
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    interpret: bool
+
+
 def call(
     kernel: Callable[..., None],
     outputs: Any,
@@ -44,7 +59,8 @@ def call(
     """Run `kernel(inputs, outputs)` on a grid. The kernel gets a reference to the whole of each array.
 
     Args:
-        kernel: function of two pytrees of references, the inputs and the outputs.
+        kernel: function of two pytrees of references, the inputs and the outputs; its options are bound by `partial`,
+            as keywords that can be hashed.
         outputs: pytree of the shapes and dtypes of the results.
         inputs: pytree of arrays.
         grid: number of programs along each axis.
@@ -56,15 +72,26 @@ def call(
     Returns:
         Pytree of arrays, as `outputs`.
     """
-    num_begun = len(jax.tree.leaves(begun))
-    first_begun = len(jax.tree.leaves(inputs)) - num_begun
+    keywords = ()
+    if isinstance(kernel, partial) and not kernel.args:  # partials compare by identity
+        kernel, keywords = kernel.func, tuple(kernel.keywords.items())
+    leaves, treedef = jax.tree.flatten(outputs)
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    sizes = len(jax.tree.leaves(begun)), grid, num_warps, num_stages, interpret
+    return _launch(inputs, _Launch(kernel, keywords, shapes, treedef, *sizes))
+
+
+@partial(jax.jit, static_argnums=1)
+def _launch(inputs: Any, static: _Launch) -> Any:
+    outputs = [jax.ShapeDtypeStruct(*leaf) for leaf in static.outputs]
+    first_begun = len(jax.tree.leaves(inputs)) - static.num_begun
     (result,) = pl.pallas_call(
-        kernel,
-        out_shape=(out_shapes(outputs, inputs),),
-        grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        input_output_aliases={first_begun + i: i for i in range(num_begun)},
-        interpret=interpret,
+        partial(static.kernel, **dict(static.keywords)),
+        out_shape=(out_shapes(jax.tree.unflatten(static.treedef, outputs), inputs),),
+        grid=static.grid,
+        compiler_params=plgpu.CompilerParams(num_warps=static.num_warps, num_stages=static.num_stages),
+        input_output_aliases={first_begun + i: i for i in range(static.num_begun)},
+        interpret=static.interpret,
     )(inputs)
     return result
 

@@ -16,7 +16,7 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
 from specjax import LLM
 from specjax.cli import main
-from specjax.engine.compilation_cache import default_folder, enable
+from specjax.engine.compilation_cache import JAX_LEAST_SECONDS, LEAST_SECONDS, default_folder, enable
 
 pytestmark = pytest.mark.slow  # changes no token
 
@@ -47,6 +47,13 @@ def model(tmp_path_factory):
 
 def compile_something(number):
     return jax.jit(lambda x: x * number + 1)(np.arange(3.0))
+
+
+def test_jax_has_the_threshold_that_stands_for_none_given():
+    code = "import jax; print(jax.config.jax_persistent_cache_min_compile_time_secs)"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert float(run.stdout) == JAX_LEAST_SECONDS
 
 
 def used():
@@ -128,10 +135,11 @@ class TestSettingsOfTheUser:
         assert (used(), jax.config.jax_enable_compilation_cache) == (None, False)
         assert list(tmp_path.iterdir()) == []
 
-    def test_threshold(self, tmp_path):
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+    @pytest.mark.parametrize("given, expected", [(7.0, 7.0), (JAX_LEAST_SECONDS, LEAST_SECONDS)])
+    def test_threshold(self, tmp_path, given, expected):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", given)
         enable(tmp_path)
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == expected
 
 
 class TestUnwritable:

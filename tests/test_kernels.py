@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import rows, threefry
+from pallas_kernels import launch, rows, threefry
 from specjax import Categorical, Draft, distributions, ragged, verifiers
 from specjax import keys as streams
 from specjax.verifiers import kernels
@@ -600,3 +600,21 @@ def test_kernels_at_a_full_vocabulary(verifier, dtype):
         xla.append(run(verifier, "xla", *arguments))
     stacked = [jax.tree.map(lambda *x: jnp.concatenate(x), *part) for part in (kernel, xla)]
     assert_same(*stacked, num_mismatches=2)
+
+
+def test_equal_launches_are_traced_once():
+    traced = []
+
+    def kernel(inputs, out, *, number):
+        traced.append(number)
+        out[...] = inputs[...] + number
+
+    def program(x, numbers):
+        for number in numbers:
+            x = launch.call(partial(kernel, number=number), x, x, grid=(1,), num_warps=1, interpret=True)
+        return x
+
+    x = jnp.arange(4.0)
+    assert program(x, [1, 1, 2]).tolist() == [4, 5, 6, 7]
+    jax.make_jaxpr(partial(program, numbers=[2, 1]))(x)  # another program
+    assert traced == [1, 2]

@@ -12,6 +12,7 @@ from choice import one_of
 from specjax import checks, decode, metrics, models, proposers, sampling, scorers, testing
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers.split import run_where
 from specjax.sampling import SamplingParams
 from specjax.types import Chunk, Context, Draft
 
@@ -334,3 +335,21 @@ def test_verdict_on_a_proposer():
     testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, one_hot_claim), num_samples=30_000)
     with pytest.raises(AssertionError, match="not lossless on 'rejection'"):
         testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, uniform_claim), num_samples=30_000)
+
+
+def test_a_draft_of_some_rows_is_traced_once():
+    calls = []
+
+    def draft(scale, state):
+        calls.append(None)
+        return {"tokens": state[:, None] * scale}, state + 1
+
+    def drafts(rows, scale, state):
+        return run_where(rows, lambda state: draft(scale, state), state)
+
+    state = jnp.array([2, 3])
+    run = jax.jit(drafts)
+    tokens, after = run(jnp.array([False, True]), 10, state)
+    assert (tokens["tokens"].tolist(), after.tolist(), len(calls)) == ([[20], [30]], [3, 4], 1)
+    tokens, after = run(jnp.array([False, False]), 10, state)
+    assert (tokens["tokens"].tolist(), after.tolist(), len(calls)) == ([[0], [0]], [2, 3], 1)

@@ -10,14 +10,17 @@ from typing import Any, Literal
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+LEAST_SECONDS, JAX_LEAST_SECONDS = 0.05, 1.0  # that a program takes to compile to be kept; JAX's own number
+
 logger = logging.getLogger(__name__)
 
 
 def enable(folder: str | Path | Literal[False] | None) -> None:
     """Keep the programs that this process compiles in a folder, unless JAX is already configured otherwise.
 
-    The setting is JAX's own: it applies to the whole process, and JAX leaves out programs that compile within a second.
-    If the folder cannot be written, a warning is logged and the folder is not used.
+    The setting is JAX's own: it applies to the whole process. Programs that compile within LEAST_SECONDS are left out,
+    unless jax_persistent_cache_min_compile_time_secs says another time than JAX does by itself. If the folder cannot be
+    written, a warning is logged and the folder is not used.
 
     Args:
         folder: where to keep the programs; the folder is created if it does not exist. None is `default_folder()`, and
@@ -49,6 +52,9 @@ def enable(folder: str | Path | Literal[False] | None) -> None:
         logger.warning("every start compiles anew, because the compilation cache cannot be written: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
+    least: float = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
+    if least == JAX_LEAST_SECONDS:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     compilation_cache.reset_cache()  # JAX may have settled on no cache at its first compilation
 
 

@@ -318,7 +318,8 @@ class Engine:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
-        device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, **sizes)
+        steps: dict[str, Any] = {"draft_lengths": draft_lengths, "chunk_size": chunk_size}
+        device = Slots(model, proposer, verifier=verifier, **steps, **sizes)
         device.compile(chunk_size, short_chunks)
         options = {"short_chunks": short_chunks, "chunks_per_step": chunks_per_step}
         self._scheduler = Scheduler(

@@ -11,7 +11,9 @@ request needs only if it fills the buffer but for one token, and then its first 
 proposer keeps of a row may change in a step, so none comes between the last chunk and `insert`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neu
 from specjax.sampling.guided.tables import Guide
 from specjax.types import NO_PAGE, Array, Chunk, Context, Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
+
+COMPILED_AT_A_TIME = 2  # programs, while others are traced
 
 
 class Row(NamedTuple):
@@ -447,17 +451,36 @@ class Slots:
         """
         token = np.zeros(1, np.int32)
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
-        for log_probs in (False, True):
-            self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
-        if short_chunks is not None:
-            num_rows, size = short_chunks
-            self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
-        self.insert(0, row)
-        self.evict([0])
-        for num_draft_tokens in self.draft_lengths:
-            for use in (GREEDY, CUT, EVERYTHING):
-                self.step(use, num_draft_tokens=num_draft_tokens)
-            self.step(log_probs=True, num_draft_tokens=num_draft_tokens)
+        # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
+        are_early = jax.default_backend() == "cpu" and jax.process_count() == 1
+        with self._compiling_steps() if are_early else nullcontext():
+            for log_probs in (False, True):
+                self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
+            if short_chunks is not None:
+                num_rows, size = short_chunks
+                self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
+            self.insert(0, row)
+            self.evict([0])
+        if not are_early:
+            for use, log_probs, num_draft_tokens in self._steps():
+                self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens)
+
+    @contextmanager
+    def _compiling_steps(self) -> Iterator[None]:
+        """Trace the steps and compile them in other threads, until the end of the context. `step` then finds them."""
+        with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
+            compiled = []
+            for each in self._steps():
+                arguments, options = self._step_arguments(*each)
+                compiled.append(executor.submit(_step.lower(*arguments, **options).compile))
+            yield
+            for future in compiled:
+                future.result()
+
+    def _steps(self) -> list[tuple[int, bool, int]]:
+        """Return the arguments `use`, `log_probs` and `num_draft_tokens` of all programs of `step`."""
+        uses = (GREEDY, False), (CUT, False), (EVERYTHING, False), (EVERYTHING, True)
+        return [(*use, num_draft_tokens) for num_draft_tokens in self.draft_lengths for use in uses]
 
     @replayed
     def insert(self, slot: int, row: Row) -> None:
@@ -530,12 +553,19 @@ class Slots:
         With `log_probs` it computes everything, and lists as many of the most likely tokens as the capacities say.
         `num_draft_tokens` is one of `draft_lengths`; None is the largest.
         """
+        arguments, options = self._step_arguments(use, log_probs, num_draft_tokens)
+        self.state, output = _step(*arguments, **options)
+        return output
+
+    def _step_arguments(
+        self, use: int, log_probs: bool, num_draft_tokens: int | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the function `step` gets in a call of the method."""
         proposer = self.proposer if num_draft_tokens is None else self._proposers[num_draft_tokens]
         functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
         num_logprobs = self.capacities.logprobs if log_probs else None
         options = {"use": EVERYTHING if log_probs else use, "num_logprobs": num_logprobs}
-        self.state, output = _step(self.model, proposer, self.state, **functions, **options)
-        return output
+        return (self.model, proposer, self.state), functions | options
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

@@ -40,8 +40,10 @@ def run_where(rows: Array, function: Callable[..., tuple[PyTree, PyTree]], *oper
     If none is, the drafts are zeros, which no row reads, and the state is the last operand, unchanged.
     """
 
+    traced_once = jax.jit(lambda *operands: function(*operands))
+
     def skip(*operands: Any) -> tuple[PyTree, PyTree]:
-        drafts, _ = jax.eval_shape(function, *operands)
+        drafts, _ = jax.eval_shape(traced_once, *operands)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafts), operands[-1]
 
-    return jax.lax.cond(jnp.any(rows), function, skip, *operands)
+    return jax.lax.cond(jnp.any(rows), traced_once, skip, *operands)

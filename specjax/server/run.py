@@ -1,5 +1,6 @@
 """Run the server of an LLM until a signal ends it."""
 
+import gc
 import logging
 import math
 import re
@@ -102,6 +103,27 @@ def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_
         raise ValueError(f"request_timeout must be positive, got {request_timeout}")
     if not all(re.fullmatch("[!-~]+", key) for key in api_keys):
         raise ValueError("api_key must be one or more printable characters of ASCII, without spaces")
+
+
+def start_engine(llm: LLM, num_slots: int, max_waiting: int) -> Engine:
+    """Start the engine. Tracing makes many objects that stay, so garbage is not searched for until it is ready."""
+    gc.disable()
+    try:
+        return Engine(
+            llm.model,
+            llm.proposer,
+            num_slots=num_slots,
+            max_length=llm.max_length,
+            tokenizer=llm.tokenizer,
+            eos_token_ids=llm.eos_token_ids,
+            verifier=llm.verifier,
+            capacities=CAPACITIES,
+            grammar_seconds=GRAMMAR_SECONDS,
+            max_waiting=max_waiting,
+        )
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _listen(host: str, port: int) -> socket.socket:
