@@ -73,40 +73,10 @@ def serve(
 
 
 def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
-    """Return an engine for the requests of clients; the arguments are those of `Engine`."""
-    return Engine(
-        llm.model,
-        llm.proposer,
-        num_slots=num_slots,
-        max_length=llm.max_length,
-        tokenizer=llm.tokenizer,
-        eos_token_ids=llm.eos_token_ids,
-        verifier=llm.verifier,
-        capacities=CAPACITIES,
-        grammar_seconds=GRAMMAR_SECONDS,
-        max_waiting=max_waiting,
-    )
+    """Start an engine for the requests of clients; the arguments are those of `Engine`.
 
-
-def make_app(engine: Engine, llm: LLM, name: str, **options: Any) -> App:
-    """Return the application of an engine that `start_engine` has started, with the options of `App`."""
-    about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
-    return App(engine, served(llm, name), about, **options)
-
-
-def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
-    """Raise ValueError for an argument out of its range; `least` has numbers and the least that they may be."""
-    for name, (number, smallest) in least.items():
-        if not smallest <= number < math.inf:
-            raise ValueError(f"{name} must be at least {smallest}, got {number}")
-    if not 0 < request_timeout < math.inf:
-        raise ValueError(f"request_timeout must be positive, got {request_timeout}")
-    if not all(re.fullmatch("[!-~]+", key) for key in api_keys):
-        raise ValueError("api_key must be one or more printable characters of ASCII, without spaces")
-
-
-def start_engine(llm: LLM, num_slots: int, max_waiting: int) -> Engine:
-    """Start the engine. Tracing makes many objects that stay, so garbage is not searched for until it is ready."""
+    Tracing makes many objects that stay, so garbage is not searched for until it is ready.
+    """
     gc.disable()
     try:
         return Engine(
@@ -124,6 +94,23 @@ def start_engine(llm: LLM, num_slots: int, max_waiting: int) -> Engine:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def make_app(engine: Engine, llm: LLM, name: str, **options: Any) -> App:
+    """Return the application of an engine that `start_engine` has started, with the options of `App`."""
+    about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
+    return App(engine, served(llm, name), about, **options)
+
+
+def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
+    """Raise ValueError for an argument out of its range; `least` has numbers and the least that they may be."""
+    for name, (number, smallest) in least.items():
+        if not smallest <= number < math.inf:
+            raise ValueError(f"{name} must be at least {smallest}, got {number}")
+    if not 0 < request_timeout < math.inf:
+        raise ValueError(f"request_timeout must be positive, got {request_timeout}")
+    if not all(re.fullmatch("[!-~]+", key) for key in api_keys):
+        raise ValueError("api_key must be one or more printable characters of ASCII, without spaces")
 
 
 def _listen(host: str, port: int) -> socket.socket:
