@@ -452,7 +452,7 @@ def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.
 
 def hugging_face_config(config: DecoderConfig) -> dict:
     """Return the config.json of a decoder."""
-    fields = layer_config(config, "llama", config.vocab_size)
+    fields = layer_config(config, config.vocab_size)
     own = {"tie_word_embeddings": config.tie_embeddings, "bos_token_id": 0, "eos_token_id": 0}
     return {"architectures": ["LlamaForCausalLM"], **fields, **own}
 
