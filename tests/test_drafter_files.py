@@ -151,3 +151,13 @@ def test_fields_of_speculators(tmp_path, targets):
     ]:
         with pytest.raises(ValueError, match=message):
             proposers.load(tmp_path, of("dflash", targets), num_draft_tokens=2, fields={name: value})
+
+
+def test_candidates_are_of_the_whole_vocabulary(tmp_path, targets):
+    recorded_heads.write(tmp_path, "dflash2")
+    file, size = tmp_path / "model.safetensors", recorded_heads.REDUCED
+    head = np.zeros((size, heads.HIDDEN), np.float32)
+    save_file(load_file(file) | {"lm_head.weight": head, "d2t": recorded_heads.D2T}, file)
+    with pytest.raises(ValueError, match=r"DFlash2 must have the vocabulary of the target, 61 tokens, got .* = 40"):
+        target = of("dflash", targets)
+        proposers.load(tmp_path, target, num_draft_tokens=2, fields={"draft_vocab_size": size})

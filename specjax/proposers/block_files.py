@@ -114,6 +114,11 @@ def load_block(
     head = _read_head(configs, tensors, target, len(layers), rope_theta)
     size = config.size("draft_vocab_size", target.vocab_size, most=target.vocab_size)
     reduced = _vocabulary(tensors, size, target.vocab_size)
+    if head.num_candidates and reduced is not None:
+        raise ValueError(
+            f"a drafter of DFlash2 must have the vocabulary of the target, {target.vocab_size} tokens, got d2t and "
+            f"draft_vocab_size = {size} in {directory}"
+        )
     head = replace(head, config=replace(head.config, vocab_size=size))
     _refuse_unread(configs)
     params = _params(head, tensors, target, reduced)
