@@ -153,6 +153,19 @@ def test_fields_of_speculators(tmp_path, targets):
             proposers.load(tmp_path, of("dflash", targets), num_draft_tokens=2, fields={name: value})
 
 
+@pytest.mark.parametrize(
+    "kind, from_anchor, is_causal", [("dflash", False, None), ("dflash2", False, False), ("dspark", True, None)]
+)
+def test_fields_that_older_files_of_speculators_lack(tmp_path, targets, kind, from_anchor, is_causal):
+    recorded_heads.write(tmp_path, kind)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["sample_from_anchor"], fields["sliding_window_non_causal"]
+    path.write_text(json.dumps(fields))
+    head = proposers.load(tmp_path, of("dflash", targets), num_draft_tokens=2).head
+    assert (head.from_anchor, head.is_causal) == (from_anchor, is_causal)
+
+
 def test_candidates_are_of_the_whole_vocabulary(tmp_path, targets):
     recorded_heads.write(tmp_path, "dflash2")
     file, size = tmp_path / "model.safetensors", recorded_heads.REDUCED

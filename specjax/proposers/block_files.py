@@ -2,7 +2,8 @@
 
 The authors of DFlash write a config of Qwen3 with the table `dflash_config`, and each mask token gives the draft at its
 own place. DeepSpec writes all fields flat, and the pending token gives the first draft. speculators keeps the sizes of
-the layers in `transformer_layer_config` and says by `sample_from_anchor` which of the two it is.
+the layers in `transformer_layer_config` and says by `sample_from_anchor` which of the two it is; where it does not,
+only blocks of DSpark are of the second kind.
 """
 
 from collections.abc import Mapping
@@ -173,7 +174,9 @@ def _read_head(
     has_markov, has_confidence = (
         f"{name}.weight" in tensors for name in ("markov_head.markov_w1", "confidence_head.proj")
     )
-    configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
+    # Where the files of speculators lack a field, its default is that of their kind.
+    kind = configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
+    is_anchored = kind == "dspark" if "speculators_model_type" in configs.whole else configs.own is configs.whole
     target_size = configs.whole.size("target_hidden_size", files.target_weights(target).hidden_size)
     files.expect(
         configs.whole.where("target_hidden_size"),
@@ -188,7 +191,7 @@ def _read_head(
     of("enable_confidence_head").ignore("enable_confidence_head")
     reads_token = of("confidence_head_with_markov").get("confidence_head_with_markov", bool, has_markov)
     is_causal = of("causal").get("causal", bool, None)
-    if configs.whole.get("sliding_window_non_causal", bool, False):
+    if configs.whole.get("sliding_window_non_causal", bool, kind == "dflash2"):
         is_causal = False
     return BlockHead(
         config=_read_layers(configs, tensors, target, rope_theta),
@@ -197,7 +200,7 @@ def _read_head(
         target_vocab=target.vocab_size,
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),
-        from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, configs.own is configs.whole),
+        from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, is_anchored),
         is_causal=is_causal,
         markov_rank=rank if has_markov else 0,
         confidence=("both" if reads_token else "hidden") if has_confidence else None,
