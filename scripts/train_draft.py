@@ -35,6 +35,7 @@ from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.files import target_weights
 from specjax.proposers.medusa import head_logits
 from specjax.training import losses
+from specjax.training.export import LAYOUTS
 from specjax.training.unroll import Batch, Steps
 from specjax.types import Array, Model, Proposer, PyTree
 
@@ -57,6 +58,7 @@ WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last ra
 HELD_OUT = 20  # one document of so many is held out
 PROMPT = 64  # tokens of held-out text before a measured step
 SAMPLE = 192  # tokens of a continuation by the target
+DATA = "data.npz"  # in the state of a run, what it trains and measures on
 
 
 @dataclass(frozen=True)
@@ -393,10 +395,15 @@ def continuations(args: argparse.Namespace, documents: list[list[int]]) -> list[
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Keep the arguments in `--out`, and raise ValueError where an earlier run there had others."""
-    path = args.out / "state" / "arguments.json"
+    """Keep the arguments in `--out`, and raise ValueError where a run that made its data there had others."""
+    if args.vocab_size is not None and args.kind == "medusa":
+        raise ValueError("--vocab-size must be absent for medusa, whose heads have the target's vocabulary")
+    layouts = LAYOUTS[args.kind]
+    if args.layout not in (None, *layouts):
+        raise ValueError(f"--layout must be {' or '.join(layouts)} for {args.kind}, got {args.layout}")
+    path, data = (args.out / "state" / name for name in ("arguments.json", DATA))
     given = {name: str(value) for name, value in vars(args).items() if name != "out"}
-    if path.is_file():
+    if path.is_file() and data.is_file():
         before = json.loads(path.read_text())
         changed = sorted(name for name in given.keys() | before.keys() if given.get(name) != before.get(name))
         if changed:
@@ -410,7 +417,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[list[int]], np.ndarray]:
     """Return packed rows, held-out prompts and the counts of tokens, or what an earlier run made of them."""
-    path = args.out / "state" / "data.npz"
+    path = args.out / "state" / DATA
     if not path.is_file():
         tokenizer = load_tokenizer(args.target)
         texts = training.documents(args.data)
@@ -458,8 +465,6 @@ def main() -> None:
     import orbax.checkpoint as ocp
 
     args = parser().parse_args()
-    if args.vocab_size is not None and args.kind == "medusa":
-        raise ValueError("--vocab-size must be absent for medusa, whose heads have the target's vocabulary")
     check_arguments(args)
     target = models.load(args.target, dtype=args.dtype)
     target = models.with_feature_layers(target, layers_of(target.apply.config.num_layers, args.kind))

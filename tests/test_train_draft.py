@@ -164,10 +164,23 @@ def test_a_directory_of_another_run_is_refused(script, tmp_path):
     def check(*arguments):
         script.check_arguments(script.parser().parse_args(["--out", str(tmp_path / "out"), "--data", "x", *arguments]))
 
-    check("--kind", "eagle3")
+    check("--kind", "dspark")
+    check("--kind", "eagle3")  # the first run ended before it had data
+    (tmp_path / "out" / "state" / script.DATA).touch()
     check("--kind", "eagle3")
     with pytest.raises(ValueError, match=r"--out must be a new directory .* differ: kind was eagle3, seed was 0"):
         check("--kind", "dflash", "--seed", "1")
+
+
+def test_arguments_are_refused_before_training(script, tmp_path):
+    for message, *arguments in (
+        (r"--layout must be eagle3 or speculators for eagle3, got deepspec", "--layout", "deepspec"),
+        (r"--vocab-size must be absent for medusa", "--kind", "medusa", "--vocab-size", "100"),
+    ):
+        given = script.parser().parse_args(["--out", str(tmp_path / "out"), "--data", "x", *arguments])
+        with pytest.raises(ValueError, match=message):
+            script.check_arguments(given)
+    assert not (tmp_path / "out").exists()
 
 
 def test_rows_come_once_an_epoch(script):
