@@ -409,6 +409,7 @@ class TestSlurm:
             "SLURM_JOB_NODELIST": "a[1-2]",
             "SLURM_NNODES": "2",
             "SLURM_GPUS_ON_NODE": "1",
+            "SLURM_CPUS_PER_TASK": "1",
             "FOLDER": str(folder),
         }
         environment = (
