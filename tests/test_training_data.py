@@ -142,6 +142,13 @@ def test_what_is_written_is_read(name, layout, target, tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
+def test_speculators_is_told_the_layers(target, tmp_path):
+    """By the field that it reads, also where the first layer is 1, which means another one in files of others."""
+    training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="speculators")
+    assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    assert proposers.feature_layers(tmp_path, target) == (1, 2)
+
+
 def test_drafters_that_have_no_layout(target, tmp_path):
     with pytest.raises(ValueError, match="layout must be 'eagle3' or 'speculators' for eagle3, got 'dflash'"):
         training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="dflash")

@@ -193,10 +193,10 @@ def _eagle3(
         "fc_norm": head.tap_norms == "each",
         "norm_output": head.norm_output,
     }
-    # Where the first of the other ids is 1, readers take them for layers whose output is read.
+    # Where the first of the other ids is 1, some readers take them for layers whose output is read.
     if layers[:1] == [1]:
         own["target_layer_ids"] = [layer - 1 for layer in layers]
-    else:
+    if layers[:1] != [1] or is_nested:  # speculators reads these alone, and as they are
         own["eagle_aux_hidden_state_layer_ids"] = layers
     if isinstance(proposer, ParallelEagle):
         tensors["mask_hidden"] = np.asarray(params["mask_taps"])[None, None]
