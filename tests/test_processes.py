@@ -58,6 +58,9 @@ class TestMessages:
         assert found == [Capacities(grammars=3, bad_words=7)]
 
     def test_results_are_named(self):
+    def test_numbers_with_a_dtype_keep_it(self):
+        assert [getattr(each, "dtype", None) for each in round_trip([np.float64(0.5), 0.5])] == [np.float64, None]
+
         array = jnp.arange(3)
         message = messages.encode([array, np.int32(1)], lambda leaf: (4, 2) if leaf is array else None)
         assert messages.decode(message, lambda *place: place) == [(4, 2), 1]
