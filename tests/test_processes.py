@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import shlex
 import signal
@@ -265,6 +266,16 @@ class TestFingerprints:
         ):
             fingerprint.check_same(own, theirs, 1)
         own, theirs = (fingerprint.of_proposer(proposers.draft_model(model, number)) for number in (2, 3))
+    def test_what_cannot_be_read(self, ends, capfd, monkeypatch):
+        """A frame that does not fit into memory ends the process, which would not notice a loss any more."""
+        codes = queue.SimpleQueue()
+        monkeypatch.setattr(os, "_exit", codes.put)
+        leader = Leader(0, 2, {1: ends[0]})
+        ends[1]._link.sendall(connection._HEAD.pack(CALL, 2**62))
+        assert codes.get(timeout=10) == 1
+        leader._is_ending = True
+        assert "what process 1 sends cannot be read: MemoryError" in capfd.readouterr().err
+
         with pytest.raises(
             ValueError, match=r"num_draft_tokens must be the same .* got 2 in process 0 and 3 in process 4"
         ):
