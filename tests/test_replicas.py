@@ -251,7 +251,7 @@ class TestApplication:
             ({"num_slots": "8"}, "num_slots must be an integer, got '8'"),
             ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
             ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
-            ({"max_waiting": -1}, "max_waiting must be at least 0, got -1"),
+            ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
             ({"verifier": "typical"}, "verifier must be one of rejection, block, match, got 'typical'"),
             ({"api_keys": [""]}, "api_key must be"),
             ({"api_keys": "secret"}, "api_keys must be a list of strings"),
