@@ -250,6 +250,13 @@ class TestChat:
         with pytest.raises(BadRequest, match=r"^the model small must have chat_template.jinja"):  # not where it lies
             chat(replace(other, directory=tmp_path))
 
+    def test_a_refusal_where_the_directory_has_a_short_name(self, served, tmp_path, monkeypatch):
+        (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No. Not so.') }}")
+        monkeypatch.chdir(tmp_path)
+        message = "the chat template of the model small refuses the messages: No. Not so."
+        with pytest.raises(BadRequest, match=f"^{re.escape(message)}$"):
+            chat(replace(served, directory=Path(".")))
+
     def test_plain_text_is_tokenized_whole(self, served):
         text = "<s>user\nthe cat sat</s><s>assistant\n"
         assert chat(served, " the cat sat").prompts[0] == served.tokenizer.encode(text, add_special_tokens=False).ids
