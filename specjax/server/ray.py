@@ -16,6 +16,7 @@ from specjax.engine.llm import LLM
 from specjax.server.errors import ApiError
 from specjax.server.replicas import Front, ReplicaLost, replies
 from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
+from specjax.server.served import name_of
 from specjax.validation import is_integer
 
 try:
@@ -148,7 +149,7 @@ class Replica:
     ):
         llm = LLM(model, draft, verifier=getattr(verifiers, verifier), **options)
         self._engine = start_engine(llm, num_slots, max_waiting=None)  # Ray bounds the requests
-        self._app = make_app(self._engine, llm, name or ("specjax" if model is None else Path(model).name))
+        self._app = make_app(self._engine, llm, name or name_of(model))
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
         """Yield the messages of an answer; none where the engine has failed, so that another replica gets the request.
