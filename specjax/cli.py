@@ -188,11 +188,6 @@ def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
     add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
 
 
-def _name_of_model(args: argparse.Namespace) -> str:
-    """Return what requests call the model."""
-    return args.name or ("specjax" if args.model is None else Path(args.model).name)
-
-
 def _add_serve(commands: Any) -> None:
     """Add the command `specjax serve`."""
     serve = commands.add_parser(
@@ -226,11 +221,12 @@ def _add_serve(commands: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     """Run `specjax serve` and return its exit code."""
     from specjax.server.run import serve
+    from specjax.server.served import name_of
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
     llm = _load_llm(args, **_verifier(args))
-    name = _name_of_model(args)
+    name = args.name or name_of(args.model)
     return serve(
         llm,
         name,
@@ -422,13 +418,13 @@ def _add_batch(commands: Any) -> None:
 def _batch(args: argparse.Namespace) -> int:
     """Run `specjax batch` and return its exit code."""
     from specjax.server import batch_files
-    from specjax.server.served import served
+    from specjax.server.served import name_of, served
 
     if args.out.exists() and args.out.samefile(args.requests):
         raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
     batch_files.check_ids(args.requests)  # before models are loaded
     llm = _load_llm(args)
-    name = _name_of_model(args)
+    name = args.name or name_of(args.model)
     with specjax.Engine(
         llm.model,
         llm.proposer,

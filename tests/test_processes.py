@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import shlex
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,9 @@ class TestMessages:
         same(round_trip(value), value)
         found = round_trip([Capacities(grammars=3, bad_words=7)])
         assert found == [Capacities(grammars=3, bad_words=7)]
+
+    def test_numbers_with_a_dtype_keep_it(self):
+        assert [getattr(each, "dtype", None) for each in round_trip([np.float64(0.5), 0.5])] == [np.float64, None]
 
     def test_results_are_named(self):
         array = jnp.arange(3)
@@ -178,10 +182,12 @@ class TestMeeting:
     def test_strangers_are_turned_away(self):
         listener = connection.listen("127.0.0.1", 0)
         address = listener.getsockname()
-        with socket.create_connection(address) as stranger, socket.create_connection(address) as other, listener:
+        texts = b'{"process_id": "1"}', b"[" * 100_000
+        with socket.create_connection(address) as stranger, ExitStack() as others, listener:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            text = b'{"process_id": "1"}'
-            other.sendall(connection._HEAD.pack(HELLO, len(text)) + text)
+            for text in texts:
+                other = others.enter_context(socket.create_connection(address))
+                other.sendall(connection._HEAD.pack(HELLO, len(text)) + text)
             come, met = ({"process_id": 1}, 20.0), []
             thread = threading.Thread(target=lambda: met.append(connection.connect(*address, *come)))
             thread.start()
@@ -191,6 +197,29 @@ class TestMeeting:
         for each in (found[1], met[0][0]):
             each.close()
         assert list(found) == [1]
+
+    @pytest.mark.parametrize("part", [b"x", connection._HEAD.pack(connection.ALIVE, 0)], ids=["bytes", "signs of life"])
+    def test_a_stranger_does_not_hold_up_the_others(self, part):
+        """One that sends a little at a time is turned away when its time is over, whatever it sends."""
+        with (
+            connection.listen("127.0.0.1", 0) as listener,
+            socket.create_connection(listener.getsockname()) as stranger,
+        ):
+            stranger.sendall(connection._HEAD.pack(HELLO, 1000) if part == b"x" else part)
+
+            def trickle():
+                with suppress(OSError):  # when it is turned away
+                    for _ in range(100):
+                        time.sleep(0.05)
+                        stranger.sendall(part)
+
+            thread, start = threading.Thread(target=trickle), time.monotonic()
+            thread.start()
+            with pytest.raises(Lost, match=r"process 1 of 2 did not come within 0\.5 seconds"):
+                connection.accept(listener, 2, lambda *_: None, 0.5)
+            seconds = time.monotonic() - start
+            thread.join()
+        assert seconds < 2.5
 
     def test_nobody_is_there(self):
         with socket.socket() as free:
@@ -236,6 +265,16 @@ class TestLoss:
         with pytest.raises(Lost, match="no sign of life"):
             while True:
                 ends[0].send(CALL, bytes(2**20))
+
+    def test_what_cannot_be_read(self, ends, capfd, monkeypatch):
+        """A frame that does not fit into memory ends the process, which would not notice a loss any more."""
+        codes = queue.SimpleQueue()
+        monkeypatch.setattr(os, "_exit", codes.put)
+        leader = Leader(0, 2, {1: ends[0]})
+        ends[1]._link.sendall(connection._HEAD.pack(CALL, 2**62))
+        assert codes.get(timeout=10) == 1
+        leader._is_ending = True
+        assert "what process 1 sends cannot be read: MemoryError" in capfd.readouterr().err
 
 
 class TestFingerprints:

@@ -15,7 +15,7 @@ from specjax.sampling import guided
 from specjax.server import answers, protocol
 from specjax.server.fields import MAX_DEPTH, BadRequest
 from specjax.server.messages import encode_chat
-from specjax.server.served import Served, generation_defaults
+from specjax.server.served import Served, generation_defaults, name_of
 from specjax.server.tools import Tools, find_calls, num_certain
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -250,9 +250,23 @@ class TestChat:
         with pytest.raises(BadRequest, match=r"^the model small must have chat_template.jinja"):  # not where it lies
             chat(replace(other, directory=tmp_path))
 
+    def test_a_refusal_where_the_directory_has_a_short_name(self, served, tmp_path, monkeypatch):
+        (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No. Not so.') }}")
+        monkeypatch.chdir(tmp_path)
+        message = "the chat template of the model small refuses the messages: No. Not so."
+        with pytest.raises(BadRequest, match=f"^{re.escape(message)}$"):
+            chat(replace(served, directory=Path(".")))
+
     def test_plain_text_is_tokenized_whole(self, served):
         text = "<s>user\nthe cat sat</s><s>assistant\n"
         assert chat(served, " the cat sat").prompts[0] == served.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_the_name_of_a_model(tmp_path, monkeypatch):
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path / "small")
+    names = [name_of(model) for model in (None, "org/small", Path("."), "/models/small/")]
+    assert names == ["specjax", "small", "small", "small"]
 
 
 SPECIAL = [0, 1, 2, 3]  # <s>, <pad>, </s>, <unk>

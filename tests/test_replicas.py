@@ -114,6 +114,15 @@ class TestFront:
         assert json.loads(body.removeprefix(EVENT).removeprefix(b"data: "))["error"]["code"] == "replica_lost"
         assert len(found.asked) == 1  # another replica would begin again
 
+    def test_an_error_after_the_end(self):
+        """An application raises what it has told the client already; the client is not told a second time."""
+        _, front = front_of([head(b"application/json", 500), part(b"{}", True), TypeError("broken")])
+        assert call(front)[::2] == (500, b"{}")
+
+    def test_an_answer_without_content(self):
+        _, front = front_of([{"type": "http.response.start", "status": 204, "headers": []}, part(b"", True)])
+        assert call(front)[::2] == (204, b"")
+
     def test_too_many_requests(self):
         _, front = front_of([ApiError(429, "too many requests", code="queue_full", headers={"retry-after": "1"})])
         status, headers, body = call(front)
@@ -242,7 +251,7 @@ class TestApplication:
             ({"num_slots": "8"}, "num_slots must be an integer, got '8'"),
             ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
             ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
-            ({"max_waiting": -1}, "max_waiting must be at least 0, got -1"),
+            ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
             ({"verifier": "typical"}, "verifier must be one of rejection, block, match, got 'typical'"),
             ({"api_keys": [""]}, "api_key must be"),
             ({"api_keys": "secret"}, "api_keys must be a list of strings"),

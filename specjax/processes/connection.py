@@ -46,18 +46,23 @@ class Connection:
         with self._lock, self._losses():
             self._link.sendall(_HEAD.pack(kind, len(content)) + content)
 
-    def receive(self, most: float = float("inf")) -> tuple[bytes, bytes]:
+    def receive(self, most: float = float("inf"), within: float | None = None) -> tuple[bytes, bytes]:
         """Return the kind and the content of the next frame that is no mere sign of life.
 
+        Args:
+            most: the most bytes that its content may have.
+            within: seconds in which all of it must come, whatever else does; None is any.
+
         Raises:
-            Lost: the other process has gone, or is silent for `LOST_AFTER` seconds, or the frame is longer than `most`.
+            Lost: the other process has gone, or is silent for `LOST_AFTER` seconds, or the frame is too long or late.
         """
+        deadline = None if within is None else time.monotonic() + within
         with self._losses():
             while True:
-                kind, length = _HEAD.unpack(self._read(_HEAD.size))
+                kind, length = _HEAD.unpack(self._read(_HEAD.size, deadline))
                 if length > most:
                     raise Lost(f"{self.name} does not speak as a process of specjax does")
-                content = self._read(length)
+                content = self._read(length, deadline)
                 if kind != ALIVE:
                     return kind, content
 
@@ -71,10 +76,15 @@ class Connection:
         """Set the seconds of silence after which the other process is lost."""
         self._link.settimeout(seconds)
 
-    def _read(self, length: int) -> bytes:
+    def _read(self, length: int, deadline: float | None) -> bytes:
         content = bytearray(length)
         view = memoryview(content)
         while view:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._link.settimeout(left)
             count = self._link.recv_into(view)
             if not count:
                 raise Lost(f"{self.name} has gone")
@@ -195,13 +205,12 @@ def _accept_one(
             text = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {num_processes}"
             raise Lost(f"{text} did not come within {timeout:g} seconds") from None
         connection = Connection(link, f"{address[0]}:{address[1]}")
-        connection.limit(HEARTBEAT)
         try:
-            _, content = connection.receive(MAX_HELLO)
+            _, content = connection.receive(MAX_HELLO, min(HEARTBEAT, max(0.01, deadline - time.monotonic())))
             hello = json.loads(content)
             number = hello["process_id"]
             is_known = type(number) is int and number > 0
-        except (Lost, ValueError, TypeError, KeyError):
+        except (Lost, ValueError, TypeError, KeyError, RecursionError):
             is_known = False
         if is_known:
             connection.limit(LOST_AFTER)

@@ -94,6 +94,8 @@ class Group:
         except Lost as error:
             if not self._is_ending:
                 self._die(str(error))
+        except Exception as error:  # else nobody would notice when the other process is lost
+            self._die(f"what {other.name} sends cannot be read: {type(error).__name__}: {error}")
 
     def _show_life(self) -> None:
         while not self._is_ending:

@@ -36,6 +36,8 @@ def encode(value: Any, reference: Callable[[Any], tuple[int, int] | None]) -> by
     arrays: list[bytes] = []
 
     def visit(value: Any) -> Any:
+        if isinstance(value, np.float64):  # a float, too, but with a dtype, which programs depend on
+            value = np.asarray(value)
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list):

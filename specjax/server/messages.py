@@ -141,10 +141,11 @@ def encode_chat(
         raise BadRequest("messages must not hold all of the code points U+FDD0 to U+FDEF", "messages")
     protect = _protector(served, mark)
     safe_messages, safe_tools, safe_arguments = _map_strings(protect, given)
+    directory = served.directory.absolute()  # a short one, such as ".", would be found in all of the message
     try:
-        text = chat.render(served.directory, safe_messages, tools=safe_tools or None, **safe_arguments)
+        text = chat.render(directory, safe_messages, tools=safe_tools or None, **safe_arguments)
     except ValueError as error:
-        told = str(error).replace(mark, "").replace(str(served.directory), f"the model {served.name}")
+        told = str(error).replace(mark, "").replace(str(directory), f"the model {served.name}")
         raise BadRequest(told, "messages") from error
     return _encode_parts(served, text, mark)
 

@@ -16,6 +16,7 @@ from specjax.engine.llm import LLM
 from specjax.server.errors import ApiError
 from specjax.server.replicas import Front, ReplicaLost, replies
 from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
+from specjax.server.served import name_of
 from specjax.validation import is_integer
 
 try:
@@ -67,7 +68,7 @@ def application(
             each replica should have, waiting ones among them, `target_ongoing_requests`, are `num_slots` unless it says
             otherwise.
         resources: the `ray_actor_options` of a replica; None is as many GPUs as `tensor_parallel` says.
-        max_waiting: the most requests that wait at the front.
+        max_waiting: the most requests that wait at the front, at least 1.
         api_keys: keys of clients; None takes those in SPECJAX_API_KEY, with spaces between them.
         request_timeout: seconds that a request may take, its wait among them.
         shutdown_timeout: seconds that the requests of a replica may still take when Ray ends it.
@@ -84,7 +85,7 @@ def application(
         {"request_timeout": request_timeout, "shutdown_timeout": shutdown_timeout},
         api_keys,
     )
-    least = {"num_slots": (num_slots, 1), "num_replicas": (num_replicas, 1), "max_waiting": (max_waiting, 0)}
+    least = {"num_slots": (num_slots, 1), "num_replicas": (num_replicas, 1), "max_waiting": (max_waiting, 1)}
     check(least | {"shutdown_timeout": (shutdown_timeout, 0)}, request_timeout, api_keys)
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
@@ -148,7 +149,7 @@ class Replica:
     ):
         llm = LLM(model, draft, verifier=getattr(verifiers, verifier), **options)
         self._engine = start_engine(llm, num_slots, max_waiting=None)  # Ray bounds the requests
-        self._app = make_app(self._engine, llm, name or ("specjax" if model is None else Path(model).name))
+        self._app = make_app(self._engine, llm, name or name_of(model))
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
         """Yield the messages of an answer; none where the engine has failed, so that another replica gets the request.

@@ -121,8 +121,10 @@ class Front:
         except Disconnected:
             return
         except Exception as error:
-            async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
-                await reply.fail(api_error(error), scope, receive)
+            told = api_error(error)
+            if not reply.is_complete:  # an application that makes an error tells the client before it raises
+                async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
+                    await reply.fail(told, scope, receive)
 
     async def _ask_some(self, scope: Scope, body: bytes, reply: "_Reply") -> None:
         """Pass on the answer of a replica; where that is lost before it began, of another one."""
@@ -157,7 +159,7 @@ class _Reply:
         """Take a message of an answer."""
         if message["type"] == "http.response.start":
             self._held = [message]  # what is held of an answer that was lost goes
-            self._is_stream = dict(message["headers"])[b"content-type"].startswith(b"text/event-stream")
+            self._is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
             return
         self._held.append(message)
         is_last = not message.get("more_body", False)

@@ -73,6 +73,11 @@ class Served:
         return found
 
 
+def name_of(model: str | Path | None) -> str:
+    """Return what clients call a model by default: the name of its directory, specjax for the built-in pair."""
+    return "specjax" if model is None else Path(model).absolute().name  # "." has no name of its own
+
+
 def served(llm: "LLM", name: str) -> Served:
     """Return what serving the model of an LLM under a name needs.
 
