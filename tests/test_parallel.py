@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from test_engine import Tokenizer
 from test_slots import Compilations
 
-from specjax import Capacities, Engine, Pages, SamplingParams, decode, proposers, sampling, verifiers
+from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.sharding import tensor_parallel
@@ -248,6 +248,16 @@ def test_axis_that_is_not_there():
     for share in (tensor_parallel, data_parallel):
         with pytest.raises(ValueError, match=r"axis_name must be an axis of .*, one of \['tensor'\], got 'model'"):
             share(decoder(), mesh_of(2), "model")
+
+
+def test_axes_of_another_type():
+    """`jax.make_mesh` makes axes of the type Explicit by itself, which the code of models does not serve."""
+    for axis, share in (("tensor", tensor_parallel), ("batch", data_parallel)):
+        mesh = jax.make_mesh((2,), (axis,), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+        with pytest.raises(ValueError, match=r"mesh must have axes of the type Auto, .*, got Explicit"):
+            share(decoder(), mesh)
+        with pytest.raises(ValueError, match=r"mesh must have axes of the type Auto, .*, got Explicit"):
+            models.load(models.EMBEDDED / "draft", mesh=mesh)
 
 
 def test_rows_that_devices_cannot_share():
