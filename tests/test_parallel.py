@@ -275,3 +275,11 @@ def test_rows_that_devices_cannot_share():
             data_parallel(shared, mesh, axis)
     with pytest.raises(ValueError, match="mesh must be that of the model"):
         data_parallel(tensor_parallel(model, mesh_of(2)), mesh)
+
+
+def test_slots_are_where_the_parameters_are():
+    device, model = jax.devices("cpu")[1], decoder(num_layers=1)
+    for sharding in (jax.sharding.SingleDeviceSharding(device), jax.sharding.NamedSharding(mesh_of(2), P())):
+        slots = Slots(replace(model, params=jax.device_put(model.params, sharding)), num_slots=2, max_length=16)
+        slots.step()
+        assert slots.state.context.tokens.sharding.device_set == sharding.device_set
