@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
@@ -148,15 +148,16 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
 
     Args:
         model: any model.
-        mesh: the devices. A batch must have a multiple of as many rows as the axis has devices.
+        mesh: the devices, with axes of the type Auto. A batch must have a multiple of as many rows as the axis has
+            devices.
         axis_name: the axis whose devices share the rows.
 
     Returns:
         The model, with its parameters on the devices of the mesh.
 
     Raises:
-        ValueError: the mesh has no such axis, or it is not the mesh, or a free axis of it, of a model that devices
-            share already.
+        ValueError: the mesh has no such axis or has axes of another type, or it is not the mesh, or a free axis of it,
+            of a model that devices share already.
     """
     check_axis(mesh, axis_name)
     shared = model.apply
@@ -179,6 +180,11 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
 
 
 def check_axis(mesh: Mesh, axis_name: str) -> None:
-    """Raise ValueError unless the mesh has such an axis."""
+    """Raise ValueError unless the mesh has such an axis, and axes of the type Auto alone."""
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name must be an axis of the mesh, one of {list(mesh.shape)}, got {axis_name!r}")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        kinds = ", ".join(kind.name for kind in mesh.axis_types)
+        raise ValueError(
+            f"mesh must have axes of the type Auto, as jax.sharding.Mesh(devices, axis_names) makes them, got {kinds}"
+        )

@@ -102,7 +102,7 @@ def test_the_embedded_target_goes_on_with_a_conversation(jinja2):
     messages = [
         {"role": "system", "content": "# Python"},
         {"role": "user", "content": "x = f(1)"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
         {"role": "tool", "content": "2"},
         {"role": "user", "content": "def g(x):\n"},
     ]

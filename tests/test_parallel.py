@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from test_engine import Tokenizer
 from test_slots import Compilations
 
-from specjax import Capacities, Engine, Pages, SamplingParams, decode, proposers, sampling, verifiers
+from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.sharding import tensor_parallel
@@ -250,6 +250,16 @@ def test_axis_that_is_not_there():
             share(decoder(), mesh_of(2), "model")
 
 
+def test_axes_of_another_type():
+    """`jax.make_mesh` makes axes of the type Explicit by itself, which the code of models does not serve."""
+    for axis, share in (("tensor", tensor_parallel), ("batch", data_parallel)):
+        mesh = jax.make_mesh((2,), (axis,), (jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+        with pytest.raises(ValueError, match=r"mesh must have axes of the type Auto, .*, got Explicit"):
+            share(decoder(), mesh)
+        with pytest.raises(ValueError, match=r"mesh must have axes of the type Auto, .*, got Explicit"):
+            models.load(models.EMBEDDED / "draft", mesh=mesh)
+
+
 def test_rows_that_devices_cannot_share():
     model, mesh = decoder(num_layers=1), mesh_of_rows(2, 2)
     shared = data_parallel(tensor_parallel(model, mesh), mesh)
@@ -265,3 +275,11 @@ def test_rows_that_devices_cannot_share():
             data_parallel(shared, mesh, axis)
     with pytest.raises(ValueError, match="mesh must be that of the model"):
         data_parallel(tensor_parallel(model, mesh_of(2)), mesh)
+
+
+def test_slots_are_where_the_parameters_are():
+    device, model = jax.devices("cpu")[1], decoder(num_layers=1)
+    for sharding in (jax.sharding.SingleDeviceSharding(device), jax.sharding.NamedSharding(mesh_of(2), P())):
+        slots = Slots(replace(model, params=jax.device_put(model.params, sharding)), num_slots=2, max_length=16)
+        slots.step()
+        assert slots.state.context.tokens.sharding.device_set == sharding.device_set

@@ -579,13 +579,23 @@ def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[d
     """
     if not isinstance(model.apply, OnMesh):
         state = _empty(model, proposer, **sizes)
-        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state)), state.context.tokens.sharding
+        sharding = _sharding_of_committed(model.params, proposer) or state.context.tokens.sharding
+        return jax.device_put(state, sharding), sharding
     shared = model.apply
     shapes = jax.eval_shape(partial(empty, **sizes), model, proposer)
     specs = decode.row_specs(shapes, shared.of_rows)
     specs = specs._replace(cache=jax.tree.map(lambda _: shared.cache_spec, shapes.cache))
     shardings = jax.tree.map(partial(NamedSharding, shared.mesh), specs)
     return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), shared.whole
+
+
+def _sharding_of_committed(*trees: PyTree) -> Sharding | None:
+    """Return the sharding of what is whole on the devices that arrays are committed to; None where none is."""
+    for leaf in jax.tree.leaves(trees):
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            is_spread = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.num_devices > 1
+            return NamedSharding(leaf.sharding.mesh, WHOLE) if is_spread else leaf.sharding
+    return None
 
 
 def _readable(function: Callable) -> Callable:

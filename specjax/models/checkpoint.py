@@ -13,7 +13,7 @@ from specjax.models.families import BUILD
 from specjax.models.network import with_feature_layers
 from specjax.models.sharding import tensor_parallel
 from specjax.models.tensors import Tensors
-from specjax.parallel import data_parallel
+from specjax.parallel import check_axis, data_parallel
 from specjax.types import Model
 
 
@@ -40,7 +40,8 @@ def load(
             have the axis type Auto.
         mesh: the devices that share the model. Those along an axis "tensor" share its weights, as
             `models.tensor_parallel` says; those along an axis "batch" share the rows of a batch, as
-            `models.data_parallel` says. None is a model of one device, or of a sharding.
+            `models.data_parallel` says. Both axes must have the axis type Auto. None is a model of one device, or of a
+            sharding.
         feature_layers: layers whose residual stream the model gives to proposers, as `with_feature_layers` takes them;
             `proposers.feature_layers` says which ones a drafter wants.
 
@@ -51,8 +52,8 @@ def load(
         FileNotFoundError: the directory, its config.json or a file of weights does not exist.
         ValueError: a file is damaged; a field or tensor is missing, has a wrong value or shape, or is not supported; or
             the files hold a tensor that the model does not have. The message names the file and the field or tensor.
-            Also, a mesh has an axis of another name, stands beside a sharding, or has devices that cannot share the
-            model equally.
+            Also, a mesh has an axis of another name or type, stands beside a sharding, or has devices that cannot share
+            the model equally.
 
     Example:
         >>> from specjax import models
@@ -88,4 +89,6 @@ def _axes(mesh: Mesh, sharding: jax.sharding.Sharding | None) -> Collection[str]
         raise ValueError(f"sharding must be None where mesh is given, got {sharding}")
     if not mesh.shape or not set(mesh.shape) <= {"tensor", "batch"}:
         raise ValueError(f"mesh must have the axes 'tensor', 'batch' or both, got {list(mesh.shape)}")
+    for axis in mesh.shape:
+        check_axis(mesh, axis)
     return mesh.shape

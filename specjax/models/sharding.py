@@ -38,15 +38,16 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
     Args:
         model: a model of `models.load` or `decoder_model`.
-        mesh: the devices. Along its other axes, if it has any, each has a copy; `models.data_parallel` uses one.
+        mesh: the devices, with axes of the type Auto. Along its other axes, if it has any, each has a copy;
+            `models.data_parallel` uses one.
         axis_name: the axis whose devices share the model.
 
     Returns:
         The model, with its parameters on the devices of the mesh.
 
     Raises:
-        ValueError: the mesh has no such axis, its devices cannot share the heads or the MLP equally, or the model is
-            not one that specjax built.
+        ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads or the MLP
+            equally, or the model is not one that specjax built.
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
