@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax import proposers, theory
 from specjax.proposers import DraftModel, Fallback, NGram
-from specjax.types import Model, Proposer, PyTree
+from specjax.types import Array, Model, Proposer, PyTree
 from specjax.validation import is_integer
 
 CHOICES = (0, 2, 4, 6, 8)  # values of K; the step is compiled once for each value that gets used
@@ -92,5 +92,8 @@ class BestDraftLength:
 
 def _num_bytes(params: PyTree) -> int:
     """Return the bytes of the parameters on one device."""
-    leaves = jax.tree.leaves(params)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    def shape(leaf: Array) -> tuple[int, ...]:
+        return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+
+    return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))

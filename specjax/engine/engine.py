@@ -251,7 +251,7 @@ class Engine:
         short_chunks: numbers of rows and tokens of a call that feeds several prompts at once, short ones and what is
             left of others after whole chunks, if that is no more than so many tokens. The call has no more tokens than
             `chunk_size`, and those of a row are fewer. None is (4, 64) on GPUs and (1, 32) on CPUs, where a row more
-            costs almost as much as another call, or what `chunk_size` has room for.
+            costs almost as much as another call, or what `chunk_size` and `num_slots` have room for.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
@@ -293,11 +293,12 @@ class Engine:
     ):
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
-        numbers = {"page_size": page_size, "chunk_size": chunk_size, "chunks_per_step": chunks_per_step}
+        numbers = {"num_slots": num_slots, "page_size": page_size, "chunk_size": chunk_size}
+        numbers |= {"chunks_per_step": chunks_per_step}
         for name, number in numbers.items():
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
-        short_chunks = _short_chunks(short_chunks, chunk_size)
+        short_chunks = _short_chunks(short_chunks, chunk_size, num_slots)
         if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
             raise ValueError(
                 f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
@@ -547,11 +548,11 @@ class Engine:
         self._ended = self._ended.plus(request._samples.jobs)
 
 
-def _short_chunks(given: tuple[int, int] | None, chunk_size: int) -> tuple[int, int] | None:
+def _short_chunks(given: tuple[int, int] | None, chunk_size: int, num_slots: int) -> tuple[int, int] | None:
     """Return the numbers of rows and tokens of a call with several short chunks, None where there is no such call."""
     if given is None:
         num_rows, size = CPU_SHORT_CHUNKS if jax.default_backend() == "cpu" else SHORT_CHUNKS
-        return (min(num_rows, chunk_size // size), size) if size < chunk_size else None
+        return (min(num_rows, chunk_size // size, num_slots), size) if size < chunk_size else None
     is_pair = (
         isinstance(given, tuple) and len(given) == 2 and all(is_integer(number) and number >= 1 for number in given)
     )

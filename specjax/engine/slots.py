@@ -5,10 +5,10 @@ one without a request is *vacant*: its row is not active, and its length is L, t
 
 A request enters in two parts: `prefill_chunk` feeds its tokens to the vacant slot chunk by chunk, between the steps of
 the others, and then `insert` makes the row active. A call of it feeds one chunk each to as many slots as it has rows.
-The steps in between do not disturb the chunks. In a pool of pages
-they write nothing for rows that are not active. In a dense cache they write the last two slots of a vacant row, which a
-request needs only if it fills the buffer but for one token, and then its first step writes them again. What else a
-proposer keeps of a row may change in a step, so none comes between the last chunk and `insert`.
+The steps in between do not disturb the chunks. In a pool of pages they write nothing for rows that are not active. In a
+dense cache they write the last two slots of a vacant row, which a request needs only if it fills the buffer but for one
+token, and then its first step writes them again. What else a proposer keeps of a row may change in a step, so none
+comes between the last chunk and `insert`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -593,8 +593,10 @@ def _sharding_of_committed(*trees: PyTree) -> Sharding | None:
     """Return the sharding of what is whole on the devices that arrays are committed to; None where none is."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, jax.Array) and leaf.committed:
-            is_spread = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.num_devices > 1
-            return NamedSharding(leaf.sharding.mesh, WHOLE) if is_spread else leaf.sharding
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
+                return NamedSharding(sharding.mesh, WHOLE)
+            return sharding
     return None
 
 
