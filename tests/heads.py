@@ -148,6 +148,17 @@ def in_slots(target, proposer):
 
 # A transcription of decoder layers in NumPy, one sequence at a time, with the names of tensors in checkpoints.
 HEADS, KV_HEADS, HEAD_SIZE, THETA, EPSILON = 4, 2, 8, 500.0, 1e-5
+FIELDS = {  # of config.json
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_SIZE,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rope_theta": THETA,
+    "rms_norm_eps": EPSILON,
+}
 
 
 def layer_shapes(name, has_bias=False, has_head_norms=False, inputs=HIDDEN, mlp=48):

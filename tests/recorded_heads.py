@@ -11,18 +11,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 NUM_DRAFTS, LENGTH, REDUCED, BLOCK, MASK = 3, 9, 40, 4, 60
 LAYER_IDS = [2, 0, 1]
 D2T = np.sort(np.random.default_rng(0).permutation(VOCAB)[:REDUCED]) - np.arange(REDUCED)
-LAYERS = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": heads.HEADS,
-    "num_key_value_heads": heads.KV_HEADS,
-    "head_dim": heads.HEAD_SIZE,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "rope_theta": heads.THETA,
-    "rms_norm_eps": heads.EPSILON,
-}
+LAYERS = heads.FIELDS | {"num_hidden_layers": 2}
 EAGLE3 = {"eagle_aux_hidden_state_layer_ids": LAYER_IDS, "draft_vocab_size": REDUCED}
 BLOCKS = {"aux_hidden_state_layer_ids": LAYER_IDS, "block_size": BLOCK, "mask_token_id": MASK}
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32, "use_sliding_window": True}

@@ -17,20 +17,7 @@ from specjax.testing.enumeration import completed_law, enumerate_outcomes, produ
 from specjax.types import Categorical, Draft
 
 NUM_LAYERS, BLOCK, MASK, RANK, REDUCED = 2, 4, 5, 6, 40
-LAYERS = {
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": heads.HEADS,
-    "num_key_value_heads": heads.KV_HEADS,
-    "head_dim": heads.HEAD_SIZE,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "rope_theta": heads.THETA,
-    "rms_norm_eps": heads.EPSILON,
-    "tie_word_embeddings": False,
-}
+LAYERS = heads.FIELDS | {"model_type": "qwen3", "num_hidden_layers": NUM_LAYERS, "tie_word_embeddings": False}
 AUTHORS = LAYERS | {"block_size": BLOCK, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}}
 FLAT = LAYERS | {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [-1, 1], "num_anchors": 512}
 DSPARK = FLAT | {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}

@@ -22,18 +22,10 @@ from specjax.types import Features, Model
 K, SMALL = 3, 40  # drafts, and tokens of a reduced vocabulary
 D2T = np.sort(np.random.default_rng(0).permutation(VOCAB)[:SMALL]) - np.arange(SMALL)
 IDS = D2T + np.arange(SMALL)
-CONFIG = {
+CONFIG = heads.FIELDS | {
     "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
     "num_hidden_layers": 1,
-    "num_attention_heads": heads.HEADS,
-    "num_key_value_heads": heads.KV_HEADS,
-    "head_dim": heads.HEAD_SIZE,
-    "intermediate_size": 48,
     "max_position_embeddings": 8,  # less than the sequences have: heads state what they were trained on
-    "rope_theta": heads.THETA,
-    "rms_norm_eps": heads.EPSILON,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "use_cache": True,

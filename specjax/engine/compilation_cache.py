@@ -33,15 +33,14 @@ def enable(folder: str | Path | Literal[False] | None) -> None:
         return
     if not (folder is None or isinstance(folder, str | Path)):
         raise ValueError(f"compilation_cache must be a path, None or False, got {folder!r}")
-    # JAX adds the attributes of its options at run time.
-    used = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    is_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = jax.config  # which gets the attributes of its options at run time
+    used = config.jax_compilation_cache_dir
     if used is not None and folder is not None and Path(folder).expanduser().absolute() != Path(used).absolute():
         raise ValueError(
             f"compilation_cache must be None or {used!r}, which JAX uses already (jax_compilation_cache_dir), "
             f"got {str(folder)!r}"
         )
-    if used is not None or not is_enabled:
+    if used is not None or not config.jax_enable_compilation_cache:
         return
     try:
         path = default_folder() if folder is None else Path(folder).expanduser().absolute()
@@ -51,10 +50,9 @@ def enable(folder: str | Path | Literal[False] | None) -> None:
     except (OSError, RuntimeError) as error:  # `Path.home` raises RuntimeError without a home directory
         logger.warning("every start compiles anew, because the compilation cache cannot be written: %s", error)
         return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    least: float = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
-    if least == JAX_LEAST_SECONDS:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+    config.update("jax_compilation_cache_dir", str(path))
+    if config.jax_persistent_cache_min_compile_time_secs == JAX_LEAST_SECONDS:
+        config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     compilation_cache.reset_cache()  # JAX may have settled on no cache at its first compilation
 
 

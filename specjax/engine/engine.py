@@ -293,9 +293,8 @@ class Engine:
     ):
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
-        numbers = {"num_slots": num_slots, "page_size": page_size, "chunk_size": chunk_size}
-        numbers |= {"chunks_per_step": chunks_per_step}
-        for name, number in numbers.items():
+        numbers = ("num_slots", num_slots), ("page_size", page_size), ("chunk_size", chunk_size)
+        for name, number in (*numbers, ("chunks_per_step", chunks_per_step)):
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
         short_chunks = _short_chunks(short_chunks, chunk_size, num_slots)
@@ -319,12 +318,16 @@ class Engine:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
-        steps: dict[str, Any] = {"draft_lengths": draft_lengths, "chunk_size": chunk_size}
-        device = Slots(model, proposer, verifier=verifier, **steps, **sizes)
+        device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, chunk_size=chunk_size, **sizes)
         device.compile(chunk_size, short_chunks)
-        options = {"short_chunks": short_chunks, "chunks_per_step": chunks_per_step}
         self._scheduler = Scheduler(
-            device, tables, chunk_size, eos_token_ids, choose_draft_length=choose_draft_length, **options
+            device,
+            tables,
+            chunk_size,
+            eos_token_ids,
+            short_chunks=short_chunks,
+            chunks_per_step=chunks_per_step,
+            choose_draft_length=choose_draft_length,
         )
         self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
