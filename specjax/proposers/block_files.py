@@ -177,13 +177,8 @@ def _read_head(
     # Where the files of speculators lack a field, its default is that of their kind.
     kind = configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
     is_anchored = kind == "dspark" if "speculators_model_type" in configs.whole else configs.own is configs.whole
-    target_size = configs.whole.size("target_hidden_size", files.target_weights(target).hidden_size)
-    files.expect(
-        configs.whole.where("target_hidden_size"),
-        target_size,
-        files.target_weights(target).hidden_size,
-        "the hidden size of the target",
-    )
+    size, field = files.target_weights(target).hidden_size, configs.whole.where("target_hidden_size")
+    files.expect(field, configs.whole.size("target_hidden_size", size), size, "the hidden size of the target")
     of("projector_type").choice("projector_type", ("dflash", "dspark"), "dflash")
     of("markov_head_type").choice("markov_head_type", ("vanilla",), "vanilla")
     of("attention_sink_bias").only("attention_sink_bias", False)
@@ -196,7 +191,7 @@ def _read_head(
     return BlockHead(
         config=_read_layers(configs, tensors, target, rope_theta),
         num_taps=num_taps,
-        target_size=target_size,
+        target_size=size,
         target_vocab=target.vocab_size,
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),
