@@ -69,6 +69,41 @@ def test_kernels_compile_without_spilling(verifier, batch_size, dtype, shaped, t
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
 
 
+OF_PARTS = dict.fromkeys(KERNELS, ("_statistics_kernel", "_accept_kernel", "_candidate_kernel", "_choice_kernel"))
+OF_PARTS |= {"match": ("_block_mass_kernel", "_part_draw_kernel", "_choice_kernel")}
+PARTS = AbstractMesh((2,), ("vocab",), (AxisType.Auto,), abstract_device=H200)
+
+
+def of_parts(verifier: str, operands: tuple, check_vma: bool = True, **options):
+    """The kernels of a verification by two devices that share the vocabulary."""
+
+    def is_logits(leaf):
+        return len(leaf.shape) == 3
+
+    specs = jax.tree.map(lambda x: PartitionSpec(None, None, "vocab") if is_logits(x) else PartitionSpec(), operands)
+    options |= OPTIONS.get(verifier, {}) | {"axis_name": "vocab"}
+    verify = jax.shard_map(
+        lambda *args: getattr(verifiers, verifier)(*args, **options),
+        mesh=PARTS,
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
+    )
+    return triton_kernels(verify, *operands, mesh=PARTS)
+
+
+@pytest.mark.parametrize("verifier, batch_size, dtype, shaped", CASES)
+def test_kernels_of_a_shared_vocabulary(verifier, batch_size, dtype, shaped, tmp_path):
+    """They lower where JAX checks that all devices get the same and where it does not, and compile."""
+    operands = inputs(batch_size, 129024, dtype, shaped=shaped)
+    kernels = of_parts(verifier, operands, check_vma=shaped, log_probs=not shaped)
+    assert tuple(kernel.name for kernel in kernels) == OF_PARTS[verifier]
+    pytest.importorskip("triton")
+    for kernel in kernels:
+        resources = compile_for_sm90(kernel, tmp_path)
+        assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
 def test_draws_of_a_draft_model_lower_to_triton():
     keys, _, target = inputs(4, 128256, jnp.bfloat16, shaped=True)
     kernels = triton_kernels(distributions.sample, jax.ShapeDtypeStruct((4, 6), keys.dtype), target)

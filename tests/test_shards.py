@@ -217,5 +217,3 @@ def test_errors(case):
 
     with pytest.raises(ValueError, match="axis_name must be left out, as own does not support it, got 'vocab'"):
         on_shards(2, partial(own, axis_name="vocab"), *case)
-    with pytest.raises(NotImplementedError, match="the kernels take whole vocabularies"):
-        on_shards(2, partial(verifiers.match, axis_name="vocab", implementation="interpret"), *case)

@@ -177,7 +177,7 @@ def _core_or_kernel(
 ) -> Callable[..., Verified]:
     """Return the function `(keys, draft, target, bonus_tokens)` that verifies by the core or by its kernel.
 
-    The kernels take `options`, but not the `rare` ones.
+    The kernels take `options`, but of the `rare` ones `axis_name` alone.
     """
 
     def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
@@ -188,16 +188,14 @@ def _core_or_kernel(
         keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
     ) -> Verified:
         assert kernel is not None, "without a kernel there is a reason against it"
-        return kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **options)
+        return kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **rare, **options)
 
     def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
         if kernel is None:
             return "this verifier has no kernels"
-        if "axis_name" in rare:
-            return "the kernels take whole vocabularies"
         if "outcomes" in rare:
             return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
-        return kernels.unsupported(draft, target)
+        return kernels.unsupported(draft, target, rare.get("axis_name"))
 
     def run(*operands: Any) -> Verified:
         return dispatch(
