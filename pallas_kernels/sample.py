@@ -8,6 +8,7 @@ The second launch is bound by its random numbers, of which a row takes one a blo
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple
 
@@ -294,11 +295,13 @@ def _block_scores(
     temperature: Array,
     tops: Array,
     log_masses: Array,
-    first_block: Array | int = 0,
+    first_block: Array | None = None,
 ) -> Array:
     """Return the scores of blocks, whose noise is that of their places in the whole vocabulary."""
-    place = first_block + jax.lax.iota(jnp.int32, tops.shape[0])
-    noise = threefry.gumbel(key, min(BLOCK_SIZE, rows.vocab_size) + place)
+    block = jax.lax.iota(jnp.int32, tops.shape[0])
+    if first_block is not None:
+        block = first_block + block
+    noise = threefry.gumbel(key, min(BLOCK_SIZE, rows.vocab_size) + block)
     return jnp.where(temperature == 0, tops, log_masses + noise)
 
 
@@ -352,52 +355,51 @@ def _choice_kernel(inputs, out):
     num_parts, _, num_rows = parts.token.shape
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
 
-    def of_part(field: Ref, part: int, other: float = 0) -> Array:
-        return plgpu.load(field.at[jnp.full_like(lane, part), sequence, lane], mask=lane < num_rows, other=other)
+    def of_parts(field: Ref, other: float = 0) -> list[Array]:
+        places = [jnp.full_like(lane, part) for part in range(num_parts)]
+        return [plgpu.load(field.at[part, sequence, lane], mask=lane < num_rows, other=other) for part in places]
 
     temperature = batch.target.load_temperature(sequence)
     scale = inverse(temperature)
-    scores = [of_part(parts.score, part, -jnp.inf) for part in range(num_parts)]
-    tops = [of_part(parts.top, part) for part in range(num_parts)]
+    scores, tops = of_parts(parts.score, -jnp.inf), of_parts(parts.top)
     with_mass = [jnp.where(score > -jnp.inf, top, -jnp.inf) for score, top in zip(scores, tops, strict=True)]
     highest = finite(functools.reduce(jnp.maximum, with_mass))
-    winner = best = token = None
-    for part, (score, top) in enumerate(zip(scores, tops, strict=True)):
-        moved = jnp.where((temperature == 0) | ~(score > -jnp.inf), score, score + (top - highest) * scale)
-        own = of_part(parts.token, part).astype(jnp.int32)
-        if winner is None:
-            winner, best, token = jnp.zeros_like(lane), moved, own
-            continue
-        wins = moved > best
-        winner, best, token = jnp.where(wins, part, winner), jnp.where(wins, moved, best), jnp.where(wins, own, token)
-    emitted, count = token, None
-    if batch.tokens is not None:
-        count = count_drafts(batch, sequence)
+    is_moved = [(temperature > 0) & (score > -jnp.inf) for score in scores]
+    scores = [
+        jnp.where(moved, score + (top - highest) * scale, score)
+        for moved, score, top in zip(is_moved, scores, tops, strict=True)
+    ]
+    token = _of_best(scores, of_parts(parts.token)).astype(jnp.int32)
+    emitted, is_bonus = token, None
     if batch.bonus_tokens is not None:
-        emitted = jnp.where(lane == count, plgpu.load(batch.bonus_tokens.at[sequence]).astype(jnp.int32), token)
-    log_prob = None
-    if parts.mass is not None:
-        masses = [of_part(parts.mass, part) for part in range(num_parts)]
-        moved = [
-            jnp.where(mass > 0, mass * jnp.exp((top - highest) * scale), 0)
-            for mass, top in zip(masses, tops, strict=True)
-        ]
-        log_mass = jnp.log(functools.reduce(jnp.add, moved))
-        logits = [of_part(parts.logit, part, -jnp.inf) for part in range(num_parts)]
-        logit = functools.reduce(
-            lambda x, part: jnp.where(winner == part, logits[part], x), range(num_parts), logits[0]
-        )
-        if batch.bonus_tokens is not None:
-            logit = jnp.where(lane == count, functools.reduce(jnp.maximum, logits), logit)
-        log_prob = (logit - highest) * scale - log_mass
+        is_bonus = lane == count_drafts(batch, sequence)
+        emitted = jnp.where(is_bonus, plgpu.load(batch.bonus_tokens.at[sequence]).astype(jnp.int32), token)
+
+    def log_prob_of(where: Array) -> Array:
+        masses, logits = of_parts(parts.mass), of_parts(parts.logit, -jnp.inf)
+        own = [jnp.where(m > 0, m * jnp.exp((t - highest) * scale), 0) for m, t in zip(masses, tops, strict=True)]
+        logit = _of_best(scores, logits)
+        if is_bonus is not None:
+            logit = jnp.where(is_bonus, functools.reduce(jnp.maximum, logits), logit)
+        log_prob = (logit - highest) * scale - jnp.log(functools.reduce(jnp.add, own))
         # The temperature is 0 here, and stands for that number: a select between Python scalars does not lower.
-        log_prob = jnp.where(temperature == 0, jnp.where(emitted == token, temperature, -jnp.inf), log_prob)
+        greedy = jnp.where(emitted == token, temperature, -jnp.inf)
+        return jnp.where(where, jnp.where(temperature == 0, greedy, log_prob), 0)
+
     if verdict is not None:
-        _store_match(batch, verdict, sequence, emitted, log_prob, num_rows)
+        _store_match(batch, verdict, sequence, emitted, log_prob_of, num_rows)
         return
     plgpu.store(drawn.tokens.at[sequence, lane], emitted, mask=lane < num_rows)
-    if log_prob is not None:
-        plgpu.store(drawn.log_probs.at[sequence, lane], log_prob, mask=lane < num_rows)
+    if drawn.log_probs is not None:
+        plgpu.store(drawn.log_probs.at[sequence, lane], log_prob_of(lane < num_rows), mask=lane < num_rows)
+
+
+def _of_best(scores: Sequence[Array], values: Sequence[Array]) -> Array:
+    """Return the value that stands at the largest score, the first where several are equal."""
+    best, found = scores[0], values[0]
+    for score, value in zip(scores[1:], values[1:], strict=True):
+        best, found = jnp.where(score > best, score, best), jnp.where(score > best, value, found)
+    return found
 
 
 def _match(batch: Batch[Ref], drawn: _Drawn[Ref], out: Verdict[Ref], sequence: Array, end: int):
@@ -408,16 +410,25 @@ def _match(batch: Batch[Ref], drawn: _Drawn[Ref], out: Verdict[Ref], sequence: A
     """
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(drawn.tokens.shape[1]))
     sampled = plgpu.load(drawn.tokens.at[sequence, lane], mask=lane < end, other=-1)
-    log_prob = None
-    if drawn.log_probs is not None:
-        log_prob = plgpu.load(drawn.log_probs.at[sequence, lane], mask=lane < end, other=0)
-    _store_match(batch, out, sequence, sampled, log_prob, end)
+
+    def log_prob_of(where: Array) -> Array:
+        return plgpu.load(drawn.log_probs.at[sequence, lane], mask=where & (lane < end), other=0)
+
+    _store_match(batch, out, sequence, sampled, log_prob_of, end)
 
 
 def _store_match(
-    batch: Batch[Ref], out: Verdict[Ref], sequence: Array, sampled: Array, log_prob: Array | None, end: int
+    batch: Batch[Ref],
+    out: Verdict[Ref],
+    sequence: Array,
+    sampled: Array,
+    log_prob_of: Callable[[Array], Array],
+    end: int,
 ):
-    """Emit the draws up to the first that differs from its draft, of which those before `end` are given in lanes."""
+    """Emit the draws up to the first that differs from its draft, of which those before `end` are given in lanes.
+
+    `log_prob_of` is a function of a mask to their log-probabilities, 0 where it is false.
+    """
     assert batch.tokens is not None and out.num_accepted is not None, "without drafts nothing agrees"
     num_rows = batch.num_drafts + 1
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
@@ -427,5 +438,5 @@ def _store_match(
     plgpu.store(out.num_accepted.at[sequence], num_accepted)
     is_emitted = lane <= num_accepted
     plgpu.store(out.tokens.at[sequence, lane], jnp.where(is_emitted, sampled, -1), mask=lane < num_rows)
-    if out.log_probs is not None and log_prob is not None:
-        plgpu.store(out.log_probs.at[sequence, lane], jnp.where(is_emitted, log_prob, 0), mask=lane < num_rows)
+    if out.log_probs is not None:
+        plgpu.store(out.log_probs.at[sequence, lane], log_prob_of(is_emitted), mask=lane < num_rows)
