@@ -47,8 +47,9 @@ class Rows(NamedTuple, Generic[Leaf]):
             return sequence, position
         row = plgpu.load(self.rows.at[sequence, position])
         # Past the drafts of a sequence `rows` may hold any number.
-        num_rows = (self.log_normalizer if self.logits is None else self.logits).shape[0]
-        return (jnp.clip(row, 0, num_rows - 1).astype(jnp.int32),)
+        by_row = self.logits if self.logits is not None else self.log_normalizer  # some kernels get no logits
+        assert by_row is not None, "one of them is given"
+        return (jnp.clip(row, 0, by_row.shape[0] - 1).astype(jnp.int32),)
 
     def whole_ids(self: "Rows[Ref]", index: Array) -> Array:
         """Return the ids of tokens, given their places in the logits."""

@@ -412,6 +412,7 @@ def _match(batch: Batch[Ref], drawn: _Drawn[Ref], out: Verdict[Ref], sequence: A
     sampled = plgpu.load(drawn.tokens.at[sequence, lane], mask=lane < end, other=-1)
 
     def log_prob_of(where: Array) -> Array:
+        assert drawn.log_probs is not None, "they are asked for"
         return plgpu.load(drawn.log_probs.at[sequence, lane], mask=where & (lane < end), other=0)
 
     _store_match(batch, out, sequence, sampled, log_prob_of, end)

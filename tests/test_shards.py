@@ -134,9 +134,17 @@ def with_equal_logits(case):
     return (keys, draft._replace(tokens=tokens, distribution=law), target), {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [packed_in_bfloat16, with_bonus_tokens, with_equal_logits])
-@pytest.mark.parametrize("name", VERIFIERS)
+FAST = with_bonus_tokens, with_equal_logits
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        pytest.param(name, change, marks=() if name == "rejection" and change in FAST else pytest.mark.slow)
+        for name in VERIFIERS
+        for change in (packed_in_bfloat16, *FAST)
+    ],
+)
 def test_kernels_of_parts_and_of_one_device(name, change, case):
     operands, options = change(case)
     if options and name == "match":  # which takes no bonus tokens, but `rejection` does as much with them
@@ -307,3 +315,10 @@ def test_errors(case):
 
     with pytest.raises(ValueError, match="axis_name must be left out, as own does not support it, got 'vocab'"):
         on_shards(2, partial(own, axis_name="vocab"), *case)
+
+    def kernel(keys, draft, target, *, bonus_tokens, log_probs, interpret):
+        raise AssertionError("not reached")
+
+    whole = verifiers.from_core(verifiers.match.core, kernel=kernel)
+    with pytest.raises(NotImplementedError, match="the kernels of this verifier take whole vocabularies"):
+        on_shards(2, partial(whole, axis_name="vocab", implementation="interpret"), *case)

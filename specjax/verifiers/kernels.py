@@ -1,7 +1,8 @@
 """Verification by the Pallas kernels: from specjax's records to arrays and back.
 
 The rules and the random streams are those of the cores, so the tokens are the same, except where rounding decides. The
-kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch and leaves rows whole.
+kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch or, with `axis_name`, the
+vocabulary.
 """
 
 from collections.abc import Callable
