@@ -2,11 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from lowering import H200, compile_for_sm90, triton_kernels
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from lowering import H200, compile_for_sm90, kernels_in, triton_kernels
 
-from specjax import Categorical, Draft, ModelInput, distributions, verifiers
+from specjax import (
+    Categorical,
+    Draft,
+    ModelInput,
+    SamplingParams,
+    decode,
+    distributions,
+    models,
+    proposers,
+    sampling,
+    verifiers,
+)
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.sampling.cut import min_logit
 
@@ -102,6 +114,25 @@ def test_kernels_of_a_shared_vocabulary(verifier, batch_size, dtype, shaped, tmp
     for kernel in kernels:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
+def test_a_shared_model_is_verified_by_kernels():
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+    target = models.load(models.EMBEDDED / "target", mesh=mesh)
+    params = sampling.batch([SamplingParams(max_tokens=4)])
+    with jax.default_device(jax.devices("cpu")[0]):
+        state = decode.prefill(
+            target,
+            proposers.ngram(2),
+            jnp.ones((1, 3), jnp.int32),
+            jnp.array([3]),
+            params,
+            jax.random.key(0),
+            max_length=9,
+        )
+    lowered = jax.jit(decode.step).trace(target, proposers.ngram(2), state).lower(lowering_platforms=("cuda",))
+    names = [kernel.name for kernel in kernels_in(lowered)]
+    assert names == list(OF_PARTS["match"])
 
 
 def test_draws_of_a_draft_model_lower_to_triton():

@@ -6,7 +6,7 @@ vocabulary.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -138,7 +138,7 @@ def _by_residual_of_parts(
     )
     parts = shards.tables(own, axis_name)
     joined = jax.tree.map(side_by_side, parts)
-    statistics = joined._replace(token=jnp.max(parts.token, axis=0), uniforms=parts.uniforms[0])
+    statistics = joined._replace(token=reduce(jnp.maximum, parts.token), uniforms=parts.uniforms[0])
     whole = without_logits(batch)
     decision = accept(whole, statistics, rule.options, rule=rule.probability, in_parts=True, interpret=interpret)
     options = {"recover_best": rule.recover_best, "interpret": interpret}
