@@ -26,6 +26,13 @@ CASES = [*((n, *combination) for n in (5, 64) for combination in COMBINATIONS), 
 SLOW = [(n, *COMBINATIONS[n % 4]) for n in range(1, 64) if n != 5]
 
 
+@pytest.fixture(autouse=True)
+def float32_products():
+    """As models of float32 ask for: a GPU would multiply float32 in TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def arrays(num_tokens, dtype):
     def normal(seed, *shape):
         return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
