@@ -12,6 +12,7 @@ from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_m
 from specjax.models.rope import rotation
 from specjax.types import ModelInput
 
+pytestmark = pytest.mark.usefixtures("float32_products")
 IMPLEMENTATIONS = {"xla": (jnp.float32, 1e-5)}  # name: dtype, and the error of a result relative to its norm
 BATCH, HEADS, KV_HEADS, SIZE, SLOTS, PAGE_SIZE = 3, 4, 2, 16, 192, 32
 STARTS = np.array([97, 64, 120], np.int32)
@@ -24,13 +25,6 @@ LAYOUTS = "dense", "pages"
 COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS if options != "hidden"]
 CASES = [*((n, *combination) for n in (5, 64) for combination in COMBINATIONS), (5, "dense", "hidden")]
 SLOW = [(n, *COMBINATIONS[n % 4]) for n in range(1, 64) if n != 5]
-
-
-@pytest.fixture(autouse=True)
-def float32_products():
-    """As models of float32 ask for: a GPU would multiply float32 in TF32."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def arrays(num_tokens, dtype):
