@@ -6,14 +6,16 @@ the batch, and with them their part of the cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.types import Model, ModelInput, ModelOutput, PyTree
+from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
 WHOLE = P()  # what every device has whole
 
@@ -82,15 +84,29 @@ class OnMesh:
         operands are whole on each.
         """
         param_specs = jax.tree.unflatten(jax.tree.structure(params), self.param_specs)
+        given = params, cache, operands
+        specs = jax.tree.leaves(jax.tree.broadcast((param_specs, self.cache_spec, operand_specs), given))
+        leaves, treedef = jax.tree.flatten(given)
+        has_entries = [jnp.size(leaf) > 0 for leaf in leaves]
+
+        def on_one(*parts: Array) -> tuple[Any, Any]:
+            rest = iter(parts)
+            own = [
+                next(rest) if held else jnp.zeros(NamedSharding(self.mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+                for leaf, spec, held in zip(leaves, specs, has_entries, strict=True)
+            ]
+            return function(*treedef.unflatten(own))
+
+        # Arrays without entries are made inside: where one goes in and out, the compiler of jaxlib 0.11.2 crashes.
         # Devices with the same rows compute the same numbers from exchanges that are exact; JAX cannot see that.
         run = jax.shard_map(
-            function,
+            on_one,
             mesh=self.mesh,
-            in_specs=(param_specs, self.cache_spec, operand_specs),
+            in_specs=tuple(compress(specs, has_entries)),
             out_specs=(self.cache_spec, out),
             check_vma=False,
         )
-        return run(params, cache, operands)
+        return run(*compress(leaves, has_entries))
 
 
 @dataclass(frozen=True)

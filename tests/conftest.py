@@ -65,6 +65,13 @@ def clear_caches():
 
 
 @pytest.fixture
+def float32_products():
+    """As models of float32 ask for: a GPU would multiply float32 in TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield

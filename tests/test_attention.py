@@ -12,6 +12,7 @@ from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_m
 from specjax.models.rope import rotation
 from specjax.types import ModelInput
 
+pytestmark = pytest.mark.usefixtures("float32_products")
 IMPLEMENTATIONS = {"xla": (jnp.float32, 1e-5)}  # name: dtype, and the error of a result relative to its norm
 BATCH, HEADS, KV_HEADS, SIZE, SLOTS, PAGE_SIZE = 3, 4, 2, 16, 192, 32
 STARTS = np.array([97, 64, 120], np.int32)

@@ -120,6 +120,7 @@ def test_bad_config(sizes, name):
         DecoderConfig(*sizes)
 
 
+@pytest.mark.usefixtures("float32_products")
 def test_features(model):
     """The taps are the residual stream: the embeddings, a model of the first layer alone, and what the norm is of."""
     ids, params = tokens(7), model.params

@@ -190,6 +190,7 @@ def test_vocabulary():
             vocabulary(counts, size)
 
 
+@pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("vocab", [None, SUBSET], ids=["whole", "reduced"])
 def test_chunks_give_what_all_rows_at_once_give(vocab):
     key = jax.random.split(jax.random.key(0), 4)
@@ -217,6 +218,7 @@ def test_chunks_give_what_all_rows_at_once_give(vocab):
         np.testing.assert_allclose(x, y, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("float32_products")
 def test_chunks_of_pytrees_with_tokens():
     """A head of two arrays, and a loss that reads the text."""
     key = jax.random.split(jax.random.key(0), 4)

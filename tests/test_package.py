@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import specjax
@@ -138,6 +139,7 @@ def test_readme_block_runs(index):
     run(README, index, {"__name__": "readme"})
 
 
+NUM_DEVICES = {ROOT / "docs" / "devices.md": 4}  # that a page needs, where it is more than one
 NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # test_server runs those of the first
 
 
@@ -147,6 +149,8 @@ NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # 
 )
 def test_page_runs(page):
     """The blocks of a page in their order, as its reader runs them."""
+    if jax.device_count() < NUM_DEVICES.get(page, 1):
+        pytest.skip(f"needs {NUM_DEVICES[page]} devices, as CPUs have in these tests")
     namespace = {"__name__": page.stem}
     for index in range(len(blocks(page))):
         run(page, index, namespace)

@@ -204,6 +204,22 @@ def test_in_the_engine(of_mesh):
     assert found[0] == found[1]
 
 
+def test_arrays_without_entries_stay_outside():
+    """Without drafts a state counts none by position: one compiler crashes where such an array goes in and out."""
+    model, proposer = with_shared_rows(decoder(), 2, 2), proposers.none()
+
+    def begin(keys):
+        given = jnp.zeros((2, 3), jnp.int32), jnp.array([3, 2]), sampling.batch(PARAMS[:2])
+        return decode.prefill(model, proposer, *given, keys, max_length=16)
+
+    state = jax.eval_shape(begin, jax.random.split(jax.random.key(0), 2))
+    assert state.totals.drafted_at.shape == (2, 0)
+    step, after = jax.make_jaxpr(partial(decode.step, model, proposer), return_shape=True)(state)
+    (call,) = [each for each in step.eqns if each.primitive.name == "shard_map"]
+    assert all(each.aval.size for each in call.invars)
+    assert after[0].totals.drafted_at.shape == (2, 0)
+
+
 def test_padding_is_never_drawn():
     model = tensor_parallel(decoder(vocab_size=37, num_layers=1), mesh_of(2))
 

@@ -12,6 +12,7 @@ import pytest
 from specjax import SamplingParams, models, proposers, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.rope import LinearScaling, Llama3Scaling
+from specjax.models.tensors import Tensors
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.dflash import dflash
 from specjax.proposers.drawing import reduced_vocabulary
@@ -127,11 +128,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("on_one_gpu", [False, True])
 @pytest.mark.parametrize("layout", ["own", "speculators"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_written_is_read(name, layout, target, tmp_path):
+def test_what_is_written_is_read(name, layout, on_one_gpu, target, tmp_path, monkeypatch):
+    """Matrices are read transposed on a GPU, and in the files they lie as ever."""
+    monkeypatch.setattr(Tensors, "on_one_gpu", on_one_gpu)
     kind, options = CASES[name]
-    made = drafter(kind, target, **options)
+    layers = options.get("layers", {}) | {"transposed": on_one_gpu}
+    made = drafter(kind, target, **options | {"layers": layers})
     training.save_pretrained(made, tmp_path, target=target, layout=None if layout == "own" else layout)
     assert proposers.kind_of(tmp_path) == kind
     assert proposers.feature_layers(tmp_path, target) == target.feature_layers
