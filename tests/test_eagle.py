@@ -381,9 +381,8 @@ def drafter(kind, target_ids=None, **options):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("eagle", {}),
-                ("eagle", {"temperature": 0}),
-                ("eagle3", {"temperature": 0.6}),
+                ("eagle", {"temperature": 0.6}),
+                ("eagle3", {"temperature": 0}),
                 ("p_eagle", {"target_ids": REDUCED}),
             )
         ),

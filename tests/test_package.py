@@ -202,6 +202,7 @@ def modules() -> list[str]:
     return sorted(name for name in found if not name.endswith("__main__"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name):
     if name == "specjax.server.ray":
