@@ -122,7 +122,7 @@ def reference(tensors, case, target):
     return logits
 
 
-SLOW = "window", "flat", "speculators"
+SLOW = "window", "flat", "dspark", "speculators"
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])

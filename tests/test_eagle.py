@@ -314,6 +314,7 @@ def test_no_feature_is_stale(monkeypatch, in_pages):
     assert not state.context.active.any() and (counts > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [1, K])
 def test_greedy_is_plain(tmp_path, tapped, num_drafts):
     write_eagle3(tmp_path, tapped, "authors")
@@ -325,7 +326,8 @@ def test_greedy_is_plain(tmp_path, tapped, num_drafts):
         assert int(state.totals.drafted.sum()) > 0
 
 
-@pytest.mark.parametrize("layout", ["authors", pytest.param("parallel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["authors", "parallel"])
 def test_in_the_engine(tmp_path, tapped, layout):
     write_eagle3(tmp_path, tapped, layout)
     assert heads.in_slots(tapped, load(tmp_path, tapped)) == heads.in_slots(tapped, None)

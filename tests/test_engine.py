@@ -276,6 +276,7 @@ def test_bad_requests_are_refused(engine, prompt, params, message):
         engine.submit(prompt, SamplingParams(**params))
 
 
+@pytest.mark.slow
 def test_close_ends_what_runs(target):
     engine = engine_of(target, None, max_waiting=2)
     params = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -260,6 +260,7 @@ class TestCompany:
         other.num_slots = 2
         return other
 
+    @pytest.mark.slow
     def test_more_samples_than_slots(self, narrow, monkeypatch):
         kinds = [
             GREEDY,
@@ -278,6 +279,7 @@ class TestCompany:
             assert [each.token_ids for each in result.completions] == [each.token_ids for each in alone.completions]
             assert (result.metrics[:6], result.num_prompt_tokens) == (alone.metrics[:6], alone.num_prompt_tokens)
 
+    @pytest.mark.slow
     def test_without_pages(self, llm, narrow):
         narrow.model = replace(llm.model, takes_pages=False)
         params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9 + i) for i in range(3)]
@@ -355,6 +357,7 @@ class TestEnds:
         completion = say(chain, max_tokens=5).completions[0]
         assert completion == Completion("o東\ufffd", chain.sentence_ids[1:6], None, "length", None)
 
+    @pytest.mark.slow
     def test_max_length(self, chain):
         short = copy.copy(chain)
         short.max_length = 12

@@ -116,12 +116,13 @@ def bigram_heads(size=8, num_heads=2, **options):
     return proposers.medusa(made, vocab_size=8, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])},
-        pytest.param({"temperature": 0.6}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 0}, marks=pytest.mark.slow),
+        {"temperature": 0.6},
+        {"temperature": 0},
     ],
 )
 def test_the_distribution_is_the_targets(options):

@@ -290,6 +290,7 @@ def test_rows_that_devices_cannot_share():
         data_parallel(tensor_parallel(model, mesh_of(2)), mesh)
 
 
+@pytest.mark.slow
 def test_slots_are_where_the_parameters_are():
     device, model = jax.devices("cpu")[1], decoder(num_layers=1)
     for sharding in (jax.sharding.SingleDeviceSharding(device), jax.sharding.NamedSharding(mesh_of(2), P())):

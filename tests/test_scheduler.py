@@ -228,7 +228,8 @@ def replace_params(request, **changes):
     return replace(request, params=replace(request.params, **changes))
 
 
-@pytest.mark.parametrize("device", [PLENTY, pytest.param(FEW, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [PLENTY, FEW], indirect=True)
 def test_log_probs_are_those_of_the_request_alone(device):
     requests = some_jobs(6, 5, kinds=[replace(params, logprobs=3) for params in KINDS])
     jobs = [job_of(request, wants_log_probs=i % 2 == 0) for i, request in enumerate(requests)]
@@ -336,6 +337,7 @@ def test_samples_compute_a_chunk_once(device, monkeypatch):
         assert_as_alone(device, replace(request, key=own), job)
 
 
+@pytest.mark.slow
 def test_the_number_of_drafts_follows_the_load(target):
     """Under `match` the tokens stay those of the request alone, whatever is chosen before each step."""
     pool = PLENTY, PAGE_SIZE
