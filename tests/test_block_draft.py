@@ -183,7 +183,6 @@ CANDIDATES = {"num_candidates": 3, "selector_rank": 4, "conv_taps": 2, "conv_gro
 @pytest.mark.parametrize(
     "options, sizes",
     [
-        ({}, {}),
         ({"min_confidence": 0.5}, {"markov_rank": 4, "confidence": "both"}),
         ({}, CANDIDATES),
     ],
