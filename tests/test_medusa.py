@@ -237,6 +237,7 @@ def test_after_drafts_of_another_proposer():
     assert counts[1, 1] > 5, "the other's first draft is right, the second wrong"
 
 
+@pytest.mark.slow
 def test_slots(tmp_path, target):
     """Requests that enter and leave get what they would alone."""
     authors(tmp_path)

@@ -89,6 +89,7 @@ def test_wheel_holds_both_packages_and_the_weights(wheel):
     assert {"specjax/py.typed", "pallas_kernels/py.typed"} <= set(names)
 
 
+@pytest.mark.slow
 def test_wheel_works_outside_the_tree(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (

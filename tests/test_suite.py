@@ -29,11 +29,13 @@ def collect(*arguments, **environment) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 def test_collecting_starts_no_device():
     """What is found could depend on it, and processes that share one could find different tests."""
     assert collect(JAX_PLATFORMS="none")
 
 
+@pytest.mark.slow
 def test_shards_are_disjoint_and_together_the_whole():
     selection = "tests/test_suite.py", "-k", "collecting or requirements or versions"
     first, second = (collect(*selection, "--shard", f"{part}/2") for part in (1, 2))
