@@ -66,7 +66,7 @@ def outputs(state) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+@pytest.mark.parametrize("num_draft_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_greedy_equals_plain(target, draft, stranger, num_draft_tokens, name):
     """One draft of a model of another form, and four of one of the target's, as other tests have them."""
     params = SamplingParams(temperature=0, max_tokens=40)

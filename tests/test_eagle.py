@@ -250,8 +250,7 @@ def test_parity_of_eagle(tmp_path, target, form, in_pages):
     "layout, in_pages",
     [
         ("authors", False),
-        ("parallel", True),
-        *(pytest.param(name, name != "deepspec", marks=pytest.mark.slow) for name in ("3.1", *TAPS)),
+        *(pytest.param(name, name != "deepspec", marks=pytest.mark.slow) for name in ("parallel", "3.1", *TAPS)),
     ],
 )
 def test_parity_of_eagle3(tmp_path, target, layout, in_pages):

@@ -133,6 +133,7 @@ def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(blocks(README))))
 def test_readme_block_runs(index):
     """Each for itself: a reader copies one."""
