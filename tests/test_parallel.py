@@ -198,23 +198,13 @@ def in_an_engine(model, proposer):
     return found
 
 
-@pytest.fixture(scope="module")
-def of_one_device():
-    """A model and a proposer, and the tokens that an engine gives with them on one device."""
-    given = decoder(num_layers=1), proposers.draft_model(decoder(1, num_layers=1), 3)
-    return *given, in_an_engine(*given)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "of_mesh",
-    [lambda model: tensor_parallel(model, mesh_of(2)), partial(with_shared_rows, rows=2, parts=2)],
-    ids=["parts", "rows and parts"],
-)
-def test_in_the_engine(of_mesh, of_one_device):
-    model, proposer, expected = of_one_device
-    shared = of_mesh(model)
-    assert in_an_engine(shared, put(proposer, shared.apply.whole)) == expected
+def test_in_the_engine():
+    """Devices that share rows and weights; test_llm.py has some that share the weights alone, with pages."""
+    model, proposer = decoder(num_layers=1), proposers.draft_model(decoder(1, num_layers=1), 3)
+    shared = with_shared_rows(model, rows=2, parts=2)
+    found = in_an_engine(shared, put(proposer, shared.apply.whole))
+    assert found == in_an_engine(model, proposer)
 
 
 def test_padding_is_never_drawn():
