@@ -53,6 +53,7 @@ def accept(
     options: Any,
     *,
     rule: Callable[[Evidence, Any], Array] | None,
+    in_parts: bool = False,
     num_warps: int = 1,
     interpret: bool = False,
 ) -> Decision[Array]:
@@ -64,13 +65,14 @@ def accept(
         options: pytree of arrays for the rule, which gets references to them.
         rule: (evidence, options) to the probability of accepting each draft. None is block verification, whose
             probabilities depend on the residuals.
+        in_parts: whether the statistics are those of all parts of a vocabulary, whose logits are then not given.
         num_warps: warps of each program.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
         Decision, with arrays of float32 where it does not say int32.
     """
-    batch_size, num_drafts = batch.target.shape[0], batch.num_drafts
+    batch_size, num_drafts = statistics.token.shape[0], batch.num_drafts
     num_rows = num_drafts if rule is None else 1
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -87,7 +89,7 @@ def accept(
         arrivals=array(dtype=jnp.int32),
     )
     return call(
-        partial(_accept_kernel, rule=rule),
+        partial(_accept_kernel, rule=rule, in_parts=in_parts),
         outputs,
         (batch._replace(bonus_tokens=None), statistics, options),
         grid=(batch_size,),
@@ -96,13 +98,13 @@ def accept(
     )
 
 
-def _accept_kernel(inputs, out: Decision[Ref], *, rule):
+def _accept_kernel(inputs, out: Decision[Ref], *, rule, in_parts: bool):
     batch, statistics, options = inputs
     num_drafts, num_rows = batch.num_drafts, out.position.shape[1]
     sequence = pl.program_id(0)
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_drafts))
     count = count_drafts(batch, sequence)
-    is_greedy, target, draft, evidence = _weigh(batch, statistics, sequence, lane)
+    is_greedy, target, draft, evidence = _weigh(batch, statistics, sequence, lane, in_parts)
     uniforms = _load(statistics.uniforms, sequence, lane, num_drafts)
     if rule is None:
         # A row without mass, as the target has one after a stop token, ends the drafts that are looked at.
@@ -143,7 +145,7 @@ def _accept_kernel(inputs, out: Decision[Ref], *, rule):
 
 
 def _weigh(
-    batch: Batch[Ref], statistics: Statistics[Ref], sequence: Array, lane: Array
+    batch: Batch[Ref], statistics: Statistics[Ref], sequence: Array, lane: Array, in_parts: bool
 ) -> tuple[Array, Normalizer[Array], Normalizer[Array] | None, Evidence]:
     """Return whether the sequence is greedy, the normalizers of its target and draft rows, and what a rule sees.
 
@@ -153,7 +155,8 @@ def _weigh(
     temperature = batch.target.load_temperature(sequence)
     is_greedy = temperature == 0
     target, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
-    log_prob = (_load(statistics.token, sequence, lane, num_drafts) - target.top) * inverse(temperature)
+    token_logit = _load(statistics.token, sequence, lane, num_drafts)
+    log_prob = (token_logit - target.top) * inverse(temperature)
     log_prob = log_prob - target.log_mass
     # In a row without mass this is NaN, which a minimum may drop.
     log_prob = jnp.where(target.log_mass > -jnp.inf, log_prob, -jnp.inf)
@@ -165,7 +168,14 @@ def _weigh(
         draft_log_prob = (logit - draft.top) * inverse(draft_temperature) - draft.log_mass
         draft_log_prob = jnp.where((draft_temperature == 0) | is_greedy, 0, draft_log_prob)
     if batch.target.temperature is not None:
-        is_beaten = jnp.max(_load_tiles(statistics.mass, sequence, lane, num_drafts, 0, 0), axis=1) > 0
+        beats = _load_tiles(statistics.mass, sequence, lane, num_drafts, 0, 0)
+        if in_parts:
+            tops = _load_tiles(statistics.top, sequence, lane, num_drafts, 0, -jnp.inf)
+            logit = jnp.broadcast_to(token_logit[:, None], tops.shape)
+            token = _load(batch.tokens, sequence, lane, num_drafts).astype(jnp.float32)
+            is_lower = beats < jnp.broadcast_to(token[:, None], tops.shape)
+            beats = ((tops > logit) | ((tops == logit) & is_lower)).astype(jnp.float32)
+        is_beaten = jnp.max(beats, axis=1) > 0
         log_prob = jnp.where(is_greedy, jnp.where(is_beaten, -jnp.inf, 0), log_prob)
         entropy = None if entropy is None else jnp.where(is_greedy, 0, entropy)
     return is_greedy, target, draft, Evidence(log_prob, draft_log_prob, entropy, lane)

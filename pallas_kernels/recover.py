@@ -39,13 +39,10 @@ from pallas_kernels.triton import plgpu
 
 
 class _Inputs(NamedTuple, Generic[Leaf]):
-    tokens: Leaf  # [B, K]
-    target: Rows[Leaf]
-    draft: Rows[Leaf] | None
-    statistics: Statistics[Leaf]
+    batch: Batch[Leaf]
+    uniforms: Leaf  # [B, K + 2]
     decision: Decision[Leaf]
-    bonus_tokens: Leaf | None  # [B]
-    arrivals: Leaf  # [B]
+    arrivals: Leaf | None  # [B]; None where other programs do not store what the last one reads
 
 
 class _Masses(NamedTuple, Generic[Leaf]):
@@ -57,6 +54,17 @@ class _Masses(NamedTuple, Generic[Leaf]):
     top: Leaf  # [B, M, P] logit that the masses of the block are relative to; -inf if the block is empty
     residual: Leaf  # [B, M, P] mass of max(joint * target - draft, 0) in each block
     plain: Leaf  # [B, M, P] mass of the target row in each block
+
+
+class Candidates(NamedTuple, Generic[Leaf]):
+    """The masses of the P blocks of the M rows of a decision, and the token that a draw from each block would give.
+
+    The blocks are those of a part of the vocabulary, or of all parts, one behind the other.
+    """
+
+    masses: _Masses[Leaf]
+    token: Leaf  # [B, M, P] float32, which has all ids: the token of the residual, of the target row where that is 0
+    logit: Leaf | None  # [B, M, P] logit of the token, or of the bonus token if the block has it
 
 
 def recover(
@@ -101,13 +109,7 @@ def recover(
         partial(_recover_kernel, recover_best=recover_best, tile_size=tile_size, interpret=interpret),
         (array(dtype=jnp.int32), _Masses(blocks, blocks, blocks), verdict),
         _Inputs(
-            batch.tokens,
-            batch.target,
-            batch.draft,
-            statistics,
-            decision._replace(arrivals=None),
-            batch.bonus_tokens,
-            decision.arrivals,
+            batch._replace(num_tokens=None), statistics.uniforms, decision._replace(arrivals=None), decision.arrivals
         ),
         begun=decision.arrivals,
         grid=(batch_size, num_rows, num_tiles),
@@ -115,6 +117,86 @@ def recover(
         interpret=interpret,
     )
     return verdict
+
+
+def candidates(
+    batch: Batch[Array],
+    uniforms: Array,
+    decision: Decision[Array],
+    *,
+    recover_best: bool = False,
+    log_probs: bool = False,
+    tile_size: int | None = None,
+    num_warps: int = 4,
+    interpret: bool = False,
+) -> Candidates[Array]:
+    """Return what the blocks of a part of the vocabulary would give; `recover_candidate` chooses among all parts.
+
+    A draw from a block takes no number that depends on which block is drawn. So every block draws, and what the
+    devices have to tell each other fits one exchange.
+
+    Args:
+        batch: what is verified, K >= 1, whose rows have `first_id`.
+        uniforms: [B, K+2] `Statistics.uniforms`.
+        decision: how many drafts are accepted.
+        recover_best, log_probs, tile_size, num_warps, interpret: as `recover` takes them.
+
+    Returns:
+        Candidates of this part.
+    """
+    batch_size, num_rows = decision.position.shape
+    vocab_size = batch.target.vocab_size
+    if tile_size is None:
+        tile_size = tile_of_blocks(batch_size * num_rows, vocab_size)
+    num_tiles = pl.cdiv(vocab_size, tile_size)
+    blocks = jax.ShapeDtypeStruct((batch_size, num_rows, num_tiles * (tile_size // BLOCK_SIZE)), jnp.float32)
+    found = call(
+        partial(_candidate_kernel, recover_best=recover_best, tile_size=tile_size, interpret=interpret),
+        Candidates(_Masses(blocks, blocks, blocks), blocks, blocks if log_probs else None),
+        _Inputs(batch._replace(num_tokens=None), uniforms, decision._replace(arrivals=None), None),
+        grid=(batch_size, num_rows, num_tiles),
+        num_warps=num_warps,
+        interpret=interpret,
+    )
+    return jax.tree.map(lambda field: field[..., : pl.cdiv(vocab_size, BLOCK_SIZE)], found)
+
+
+def recover_candidate(
+    batch: Batch[Array],
+    uniforms: Array,
+    decision: Decision[Array],
+    found: Candidates[Array],
+    *,
+    part_size: int,
+    recover_best: bool = False,
+    num_warps: int = 4,
+    interpret: bool = False,
+) -> Verdict[Array]:
+    """Emit the accepted drafts and one more token, as `recover` does, given the candidates of all parts.
+
+    Args:
+        batch: what is verified, of which the logits are not read.
+        uniforms: [B, K+2] `Statistics.uniforms`.
+        decision: how many drafts are accepted.
+        found: the candidates of all parts. Their logits are given where log-probabilities are wanted.
+        part_size: the number of ids in a part.
+        recover_best, num_warps, interpret: as `recover` takes them.
+
+    Returns:
+        Verdict.
+    """
+    assert batch.tokens is not None, "without drafts nothing is recovered"
+    batch_size, width = batch.tokens.shape[0], batch.num_drafts + 1
+    tokens = jax.ShapeDtypeStruct((batch_size, width), jnp.int32)
+    log_probs = None if found.logit is None else jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    return call(
+        partial(_choice_kernel, recover_best=recover_best, part_size=part_size, interpret=interpret),
+        Verdict(tokens, jax.ShapeDtypeStruct((batch_size,), jnp.int32), log_probs),
+        (_Inputs(batch._replace(num_tokens=None), uniforms, decision._replace(arrivals=None), None), found),
+        grid=(batch_size, 1),
+        num_warps=num_warps,
+        interpret=interpret,
+    )
 
 
 class _Density(NamedTuple):
@@ -175,7 +257,8 @@ def _source(
     inputs: _Inputs[Ref], sequence: Array, row: Array, position: Array, *, recover_best: bool, interpret: bool
 ) -> _Source:
     """Read what is known of a row of the decision, whose place in the target is `position`."""
-    tokens, target, draft, decision = inputs.tokens, inputs.target, inputs.draft, inputs.decision
+    (tokens, _, _, target, draft), decision = inputs.batch, inputs.decision
+    assert tokens is not None, "without drafts nothing is recovered"
 
     def of_row(field: Ref) -> Array:
         return plgpu.load(field.at[sequence, row])
@@ -225,9 +308,43 @@ def _recover_kernel(inputs: _Inputs[Ref], out, *, recover_best: bool, tile_size:
         @pl.when(is_last(arrivals, sequence, num_programs, interpret))
         def _():
             if decision.position.shape[1] == 1:
-                _emit(inputs, masses, verdict, source)
+                chosen = source
             else:
-                _emit(inputs, masses, verdict, _choose(inputs, masses, sequence, source_of))
+                chosen = _choose(inputs, masses, sequence, source_of)
+            drawn = _recovered(inputs, masses, chosen, partial(_draw, chosen), partial(_best, chosen))
+            rows = chosen.target.rows
+            at = rows.locate(sequence, chosen.position)
+            _emit(inputs, verdict, chosen, drawn, lambda last: rows.load(at, jnp.maximum(last, 0), last >= 0))
+
+
+def _candidate_kernel(
+    inputs: _Inputs[Ref], out: Candidates[Ref], *, recover_best: bool, tile_size: int, interpret: bool
+):
+    sequence, row, tile = (pl.program_id(axis) for axis in range(3))
+    position = plgpu.load(inputs.decision.position.at[sequence, row])
+    source = _source(inputs, sequence, row, position, recover_best=recover_best, interpret=interpret)
+    pl.when(position >= 0)(lambda: _store_candidates(inputs, source, tile, out, tile_size))
+
+
+def _choice_kernel(inputs, verdict: Verdict[Ref], *, recover_best: bool, part_size: int, interpret: bool):
+    given, found = inputs
+    sequence, row, masses = pl.program_id(0), pl.program_id(1), found.masses
+    source_of = partial(_source, given, sequence, recover_best=recover_best, interpret=interpret)
+    if given.decision.position.shape[1] == 1:
+        source = source_of(row, plgpu.load(given.decision.position.at[sequence, row]))
+    else:
+        source = _choose(given, masses, sequence, source_of)
+    blocks_of_part = pl.cdiv(part_size, BLOCK_SIZE)
+
+    def token_of(block: Array, *_) -> Array:
+        return plgpu.load(found.token.at[sequence, source.row, block]).astype(jnp.int32)
+
+    def logit_of(last: Array) -> Array:
+        block = last // part_size * blocks_of_part + last % part_size // BLOCK_SIZE
+        inside = (last >= 0) & (block < found.token.shape[2])
+        return plgpu.load(found.logit.at[sequence, source.row, block], mask=inside, other=-jnp.inf)
+
+    _emit(given, verdict, source, _recovered(given, masses, source, token_of, token_of), logit_of)
 
 
 def _count_needed(decision: Decision[Ref], sequence: Array) -> Array | int:
@@ -265,6 +382,48 @@ def _store_masses(source: _Source, tile: Array, out: _Masses[Ref], tile_size: in
         plgpu.store(out.top.at[at], block_max([source.load_ordered(ids) for ids in parts]))
 
 
+def _store_candidates(inputs: _Inputs[Ref], source: _Source, tile: Array, out: Candidates[Ref], tile_size: int):
+    """Store the masses of the blocks of a tile, and the token that each would give."""
+    target, num_blocks = source.target, tile_size // BLOCK_SIZE
+    block, inside = (jax.lax.broadcasted_iota(jnp.int32, (num_blocks, BLOCK_SIZE), axis) for axis in range(2))
+    ids = target.rows.whole_ids(tile * tile_size + block * BLOCK_SIZE + inside)
+    at = source.sequence, source.row, tile * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
+    logits = source.load(ids)
+    top = jnp.where(source.is_rejected, target.top, block_max([logits[0]]))
+    plain, weights = source.weigh(logits, ids, over_blocks(finite(top), ids))
+    residual = block_sum([weights])
+    plgpu.store(out.masses.residual.at[at], residual)
+    plgpu.store(out.masses.plain.at[at], block_sum([plain]))
+    chosen = jnp.where(over_blocks(residual, ids) > 0, weights, plain)
+    inner = _first_above_of_blocks(chosen, inputs.uniforms[source.sequence, inputs.uniforms.shape[1] - 1], inside)
+    if source.wants_best is not None:
+        ordered = jnp.where(jnp.isnan(logits[0]), -jnp.inf, logits[0])
+        highest = block_max([ordered])
+        lowest = jnp.min(jnp.where(ordered == over_blocks(highest, ids), inside, BLOCK_SIZE), axis=1)
+        top, inner = jnp.where(source.wants_best, highest, top), jnp.where(source.wants_best, lowest, inner)
+    plgpu.store(out.masses.top.at[at], top)
+    first = tile * tile_size + jax.lax.iota(jnp.int32, num_blocks) * BLOCK_SIZE
+    token = target.rows.whole_ids(first + inner)
+    plgpu.store(out.token.at[at], token.astype(jnp.float32))
+    if out.logit is None:
+        return
+    listed = over_blocks(token, ids)
+    if inputs.batch.bonus_tokens is not None:
+        bonus = plgpu.load(inputs.batch.bonus_tokens.at[source.sequence]).astype(jnp.int32)
+        has_bonus = jnp.max(jnp.where(ids == bonus, 1, 0), axis=1) * jnp.where(source.is_rejected, 0, 1)
+        listed = jnp.where(over_blocks(has_bonus, ids) > 0, bonus, listed)
+    plgpu.store(out.logit.at[at], jnp.max(jnp.where(ids == listed, logits[0], -jnp.inf), axis=1))
+
+
+def _first_above_of_blocks(weights: Array, uniform: Array, inside: Array) -> Array:
+    """Do as `first_above` does in each of N blocks, given the weights and the indices [N, BLOCK_SIZE] inside them."""
+    total = jnp.cumsum(weights, axis=1)
+    mass = jnp.max(total, axis=1)
+    bound = jnp.minimum(uniform * mass, jnp.nextafter(mass, jnp.zeros_like(mass)))
+    last = over_blocks(jnp.max(jnp.where(weights > 0, inside, 0), axis=1), weights)
+    return jnp.min(jnp.where((weights > 0) & (total > over_blocks(bound, weights)), inside, last), axis=1)
+
+
 def _choose(inputs: _Inputs[Ref], masses: _Masses[Ref], sequence: Array, source_of: Callable[..., _Source]) -> _Source:
     """Choose, under block verification, the row that the token comes from."""
     num_accepted = plgpu.load(inputs.decision.num_accepted.at[sequence])
@@ -272,26 +431,32 @@ def _choose(inputs: _Inputs[Ref], masses: _Masses[Ref], sequence: Array, source_
     num_accepted = jax.lax.cond(
         is_decided,
         lambda: num_accepted,
-        lambda: _longest_accepted_prefix(inputs.decision, masses, inputs.statistics, sequence),
+        lambda: _longest_accepted_prefix(inputs.decision, masses, inputs.uniforms, sequence),
     )
     return source_of(jnp.where(is_decided, 0, num_accepted), num_accepted)
 
 
-def _emit(inputs: _Inputs[Ref], masses: _Masses[Ref], out: Verdict[Ref], source: _Source):
-    """Write the verdict of a sequence, whose last token comes from `source`."""
-    tokens, bonus_tokens, target = inputs.tokens, inputs.bonus_tokens, source.target
+def _emit(
+    inputs: _Inputs[Ref],
+    out: Verdict[Ref],
+    source: _Source,
+    drawn_from: tuple[Array, Array, Array],
+    logit_of: Callable[[Array], Array],
+):
+    """Write the verdict of a sequence.
+
+    Args:
+        inputs: of the kernel.
+        out: where the verdict is written.
+        source: the row that the last token comes from.
+        drawn_from: what `_recovered` returns.
+        logit_of: function of the last token, which may be a bonus token, to its logit in the row.
+    """
+    tokens, bonus_tokens, target = inputs.batch.tokens, inputs.batch.bonus_tokens, source.target
+    assert tokens is not None, "without drafts nothing is recovered"
     sequence, num_accepted, num_drafts = source.sequence, source.position, tokens.shape[1]
-
-    def draw():
-        return _draw(source, masses, inputs.statistics, num_drafts)
-
-    if source.wants_best is None:
-        last, top, log_mass = draw()
-    else:
-        last, top, log_mass = jax.lax.cond(
-            source.wants_best, lambda: (_best(source, masses), target.top, target.log_mass), draw
-        )
-    drawn = last
+    drawn, top, log_mass = drawn_from
+    last = drawn
     if bonus_tokens is not None:
         last = jnp.where(source.is_rejected, last, plgpu.load(bonus_tokens.at[sequence]).astype(jnp.int32))
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_drafts + 1))
@@ -303,7 +468,7 @@ def _emit(inputs: _Inputs[Ref], masses: _Masses[Ref], out: Verdict[Ref], source:
     if out.log_probs is None:
         return
     temperature = target.rows.load_temperature(sequence)
-    logit = target.rows.load(target.rows.locate(sequence, num_accepted), jnp.maximum(last, 0), last >= 0)
+    logit = logit_of(last)
     # The temperature is 0 here, and stands for that number: a select between two Python scalars does not lower.
     greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)
     last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * target.scale - log_mass)
@@ -312,28 +477,62 @@ def _emit(inputs: _Inputs[Ref], masses: _Masses[Ref], out: Verdict[Ref], source:
     plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane <= num_drafts)
 
 
-def _draw(
-    source: _Source, masses: _Masses[Ref], statistics: Statistics[Ref], num_drafts: int
+def _recovered(
+    inputs: _Inputs[Ref],
+    masses: _Masses[Ref],
+    source: _Source,
+    draw: Callable[[Array, Array, Array, Array], Array],
+    best: Callable[[Array], Array],
 ) -> tuple[Array, Array, Array]:
-    """Draw a token; return it with the `top` and `log_mass` of its row, as in `_Density`."""
-    sequence, target = source.sequence, source.target
+    """Return the token that is drawn from `source`, and the `top` and `log_mass` of its row, as in `_Density`.
+
+    Args:
+        inputs: of the kernel.
+        masses: of all blocks.
+        source: a row.
+        draw: function of a block, whether the target row itself is drawn from, its `top`, and a uniform, to a token.
+        best: function of the block of the argmax to the argmax.
+    """
+    if source.wants_best is None:
+        return _drawn(inputs, masses, source, draw)
+    return jax.lax.cond(
+        source.wants_best,
+        lambda: (
+            best(jax.lax.argmax(_load_blocks(masses.top, source, -jnp.inf), 0, jnp.int32)),
+            source.target.top,
+            source.target.log_mass,
+        ),
+        lambda: _drawn(inputs, masses, source, draw),
+    )
+
+
+def _drawn(
+    inputs: _Inputs[Ref], masses: _Masses[Ref], source: _Source, draw: Callable[[Array, Array, Array, Array], Array]
+) -> tuple[Array, Array, Array]:
+    """Choose a block by inverse CDF and return what `_recovered` does."""
+    sequence, target, uniforms = source.sequence, source.target, inputs.uniforms
+    num_drafts = uniforms.shape[1] - 2
     tops = _load_blocks(masses.top, source, -jnp.inf)
     top = finite(jnp.max(tops))
     factors = exp(tops - top, target.scale)  # these are 1 where the mass of the row was known before
     weights, plain = (_load_blocks(field, source, 0) * factors for field in (masses.residual, masses.plain))
     is_plain = ~(jnp.sum(weights) > 0)
-    first = first_above(jnp.where(is_plain, plain, weights), statistics.uniforms[sequence, num_drafts])
-    ids = first * BLOCK_SIZE + jax.lax.iota(jnp.int32, BLOCK_SIZE)
-    inner_plain, inner_weights = source.weigh(source.load(ids), ids, top)
-    inner = first_above(jnp.where(is_plain, inner_plain, inner_weights), statistics.uniforms[sequence, num_drafts + 1])
-    token = jnp.minimum(first * BLOCK_SIZE + inner, target.rows.vocab_size - 1)
+    block = first_above(jnp.where(is_plain, plain, weights), uniforms[sequence, num_drafts])
+    token = draw(block, is_plain, top, uniforms[sequence, num_drafts + 1])
     return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
 
 
-def _best(source: _Source, masses: _Masses[Ref]) -> Array:
-    """Return the lowest id of the largest target logit."""
-    tops = _load_blocks(masses.top, source, -jnp.inf)
-    first = jax.lax.argmax(tops, 0, jnp.int32) * BLOCK_SIZE
+def _draw(source: _Source, block: Array, is_plain: Array, top: Array, uniform: Array) -> Array:
+    """Draw a token from a block."""
+    ids = block * BLOCK_SIZE + jax.lax.iota(jnp.int32, BLOCK_SIZE)
+    plain, weights = source.weigh(source.load(ids), ids, top)
+    inner = first_above(jnp.where(is_plain, plain, weights), uniform)
+    return jnp.minimum(block * BLOCK_SIZE + inner, source.target.rows.vocab_size - 1)
+
+
+def _best(source: _Source, block: Array) -> Array:
+    """Return the lowest id of the largest target logit of a block."""
+    first = block * BLOCK_SIZE
     logits = source.load_ordered(first + jax.lax.iota(jnp.int32, BLOCK_SIZE))
     return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.rows.vocab_size - 1)
 
@@ -345,9 +544,7 @@ def _load_blocks(field: Ref, source: _Source, other: float) -> Array:
     return plgpu.load(field.at[source.sequence, source.row, block], mask=block < size, other=other)
 
 
-def _longest_accepted_prefix(
-    decision: Decision[Ref], masses: _Masses[Ref], statistics: Statistics[Ref], sequence: Array
-) -> Array:
+def _longest_accepted_prefix(decision: Decision[Ref], masses: _Masses[Ref], uniforms: Ref, sequence: Array) -> Array:
     """Return the length of the longest prefix that block verification accepts, of those shorter than the drafts."""
     num_rows, size = masses.residual.shape[1:]
     shape = pl.next_power_of_2(num_rows), pl.next_power_of_2(size)
@@ -357,5 +554,5 @@ def _longest_accepted_prefix(
     mask = jnp.broadcast_to(is_needed[:, None], shape) & (blocks < size)
     residual = jnp.sum(plgpu.load(masses.residual.at[sequence, rows, blocks], mask=mask, other=0), axis=1)
     joint = plgpu.load(decision.joint.at[sequence, lane], mask=is_needed, other=0)
-    uniforms = plgpu.load(statistics.uniforms.at[sequence, jnp.maximum(lane - 1, 0)], mask=is_needed, other=1)
-    return jnp.max(jnp.where(is_needed & (uniforms < accept_prefix(residual, joint)), lane, 0))
+    uniform = plgpu.load(uniforms.at[sequence, jnp.maximum(lane - 1, 0)], mask=is_needed, other=1)
+    return jnp.max(jnp.where(is_needed & (uniform < accept_prefix(residual, joint)), lane, 0))

@@ -29,6 +29,7 @@ class Rows(NamedTuple, Generic[Leaf]):
     min_logit: Leaf | None = None  # [B, T] or [R]: the smallest logit that is kept
     log_normalizer: Leaf | None = None  # [B, T] or [R]: logsumexp of the kept logits / temperature
     rows: Leaf | None = None  # [B, T] int32: row (b, t) is logits[rows[b, t]]
+    first_id: Leaf | None = None  # [1] int32: the first id of a part of a vocabulary; None: the vocabulary is whole
 
     @property
     def vocab_size(self) -> int:
@@ -46,14 +47,26 @@ class Rows(NamedTuple, Generic[Leaf]):
             return sequence, position
         row = plgpu.load(self.rows.at[sequence, position])
         # Past the drafts of a sequence `rows` may hold any number.
-        return (jnp.clip(row, 0, self.logits.shape[0] - 1).astype(jnp.int32),)
+        by_row = self.logits if self.logits is not None else self.log_normalizer  # some kernels get no logits
+        assert by_row is not None, "one of them is given"
+        return (jnp.clip(row, 0, by_row.shape[0] - 1).astype(jnp.int32),)
+
+    def whole_ids(self: "Rows[Ref]", index: Array) -> Array:
+        """Return the ids of tokens, given their places in the logits."""
+        return index if self.first_id is None else index + self.first_id[0]
 
     def load(self: "Rows[Ref]", at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
         """Load the logits of tokens of the row `at`, in float32.
 
-        They are -inf for ids outside the vocabulary, for tokens that are not kept, and where `where` is false.
+        They are -inf for ids outside the vocabulary, or this part of it, for tokens that are not kept, and where
+        `where` is false.
         """
-        mask = ids < self.vocab_size if where is None else (ids < self.vocab_size) & where
+        mask = None
+        if self.first_id is not None:
+            ids = ids - self.first_id[0]
+            mask = ids >= 0
+        for also in (ids < self.vocab_size, where):
+            mask = also if mask is None else mask if also is None else mask & also
         logits = plgpu.load(self.logits.at[*at, ids], mask=mask, other=-jnp.inf).astype(jnp.float32)
         if self.min_logit is None:
             return logits

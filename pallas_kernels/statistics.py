@@ -26,7 +26,7 @@ class Statistics(NamedTuple, Generic[Leaf]):
     """
 
     top: Leaf  # [B, R, N] largest kept logit of the tile
-    mass: Leaf  # [B, R, N] sum of exp((logit - top) / temperature); in greedy rows 1 if a token beats the draft's
+    mass: Leaf  # [B, R, N] sum of exp((logit - top) / temperature); in greedy rows what `_greedy_mass` returns
     weighted: Leaf | None  # [B, R, N] sum of exp(x) x with x = (logit - top) / temperature, for the entropy
     token: Leaf  # [B, 2K] logit of the draft token in the target rows, then in the draft rows; -inf if it is not kept
     uniforms: Leaf  # [B, K + 2] one uniform to accept each draft, then two to draw the token after them
@@ -166,27 +166,34 @@ def _reduce_tile(
 ):
     """Store the statistics of a tile if its row is needed; its logits are loaded where `may_read`, None everywhere."""
     sequence, position, row, tile = place
-    ids = tile * tile_size + jax.lax.iota(jnp.int32, tile_size)
+    ids = rows.whole_ids(tile * tile_size + jax.lax.iota(jnp.int32, tile_size))
     at = rows.locate(sequence, position)
     logits = rows.load(at, ids, is_needed if rows.rows is not None else may_read)
 
     @pl.when(is_needed)
     def _():
         temperature = rows.load_temperature(sequence)
-        top = jnp.max(logits)
+        top = jnp.max(logits if rows.first_id is None else jnp.where(jnp.isnan(logits), -jnp.inf, logits))
         distance = logits - finite(top)
         weights = exp(distance, inverse(temperature), flush=not interpret)
         mass = jnp.sum(weights)
         if rows.temperature is not None:
-
-            def is_beaten() -> Array:
-                logit = rows.load(at, token)
-                return jnp.max(((logits > logit) | ((logits == logit) & (ids < token))).astype(jnp.float32))
-
-            mass = jax.lax.cond(temperature == 0, is_beaten, lambda: mass)
+            greedy_mass = partial(_greedy_mass, rows, at, token, logits, ids, top)
+            mass = jax.lax.cond(temperature == 0, greedy_mass, lambda: mass)
         plgpu.store(out.top.at[sequence, row, tile], top)
         plgpu.store(out.mass.at[sequence, row, tile], mass)
         if out.weighted is not None:
             exponent = distance * inverse(temperature)
             weighted = jnp.sum(jnp.where(weights > 0, weights * exponent, 0))
             plgpu.store(out.weighted.at[sequence, row, tile], weighted)
+
+
+def _greedy_mass(rows: Rows[Ref], at: tuple[Array, ...], token: Array, logits: Array, ids: Array, top: Array) -> Array:
+    """Return 1 if a token of the tile beats the draft's; in a part of a vocabulary the lowest id with the logit `top`.
+
+    The logit of the draft's token may be on another device.
+    """
+    if rows.first_id is not None:
+        return jnp.min(jnp.where(logits == top, ids, jnp.int32(2**24)).astype(jnp.float32))
+    logit = rows.load(at, token)
+    return jnp.max(((logits > logit) | ((logits == logit) & (ids < token))).astype(jnp.float32))

@@ -3,6 +3,7 @@
     python scripts/bench_decode.py --preset 8b-1b
     python scripts/bench_decode.py --preset 8b-eagle3 --num-drafts 3 5
     python scripts/bench_decode.py --preset 8b-block --batches 1 --num-drafts 7
+    python scripts/bench_decode.py --preset 8b-ngram --batches 1 --num-drafts 5
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
     python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
 
@@ -41,6 +42,7 @@ from specjax.proposers import BlockHead, trunk
 from specjax.proposers.block_draft import BlockDraft, check_block
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.feature_draft import FeatureDraft
+from specjax.proposers.ngram import NGram
 from specjax.sampling import SamplingParams
 from specjax.types import Draft, Model, Proposer
 
@@ -81,8 +83,8 @@ BLOCK = DecoderConfig(  # of a drafter in blocks of 8 tokens for the target "8b"
 BLOCK_LAYERS = (2, 9, 16, 23, 30)  # of the target, whose stream it reads
 EAGLE = replace(BLOCK, num_layers=1, head_norms=False, vocab_size=32000)  # an EAGLE-3 head for the target "8b"
 EAGLE_LAYERS = (2, 16, 29)
-PRESETS = ("8b-1b", "8b-eagle3", "8b-block", "1b-100m", "embedded")
-Drafter = Model | BlockDraft | FeatureDraft
+PRESETS = ("8b-1b", "8b-eagle3", "8b-block", "8b-ngram", "1b-100m", "embedded")
+Drafter = Model | BlockDraft | FeatureDraft | NGram
 
 
 def random_model(config: DecoderConfig) -> Model:
@@ -122,6 +124,8 @@ def load(preset: str) -> tuple[Model, Drafter]:
     if preset == "8b-eagle3":
         target = models.with_feature_layers(random_model(SHAPES["8b"]), EAGLE_LAYERS)
         return target, random_head(target)
+    if preset == "8b-ngram":
+        return random_model(SHAPES["8b"]), proposers.ngram(1)
     if preset == "embedded":
         return tuple(models.load(models.EMBEDDED / name) for name in ("target", "draft"))
     return tuple(random_model(SHAPES[name]) for name in preset.split("-"))
@@ -139,7 +143,12 @@ def bytes_read(model: Model, batch: int, context: int) -> int:
 
 
 def bytes_of_drafts(draft: Drafter, batch: int, context: int, num_drafts: int) -> int:
-    """Return the bytes that the drafts of a step read: all that a model or a head reads for each, or a block once."""
+    """Return the bytes that the drafts of a step read.
+
+    A model or a head reads all it has for each draft, a block once, and n-grams read no more than a few tokens.
+    """
+    if isinstance(draft, NGram):
+        return 0
     if isinstance(draft, Model):
         return num_drafts * bytes_read(draft, batch, context)
     read = {name: part for name, part in draft.params.items() if name != "embedding"}
@@ -157,7 +166,7 @@ def drafter(draft: Drafter, num_drafts: int) -> Proposer:
         return proposers.none()
     if isinstance(draft, Model):
         return proposers.draft_model(draft, num_drafts)
-    if isinstance(draft, FeatureDraft):
+    if isinstance(draft, FeatureDraft | NGram):
         return replace(draft, num_draft_tokens=num_drafts)
     return replace(draft, num_draft_tokens=check_block(draft.head, draft.params, num_drafts))
 

@@ -1,10 +1,11 @@
-"""Measure the acceptance rate of the embedded pair, and its speed at batch size 1, on held-out Python modules.
+"""Measure the acceptance rates of the embedded drafters, and their speed at batch size 1, on held-out Python modules.
 
     python scripts/bench_embedded.py
     python scripts/bench_embedded.py --num-prompts 4 --max-tokens 32 --num-drafts 4 --repeats 1
 
 The first command prints the tables of the README, and the second a quick version of them, each row as soon as it is
-measured. The prompts come from those modules of this Python's standard library that the pair was not trained on.
+measured. The prompts come from those modules of this Python's standard library that the models were not trained on.
+The draft model is timed with each number of drafts, drafters on the target's features with BATCH_K.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -24,9 +26,10 @@ from tokenizers import Tokenizer
 
 from specjax import decode, metrics, models, proposers, sampling
 from specjax.sampling import SamplingParams
-from specjax.types import Model
+from specjax.types import Model, Proposer
 
 PROMPT = 64  # tokens per prompt
+TEMPERATURES = 0.0, 0.8
 BATCH_K = 4  # number of drafts for the acceptance rate, which is measured on one batch of all prompts
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
@@ -53,22 +56,35 @@ def run(
     return state, time.perf_counter() - start
 
 
-def tokens_per_second(target: Model, proposer, prompts: np.ndarray, max_tokens: int, repeats: int) -> float:
-    """Return the speed of greedy generation from each prompt alone, by the median time for each prompt."""
+def tokens_per_second(
+    target: Model, proposer, prompts: np.ndarray, temperature: float, max_tokens: int, repeats: int
+) -> float:
+    """Return the speed of generation from each prompt alone, by the median time for each prompt."""
 
     def seconds(prompt: np.ndarray) -> float:
-        return run(target, proposer, prompt[None], 0.0, max_tokens)[1]
+        return run(target, proposer, prompt[None], temperature, max_tokens)[1]
 
     seconds(prompts[0])  # compiles
     medians = [statistics.median(seconds(prompt) for _ in range(repeats)) for prompt in prompts]
     return len(prompts) * max_tokens / sum(medians)
 
 
+def drafters(family: Path, target: Model, num_drafts: int) -> dict[str, tuple[Model, Proposer]]:
+    """Return the drafters of a family by their names, each with the target that gives what it reads."""
+    draft = proposers.draft_model(models.load(family / "draft"), num_drafts)
+    found: dict[str, tuple[Model, Proposer]] = {"draft": (target, draft)}
+    for directory in sorted(path.parent for path in family.glob("*/config.json")):
+        if directory.name not in ("target", "draft") and proposers.kind_of(directory) is not None:
+            model = models.with_feature_layers(target, proposers.feature_layers(directory, target))
+            found[directory.name] = model, proposers.load(directory, model, num_draft_tokens=num_drafts)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=sysconfig.get_paths()["stdlib"])
     parser.add_argument(
-        "--pair", type=Path, default=models.EMBEDDED, help="directory with tokenizer.json, target/ and draft/"
+        "--family", type=Path, default=models.EMBEDDED, help="directory with tokenizer.json, target/ and drafters"
     )
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens to generate after each prompt")
@@ -80,27 +96,38 @@ def main() -> None:
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
-    tokenizer = Tokenizer.from_file(str(args.pair / "tokenizer.json"))
-    target, draft = models.load(args.pair / "target"), models.load(args.pair / "draft")
+    tokenizer = Tokenizer.from_file(str(args.family / "tokenizer.json"))
+    target = models.load(args.family / "target")
+    family = drafters(args.family, target, BATCH_K)
     prompts = held_out_prompts(Path(args.stdlib), tokenizer, args.num_prompts)
     device = jax.devices()[0].device_kind
     print(f"device {device}, jax {jax.__version__}, float32, {args.max_tokens} tokens after prompts of {PROMPT}.")
-    print(f"{peers.NONE}\n\n| temperature | K | acceptance rate | mean acceptance length |\n|---|---|---|---|")
+    print(f"{peers.NONE}\n\n| drafter | temperature | K | acceptance rate | mean acceptance length |")
+    print("|---|---|---|---|---|")
     rows = []
-    for temperature in (0.0, 0.8):
-        state, _ = run(target, proposers.draft_model(draft, BATCH_K), prompts, temperature, args.max_tokens)
-        rate, length = metrics.acceptance_rate(state.totals), metrics.mean_acceptance_length(state.totals)
-        row = {"batch": len(prompts), "temperature": temperature, "num_drafts": BATCH_K}
-        rows.append(row | {"acceptance_rate": float(rate), "mean_acceptance_length": float(length)})
-        print(f"| {temperature} | {BATCH_K} | {rate:.3f} | {length:.2f} |")
+    for name, (model, proposer) in family.items():
+        for temperature in TEMPERATURES:
+            state, _ = run(model, proposer, prompts, temperature, args.max_tokens)
+            rate, length = metrics.acceptance_rate(state.totals), metrics.mean_acceptance_length(state.totals)
+            row = {"drafter": name, "batch": len(prompts), "temperature": temperature, "num_drafts": BATCH_K}
+            rows.append(row | {"acceptance_rate": float(rate), "mean_acceptance_length": float(length)})
+            print(f"| {name} | {temperature} | {BATCH_K} | {rate:.3f} | {length:.2f} |")
 
-    print("\n| batch 1, temperature 0 | tokens/s | against plain decoding |\n|---|---|---|")
-    few, speeds = prompts[:: max(1, args.num_prompts // 4)], {}
-    for num_drafts in (0, *args.num_drafts):
-        proposer = proposers.draft_model(draft, num_drafts) if num_drafts else None
-        speed = speeds[num_drafts] = tokens_per_second(target, proposer, few, args.max_tokens, args.repeats)
-        rows.append({"batch": 1, "temperature": 0.0, "num_drafts": num_drafts, "tokens_per_s": speed})
-        print(f"| {f'K = {num_drafts}' if num_drafts else 'plain'} | {speed:.0f} | {speed / speeds[0]:.2f} |")
+    print("\n| batch 1 | temperature | tokens/s | against plain decoding |\n|---|---|---|---|")
+    few = prompts[:: max(1, args.num_prompts // 4)]
+    for temperature in TEMPERATURES:
+        settings = {("plain", 0): (target, None)}
+        for num_drafts in args.num_drafts if temperature == 0 else [BATCH_K]:
+            settings["draft", num_drafts] = target, replace(family["draft"][1], num_draft_tokens=num_drafts)
+        settings |= {(name, BATCH_K): found for name, found in family.items() if name != "draft"}
+        plain = None
+        for (name, num_drafts), (model, proposer) in settings.items():
+            speed = tokens_per_second(model, proposer, few, temperature, args.max_tokens, args.repeats)
+            plain = plain or speed
+            row = {"drafter": name, "batch": 1, "temperature": temperature, "num_drafts": num_drafts}
+            rows.append(row | {"tokens_per_s": speed})
+            label = f"{name}, K = {num_drafts}" if num_drafts else name
+            print(f"| {label} | {temperature} | {speed:.0f} | {speed / plain:.2f} |")
     if args.json:
         args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1))
 

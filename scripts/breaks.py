@@ -21,14 +21,13 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from xla_flags import xla_flags
+
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "scripts" / "breaks.toml"
 PAGE = ROOT / "docs" / "breaks.md"
 FOLDERS = "specjax", "pallas_kernels", "tests", "scripts", "docs"
 FILES = "pyproject.toml", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"
-XLA_FLAGS = (  # those of scripts/test
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
 NOT_RUN, MISSED = "not run", "**not found**"
 HEADER = """# Deliberate breaks
 
@@ -77,7 +76,7 @@ def find(name: str, entry: dict[str, str], tier: str, programs: str) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", tier, "-rf", "--tb=no"]
         environment = os.environ | {
             "PYTHONPATH": str(copy),
-            "XLA_FLAGS": XLA_FLAGS,
+            "XLA_FLAGS": xla_flags(),
             "JAX_COMPILATION_CACHE_DIR": programs,
         }
         done = subprocess.run(

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from bench_embedded import drafters
 from python_corpus import HELD_OUT, read, stdlib_files
 from tokenizers import Tokenizer
 from train_embedded import CROP, mean_loss
 
 import specjax
-from specjax import SamplingParams, models, proposers, training
-from specjax.types import Model, Proposer
+from specjax import SamplingParams, models, training
 
 PROMPT = 48  # tokens of a beginning
 PLACES = 256  # places of held-out text from which one step is taken
@@ -71,17 +71,6 @@ def beginnings(stdlib: Path, tokenizer: Tokenizer, count: int) -> list[list[int]
     return [ids[i] for i in np.linspace(0, len(ids) - 1, count).astype(int)]
 
 
-def drafters(family: Path, target: Model) -> dict[str, tuple[Model, Proposer]]:
-    """Return the drafters of a family by their names, each with the target that gives what it reads."""
-    draft = proposers.draft_model(models.load(family / "draft"), NUM_DRAFTS)
-    found: dict[str, tuple[Model, Proposer]] = {"draft": (target, draft)}
-    for directory in sorted(path.parent for path in family.glob("*/config.json")):
-        if directory.name not in ("target", "draft") and proposers.kind_of(directory) is not None:
-            model = models.with_feature_layers(target, proposers.feature_layers(directory, target))
-            found[directory.name] = model, proposers.load(directory, model, num_draft_tokens=NUM_DRAFTS)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", type=Path, default=models.EMBEDDED, help="directory with target/ and drafters")
@@ -121,7 +110,7 @@ def main() -> None:
     places = [stream[start : start + CONTEXT].tolist() for start in starts]
     print("\n| drafter | temperature | drafts behind | accepted by position | mean acceptance length |")
     print("|---|---|---|---|---|")
-    for name, (model, proposer) in drafters(args.family, target).items():
+    for name, (model, proposer) in drafters(args.family, target, NUM_DRAFTS).items():
         for temperature in (0.0, 0.8):
             for source, given, steps in (("held-out text", places, 1), ("the target's own text", prompts, None)):
                 one = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, ignore_eos=True)

@@ -58,7 +58,11 @@ class Source(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Texts by where they come from. Validation texts are a share of all others, chosen by their hash."""
+    """Texts by where they come from.
+
+    Validation texts are whole packages and files of the standard library, chosen by a hash: files of a package know
+    much of each other, so that a model which knows some by heart would be judged too well on the others.
+    """
 
     training: dict[str, list[str]]  # of each source
     validation: list[str]
@@ -137,13 +141,13 @@ class Lines:
         return True
 
 
-def read_corpus(stdlib: Path | None = None, *, packages: bool = True, validation_share: int = 200) -> Corpus:
+def read_corpus(stdlib: Path | None = None, *, packages: bool = True, validation_share: int = 25) -> Corpus:
     """Read and filter all sources.
 
     Args:
         stdlib: directory of the standard library; None is that of this Python.
         packages: whether installed packages belong to the corpus.
-        validation_share: one file of so many is for validation.
+        validation_share: one package, or one file of the standard library, of so many is for validation.
 
     Returns:
         The corpus. The held-out modules are whole, whatever the filters say.
@@ -164,7 +168,8 @@ def read_corpus(stdlib: Path | None = None, *, packages: bool = True, validation
             run = partial(pool.map, chunksize=FILES_PER_CALL) if is_large else map
             for text in run(readable, source.files):
                 if text is not None and lines.is_new(text):
-                    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+                    chosen = text if source.name == STDLIB else source.name
+                    number = int.from_bytes(hashlib.sha256(chosen.encode()).digest()[:4], "big")
                     (kept if number % validation_share else validation).append(text)
     training = {name: texts for name, texts in training.items() if texts}
     held_out = [text for path in held_out_files if (text := read(path)) is not None]

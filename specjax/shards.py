@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.rows import BLOCK_SIZE
-from specjax.types import Array, Draft
+from specjax.types import Array, Draft, PyTree
 
 MAX_IDS = 1 << 24  # ids are exchanged as float32, which has every integer below
+WIDTH = 64  # numbers in a table are a multiple of it, as the fast sum of a GPU takes them
 
 
 def num_shards(axis_name: str | None) -> int:
@@ -73,8 +75,18 @@ def own_draft(draft: Draft, axis_name: str | None) -> Draft:
 
 def table(values: Array, axis_name: str) -> Array:
     """Return the values [...] of all devices, [n, ...], the same on every device."""
-    empty = jnp.zeros((num_shards(axis_name), *values.shape), values.dtype)
-    return jax.lax.psum(empty.at[jax.lax.axis_index(axis_name)].set(values), axis_name)
+    device = jnp.arange(num_shards(axis_name)).reshape(-1, *[1] * values.ndim)
+    return jax.lax.psum(jnp.where(device == jax.lax.axis_index(axis_name), values[None], 0), axis_name)
+
+
+def tables(tree: PyTree, axis_name: str) -> PyTree:
+    """Return the table of every array of a pytree, in one exchange of float32."""
+    leaves, structure = jax.tree.flatten(tree)
+    flat = [leaf.reshape(-1) for leaf in leaves]
+    padding = jnp.zeros(-sum(leaf.size for leaf in flat) % WIDTH, jnp.float32)
+    parts = jnp.split(table(jnp.concatenate([*flat, padding]), axis_name), np.cumsum([leaf.size for leaf in flat]), 1)
+    shaped = [part.reshape(-1, *leaf.shape) for part, leaf in zip(parts[:-1], leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
 
 
 def total(values: Array, axis_name: str | None) -> Array:

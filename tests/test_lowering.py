@@ -2,11 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from lowering import H200, compile_for_sm90, triton_kernels
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from lowering import H200, compile_for_sm90, kernels_in, triton_kernels
 
-from specjax import Categorical, Draft, ModelInput, distributions, verifiers
+from specjax import (
+    Categorical,
+    Draft,
+    ModelInput,
+    SamplingParams,
+    decode,
+    distributions,
+    models,
+    proposers,
+    sampling,
+    verifiers,
+)
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.sampling.cut import min_logit
 
@@ -67,6 +79,60 @@ def test_kernels_compile_without_spilling(verifier, batch_size, dtype, shaped, t
     for kernel in kernels:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
+OF_PARTS = dict.fromkeys(KERNELS, ("_statistics_kernel", "_accept_kernel", "_candidate_kernel", "_choice_kernel"))
+OF_PARTS |= {"match": ("_block_mass_kernel", "_part_draw_kernel", "_choice_kernel")}
+PARTS = AbstractMesh((2,), ("vocab",), (AxisType.Auto,), abstract_device=H200)
+
+
+def of_parts(verifier: str, operands: tuple, check_vma: bool = True, **options):
+    """The kernels of a verification by two devices that share the vocabulary."""
+
+    def is_logits(leaf):
+        return len(leaf.shape) == 3
+
+    specs = jax.tree.map(lambda x: PartitionSpec(None, None, "vocab") if is_logits(x) else PartitionSpec(), operands)
+    options |= OPTIONS.get(verifier, {}) | {"axis_name": "vocab"}
+    verify = jax.shard_map(
+        lambda *args: getattr(verifiers, verifier)(*args, **options),
+        mesh=PARTS,
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
+    )
+    return triton_kernels(verify, *operands, mesh=PARTS)
+
+
+@pytest.mark.parametrize("verifier, batch_size, dtype, shaped", CASES)
+def test_kernels_of_a_shared_vocabulary(verifier, batch_size, dtype, shaped, tmp_path):
+    """They lower where JAX checks that all devices get the same and where it does not, and compile."""
+    operands = inputs(batch_size, 129024, dtype, shaped=shaped)
+    kernels = of_parts(verifier, operands, check_vma=shaped, log_probs=not shaped)
+    assert tuple(kernel.name for kernel in kernels) == OF_PARTS[verifier]
+    pytest.importorskip("triton")
+    for kernel in kernels:
+        resources = compile_for_sm90(kernel, tmp_path)
+        assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
+def test_a_shared_model_is_verified_by_kernels():
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+    target = models.load(models.EMBEDDED / "target", mesh=mesh)
+    params = sampling.batch([SamplingParams(max_tokens=4)])
+    with jax.default_device(jax.devices("cpu")[0]):
+        state = decode.prefill(
+            target,
+            proposers.ngram(2),
+            jnp.ones((1, 3), jnp.int32),
+            jnp.array([3]),
+            params,
+            jax.random.key(0),
+            max_length=9,
+        )
+    lowered = jax.jit(decode.step).trace(target, proposers.ngram(2), state).lower(lowering_platforms=("cuda",))
+    names = [kernel.name for kernel in kernels_in(lowered)]
+    assert names == list(OF_PARTS["match"])
 
 
 def test_draws_of_a_draft_model_lower_to_triton():

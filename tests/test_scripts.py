@@ -4,15 +4,18 @@ import importlib
 import io
 import json
 import sys
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from specjax import Categorical, Draft
+from specjax import Categorical, Draft, models
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BENCHES = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
@@ -75,6 +78,26 @@ def test_the_smallest_bench_of_verification(script, run, monkeypatch, tmp_path):
     assert (numbers["vocab"], numbers["num_drafts"], numbers["batch"]) == (1000, 2, 1)
 
 
+def test_random_weights_are_made_where_they_stay(script):
+    config = replace(script("bench_decode").SHAPES["8b"], vocab_size=1500, hidden_size=32, num_layers=1, mlp_size=64)
+    with jax.default_device(jax.devices("cpu")[0]):
+        mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+        made = script("bench_devices").shared_model(config, mesh)
+        expected = models.tensor_parallel(script("bench_decode").random_model(config), mesh)
+    assert jax.tree.structure(made) == jax.tree.structure(expected)
+    for got, wanted in zip(*map(jax.tree.leaves, (made.params, expected.params)), strict=True):
+        assert (got.shape, got.dtype, got.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+
+
+@pytest.mark.slow
+def test_the_smallest_bench_of_devices(run, tmp_path):
+    path = tmp_path / "numbers.json"
+    arguments = "--preset embedded --devices 2 --batches 1 --num-drafts 2 --vocab 1500 --context 16 --prompt 64"
+    assert len(table_rows(run("bench_devices", *arguments.split(), "--json", path))) == 5
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["table"] for row in rows] == ["verify"] * 2 + ["steps"] * 2 + ["prompt"]
+
+
 @pytest.fixture
 def run_measuring_nothing(script, run, monkeypatch):
     """Run a script with numbers of our own; `measured()` is called wherever it would measure a row."""
@@ -106,6 +129,12 @@ def run_measuring_nothing(script, run, monkeypatch):
         model = SimpleNamespace(params={"embedding": np.zeros(1)})
         stand_ins = {
             "bench_decode": {"measure": stand_in(step), "load": lambda preset: (model, model)},
+            "bench_devices": {
+                "measure": stand_in(step),
+                "load": lambda preset, mesh: (model, model),
+                "verify_seconds": stand_in(1e-6),
+                "prefill_seconds": stand_in(0.1),
+            },
             "bench_embedded": {
                 "run": stand_in((SimpleNamespace(totals=None), 1.0)),
                 "tokens_per_second": stand_in(2.0),
@@ -133,6 +162,7 @@ def run_measuring_nothing(script, run, monkeypatch):
 VERIFY = ("--dtypes", "float32", "--implementations", "xla", "--batches", "1", "--vocabs")
 BRIEF = {
     "bench_decode": ("--batches", "1", "--num-drafts", "2", "3"),
+    "bench_devices": ("--preset", "8b-1b", "--devices", "1", "--one", "--batches", "1", "8"),
     "bench_engine": (),
     "bench_serve": ("--model", "any", "--concurrency", "1", "4"),
     "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),

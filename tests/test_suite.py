@@ -117,3 +117,12 @@ def test_the_active_interpreter_is_used_where_it_lacks_nothing():
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"{sys.executable} has all that the tests need" in done.stderr
     assert "argument --shard: must be I/N with 1 <= I <= N, as in 1/2, got '3/2'" in done.stderr
+
+
+@pytest.mark.parametrize(("version", "number"), [("0.10.2", 3), ("0.11.0", 2), ("1.0.1", 2)])
+def test_a_flag_stands_only_for_versions_that_know_it(monkeypatch, version, number):
+    """An unknown flag ends the process."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    flags = runpy.run_path(ROOT / "scripts" / "xla_flags.py")["xla_flags"]()
+    assert len(flags.split()) == number
+    assert ("fusion_emitters" in flags) is (number == 3)

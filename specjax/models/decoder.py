@@ -82,7 +82,7 @@ class Layer(nnx.Module):
             return nnx.Param(init((outputs, inputs) if config.transposed else (inputs, outputs)))
 
         def norm(size: int) -> nnx.Param:
-            return nnx.Param(jnp.full((size,), 1 - config.norm_offset))
+            return nnx.Param(jnp.full((size,), 1 - config.norm_offset, jnp.float32))
 
         self.attention_norm = norm(hidden)
         self.qkv = matrix(init, hidden, (heads + 2 * kv_heads) * size)
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
             nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.hidden_size))
         )
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.Param(jnp.full((config.hidden_size,), 1 - config.norm_offset))
+        self.norm = nnx.Param(jnp.full((config.hidden_size,), 1 - config.norm_offset, jnp.float32))
         if not config.tie_embeddings:
             self.head = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.hidden_size)))
 

@@ -114,7 +114,7 @@ def from_core(
     Args:
         core: the rule of the verifier, whose random choices all go through `draw`.
         kernel: a function `(keys, draft, target, *, interpret, **options) -> Verified` that runs in place of the core
-            on CUDA where it supports the case; None is none.
+            on CUDA where it supports the case; None is none. It gets `axis_name` where one is given, if it takes it.
         check_options: a function `(num_draft_tokens, **options)` that raises ValueError for a wrong value of an option.
             Decoding loops call it before jit takes the values away; None checks nothing.
 
@@ -177,7 +177,7 @@ def _core_or_kernel(
 ) -> Callable[..., Verified]:
     """Return the function `(keys, draft, target, bonus_tokens)` that verifies by the core or by its kernel.
 
-    The kernels take `options`, but not the `rare` ones.
+    The kernels take `options`, but of the `rare` ones `axis_name` alone.
     """
 
     def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
@@ -188,16 +188,16 @@ def _core_or_kernel(
         keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
     ) -> Verified:
         assert kernel is not None, "without a kernel there is a reason against it"
-        return kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **options)
+        return kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **rare, **options)
 
     def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
         if kernel is None:
             return "this verifier has no kernels"
-        if "axis_name" in rare:
-            return "the kernels take whole vocabularies"
+        if "axis_name" in rare and not _takes(kernel, "axis_name"):
+            return "the kernels of this verifier take whole vocabularies"
         if "outcomes" in rare:
             return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
-        return kernels.unsupported(draft, target)
+        return kernels.unsupported(draft, target, rare.get("axis_name"))
 
     def run(*operands: Any) -> Verified:
         return dispatch(
@@ -215,9 +215,14 @@ def _core_or_kernel(
 def _check_supported(core: Callable[..., Verified], rare: dict[str, Any]) -> None:
     """Raise ValueError for an option that the core does not take."""
     for name, value in rare.items():
-        parameters = inspect.signature(core).parameters.values()
-        if not any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        if not _takes(core, name):
             raise ValueError(f"{name} must be left out, as {core.__name__} does not support it, got {value!r}")
+
+
+def _takes(function: Callable, name: str) -> bool:
+    """Return whether a function takes a keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verified]) -> inspect.Signature:
