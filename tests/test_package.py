@@ -106,6 +106,7 @@ def test_version_is_that_of_the_package(wheel):
     assert wheel.name.startswith(f"specjax-{specjax.__version__}-")
 
 
+@pytest.mark.slow
 def test_sdist_holds_documentation_and_tests(build):
     with tarfile.open(build("sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

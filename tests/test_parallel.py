@@ -223,6 +223,7 @@ def test_padding_is_never_drawn():
     np.testing.assert_array_equal(np.isfinite(whole[0, 0]), np.arange(38) < 37)
 
 
+@pytest.mark.slow
 def test_two_sums_a_layer_and_no_gathered_logits():
     model = tensor_parallel(decoder(), mesh_of(2))
     given = jnp.zeros((1, 4), jnp.int32), jnp.array([4]), sampling.batch([SamplingParams(temperature=0)])
