@@ -1,4 +1,5 @@
 import argparse
+import gc
 import os
 import tempfile
 
@@ -16,6 +17,10 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)  # for tests of arrays that are spread over several devices
+
+# Tracing makes many objects that stay: by itself Python looks through all of them so often that it takes a tenth of the
+# time.
+gc.set_threshold(100_000, 20, 100)
 
 MEMORY_PER_WORKER = 8 * 2**30
 

@@ -36,13 +36,14 @@ PROMPTS = {
 
 def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.bfloat16):
     def normal(seed, *shape):
-        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+        return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
     new, cached = (batch, num_tokens, kv_heads, size), (batch, slots, kv_heads, size)
     query = normal(0, batch, num_tokens, heads, size)
     return query, normal(1, *new), normal(2, *new), normal(3, *cached), normal(4, *cached), jnp.array(start, jnp.int32)
 
 
+@partial(jax.jit, static_argnames=("window", "scale", "softcap", "num_hidden"))
 def expected(
     query,
     key,
@@ -174,7 +175,7 @@ def test_many_tokens(case, options):
     check(PROMPTS[case], True, **options)
 
 
-@pytest.mark.parametrize("num_tokens", [4, *(slow(n) for n in (2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 63, 64, 65))])
+@pytest.mark.parametrize("num_tokens", [4, *(slow(n) for n in (2, 8, 17, 32, 33, 64, 65))])
 def test_no_token_sees_a_later_one(num_tokens):
     """In the middle of a long cache, whatever the number of tokens."""
     check((1, num_tokens, 2, 1, 16, 240, [150]), True, turned=True)

@@ -122,7 +122,7 @@ def reference(tensors, case, target):
     return logits
 
 
-SLOW = "window", "flat", "speculators"
+SLOW = "window", "flat", "dspark", "speculators"
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -183,7 +183,6 @@ CANDIDATES = {"num_candidates": 3, "selector_rank": 4, "conv_taps": 2, "conv_gro
 @pytest.mark.parametrize(
     "options, sizes",
     [
-        ({}, {}),
         ({"min_confidence": 0.5}, {"markov_rank": 4, "confidence": "both"}),
         ({}, CANDIDATES),
     ],

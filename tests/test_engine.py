@@ -23,8 +23,10 @@ from test_slots import (
     EOS,
     KINDS,
     MAX_LENGTH,
+    NUM_PAGES,
     NUM_SLOTS,
     PAGE_SIZE,
+    SHORT,
     VOCAB,
     Compilations,
     make,
@@ -67,8 +69,13 @@ def proposer():
     return make_proposer("draft_model", make(1))
 
 
+FEW = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=0)  # programs are quick to compile
+
+
 def engine_of(target, proposer, **options):
+    """An engine of the sizes of the slots in other tests, whose programs are found where those have compiled them."""
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "page_size": PAGE_SIZE, "chunk_size": CHUNK}
+    sizes |= {"num_pages": NUM_PAGES if target.takes_pages else None, "short_chunks": SHORT}
     given = {"tokenizer": Tokenizer(), "eos_token_ids": EOS, "capacities": CAPACITIES}
     return Engine(target, proposer, **(sizes | given | options))
 
@@ -276,6 +283,7 @@ def test_bad_requests_are_refused(engine, prompt, params, message):
         engine.submit(prompt, SamplingParams(**params))
 
 
+@pytest.mark.slow
 def test_close_ends_what_runs(target):
     engine = engine_of(target, None, max_waiting=2)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -316,7 +324,7 @@ def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeyp
 
 
 def test_a_failure_of_the_device_ends_every_request(target, monkeypatch):
-    engine = engine_of(target, None)
+    engine = engine_of(target, None, capacities=FEW)
 
     def fail(*_, **__):
         raise ZeroDivisionError("the device is lost")
@@ -469,7 +477,7 @@ def test_the_thread_computes_with_the_settings_of_its_maker(target):
         return 0
 
     with jax.default_device(device), jax.default_matmul_precision("float32"):
-        engine = engine_of(jax.device_put(target, device), None)
+        engine = engine_of(jax.device_put(target, device), None, capacities=FEW)
     with engine:
         engine._scheduler._choose = choose
         with Compilations() as later:
@@ -483,9 +491,9 @@ def test_engines_are_closed_before_the_process_ends():
 import atexit
 engines = []
 atexit.register(lambda: print([engine._thread.is_alive() for engine in engines]))  # runs last
-from test_engine import engine_of, make
+from test_engine import FEW, engine_of, make
 from specjax import SamplingParams
-engines.append(engine_of(make(0), None))
+engines.append(engine_of(make(0), None, capacities=FEW))
 requests = [engines[0].submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(100)]
 """
     folder = Path(__file__).parent

@@ -20,6 +20,8 @@ from specjax.models.linear import linear
 from specjax.sampling import Sampling
 from specjax.sampling.cut import min_logit
 
+pytestmark = pytest.mark.slow  # what is exported is tested elsewhere
+
 VOCAB = 4096  # kernels are worthwhile
 NUM_DRAFTS = 2
 TRITON = "__gpu$xla.gpu.triton"

@@ -367,7 +367,8 @@ def test_odd_drafts_and_rows(verifier):
         assert np.all((emitted >= 0) & (emitted < 900))
 
 
-@pytest.mark.parametrize("verifier", ["rejection", *slow("typical")])
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["rejection", "typical"])
 def test_bonus_tokens(verifier):
     draft, target = random_case(4, batch_size=6)
     draft = draft._replace(num_tokens=jnp.array([0, 1, 1, 2, 3, 3]))
@@ -482,15 +483,10 @@ def test_a_mesh_of_explicit_axes(verifier, is_traced, implementation):
     assert_same(result, run(verifier, "xla", keys, draft, target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verifier, temperature",
-    [
-        ("block", None),
-        pytest.param("block", 0.0, marks=pytest.mark.slow),
-        pytest.param("rejection", None, marks=pytest.mark.slow),
-        pytest.param("rejection", 0.0, marks=pytest.mark.slow),
-        pytest.param("synthetic", None, marks=pytest.mark.slow),
-    ],
+    [("block", None), ("block", 0.0), ("rejection", None), ("rejection", 0.0), ("synthetic", None)],
 )
 def test_rows_without_mass(verifier, temperature):
     """Of target and draft, in every place: the same tokens, and no log-probability that is not a number."""
@@ -513,6 +509,7 @@ def test_rows_without_mass(verifier, temperature):
         np.testing.assert_allclose(by_kernel.log_probs[accepted], by_xla.log_probs[accepted], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_a_greedy_row_without_mass_stands_for_token_0(verifier):
     temperature = jnp.zeros(1)

@@ -116,12 +116,13 @@ def bigram_heads(size=8, num_heads=2, **options):
     return proposers.medusa(made, vocab_size=8, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])},
-        pytest.param({"temperature": 0.6}, marks=pytest.mark.slow),
-        pytest.param({"temperature": 0}, marks=pytest.mark.slow),
+        {"temperature": 0.6},
+        {"temperature": 0},
     ],
 )
 def test_the_distribution_is_the_targets(options):
@@ -236,6 +237,7 @@ def test_after_drafts_of_another_proposer():
     assert counts[1, 1] > 5, "the other's first draft is right, the second wrong"
 
 
+@pytest.mark.slow
 def test_slots(tmp_path, target):
     """Requests that enter and leave get what they would alone."""
     authors(tmp_path)

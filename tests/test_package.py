@@ -31,8 +31,7 @@ def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["specjax", "specjax.models", "specjax.testing", "specjax.training"])
-def test_import_is_light(module):
+def test_import_is_light():
     heavy = (
         "flax",
         "optax",
@@ -46,7 +45,8 @@ def test_import_is_light(module):
         "torch",
         "starlette",
     )
-    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    modules = "specjax, specjax.models, specjax.testing, specjax.training"
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     assert python(code) == "[]"
 
 
@@ -90,6 +90,7 @@ def test_wheel_holds_both_packages_and_the_weights(wheel):
     assert {"specjax/py.typed", "pallas_kernels/py.typed"} <= set(names)
 
 
+@pytest.mark.slow
 def test_wheel_works_outside_the_tree(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
@@ -106,6 +107,7 @@ def test_version_is_that_of_the_package(wheel):
     assert wheel.name.startswith(f"specjax-{specjax.__version__}-")
 
 
+@pytest.mark.slow
 def test_sdist_holds_documentation_and_tests(build):
     with tarfile.open(build("sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -133,6 +135,7 @@ def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(blocks(README))))
 def test_readme_block_runs(index):
     """Each for itself: a reader copies one."""
@@ -206,6 +209,7 @@ def modules() -> list[str]:
     return sorted(name for name in found if not name.endswith("__main__"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name):
     if name == "specjax.server.ray":

@@ -239,15 +239,6 @@ def test_proposers(target, draft, name):
         assert (state.totals.accepted == state.totals.drafted).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", verifiers.LOSSY)
-def test_lossy_verifiers(target, draft, name):
-    options = {"acceptance_length": 2.5} if name == "synthetic" else {}
-    run_both(
-        target, every_proposer(target, draft)["draft_model"], jax.tree_util.Partial(getattr(verifiers, name), **options)
-    )
-
-
 class TestSamplesOfAPrompt:
     """`rows`: a prompt is fed once; its rows share pages, or get copies of them."""
 

@@ -98,12 +98,15 @@ def add_to_id(amount, logits, context):
     return logits.at[7].add(amount)
 
 
+prefill = jax.jit(decode.prefill, static_argnames=("max_length", "num_logprobs", "prompt_logprobs"))
+
+
 def generated(model, proposer, verifier, params=PARAMS, rows=None, **options):
     num_prompts = len(params) if rows is None else int(max(rows)) + 1
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 2000, (num_prompts, 7)), jnp.int32)
     keys = jax.random.split(jax.random.key(5), len(params))
     given = prompts, jnp.array([7, 3, 5, 2][:num_prompts]), sampling.batch(params), keys
-    state = decode.prefill(model, proposer, *given, max_length=32, rows=rows, **options)
+    state = prefill(model, proposer, *given, max_length=32, rows=rows, **options)
     return decode.generate(model, proposer, state, verifier=verifier)
 
 
@@ -171,20 +174,10 @@ def test_slots_where_devices_share_the_rows():
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "of_mesh",
-    [lambda model: tensor_parallel(model, mesh_of(2)), partial(with_shared_rows, rows=2, parts=2)],
-    ids=["parts", "rows and parts"],
-)
-def test_in_the_engine(of_mesh):
-    """The tokens of one device, by programs that are compiled once."""
-    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
-    shared = of_mesh(model)
-    shared = shared, put(proposer, shared.apply.whole)
+def in_an_engine(model, proposer):
+    """The tokens that an engine gives some requests, by programs that are compiled once."""
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
     sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "short_chunks": (2, 4)}
-    sizes |= {"capacities": capacities}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [
@@ -193,15 +186,25 @@ def test_in_the_engine(of_mesh):
         )
         for i, (t, k, n) in enumerate([(0, -1, None), (0.9, 40, 2), (1.2, -1, None), (0.7, 9, None), (0, -1, 1)])
     ]
-    found = []
-    for given in ((model, proposer), shared):
-        with Engine(*given, tokenizer=Tokenizer(), **sizes) as engine, Compilations() as later:
-            submitted = [engine.submit(*each) for each in zip(prompts, requests, strict=True)]
-            found.append([request.result(timeout=120).token_ids for request in submitted])
-        assert later.number == 0
-        pages = engine.stats().pages  # none where devices share the rows
-        assert pages is None or pages.num_used == 0
-    assert found[0] == found[1]
+    with (
+        Engine(model, proposer, tokenizer=Tokenizer(), capacities=capacities, **sizes) as engine,
+        Compilations() as later,
+    ):
+        submitted = [engine.submit(*each) for each in zip(prompts, requests, strict=True)]
+        found = [request.result(timeout=120).token_ids for request in submitted]
+    assert later.number == 0
+    pages = engine.stats().pages  # none where devices share the rows
+    assert pages is None or pages.num_used == 0
+    return found
+
+
+@pytest.mark.slow
+def test_in_the_engine():
+    """Devices that share rows and weights; test_llm.py has some that share the weights alone, with pages."""
+    model, proposer = decoder(num_layers=1), proposers.draft_model(decoder(1, num_layers=1), 3)
+    shared = with_shared_rows(model, rows=2, parts=2)
+    found = in_an_engine(shared, put(proposer, shared.apply.whole))
+    assert found == in_an_engine(model, proposer)
 
 
 def test_arrays_without_entries_stay_outside():
@@ -236,6 +239,7 @@ def test_padding_is_never_drawn():
     np.testing.assert_array_equal(np.isfinite(whole[0, 0]), np.arange(38) < 37)
 
 
+@pytest.mark.slow
 def test_two_sums_a_layer_and_no_gathered_logits():
     model = tensor_parallel(decoder(), mesh_of(2))
     given = jnp.zeros((1, 4), jnp.int32), jnp.array([4]), sampling.batch([SamplingParams(temperature=0)])
@@ -293,6 +297,7 @@ def test_rows_that_devices_cannot_share():
         data_parallel(tensor_parallel(model, mesh_of(2)), mesh)
 
 
+@pytest.mark.slow
 def test_slots_are_where_the_parameters_are():
     device, model = jax.devices("cpu")[1], decoder(num_layers=1)
     for sharding in (jax.sharding.SingleDeviceSharding(device), jax.sharding.NamedSharding(mesh_of(2), P())):

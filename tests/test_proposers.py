@@ -275,6 +275,7 @@ class TestFallback:
         np.testing.assert_allclose(draft.distribution.temperature, [0, 0.8, 0])
         checks.validate(draft, jnp.zeros((3, 4, VOCAB)))
 
+    @pytest.mark.slow
     def test_the_second_knows_what_the_first_wrote(self, target):
         """Its drafts are those of a fresh start from what is committed, whoever drafted it, in whichever steps."""
         noise = init_params(CONFIG, 1)

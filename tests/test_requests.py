@@ -73,6 +73,7 @@ MIX = [
 
 
 class TestLogProbs:
+    @pytest.mark.slow
     def test_of_the_distribution_that_tokens_are_drawn_from(self, llm):
         for prompt, params, result in zip(PROMPTS, MIX, llm.generate(PROMPTS, MIX), strict=True):
             ids = encode(llm, prompt)
@@ -234,6 +235,7 @@ class TestPrompts:
             llm.generate("a", SamplingParams(logprobs=301))
 
 
+@pytest.mark.slow
 def test_metrics(llm):
     (result,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24))
     figures = result.metrics

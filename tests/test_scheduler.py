@@ -31,7 +31,7 @@ from specjax.engine.scheduler import Job, Scheduler
 from specjax.engine.slots import Slots
 from specjax.sampling.capacities import of_request
 
-PLENTY, FEW = 30, 9  # pages: for all slots, and for the longest request and a little more
+PLENTY, FEW = 30, 9  # free pages: for all slots, and for the longest request and a little more
 REASONS = {decode.STOP: "stop", decode.MAX_TOKENS: "length", decode.BUFFER_FULL: "length"}
 
 
@@ -59,14 +59,21 @@ DENSE = pytest.param(None, marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module", params=[PLENTY, FEW, DENSE], ids=["plenty", "few pages", "dense"])
 def device(request, target):
-    pool = None if request.param is None else (request.param, PAGE_SIZE)
-    return slots_of(target, pool)
+    device = slots_of(target, None if request.param is None else (PLENTY, PAGE_SIZE))
+    device.num_held = PLENTY - FEW if request.param == FEW else 0
+    return device
+
+
+class Device(Slots):
+    """Slots whose pool other requests share, so that devices with few pages and with many run the same programs."""
+
+    num_held = 0  # pages that the others hold
 
 
 def slots_of(target, pool):
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)  # most drafts are right
-    return Slots(target, make_proposer("draft_model", replace(target, params=near)), **sizes)
+    return Device(target, make_proposer("draft_model", replace(target, params=near)), **sizes)
 
 
 def scheduler_of(device):
@@ -74,6 +81,8 @@ def scheduler_of(device):
     if device.state.context.pages is not None:
         num_pages = jax.tree.leaves(device.state.cache)[0].shape[0]
         tables = PageTables(num_pages, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+        for num_pages in np.diff([*range(0, device.num_held, tables.pages_per_row), device.num_held]).tolist():
+            assert tables.insert(np.zeros(1, np.int32), num_pages * PAGE_SIZE, salt=None)
     return Scheduler(device, tables, CHUNK, EOS, short_chunks=SHORT), tables
 
 
@@ -106,7 +115,7 @@ def assert_nothing_left(scheduler, tables):
     assert scheduler.running == [] and scheduler.waiting == 0
     if tables is not None:
         tables.check()
-        assert tables.stats().num_used == 0
+        assert tables.stats().num_used == scheduler._device.num_held
 
 
 def assert_as_alone(device, request, job):
@@ -117,16 +126,15 @@ def assert_as_alone(device, request, job):
     jax.tree.map(np.testing.assert_array_equal, job.totals, jax.tree.map(lambda x: np.asarray(x)[0], state.totals))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_tokens_are_those_of_the_request_alone(device, seed):
-    requests = some_jobs(14, seed)
+def test_tokens_are_those_of_the_request_alone(device):
+    requests = some_jobs(14)
     jobs = [job_of(request) for request in requests]
     scheduler, tables = scheduler_of(device)
-    run(scheduler, jobs, seed)
+    run(scheduler, jobs, 0)
     assert_nothing_left(scheduler, tables)
     for request, job in zip(requests, jobs, strict=True):
         assert_as_alone(device, request, job)
-    if tables is not None and tables.num_pages == PLENTY:
+    if tables is not None and not device.num_held:
         assert any(job.num_cached_tokens for job in jobs)
         assert not any(job.num_preempted for job in jobs)
 
@@ -147,7 +155,7 @@ def test_preempted_jobs_go_on_where_they_were(device):
 
 
 def test_jobs_are_preempted_where_pages_run_short(device):
-    if device.state.context.pages is None or jax.tree.leaves(device.state.cache)[0].shape[0] != FEW:
+    if not device.num_held:
         pytest.skip("there are pages for all")
     kinds = [replace(params, stop_token_ids=None, ignore_eos=True) for params in KINDS]
     requests = some_jobs(14, 1, kinds)
@@ -220,7 +228,8 @@ def replace_params(request, **changes):
     return replace(request, params=replace(request.params, **changes))
 
 
-@pytest.mark.parametrize("device", [PLENTY, pytest.param(FEW, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [PLENTY, FEW], indirect=True)
 def test_log_probs_are_those_of_the_request_alone(device):
     requests = some_jobs(6, 5, kinds=[replace(params, logprobs=3) for params in KINDS])
     jobs = [job_of(request, wants_log_probs=i % 2 == 0) for i, request in enumerate(requests)]
@@ -328,13 +337,14 @@ def test_samples_compute_a_chunk_once(device, monkeypatch):
         assert_as_alone(device, replace(request, key=own), job)
 
 
+@pytest.mark.slow
 def test_the_number_of_drafts_follows_the_load(target):
     """Under `match` the tokens stay those of the request alone, whatever is chosen before each step."""
     pool = PLENTY, PAGE_SIZE
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)
     proposer = make_proposer("draft_model", replace(target, params=near))
-    device = Slots(target, proposer, verifier=verifiers.match, draft_lengths=(0, 3), **sizes)
+    device = Device(target, proposer, verifier=verifiers.match, draft_lengths=(0, 3), **sizes)
     assert device.draft_lengths == (3, 0)
     seen = []
 

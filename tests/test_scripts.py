@@ -68,6 +68,7 @@ def test_help(name, run, out):
     assert "--json" in written(out)
 
 
+@pytest.mark.slow
 def test_the_smallest_bench_of_verification(script, run, monkeypatch, tmp_path):
     monkeypatch.setattr(script("timing"), "MAX_COPIES", 1)  # fewer calls to compile
     path = tmp_path / "numbers.json"

@@ -29,11 +29,13 @@ def collect(*arguments, **environment) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 def test_collecting_starts_no_device():
     """What is found could depend on it, and processes that share one could find different tests."""
     assert collect(JAX_PLATFORMS="none")
 
 
+@pytest.mark.slow
 def test_shards_are_disjoint_and_together_the_whole():
     selection = "tests/test_suite.py", "-k", "collecting or requirements or versions"
     first, second = (collect(*selection, "--shard", f"{part}/2") for part in (1, 2))
@@ -41,6 +43,7 @@ def test_shards_are_disjoint_and_together_the_whole():
     assert 0 <= len(first) - len(second) <= 1
 
 
+@pytest.mark.slow
 def test_slow_tests_run_on_request(tmp_path):
     """`scripts/test` leaves them out, `scripts/test --all` does not; both take further arguments."""
     # This interpreter, which says that it lacks nothing: where a requirement was added since its environment was made,
@@ -56,8 +59,9 @@ def test_slow_tests_run_on_request(tmp_path):
     assert "tests/test_embedded.py::" not in fast and "tests/test_embedded.py::" in everything
 
 
-def test_breaks_can_be_applied():
+def test_breaks_can_be_applied(monkeypatch):
     """The line of each is in its file once, and breaking it leaves Python."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # as where the script is run
     breaks = runpy.run_path(ROOT / "scripts" / "breaks.py")
     table = breaks["breaks"]()
     assert len(table) >= 40

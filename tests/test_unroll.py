@@ -114,6 +114,7 @@ def test_depths_are_those_of_decoding(name, target):
             np.testing.assert_array_equal(steps.target_hidden[j][row, here], hidden)
 
 
+@pytest.mark.slow
 def test_depths_of_packed_documents_begin_at_fewer_and_fewer_tokens(target):
     head, lengths = HEADS["eagle3"], (9, 2, 7)
     params = params_of(head) | {"mask_taps": jax.random.normal(jax.random.key(4), (len(LAYERS) * HIDDEN,))}
@@ -253,6 +254,7 @@ def test_only_tokens_of_the_loss_mask_are_learned(target):
     assert np.flatnonzero(masks[1][0]).tolist() == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_steps(target):
     """Those of the last step, in a random direction, by a difference; none but through its own row if detached."""
     head = HEADS["eagle3"]

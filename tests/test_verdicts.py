@@ -42,7 +42,14 @@ def test_the_docs_have_a_line_on_each():
     assert set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)) == set(WRONG)
 
 
-@pytest.mark.parametrize("name", [name for name in verifiers.__all__ if name not in verifiers.LOSSY])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "block"))  # test_law.py enumerates it, and is quicker
+        for name in verifiers.__all__
+        if name not in verifiers.LOSSY
+    ],
+)
 def test_a_lossless_verifier_passes(name):
     testing.assert_lossless(getattr(verifiers, name))
 
@@ -101,8 +108,12 @@ def batch(num_rows: int, is_sampled: bool) -> tuple[Draft, Categorical, np.ndarr
 
 @pytest.mark.parametrize(
     "verifier, is_sampled",
-    [(two_flips, True), (flips_in_a_loop, True), (two_picks, True), (two_samples, False)],
-    ids=["two flips", "flips in a loop", "two picks", "two samples"],
+    [
+        pytest.param(two_flips, True, id="two flips"),
+        pytest.param(flips_in_a_loop, True, id="flips in a loop", marks=pytest.mark.slow),
+        pytest.param(two_picks, True, id="two picks"),
+        pytest.param(two_samples, False, id="two samples", marks=pytest.mark.slow),
+    ],
 )
 def test_keys_agree_with_the_enumeration(verifier, is_sampled):
     """The joint distribution of the draft and the two next tokens, from keys and by enumeration."""
