@@ -1,6 +1,7 @@
 """How a kernel is started, and what its programs may ask of the machine that they run on."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -29,6 +30,53 @@ class Shaped(Protocol):
 Leaf = TypeVar("Leaf", bound=Shaped)
 # A reference to an array that a kernel gets. JAX's own class `Ref` does not describe `ref.at[...]`.
 Ref: TypeAlias = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Joined:
+    """An array [..., n N] that kernels read where an exchange of n devices left it, with other arrays beside it.
+
+    To put it together first would take another launch. Inside a kernel it stands for a reference.
+    """
+
+    table: Any  # [L]: from `start` on the arrays of the devices, one behind the other
+    start: int = field(metadata={"static": True})
+    part_shape: tuple[int, ...] = field(metadata={"static": True})  # (..., N)
+    num_parts: int = field(metadata={"static": True})  # n
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.part_shape[:-1], self.num_parts * self.part_shape[-1]
+
+    @property
+    def dtype(self) -> Any:
+        return self.table.dtype
+
+    @property
+    def at(self) -> "_Places":
+        return _Places(self)
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Array:
+        return plgpu.load(self.at[index])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What `at` is for references."""
+
+    joined: Joined
+
+    def __getitem__(self, index: tuple[Any, ...]) -> Any:
+        *sizes, size = self.joined.part_shape
+        *outer, inner = index
+        place = 0
+        if self.joined.num_parts > 1:
+            width = jnp.full_like(inner, size)
+            place, inner = jax.lax.div(inner, width), jax.lax.rem(inner, width)
+        for extent, i in zip(sizes, outer, strict=True):
+            place = place * extent + i
+        return self.joined.table.at[self.joined.start + place * size + inner]
 
 
 class _Launch(NamedTuple):

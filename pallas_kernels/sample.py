@@ -18,7 +18,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import threefry
-from pallas_kernels.launch import Leaf, Ref, call, is_last
+from pallas_kernels.launch import Joined, Leaf, Ref, call, is_last
 from pallas_kernels.rows import (
     BLOCK_SIZE,
     Batch,
@@ -171,20 +171,19 @@ def draws(
     )
 
 
-def choose_draws(batch: Batch[Array], parts: Draws[Array], *, interpret: bool = False) -> Verdict[Array]:
+def choose_draws(batch: Batch[Array], parts: Draws[Joined], *, interpret: bool = False) -> Verdict[Array]:
     """Emit what `sample` does, given the draws of all n parts.
 
     Args:
         batch: what is verified, of which the logits are not read.
-        parts: arrays [n, B, T] in place of [B, T].
+        parts: arrays [B, n T] in place of [B, T].
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
         Verdict. Without drafts it has a token of every row, and no count.
     """
-    _, batch_size, num_rows = parts.token.shape
-    shape = batch_size, num_rows
-    _, drawn, verdict = _outputs(shape, 1, batch.tokens is not None, parts.mass is not None)
+    batch_size, num_rows = parts.token.part_shape
+    _, drawn, verdict = _outputs((batch_size, num_rows), 1, batch.tokens is not None, parts.mass is not None)
     drawn, verdict = call(
         _choice_kernel, (drawn, verdict), (batch, parts), grid=(batch_size,), num_warps=1, interpret=interpret
     )
@@ -352,12 +351,12 @@ def _choice_kernel(inputs, out):
     batch, parts = inputs
     drawn, verdict = out
     sequence = pl.program_id(0)
-    num_parts, _, num_rows = parts.token.shape
+    num_parts, num_rows = parts.token.num_parts, parts.token.part_shape[1]
     lane = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_rows))
 
     def of_parts(field: Ref, other: float = 0) -> list[Array]:
-        places = [jnp.full_like(lane, part) for part in range(num_parts)]
-        return [plgpu.load(field.at[part, sequence, lane], mask=lane < num_rows, other=other) for part in places]
+        places = [part * num_rows + lane for part in range(num_parts)]
+        return [plgpu.load(field.at[sequence, place], mask=lane < num_rows, other=other) for place in places]
 
     temperature = batch.target.load_temperature(sequence)
     scale = inverse(temperature)

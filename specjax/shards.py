@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.launch import Joined
 from pallas_kernels.rows import BLOCK_SIZE
 from specjax.types import Array, Draft, PyTree
 
@@ -79,14 +80,27 @@ def table(values: Array, axis_name: str) -> Array:
     return jax.lax.psum(jnp.where(device == jax.lax.axis_index(axis_name), values[None], 0), axis_name)
 
 
-def tables(tree: PyTree, axis_name: str) -> PyTree:
-    """Return the table of every array of a pytree, in one exchange of float32."""
-    leaves, structure = jax.tree.flatten(tree)
-    flat = [leaf.reshape(-1) for leaf in leaves]
-    padding = jnp.zeros(-sum(leaf.size for leaf in flat) % WIDTH, jnp.float32)
-    parts = jnp.split(table(jnp.concatenate([*flat, padding]), axis_name), np.cumsum([leaf.size for leaf in flat]), 1)
-    shaped = [part.reshape(-1, *leaf.shape) for part, leaf in zip(parts[:-1], leaves, strict=True)]
-    return jax.tree.unflatten(structure, shaped)
+def join(own: PyTree, once: PyTree, axis_name: str) -> tuple[PyTree, PyTree]:
+    """Exchange arrays of float32, all at once, and return them as kernels read them, the same on every device.
+
+    Args:
+        own: arrays [..., N], of which every device has others.
+        once: arrays of whose numbers at most one device has one that is not 0.
+        axis_name: the axis of the devices.
+
+    Returns:
+        The arrays `own` of all n devices side by side, [..., n N], and the sums of `once`.
+    """
+    num_parts = num_shards(axis_name)
+    is_own = jnp.arange(num_parts)[:, None] == jax.lax.axis_index(axis_name)
+    (parts, own_structure), (sums, once_structure) = jax.tree.flatten(own), jax.tree.flatten(once)
+    flat = [jnp.where(is_own, part.reshape(1, -1), 0).reshape(-1) for part in parts]
+    flat += [value.reshape(-1) for value in sums]
+    starts = np.cumsum([0, *(x.size for x in flat)]).tolist()
+    summed = jax.lax.psum(jnp.concatenate([*flat, jnp.zeros(-starts[-1] % WIDTH, jnp.float32)]), axis_name)
+    shapes = [*((x.shape, num_parts) for x in parts), *((x.shape, 1) for x in sums)]
+    views = [Joined(summed, start, *shape) for start, shape in zip(starts, shapes, strict=False)]
+    return own_structure.unflatten(views[: len(parts)]), once_structure.unflatten(views[len(parts) :])
 
 
 def total(values: Array, axis_name: str | None) -> Array:

@@ -6,7 +6,7 @@ vocabulary.
 """
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from pallas_kernels.recover import candidates, recover, recover_candidate
 from pallas_kernels.rows import BLOCK_SIZE, Batch, Rows, in_parts, unsupported_dtype
 from pallas_kernels.rules import Evidence, accept_by_ratio
 from pallas_kernels.sample import choose_draws, draws, sample
-from pallas_kernels.statistics import Part, Streams, row_statistics
+from pallas_kernels.statistics import Part, Statistics, Streams, row_statistics
 from specjax import keys as streams
 from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows
@@ -81,7 +81,7 @@ def by_sample(
         num_blocks = -(-batch.target.vocab_size // BLOCK_SIZE)
         first_block = jnp.reshape(shards.first_id(num_blocks, axis_name), 1)
         own = draws(jax.random.key_data(keys), batch, first_block, **options)
-        parts = shards.tables(own, axis_name)
+        parts, _ = shards.join(own, (), axis_name)
         tokens, num_accepted, log_prob = choose_draws(without_logits(batch), parts, interpret=interpret)
     if num_accepted is None:
         num_accepted = jnp.zeros(draft.tokens.shape[:1], jnp.int32)
@@ -136,14 +136,12 @@ def _by_residual_of_parts(
     own = row_statistics(
         jax.random.key_data(keys), batch, streams=STREAMS, entropy=rule.has_entropy, interpret=interpret
     )
-    parts = shards.tables(own, axis_name)
-    joined = jax.tree.map(side_by_side, parts)
-    statistics = joined._replace(token=reduce(jnp.maximum, parts.token), uniforms=parts.uniforms[0])
+    statistics = _joined(own, batch, axis_name)
     whole = without_logits(batch)
     decision = accept(whole, statistics, rule.options, rule=rule.probability, in_parts=True, interpret=interpret)
     options = {"recover_best": rule.recover_best, "interpret": interpret}
     found = candidates(batch, statistics.uniforms, decision, log_probs=log_probs, **options)
-    found = jax.tree.map(side_by_side, shards.tables(found, axis_name))
+    found, _ = shards.join(found, (), axis_name)
     part_size = batch.target.vocab_size
     verdict = recover_candidate(whole, statistics.uniforms, decision, found, part_size=part_size, **options)
     tokens, num_accepted, log_prob = verdict
@@ -151,9 +149,17 @@ def _by_residual_of_parts(
     return Verified(tokens, num_accepted, log_prob)
 
 
-def side_by_side(parts: Array) -> Array:
-    """Return arrays [n, ..., N] as one, [..., n N]."""
-    return jnp.concatenate(list(parts), axis=-1)
+def _joined(own: Statistics[Array], batch: Batch[Array], axis_name: str) -> Statistics[Any]:
+    """Return the statistics of all parts."""
+    assert batch.tokens is not None, "statistics are those of drafts"
+    device = jax.lax.axis_index(axis_name)
+    owner = jnp.clip(batch.tokens // batch.target.vocab_size, 0, shards.num_shards(axis_name) - 1)
+    token = jnp.where(jnp.tile(owner == device, (1, 2)), own.token, 0)
+    uniforms = jnp.where(device == 0, own.uniforms, 0)  # which all have
+    (top, mass, weighted), (token, uniforms) = shards.join(
+        (own.top, own.mass, own.weighted), (token, uniforms), axis_name
+    )
+    return Statistics(top, mass, weighted, token, uniforms)
 
 
 def with_first_id(batch: Batch[Array], axis_name: str) -> Batch[Array]:
