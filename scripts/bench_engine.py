@@ -7,7 +7,8 @@
 The script prints each row as soon as it is measured. Models are made once, engines once for each setting. The parts:
 
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
-  loop. Clients are streams: they see each token as its text becomes certain.
+  loop. Clients are streams: they see each token as its text becomes certain. With random weights they see ids alone,
+  because most of their tokens have no text in the tokenizer of the embedded pair.
 * full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
   slots are active, and of the whole run. With 8b-1b also for other numbers of slots, and with drafts that are accepted
   at given rates.
@@ -133,7 +134,8 @@ class Bench:
         setting = SETTINGS[preset]
         self.setting = setting if num_requests is None else setting._replace(requests=num_requests)
         self.target, self.draft = load_models(preset)
-        self.tokenizer = load_tokenizer(models.EMBEDDED / "target")  # its texts are nonsense for other models
+        self.tokenizer = load_tokenizer(models.EMBEDDED / "target")
+        self.has_text = preset == "embedded"
         self.source = source_of(preset, self.tokenizer)
         self.compilations = Compilations()
 
@@ -177,11 +179,18 @@ class Bench:
         """Add to a row what the engine did in the block: compilations, and pages that are still in use."""
         before = self.compilations.number
         yield
-        while (stats := engine.stats()).num_running + stats.num_waiting:  # what was cancelled has not ended yet
-            time.sleep(POLL)
-        pages = stats.pages
+        pages = wait_for_the_end(engine).pages
         row["compilations"] = row.get("compilations", 0) + self.compilations.number - before
         row["pages_used"] = None if pages is None else pages.num_used
+
+
+def wait_for_the_end(engine: specjax.Engine) -> engine_module.Stats:
+    """Wait until an engine has no more requests, also of those that were cancelled, and return its figures."""
+    while (stats := engine.stats()).num_running + stats.num_waiting:
+        time.sleep(POLL)
+    if not engine.is_running:
+        raise RuntimeError("the engine has failed")
+    return stats
 
 
 def verifier_of(num_drafts: int, rate: float | None) -> Any:
@@ -191,8 +200,9 @@ def verifier_of(num_drafts: int, rate: float | None) -> Any:
     return Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(num_drafts)])
 
 
-def params_of(work: Work) -> SamplingParams:
-    return SamplingParams(temperature=TEMPERATURE, seed=work.seed, max_tokens=work.max_tokens, ignore_eos=True)
+def params_of(work: Work, has_text: bool = True) -> SamplingParams:
+    lengths = {"max_tokens": work.max_tokens, "ignore_eos": True}
+    return SamplingParams(temperature=TEMPERATURE, seed=work.seed, detokenize=has_text, **lengths)
 
 
 def source_of(preset: str, tokenizer: Any) -> np.ndarray:
@@ -205,11 +215,11 @@ def source_of(preset: str, tokenizer: Any) -> np.ndarray:
     return np.concatenate([tokenizer.encode((stdlib / f"{name}.py").read_text()).ids for name in HELD_OUT])
 
 
-def streams(engine: specjax.Engine) -> Send:
+def streams(engine: specjax.Engine, has_text: bool) -> Send:
     """Return the function that sends a request of a load as a stream."""
 
     async def send(work: Work) -> AsyncIterator[dict[str, int] | None]:
-        request = engine.submit(work.prompt, params_of(work))
+        request = engine.submit(work.prompt, params_of(work, has_text))
         async for _ in request:
             yield None
         metrics = request.result().metrics
@@ -228,8 +238,9 @@ def run_all(engine: specjax.Engine, works: Sequence[Work]) -> dict[str, float]:
 
     def look() -> None:
         while not is_done.wait(POLL):
-            stats = engine.stats()
-            looks.append((time.perf_counter(), stats.num_tokens, stats.num_running))
+            lengths = [len(job.output.token_ids) for request in requests for job in request._samples.jobs]
+            num_done = sum(request.is_done for request in requests)
+            looks.append((time.perf_counter(), sum(lengths), sum(map(bool, lengths)) - num_done))
 
     watcher = threading.Thread(target=look)
     start = time.perf_counter()
@@ -246,12 +257,11 @@ def full_rate(looks: Sequence[tuple[float, int, int]]) -> float:
     """Return tokens/s between the first and the last look at which as many samples as ever had given tokens.
 
     Args:
-        looks: the time, the number of tokens so far and the number of running samples, in the order of time.
+        looks: the time, the number of tokens so far, and the number of samples that have some and have not ended, in
+            the order of time.
     """
     most = max((running for _, _, running in looks), default=0)
     full = [(when, tokens) for when, tokens, running in looks if running == most]
-    # The prompts of the last samples are still fed when they begin to run, which slows the others down.
-    full = full[len(full) // 4 :]
     if len(full) < 2:
         return math.nan
     (start, first), (end, last) = full[0], full[-1]
@@ -294,12 +304,12 @@ def loads(bench: Bench) -> Iterator[dict[str, Any]]:
             some = works[: max(concurrency * 2, setting.requests * concurrency // setting.concurrency[-1])]
             row: dict[str, Any] = {"load": f"closed loop, {concurrency}"}
             with bench.measured(engine, row):
-                result = asyncio.run(closed_loop(streams(engine), some, concurrency))
+                result = asyncio.run(closed_loop(streams(engine, bench.has_text), some, concurrency))
             rate = len(result.traces) / result.seconds
             yield row | figures(result)
         row = {"load": f"Poisson, {UTILISATION * rate:.2f} a second"}
         with bench.measured(engine, row):
-            result = asyncio.run(poisson(streams(engine), works, UTILISATION * rate))
+            result = asyncio.run(poisson(streams(engine, bench.has_text), works, UTILISATION * rate))
         yield row | figures(result)
 
 
@@ -356,7 +366,7 @@ def entering(bench: Bench) -> Iterator[dict[str, Any]]:
     row: dict[str, Any] = {"running": len(others), "long": setting.long}
     with bench.long_engine() as engine, bench.measured(engine, row):
         alone = engine.submit(long[0].prompt, params_of(long[0])).result().metrics.time_to_first_token
-        before, during, waited = asyncio.run(_enter(engine, others, long[1]))
+        before, during, waited = asyncio.run(_enter(engine, others, long[1], bench.has_text))
     num_chunks = -(-setting.long // chunk_size())
     yield row | {
         "step_s": statistics.median(before),
@@ -367,9 +377,12 @@ def entering(bench: Bench) -> Iterator[dict[str, Any]]:
     }
 
 
-async def _enter(engine: specjax.Engine, others: Sequence[Work], work: Work) -> tuple[list[float], list[float], float]:
+async def _enter(
+    engine: specjax.Engine, others: Sequence[Work], work: Work, has_text: bool
+) -> tuple[list[float], list[float], float]:
     """Run requests, then one more; return the others' gaps before and meanwhile, and its time to the first token."""
-    requests, traces = [engine.submit(other.prompt, params_of(other)) for other in others], [[] for _ in others]
+    requests = [engine.submit(other.prompt, params_of(other, has_text)) for other in others]
+    traces: list[list[float]] = [[] for _ in others]
 
     async def follow(request: Any, times: list[float]) -> None:
         with suppress(CancelledError):
@@ -380,7 +393,7 @@ async def _enter(engine: specjax.Engine, others: Sequence[Work], work: Work) -> 
     while min(map(len, traces)) < 64:
         await asyncio.sleep(0.01)
     start = time.perf_counter()
-    async for _ in engine.submit(work.prompt, params_of(work)):
+    async for _ in engine.submit(work.prompt, params_of(work, has_text)):
         break
     end = time.perf_counter()
     for request in requests:
@@ -422,10 +435,11 @@ def gap(bench: Bench) -> Iterator[dict[str, Any]]:
                 options.python_tracer_level = options.host_tracer_level = 0  # they would slow the host down
                 with jax.profiler.trace(folder, profiler_options=options):
                     time.sleep(0.5)
+                    for request in requests:
+                        request.cancel()
+                    wait_for_the_end(engine)  # the profiler may not stop while the device works
                 (path,) = Path(folder).rglob("*.xplane.pb")
                 row |= waits_of_device(jax.profiler.ProfileData.from_file(str(path)))
-            for request in requests:
-                request.cancel()
         yield row
 
 

@@ -137,7 +137,7 @@ def test_errors_over_http(script):
 
 
 def test_the_speed_of_a_full_engine(script):
-    looks = [(0.0, 0, 1), (1.0, 5, 2), (2.0, 10, 2), (3.0, 20, 2), (4.0, 30, 2), (5.0, 31, 1)]
+    looks = [(0.0, 0, 0), (1.0, 5, 1), (2.0, 10, 2), (3.0, 20, 2), (4.0, 30, 2), (5.0, 31, 1)]
     assert script("bench_engine").full_rate(looks) == 10.0
     assert math.isnan(script("bench_engine").full_rate(looks[:2]))
 
