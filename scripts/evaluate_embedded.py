@@ -60,6 +60,17 @@ def repeats(tokens: Sequence[int]) -> bool:
     return max(counts.values(), default=0) >= TIMES
 
 
+def loops(tokens: Sequence[int]) -> bool:
+    """Return whether some run of at most RUN tokens stands at TIMES places or more, one right behind the other."""
+    ids = np.asarray(tokens)
+    for size in range(1, RUN + 1):
+        is_same = ids[size:] == ids[:-size]
+        windows = np.convolve(is_same, np.ones((TIMES - 1) * size, int), "valid") if len(is_same) else np.zeros(0)
+        if len(is_same) >= (TIMES - 1) * size and (windows == (TIMES - 1) * size).any():
+            return True
+    return False
+
+
 def beginnings(stdlib: Path, tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Return the first tokens of functions and classes of the held-out modules, spread evenly over all of them."""
     texts = []
@@ -97,13 +108,18 @@ def main() -> None:
     whole = [tokenizer.decode([*prompt, *r.token_ids]) for prompt, r in zip(prompts, results, strict=True)]
     numbers["parse_rate"] = float(np.mean([parses(text) for text in whole]))
     numbers["repeat_rate"] = float(np.mean([repeats(r.token_ids) for r in results]))
+    numbers["loop_rate"] = float(np.mean([loops(r.token_ids) for r in results]))
     size = args.max_tokens
     pieces = [stream[i : i + size].tolist() for i in range(0, len(stream) - size, max(size, len(stream) // 256))]
-    usual = np.mean([repeats(piece) for piece in pieces])
+    usual, usual_loops = (np.mean([test(piece) for piece in pieces]) for test in (repeats, loops))
     print(f"continuations of {len(prompts)} held-out beginnings at temperature 0.8, {size} tokens each:")
     print(f"  {numbers['parse_rate']:.0%} parse up to their last complete statement")
     print(
         f"  {numbers['repeat_rate']:.0%} repeat a run of {RUN} tokens {TIMES} times ({usual:.0%} of held-out text does)"
+    )
+    print(
+        f"  {numbers['loop_rate']:.0%} repeat a run of at most {RUN} tokens {TIMES} times in a row "
+        f"({usual_loops:.0%} of held-out text does)"
     )
 
     starts = np.linspace(0, len(stream) - CONTEXT, PLACES).astype(int)

@@ -104,3 +104,14 @@ def test_what_repeats(evaluation):
     assert evaluation.repeats(run * 4) and evaluation.repeats([*run, 9] * 4) and evaluation.repeats([1] * 32)
     assert not evaluation.repeats(run * 3) and not evaluation.repeats([1] * 31)
     assert not evaluation.repeats(list(range(500)))
+
+
+def test_what_loops(evaluation):
+    run = list(range(8))
+    assert (
+        evaluation.loops([9, *run * 4, 9])
+        and evaluation.loops([1] * 4)
+        and evaluation.loops([5, 1, 2, 1, 2, 1, 2, 1, 2])
+    )
+    assert not evaluation.loops(run * 3) and not evaluation.loops([*run, 9] * 4) and not evaluation.loops([1, 1, 1, 2])
+    assert not evaluation.loops([*run, *run, *run, *run[:7]]) and not evaluation.loops([])
