@@ -403,7 +403,7 @@ def test_whatever_a_request_asks_for_survives_preemption(device):
         run(scheduler, jobs, 8, meanwhile(scheduler))
         assert_nothing_left(scheduler, tables)
         runs.append(jobs)
-    assert sum(job.num_preempted for job in runs[1]) > 6 and not any(job.num_preempted for job in runs[0])
+    assert sum(job.num_preempted for job in runs[1]) >= 6 and not any(job.num_preempted for job in runs[0])
     assert {"stop", "length"} == {job.output.finish_reason for job in runs[0]}
     assert sum(isinstance(job.output.stop_reason, str) for job in runs[0]) >= 3
     for one, other in zip(*runs, strict=True):
@@ -436,6 +436,27 @@ def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step, short_ch
         elif call != "evict":
             fed[-1] += call[1] * call[2]
     assert max(fed[1:]) == chunks_per_step * CHUNK
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_more_chunks_follow_each_other_while_most_prompts_wait(device, monkeypatch):
+    """By default: eight while more prompts wait than samples decode, and one from then on."""
+    calls = called(device, monkeypatch)
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    scheduler = Scheduler(device, tables, CHUNK, EOS)
+    params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=3)
+    for i, request in enumerate(some_jobs(NUM_SLOTS, 9, [params])):
+        request = replace_params(request, max_tokens=3)
+        scheduler.add(job_of(replace(request, prompt=np.arange(i, i + 25, dtype=np.int32))))  # four chunks
+    while scheduler.advance():
+        pass
+    fed = [0]  # calls with chunks since the step before
+    for call in calls:
+        if call == "step":
+            fed.append(0)
+        elif call != "evict":
+            fed[-1] += 1
+    assert fed[:2] == [8, 1] and sum(fed) == 4 * NUM_SLOTS  # two of three decode then
 
 
 def called(device, monkeypatch):

@@ -257,7 +257,7 @@ class Engine:
         max_waiting: the most requests that wait for a slot; None is no limit.
         chunks_per_step: between two steps no more tokens of prompts are fed than so many chunks have, padding included.
             1 keeps the time between the tokens of a request short while the prompts of others enter; more fill vacant
-            slots sooner.
+            slots sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
             decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
         choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
@@ -286,7 +286,7 @@ class Engine:
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
-        chunks_per_step: int = 1,
+        chunks_per_step: int | None = None,
         draft_lengths: Sequence[int] | None = None,
         choose_draft_length: Callable[[int, float], int] | None = None,
         grammar_seconds: float = 10.0,
@@ -294,7 +294,7 @@ class Engine:
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
         numbers = ("num_slots", num_slots), ("page_size", page_size), ("chunk_size", chunk_size)
-        for name, number in (*numbers, ("chunks_per_step", chunks_per_step)):
+        for name, number in (*numbers, ("chunks_per_step", 1 if chunks_per_step is None else chunks_per_step)):
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
         short_chunks = _short_chunks(short_chunks, chunk_size, num_slots)

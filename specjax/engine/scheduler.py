@@ -26,6 +26,7 @@ from specjax.sampling import Sampling
 from specjax.sampling.capacities import use_of
 from specjax.sampling.guided.tables import Grammar
 
+BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
 
@@ -130,7 +131,7 @@ class Scheduler:
             no more than so many tokens, fewer than `chunk_size`; None is no such call. Prompts whose log-probabilities
             are asked for take no part.
         chunks_per_step: the calls between two steps have the tokens of so many chunks, padding included, at most. One
-            call must not have more.
+            call must not have more. None is BURST while more jobs wait to be fed than are active, and 1 otherwise.
         choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
             returns the number of draft tokens of the next step, one of those of the device. None: always the largest.
 
@@ -148,12 +149,12 @@ class Scheduler:
         eos_token_ids: Sequence[int] = (),
         *,
         short_chunks: tuple[int, int] | None = None,
-        chunks_per_step: int = 1,
+        chunks_per_step: int | None = None,
         choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
         self._short, self._choose = short_chunks, choose_draft_length
-        self._tokens_per_step = chunks_per_step * chunk_size
+        self._chunks_per_step = chunks_per_step
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
@@ -210,7 +211,7 @@ class Scheduler:
         """Do one round; return whether there is more to do."""
         self.changed = []
         self._admit()
-        num_left = self._tokens_per_step
+        num_left = self._chunks_between_steps() * self._chunk_size
         while num_fed := self._feed(num_left):
             num_left -= num_fed
         self._step()
@@ -265,6 +266,13 @@ class Scheduler:
         job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
         self._is_table_new = True
         return True
+
+    def _chunks_between_steps(self) -> int:
+        """Return how many chunks may be fed before the next step."""
+        if self._chunks_per_step is not None:
+            return self._chunks_per_step
+        num_active = len(self._active)
+        return BURST if len(self.running) - num_active > num_active else 1
 
     def _feed(self, most: int) -> int:
         """Feed the next chunk of the first job whose prompt is not computed; with a short one, those of others.
