@@ -135,11 +135,12 @@ def candidates(
     A draw from a block takes no number that depends on which block is drawn. So every block draws, and what the
     devices have to tell each other fits one exchange.
 
+    The arguments that are not named here are as `recover` takes them.
+
     Args:
         batch: what is verified, K >= 1, whose rows have `first_id`.
         uniforms: [B, K+2] `Statistics.uniforms`.
         decision: how many drafts are accepted.
-        recover_best, log_probs, tile_size, num_warps, interpret: as `recover` takes them.
 
     Returns:
         Candidates of this part.
@@ -174,13 +175,14 @@ def recover_candidate(
 ) -> Verdict[Array]:
     """Emit the accepted drafts and one more token, as `recover` does, given the candidates of all parts.
 
+    The arguments that are not named here are as `recover` takes them.
+
     Args:
         batch: what is verified, of which the logits are not read.
         uniforms: [B, K+2] `Statistics.uniforms`.
         decision: how many drafts are accepted.
         found: the candidates of all parts. Their logits are given where log-probabilities are wanted.
         part_size: the number of ids in a part.
-        recover_best, num_warps, interpret: as `recover` takes them.
 
     Returns:
         Verdict.

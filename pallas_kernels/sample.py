@@ -137,11 +137,12 @@ def draws(
 ) -> Draws[Array]:
     """Draw from every row of a part of the vocabulary; `choose_draws` chooses among all parts.
 
+    The arguments that are not named here are as `sample` takes them.
+
     Args:
         key_data: as `sample` takes it.
         batch: as `sample` takes it, whose rows have `first_id`.
         first_block: [1] int32, the blocks of the parts before this one.
-        purpose, log_probs, tile_size, num_warps, draw_num_warps, interpret: as `sample` takes them.
 
     Returns:
         Draws of this part.
