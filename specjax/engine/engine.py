@@ -23,7 +23,7 @@ from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
 from specjax.engine.requests import Piece, Result, Samples
-from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.scheduler import Counts, Job, Scheduler
 from specjax.engine.slots import Slots
 from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import Capacities, check_grammar, of_request
@@ -71,15 +71,20 @@ class _Counts(NamedTuple):
 
     def plus(self, jobs: Iterable[Job]) -> "_Counts":
         """Add those of jobs."""
-        counts = self
+        slots_of: dict[Counts, list[int]] = {}  # most jobs have the counts of the last step
+        num_tokens = num_preempted = 0
         for job in jobs:
-            figures = 0, 0, 0, 0
-            if (totals := job.totals) is not None:
-                figures = int(totals.row_steps), int(totals.drafted), int(totals.accepted), totals.accepted_at
-            own = job.output.num_certain, job.num_preempted, *figures
-            sums: Any = (a + b for a, b in zip(counts, own, strict=True))
-            counts = _Counts(*sums)
-        return counts
+            num_tokens, num_preempted = num_tokens + job.output.num_certain, num_preempted + job.num_preempted
+            if job.counts is not None:
+                slots_of.setdefault(job.counts[0], []).append(job.counts[1])
+        sums = np.array([num_tokens, num_preempted, 0, 0, 0]), np.zeros_like(self.num_accepted_at)
+        for counts, slots in slots_of.items():
+            totals = counts.totals
+            figures = [int(x[slots].sum()) for x in (totals.row_steps, totals.drafted, totals.accepted)]
+            sums = sums[0] + [0, 0, *figures], sums[1] + totals.accepted_at[slots].sum(axis=0)
+        added: Any = (*sums[0].tolist(), sums[1])
+        numbers: Any = (old + new for old, new in zip(self, added, strict=True))
+        return _Counts(*numbers)
 
 
 class QueueFull(RuntimeError):
