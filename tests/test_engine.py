@@ -406,12 +406,12 @@ def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkey
     for request in slow:
         request.cancel()
         with pytest.raises(CancelledError):
-            request.result(timeout=10)
+            request.result(timeout=60)
     stats = guided_engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.pages.num_used) == (0, 0, 0)
     monkeypatch.setattr(guided_engine._compiler, "_time_limit", 60)
     fine = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("AC"), max_tokens=3))
-    assert fine.result(timeout=30).text == "AC"
+    assert fine.result(timeout=120).text == "AC"
 
 
 @pytest.mark.slow
