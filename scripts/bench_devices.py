@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,19 +41,7 @@ from specjax.types import Model
 AXIS = "tensor"
 PRESETS = ("8b", "8b-1b", "70b", "70b-1b", "embedded")
 SIZES = SHAPES | {
-    "70b": DecoderConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_size=128,
-        mlp_size=28672,
-        max_length=131072,
-        rope_theta=5e5,
-        tie_embeddings=False,
-        transposed=True,
-    )
+    "70b": replace(SHAPES["8b"], hidden_size=8192, num_layers=80, num_heads=64, mlp_size=28672),
 }
 
 

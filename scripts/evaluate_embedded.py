@@ -64,9 +64,11 @@ def loops(tokens: Sequence[int]) -> bool:
     """Return whether some run of at most RUN tokens stands at TIMES places or more, one right behind the other."""
     ids = np.asarray(tokens)
     for size in range(1, RUN + 1):
-        is_same = ids[size:] == ids[:-size]
-        windows = np.convolve(is_same, np.ones((TIMES - 1) * size, int), "valid") if len(is_same) else np.zeros(0)
-        if len(is_same) >= (TIMES - 1) * size and (windows == (TIMES - 1) * size).any():
+        length = (TIMES - 1) * size  # so many tokens equal those `size` places before
+        if (
+            len(ids) >= length + size
+            and (np.convolve(ids[size:] == ids[:-size], np.ones(length), "valid") == length).any()
+        ):
             return True
     return False
 

@@ -75,8 +75,8 @@ class _Counts(NamedTuple):
         num_tokens = num_preempted = 0
         for job in jobs:
             num_tokens, num_preempted = num_tokens + job.output.num_certain, num_preempted + job.num_preempted
-            if job.counts is not None:
-                slots_of.setdefault(job.counts[0], []).append(job.counts[1])
+            if (last := job.counts) is not None:  # which another thread may replace
+                slots_of.setdefault(last[0], []).append(last[1])
         sums = np.array([num_tokens, num_preempted, 0, 0, 0]), np.zeros_like(self.num_accepted_at)
         for counts, slots in slots_of.items():
             totals = counts.totals
