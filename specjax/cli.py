@@ -5,7 +5,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,21 +39,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments of the command; None takes the arguments of the process.
 
     Returns:
-        The exit code: 0 for success, 2 for bad arguments, 130 after an interruption.
+        The exit code: 0 for success, 2 for bad arguments, 130 after an interruption, 141 where what the command writes
+        is not read any more, as `head` does.
     """
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly, as other commands do, when a pipe closes
     args = _parser().parse_args(argv)
     try:
-        return _run(args)
+        exit_code = _run(args)
+        sys.stdout.flush()
+        return exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        _discard_output()
+        return 141
     except ModuleNotFoundError as error:
         message = f'the package {error.name} is missing, install it with: pip install "specjax[{args.extra}]"'
     except (ValueError, OSError, NotImplementedError) as error:
         message = str(error)
     print(f"specjax: error: {message}", file=sys.stderr)
     return 2
+
+
+def _discard_output() -> None:
+    """Let Python write what is left of the output to nowhere, else it complains when it ends.
+
+    The signal SIGPIPE, which ends other commands here, stays ignored: it would also end this process without a message
+    where a client of the server, a process that compiles grammars or another process of the job has gone.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for file in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -223,8 +238,6 @@ def _serve(args: argparse.Namespace) -> int:
     from specjax.server.run import serve
     from specjax.server.served import name_of
 
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # clients leave at any time
     llm = _load_llm(args, **_verifier(args))
     name = args.name or name_of(args.model)
     return serve(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,18 @@ class TestText:
         exit_code, out, err = generate(PROMPT)
         assert (exit_code, out) == (130, "o東京\n")
         assert "7 tokens in" in err
+
+
+def test_the_reader_of_the_output_leaves(model):
+    """As `head` does: the command ends quietly. Its threads need the signal of broken pipes to stay ignored."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    arguments = ["generate", PROMPT, "--model", model]
+    code = f"import signal, sys, specjax.cli; code = specjax.cli.main({arguments}); assert signal.getsignal("
+    code += "signal.SIGPIPE) is signal.SIG_IGN; sys.exit(code)"
+    ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, timeout=300)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def interrupt_after(monkeypatch, calls):
