@@ -125,14 +125,18 @@ class Bench:
     Args:
         preset: names the models and the setting.
         num_requests: requests of a load.
+        num_slots: slots of the engine for loads, and the streams of its closed loop.
 
     Attributes:
         compile_s: seconds that the start of the last engine took.
     """
 
-    def __init__(self, preset: str, num_requests: int | None = None):
-        setting = SETTINGS[preset]
-        self.setting = setting if num_requests is None else setting._replace(requests=num_requests)
+    def __init__(self, preset: str, num_requests: int | None = None, num_slots: int | None = None):
+        self.setting = SETTINGS[preset]
+        if num_slots is not None:
+            self.setting = self.setting._replace(num_slots=num_slots, concurrency=(num_slots,), requests=4 * num_slots)
+        if num_requests is not None:
+            self.setting = self.setting._replace(requests=num_requests)
         self.target, self.draft = load_models(preset)
         self.tokenizer = load_tokenizer(models.EMBEDDED / "target")
         self.has_text = preset == "embedded"
@@ -550,11 +554,12 @@ def main() -> None:
     parser.add_argument("--preset", choices=tuple(SETTINGS), default="embedded")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--requests", type=int, help="requests of a load; default: those of the preset")
+    parser.add_argument("--slots", type=int, help="slots for loads, and streams of their one closed loop")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
-    bench = Bench(args.preset, args.requests)
+    bench = Bench(args.preset, args.requests, args.slots)
     device = jax.devices()[0]
     print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}.")
     rows = []

@@ -7,6 +7,7 @@
 The load is that of `bench_engine.py`, and so is the table: requests of mixed lengths as streams of /v1/completions, in
 closed loops and with Poisson arrivals at 70 % of the capacity of the largest loop. Prompts are random token ids, so
 that every server gets the same work. The clients take a core of their own where the server leaves one.
+`random_checkpoint.py` writes a model of real size for a server.
 """
 
 import argparse

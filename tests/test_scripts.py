@@ -16,6 +16,8 @@ import pytest
 from jax.sharding import Mesh
 
 from specjax import Categorical, Draft, models
+from specjax.engine.tokenizer import load_tokenizer
+from specjax.types import ModelInput
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BENCHES = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
@@ -88,6 +90,21 @@ def test_random_weights_are_made_where_they_stay(script):
     assert jax.tree.structure(made) == jax.tree.structure(expected)
     for got, wanted in zip(*map(jax.tree.leaves, (made.params, expected.params)), strict=True):
         assert (got.shape, got.dtype, got.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ties", [False, True])
+def test_random_checkpoints_load(ties, script, run, monkeypatch, tmp_path):
+    shapes = script("bench_decode").SHAPES
+    small = {"vocab_size": 60, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
+    config = replace(shapes["8b"], **small, mlp_size=24, tie_embeddings=ties)
+    monkeypatch.setitem(shapes, "100m", config)
+    run("random_checkpoint", tmp_path / "model", "--shape", "100m")
+    read, made = models.load(tmp_path / "model", dtype="bfloat16"), script("bench_decode").random_model(config)
+    tokens = ModelInput(jnp.arange(5)[None] * 11, jnp.arange(5)[None])
+    got, expected = (model.apply(model.params, tokens, model.init_cache(1, 8))[0].logits for model in (read, made))
+    np.testing.assert_array_equal(got, expected)
+    assert load_tokenizer(tmp_path / "model").decode([7, 59]) == "7 59"
 
 
 @pytest.mark.slow
