@@ -457,6 +457,7 @@ def test_bad_sizes(target, options, message):
         engine_of(target, make_proposer("ngram", None), **options)
 
 
+@pytest.mark.slow
 def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
     def choose(num_running, rate):
         raise ZeroDivisionError("no choice")

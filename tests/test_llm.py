@@ -142,6 +142,7 @@ def tokens(results):
 
 
 class TestGenerate:
+    @pytest.mark.slow
     def test_greedy_batch_equals_plain_decoding(self, llm):
         results = llm.generate(PROMPTS, GREEDY)
         plain = llm.plain().generate(PROMPTS, GREEDY)
@@ -176,6 +177,7 @@ class TestGenerate:
         steps = [result.metrics.num_steps for result in results]
         assert steps[0] < steps[2] < steps[1]
 
+    @pytest.mark.slow
     def test_seeded_request_ignores_its_batch(self, llm):
         def seeded(seed):
             return SamplingParams(temperature=1, max_tokens=20, seed=seed)

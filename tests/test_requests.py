@@ -164,6 +164,7 @@ class TestSamples:
         used = jnp.concatenate([requests, samples[1:], keys.positions(samples, jnp.zeros(4, jnp.int32), 63).ravel()])
         assert len({tuple(words) for words in jax.random.key_data(used).tolist()}) == len(used)
 
+    @pytest.mark.slow
     def test_samples_ignore_the_batch(self, llm):
         alone = [llm.generate(prompt, sampled(n=2, seed=i))[0] for i, prompt in enumerate(PROMPTS[:2])]
         params = [sampled(n=2, seed=0), sampled(n=2, seed=1), sampled(seed=0)]

@@ -56,6 +56,7 @@ class TestFormats:
         with pytest.raises(ValueError, match=r'to read vocab.json, install transformers: pip install "specjax\[hf\]"'):
             load_tokenizer(tmp_path)
 
+    @pytest.mark.slow
     def test_other_format(self, tmp_path):
         """vocab.json and merges.txt, as OPT has them: text begins with </s>."""
         pytest.importorskip("transformers")
