@@ -312,7 +312,7 @@ def step(
     )
     buffer = state.log_probs
     if buffer is not None:
-        slots = context.length[:, None] + jnp.arange(tokens.shape[1])[None]
+        slots = context.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         buffer = log_probs.record(buffer, slots, tokens, _reported(target), **shared)
     entries = None if num_logprobs is None else log_probs.logprobs(_reported(target), tokens, num_logprobs, **shared)
     state = state._replace(
@@ -388,7 +388,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
     context, sampling = state.context, state.sampling
     batch_size, width = verified.tokens.shape
     buffer_size = context.tokens.shape[1]
-    index = jnp.arange(width)[None]
+    index = jnp.arange(width, dtype=jnp.int32)[None]
     is_stop = jnp.zeros(verified.tokens.shape, bool)
     if sampling.stop_tokens is not None:
         is_stop = jnp.any(verified.tokens[:, :, None] == sampling.stop_tokens[:, None], axis=-1) & (

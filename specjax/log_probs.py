@@ -89,7 +89,8 @@ def _most_likely(ids: Array, log_prob: Array, axis_name: str) -> tuple[Array, Ar
 def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
     """Return an empty buffer for B sequences of at most L tokens: fields [B, L] and [B, L, n], without ranks."""
     shape = batch_size, max_length
-    return LogProbs(jnp.zeros(shape), None, jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
+    floats = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, n), jnp.float32)
+    return LogProbs(floats[0], None, jnp.zeros((*shape, n), jnp.int32), floats[1])
 
 
 def record(
@@ -117,6 +118,6 @@ def record(
     """
     size, n = buffer.top.shape[1:]
     entries = logprobs(target, tokens, n, axis_name=axis_name)._replace(rank=None)
-    rows = jnp.arange(tokens.shape[0]) if rows is None else rows
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if rows is None else rows
     at = rows[:, None], jnp.where(tokens >= 0, slots, size)
     return jax.tree.map(lambda array, entry: array.at[at].set(entry, mode="drop"), buffer, entries)

@@ -176,5 +176,5 @@ def without_padding(logits: Array, num_padding: int, axis_name: str | None) -> A
     if not num_padding:
         return logits
     size = logits.shape[-1]
-    ids = shards.first_id(size, axis_name) + jnp.arange(size)
+    ids = shards.first_id(size, axis_name) + jnp.arange(size, dtype=jnp.int32)
     return jnp.where((ids < size * shards.num_shards(axis_name) - num_padding)[None, None], logits, -jnp.inf)

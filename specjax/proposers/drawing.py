@@ -99,7 +99,7 @@ def drawer_of(
         reduced: the draft vocabulary; None is the target's.
         is_partial: whether only some tokens of the target's vocabulary have logits above -inf.
     """
-    keys = stream(keys[:, :1], DRAFT, jnp.arange(proposer.num_draft_tokens)[None])
+    keys = stream(keys[:, :1], DRAFT, jnp.arange(proposer.num_draft_tokens, dtype=jnp.int32)[None])
     sampling = draft_sampling(sampling, proposer.temperature, proposer.is_greedy)
     return Drawer(keys, context, sampling, proposer.is_greedy, reduced, is_partial)
 
@@ -171,7 +171,7 @@ class Drawer:
         else:
             # The scan traces `advance` once, a Python loop would trace it K-1 times. It is unrolled because the trip
             # count is small: straight code needs no loop on the device inside the loop of steps.
-            state, _ = jax.lax.scan(body, state, jnp.arange(1, width), unroll=True)
+            state, _ = jax.lax.scan(body, state, jnp.arange(1, width, dtype=jnp.int32), unroll=True)
         drafts, drawn, carry = state
         return self._draft(drafts, drawn), carry
 
@@ -223,5 +223,5 @@ def only_in(rows: Array, draft: Draft) -> Draft:
     """Return the draft with no tokens outside `rows` [B] bool, and -1 past the end of each row."""
     width = draft.tokens.shape[1]
     count = jnp.where(rows, width if draft.num_tokens is None else draft.num_tokens, 0).astype(jnp.int32)
-    tokens = jnp.where(jnp.arange(width)[None] < count[:, None], draft.tokens, -1)
+    tokens = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < count[:, None], draft.tokens, -1)
     return Draft(tokens, draft.distribution, count)
