@@ -43,7 +43,11 @@ def positions(request_keys: Array, lengths: Array, num_draft_tokens: int) -> Arr
         request_keys: [B], one key for each request.
         lengths: [B] int32, the number of committed tokens.
         num_draft_tokens: K.
+
+    Raises:
+        ValueError: `request_keys` are raw keys, or keys of another generator than threefry.
     """
+    check(request_keys)
     return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None])
 
 

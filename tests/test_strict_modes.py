@@ -389,7 +389,7 @@ class TestWrongArrays:
         with pytest.raises(ValueError, match=message):
             sampling.process(sampling.batch([SamplingParams()]), logits, context, jnp.zeros((1, 0), jnp.int32))
 
-    @pytest.mark.parametrize("dtype", [FLOAT8, jnp.complex64])
+    @pytest.mark.parametrize("dtype", [FLOAT8, jnp.complex64, jnp.int32, jnp.bool])
     def test_of_probabilities(self, dtype):
         with pytest.raises(ValueError, match=f"probs {DTYPES}{dtype.__name__}"):
             Categorical.from_probs(jnp.ones((1, 1, 2), dtype))

@@ -323,6 +323,7 @@ class TestContract:
                 lambda k, d, t: (k, d, t._replace(temperature=jnp.ones(3))),
                 r"target.temperature must have shape \[B\] = \(4,\), got \(3,\)",
             ),
+            (lambda k, d, t: (k, d, None), r"target must be a specjax.Categorical or its logits .*, got None"),
             (
                 lambda k, d, t: (k, d, t._replace(logits=t.logits.astype(jnp.int32))),
                 r"target must be of one of the dtypes float32, bfloat16, float16, float64, got int32",

@@ -168,8 +168,10 @@ def draft_model(
         A proposer.
 
     Raises:
-        ValueError: a number is out of its range, or `max_length` exceeds the limit of the model.
+        ValueError: `model` is no Model, a number is out of its range, or `max_length` exceeds the limit of the model.
     """
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be a Model, got {type(model).__name__}")
     values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length

@@ -70,12 +70,18 @@ def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: boo
         sampling: the parameters of the requests.
         temperature: temperature of drafts, [] or [B], for requests that are not greedy; None is the request's own.
         is_greedy: whether all drafts are greedy.
+
+    Raises:
+        ValueError: there are as many temperatures as another batch has rows.
     """
     if is_greedy:
         return sampling._replace(temperature=None, top_k=None, top_p=None, min_p=None)
     if temperature is None:
         return sampling
-    temperature = jnp.broadcast_to(temperature, sampling.max_tokens.shape)
+    rows = sampling.max_tokens.shape
+    if temperature.shape not in ((), rows):
+        raise ValueError(f"temperature must be one number or have shape [B] = {rows}, got {temperature.shape}")
+    temperature = jnp.broadcast_to(temperature, rows)
     if sampling.temperature is not None:
         temperature = jnp.where(sampling.temperature > 0, temperature, 0)
     return sampling._replace(temperature=temperature)

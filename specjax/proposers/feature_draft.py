@@ -121,7 +121,7 @@ def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:
     """
     slots = context.length[:, None] + jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
     inputs = ModelInput(jnp.maximum(verified.tokens, 0), slots, pages=context.pages)
-    return inputs, jnp.maximum(jnp.sum(verified.tokens >= 0, axis=1) - 1, 0)
+    return inputs, jnp.maximum(jnp.sum(verified.tokens >= 0, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def row_of(x: Array, index: Array) -> Array:

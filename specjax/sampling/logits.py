@@ -5,7 +5,7 @@ processors; logit bias; the masks (allowed tokens, guided decoding, bad words, m
 presence penalties; temperature; min-p; top-k; top-p.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def process(
 
     Raises:
         ValueError: an argument has a wrong shape or dtype, a grammar has another vocabulary, a guided context has no
-            state, a logits processor returns another shape, or is given a part of a vocabulary.
+            state, or a logits processor returns no logits of its shape or is given a part of a vocabulary.
     """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
     check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
@@ -115,13 +115,20 @@ def _run_processors(
     )
     for function, rows in processors:
         processed = jax.vmap(jax.vmap(function))(logits, one)
-        if processed.shape != logits.shape:
-            raise ValueError(
-                f"logits_processors must return shape [V] = ({logits.shape[-1]},), "
-                f"got {processed.shape[2:]} from {function.func}"
-            )
+        _check_processed(processed, logits, function)
         logits = jnp.where(rows[:, None, None], processed, logits)
     return logits
+
+
+def _check_processed(processed: Any, logits: Array, function: Partial) -> None:
+    """Raise ValueError unless a logits processor has returned logits for the rows that it was given."""
+    is_array = isinstance(processed, jax.Array)
+    if not (is_array and processed.shape == logits.shape and jnp.issubdtype(processed.dtype, jnp.floating)):
+        got = f"{processed.dtype} {processed.shape[2:]}" if is_array else type(processed).__name__
+        raise ValueError(
+            f"logits_processors must return floating numbers of shape [V] = ({logits.shape[-1]},), got {got} from "
+            f"{function.func}"
+        )
 
 
 def _mask(

@@ -161,6 +161,8 @@ def _checked(
     """Return the arguments of a verifier as records of JAX arrays, after the checks."""
     if not isinstance(draft, Draft):
         raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
+    if target is None:
+        raise ValueError("target must be a specjax.Categorical or its logits [B, K+1, V], got None")
     target = target if isinstance(target, Categorical) else Categorical(jnp.asarray(target))
     arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
     check_shapes(*arrays)
