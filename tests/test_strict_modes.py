@@ -2,14 +2,19 @@
 
 from functools import partial
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_block_draft
+import test_eagle
+import test_medusa
+import test_mlp_speculator
 from jax.experimental import checkify
 from jax.tree_util import Partial
 
-from specjax import decode, distributions, log_probs, proposers, ragged, sampling, scorers, testing, verifiers
+from specjax import decode, distributions, log_probs, models, proposers, ragged, sampling, scorers, testing, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
 from specjax.sampling.guided.tables import Grammar
@@ -91,6 +96,17 @@ def bigram():
 
 
 PROPOSERS = ("none", "ngram", "draft_model", "greedy draft_model", "fallback", "toy")
+
+
+DRAFTERS = {  # functions that write a checkpoint to a directory
+    "eagle": test_eagle.write_eagle,
+    "eagle3": partial(test_eagle.write_eagle3, layout="authors"),
+    "p_eagle": partial(test_eagle.write_eagle3, layout="parallel"),
+    "medusa": lambda directory, target: test_medusa.authors(directory),
+    "mlp_speculator": lambda directory, target: test_mlp_speculator.write(directory),
+    "dflash": lambda directory, target: test_block_draft.write(directory, "authors"),
+    "dspark": lambda directory, target: test_block_draft.write(directory, "dspark"),
+}
 
 
 def every_proposer():
@@ -260,6 +276,14 @@ class TestStrictPromotion:
     )
     def test_the_loop(self, verifier, proposer):
         self.assert_same_dtypes(partial(generate, bigram(), every_proposer()[proposer], bound(verifier)))
+
+    @pytest.mark.parametrize("name", DRAFTERS)
+    def test_drafters_on_features(self, tmp_path, name):
+        target = heads.make_target()
+        DRAFTERS[name](tmp_path, target)
+        target = models.with_feature_layers(target, proposers.feature_layers(tmp_path, target))
+        proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+        self.assert_same_dtypes(lambda: decode.generate(target, proposer, heads.start(target, proposer)))
 
     def test_batch_expansion(self):
         self.assert_same_dtypes(partial(generate, bigram(), proposers.ngram(K), scorer=scorers.batch_expansion))
