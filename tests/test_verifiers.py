@@ -357,6 +357,11 @@ class TestContract:
         with pytest.raises(ValueError, match=message):
             bound(name)(*change(jax.random.key(0), *example(4)))
 
+    def test_x64_with_strict_promotion(self, name):
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+            verified = jax.eval_shape(bound(name), jax.random.key(0), *example())
+        assert verified.tokens.dtype == verified.num_accepted.dtype == jnp.int32
+
     def test_bad_implementation(self, name):
         with pytest.raises(ValueError, match="implementation must be None, 'xla', 'pallas' or 'interpret', got 'cuda'"):
             bound(name)(jax.random.key(0), *example(), implementation="cuda")
