@@ -176,7 +176,7 @@ def main(number: int) -> None:
         page_size=PAGE_SIZE,
         chunk_size=CHUNK_SIZE,
         tokenizer=Tokenizer(tokenizer),
-        eos_token_ids=eos_token_ids(directory, tokenizer),
+        eos_token_ids=eos_token_ids(directory, tokenizer, model.vocab_size),
         capacities=specjax.Capacities(grammars=2, grammar_states=300, grammar_classes=200),
         grammar_seconds=2,
     )

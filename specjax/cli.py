@@ -5,8 +5,10 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 2 for bad arguments, 130 after an interruption, 141 where what the command writes
         is not read any more, as `head` does.
     """
+    _open_missing_files()
     args = _parser().parse_args(argv)
     try:
-        exit_code = _run(args)
-        sys.stdout.flush()
+        with _interruptible():
+            exit_code = _run(args)
+            sys.stdout.flush()
         return exit_code
     except KeyboardInterrupt:
         return 130
@@ -58,6 +62,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     print(f"specjax: error: {message}", file=sys.stderr)
     return 2
+
+
+def _open_missing_files() -> None:
+    """Put nothing in the place of standard files that whoever started the process has closed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Repeat an interruption that is lost because it comes while Python calls JAX as it collects garbage."""
+    before = sys.unraisablehook
+
+    def interrupt_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = interrupt_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _discard_output() -> None:

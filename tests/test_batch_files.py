@@ -136,6 +136,13 @@ def test_bad_lines_become_errors(served, files):
     assert run(Engine(), served, files) == (0, 0, 16)  # they are done, too
 
 
+def test_other_encodings(served, files):
+    """The mark of UTF-8 that some editors put before a text is none of it; other encodings are errors."""
+    files[0].write_bytes(b"\xef\xbb\xbf" + json.dumps(line(0)).encode() + b"\n" + json.dumps(line(1)).encode("utf-16"))
+    assert run(Engine(), served, files)[:2] == (2, 1)
+    assert "must be JSON in UTF-8" in files[1].read_text()
+
+
 def test_an_error_in_one_request_is_its_own(served, files):
     files[2]([line(0), line(1, {"seed": 13}), line(2)])
     assert run(Engine(), served, files) == (3, 1, 0)

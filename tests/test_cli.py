@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,37 @@ def test_the_reader_of_the_output_leaves(model):
     ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, timeout=300)
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_an_interruption_that_python_drops_is_repeated(generate, monkeypatch):
+    """As it does where JAX is called while garbage is collected."""
+
+    class Dropping:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    step, counter = Slots.step, iter(range(100))
+
+    def step_that_drops(*args, **options):
+        if next(counter) == 1:
+            Dropping()
+        time.sleep(0.2)
+        return step(*args, **options)
+
+    monkeypatch.setattr(Slots, "step", step_that_drops)
+    exit_code, out, _ = generate(PROMPT)
+    assert exit_code == 130 and TEXT.startswith(out.rstrip("\n")) and out != TEXT + "\n"
+
+
+@pytest.mark.parametrize(
+    "closed, exit_code, out, err",
+    [("0<&-", 2, "", "must have at least one token"), ("1>&-", 0, "", "tokens/s"), ("2>&-", 2, "", "")],
+)
+def test_closed_files(model, closed, exit_code, out, err):
+    command = ["bash", "-c", f'"$@" {closed}', "-", sys.executable, "-m", "specjax", "generate", "-", "--model", model]
+    ended = subprocess.run(command, input="" if closed == "2>&-" else PROMPT, capture_output=True, text=True)
+    assert ended.returncode == exit_code and ended.stdout == out
+    assert err in ended.stderr and "Traceback" not in ended.stderr
 
 
 def interrupt_after(monkeypatch, calls):

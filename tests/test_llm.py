@@ -562,6 +562,7 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"num_draft_tokens": -1}, "num_draft_tokens must be an integer >= 0 or 'auto', got -1"),
+            ({"num_draft_tokens": MAX_LENGTH}, "num_draft_tokens must be less than 192, the model's limit, got 192"),
             ({"max_length": MAX_LENGTH + 1}, r"max_length must be in \[2, 192\], the model's limit, got 193"),
             ({"num_slots": 0}, "num_slots must be None or an integer >= 1, got 0"),
             ({"num_draft_tokens": True}, "num_draft_tokens must be an integer >= 0 or 'auto', got True"),
@@ -575,6 +576,8 @@ class TestBadInput:
                 {"draft": "./no/such"},
                 "draft must be a directory with a Hugging Face checkpoint, or the name of one .*, got './no/such'",
             ),
+            ({"model": ""}, "model must be a directory with a Hugging Face checkpoint, .*, got ''"),
+            ({"draft": ""}, "draft must be a directory with a Hugging Face checkpoint, .*, got ''"),
             ({"draft": 3}, "draft must be a directory or a proposer, got int"),
             ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got int8"),
         ],

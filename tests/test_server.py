@@ -227,6 +227,8 @@ class TestAnswers:
         assert client.call("GET", "/v1/models/large")[0] == 404
         tokens = client.call("POST", "/tokenize", {"prompt": "the cat"})[2]["tokens"]
         assert tokens == served.tokenizer.encode("the cat").ids
+        for path, body in {"/tokenize": {"prompt": "the cat"}, "/detokenize": {"tokens": tokens}}.items():
+            assert client.call("POST", path, body | {"model": "other"})[0] == 404
         text = client.call("POST", "/detokenize", {"tokens": tokens})[2]["prompt"]
         assert "the cat" in text
         assert "version" in client.call("GET", "/version")[2]

@@ -97,23 +97,28 @@ class TestEndOfSequence:
     def test_ids(self, tmp_path, files, expected):
         for name, content in files.items():
             write_json(tmp_path / f"{name}.json", content)
-        assert eos_token_ids(tmp_path, make_tokenizer()) == expected
+        assert eos_token_ids(tmp_path, make_tokenizer(), 300) == expected
 
     @pytest.mark.parametrize(
         ("name", "content", "match"),
         [
-            ("config", {"eos_token_id": "</s>"}, "eos_token_id in .*config.json must be a token id or a list"),
+            (
+                "config",
+                {"eos_token_id": "</s>"},
+                r"in .*config.json must be a token id in \[0, vocab_size = 300\) or",
+            ),
             ("generation_config", {"eos_token_id": [1, -1]}, "eos_token_id in .*generation_config.json must be"),
+            ("config", {"eos_token_id": [1, 300]}, r"eos_token_id in .*config.json must be .* got \[1, 300\]"),
             ("generation_config", [], "generation_config.json must hold a JSON object"),
             ("tokenizer_config", {"eos_token": 2}, "eos_token in .*tokenizer_config.json must be str, got 2"),
             ("tokenizer_config", {"eos_token": {}}, "must have the field eos_token.content"),
-            ("tokenizer_config", {"eos_token": "<end>"}, "must be a token of the tokenizer, got '<end>'"),
+            ("tokenizer_config", {"eos_token": "<end>"}, "must be a token of the tokenizer .*, got '<end>'"),
         ],
     )
     def test_damaged(self, tmp_path, name, content, match):
         write_json(tmp_path / f"{name}.json", content)
         with pytest.raises(ValueError, match=match):
-            eos_token_ids(tmp_path, make_tokenizer())
+            eos_token_ids(tmp_path, make_tokenizer(), 300)
 
 
 @pytest.mark.parametrize(

@@ -370,6 +370,8 @@ class Engine:
             RuntimeError: the engine is closed or has failed.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, got {params!r}")
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
@@ -404,8 +406,10 @@ class Engine:
     ) -> Result:
         """Return the result of a request; if the caller is cancelled, so is the request. The arguments: `submit`."""
         request = self.submit(prompt, params, priority=priority)
+        result = asyncio.wrap_future(request._future)
+        result.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio misses a reader
         try:
-            return await asyncio.shield(asyncio.wrap_future(request._future))
+            return await asyncio.shield(result)
         except asyncio.CancelledError:
             request.cancel()
             raise

@@ -137,7 +137,7 @@ class _Process:
         """Return the grammar of a source."""
         answer = self._ask(write_source(source), time_limit, "guided_decoding must be a grammar that compiles")
         if answer[:1] == b"E":
-            raise ValueError(f"guided_decoding must be a valid grammar, got {answer[1:].decode()}")
+            raise ValueError(f"guided_decoding must be a valid grammar: {answer[1:].decode()}")
         return read_grammar(answer[1:])
 
     def _ask(self, question: bytes, time_limit: float, expected: str) -> bytes:

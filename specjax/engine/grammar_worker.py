@@ -89,7 +89,8 @@ def main() -> None:
             try:
                 answer = b"G" + write_grammar(source.compile(vocabulary, eos_token_ids))
             except Exception as error:
-                answer = b"E" + f"{type(error).__name__}: {error}".encode(errors="replace")
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                answer = b"E" + f"{kind}{error}".encode(errors="replace")
             write_frame(answers, answer)
 
 

@@ -117,9 +117,11 @@ class LLM:
         if num_slots is not None and isinstance(self.model.apply, OnMesh):
             self.model.apply.check_batch(num_slots)
         self.tokenizer = load_tokenizer(self._directory)
-        self.eos_token_ids = eos_token_ids(self._directory, self.tokenizer)
+        self.eos_token_ids = eos_token_ids(self._directory, self.tokenizer, self.model.vocab_size)
         limit = self.model.max_length
         assert limit is not None, "every checkpoint says how long its sequences may be"
+        if num_draft_tokens >= limit:
+            raise ValueError(f"num_draft_tokens must be less than {limit}, the model's limit, got {num_draft_tokens}")
         self.max_length = limit if max_length is None else max_length
         if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")

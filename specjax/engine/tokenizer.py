@@ -63,7 +63,7 @@ def _from_transformers(path: Path) -> "Tokenizer":
         raise ValueError(f"{path} must be a tokenizer that transformers can convert: {error}") from error
 
 
-def eos_token_ids(directory: Path, tokenizer: "Tokenizer") -> tuple[int, ...]:
+def eos_token_ids(directory: Path, tokenizer: "Tokenizer", vocab_size: int) -> tuple[int, ...]:
     """Return the ids of the tokens that end a sequence.
 
     They are the eos_token_id of generation_config.json or, if that file names none, of config.json, and the eos_token
@@ -72,6 +72,7 @@ def eos_token_ids(directory: Path, tokenizer: "Tokenizer") -> tuple[int, ...]:
     Args:
         directory: directory of the checkpoint.
         tokenizer: tokenizer of the checkpoint.
+        vocab_size: V of its model.
 
     Returns:
         The token ids without duplicates.
@@ -79,15 +80,17 @@ def eos_token_ids(directory: Path, tokenizer: "Tokenizer") -> tuple[int, ...]:
     Raises:
         ValueError: a file is damaged, or it names something that is not a token.
     """
-    ids = _read_eos_ids(directory / "generation_config.json") or _read_eos_ids(directory / "config.json")
+    files = directory / "generation_config.json", directory / "config.json"
+    ids = _read_eos_ids(files[0], vocab_size) or _read_eos_ids(files[1], vocab_size)
     path = directory / "tokenizer_config.json"
     if path.is_file():
         config = ConfigFile(path)
         token = token_text(config, "eos_token")
         if token is not None:
             token_id = tokenizer.token_to_id(token)
-            if token_id is None:
-                raise ValueError(f"{config.where('eos_token')} must be a token of the tokenizer, got {token!r}")
+            if token_id is None or token_id >= vocab_size:
+                expected = f"a token of the tokenizer with an id below vocab_size = {vocab_size}"
+                raise ValueError(f"{config.where('eos_token')} must be {expected}, got {token!r}")
             ids.append(token_id)
     return tuple(dict.fromkeys(ids))
 
@@ -103,13 +106,14 @@ def token_text(config: ConfigFile, name: str) -> str | None:
     return config.get(name, str, None)
 
 
-def _read_eos_ids(path: Path) -> list[int]:
+def _read_eos_ids(path: Path, vocab_size: int) -> list[int]:
     """Return the eos_token_id of a JSON file as a list, empty if the file or the field is missing."""
     if not path.is_file():
         return []
     config = ConfigFile(path)
     value = config.fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ValueError(f"{config.where('eos_token_id')} must be a token id or a list of them, got {value!r}")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        expected = f"a token id in [0, vocab_size = {vocab_size}) or a list of them"
+        raise ValueError(f"{config.where('eos_token_id')} must be {expected}, got {value!r}")
     return ids

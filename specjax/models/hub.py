@@ -46,7 +46,8 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
         ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, or it cannot
             fetch the checkpoint.
     """
-    return Path(name) if Path(name).is_dir() else _fetch(argument, name, FILES)
+    is_directory = str(name) != "" and Path(name).is_dir()  # an empty name would be the current directory
+    return Path(name) if is_directory else _fetch(argument, name, FILES)
 
 
 def find_drafter(name: str | Path) -> Path:

@@ -15,6 +15,8 @@ from specjax.sampling.logits import reads_token_ids
 from specjax.types import Array, Categorical, Context, Draft, PyTree
 from specjax.validation import is_integer
 
+MOST_UNROLLED = 16  # drafts after the first that are straight code; more take a loop, which compiles in the same time
+
 
 class Reduced(NamedTuple):
     """A draft vocabulary of D tokens of the target's V."""
@@ -176,8 +178,9 @@ class Drawer:
                 state, _ = body(state, index)
         else:
             # The scan traces `advance` once, a Python loop would trace it K-1 times. It is unrolled because the trip
-            # count is small: straight code needs no loop on the device inside the loop of steps.
-            state, _ = jax.lax.scan(body, state, jnp.arange(1, width, dtype=jnp.int32), unroll=True)
+            # count is small, as a rule: straight code needs no loop on the device inside the loop of steps.
+            index = jnp.arange(1, width, dtype=jnp.int32)
+            state, _ = jax.lax.scan(body, state, index, unroll=max(1, min(width - 1, MOST_UNROLLED)))
         drafts, drawn, carry = state
         return self._draft(drafts, drawn), carry
 

@@ -17,6 +17,7 @@ LogitsProcessor = Callable[[Array, Context], Array]
 
 _MAX_INT = np.iinfo(np.int32).max
 _IDS = f"ids in [0, {_MAX_INT}]"
+_TEXTS = "non-empty strings that UTF-8 can encode"
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _POSITIVE = f"[{_LEAST:.1e}, {_MOST:.1e}]"
 
@@ -138,7 +139,8 @@ class SamplingParams:
             value = getattr(self, name)
             self._require(name, f"in [{low}, {high}]", _is_number(value) and low <= value <= high)
         self._require("repetition_penalty", f"in {_POSITIVE}", _is_positive(self.repetition_penalty))
-        self._require("seed", "an integer or None", self.seed is None or is_integer(self.seed))
+        is_seed = self.seed is None or (is_integer(self.seed) and -(2**63) <= int(self.seed) < 2**64)
+        self._require("seed", "None or an integer in [-2**63, 2**64)", is_seed)
 
     def _check_counts(self) -> None:
         """Check the numbers of tokens and of completions."""
@@ -168,7 +170,7 @@ class SamplingParams:
             return tuple(value)
 
         stop = as_tuple("stop")
-        self._require("stop", "made of non-empty strings", all(isinstance(s, str) and s for s in stop))
+        self._require("stop", f"made of {_TEXTS}", all(map(_is_text, stop)))
         stop_token_ids = as_tuple("stop_token_ids")
         self._require("stop_token_ids", _IDS, _are_ids(stop_token_ids))
         self._require("logit_bias", "a mapping", self.logit_bias is None or isinstance(self.logit_bias, Mapping))
@@ -181,8 +183,8 @@ class SamplingParams:
             tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
             for word in as_tuple("bad_words")
         )
-        are_words = all(w and (isinstance(w, str) or (isinstance(w, tuple) and _are_ids(w))) for w in bad_words)
-        self._require("bad_words", f"made of non-empty strings or sequences of {_IDS}", are_words)
+        are_words = all(_is_text(w) or (isinstance(w, tuple) and w and _are_ids(w)) for w in bad_words)
+        self._require("bad_words", f"made of {_TEXTS} or sequences of {_IDS}", are_words)
         processors = as_tuple("logits_processors")
         are_functions = all(callable(f) and isinstance(f, Hashable) for f in processors)
         self._require("logits_processors", "hashable functions", are_functions)
@@ -199,6 +201,14 @@ class SamplingParams:
     def num_samples(self) -> int:
         """The number of completions to generate."""
         return self.n if self.best_of is None else self.best_of
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a string that is not empty and that UTF-8 can encode."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _are_ids(values: Iterable[Any]) -> bool:

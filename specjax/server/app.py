@@ -331,7 +331,8 @@ def _tokenized(body: Any, served: Served) -> list[int]:
     """Return the token ids that a body of /tokenize asks for: of a prompt, or of the messages of a chat."""
     check_tree(body)
     fields = Fields(body)
-    fields.any("model")
+    if (name := fields.any("model")) is not None:
+        protocol.check_model(name, served)
     if fields.any("messages") is not None:
         messages, arguments = read_messages(fields), read_template_arguments(fields)
         tools, _ = read_tools(fields)
@@ -348,7 +349,8 @@ def _detokenized(body: Any, served: Served) -> str:
     """Return the text of the token ids in a body of /detokenize."""
     check_tree(body)
     fields = Fields(body)
-    fields.any("model")
+    if (name := fields.any("model")) is not None:
+        protocol.check_model(name, served)
     expected = f"a list of token ids in [0, {served.vocab_size})"
     fields.require("tokens", expected)
     tokens = fields.items("tokens", MAX_TEXT_LENGTH) or []

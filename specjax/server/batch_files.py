@@ -95,7 +95,7 @@ def _request(number: int, line: bytes) -> Request:
         return Request(number, custom_id, "", None, message)
 
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, RecursionError) as error:
         return bad(None, f"must be JSON in UTF-8: {error}")
     if not isinstance(value, dict):
@@ -174,7 +174,7 @@ def _lock(path: Path, file: IO[bytes]) -> None:
 
 def _key_of_result(line: bytes) -> bytes | None:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode("utf-8"))
         return _key(value["custom_id"], value["id"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

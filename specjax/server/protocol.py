@@ -191,14 +191,18 @@ def bad_parameter(error: ValueError, constraint: Constraint | None = None) -> Ba
     return BadRequest(message, name if name.isidentifier() else None, code)
 
 
+def check_model(name: Any, served: Served) -> None:
+    """Raise BadRequest where a name is not that of the model."""
+    if name != served.name:
+        message = f"model must be {served.name!r}, got {shown(name)}"
+        raise BadRequest(message, "model", "model_not_found", status=404)
+
+
 def _fields(body: Any, served: Served, unsupported: dict[str, tuple]) -> Fields:
     """Return a reader of a body after the checks that both kinds share."""
     check_tree(body)
     fields = Fields(body)
-    name = fields.require("model", "the name of a model")
-    if name != served.name:
-        shown_name = shown(name)
-        raise BadRequest(f"model must be {served.name!r}, got {shown_name}", "model", "model_not_found", status=404)
+    check_model(fields.require("model", "the name of a model"), served)
     for field, values in (_UNSUPPORTED | unsupported).items():
         fields.neutral(field, *values)
     return fields
