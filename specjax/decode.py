@@ -286,8 +286,18 @@ def step(
 
     Returns:
         The new state, and what the step did.
+
+    Raises:
+        ValueError: the proposer makes more drafts than the one that the state was made with, or a function returns
+            something else than its protocol says.
     """
     proposer = proposer or proposers.none()
+    most = state.totals.drafted_at.shape[1]
+    if proposer.num_draft_tokens > most:
+        raise ValueError(
+            f"proposer must be the one that the state was made with, with at most its {most} draft tokens, got "
+            f"{proposer.num_draft_tokens}"
+        )
     if isinstance(model.apply, OnMesh):
         return _step_on_mesh(model, proposer, state, verifier, scorer, num_logprobs)
     axis_name = model.axis_name
@@ -298,6 +308,8 @@ def step(
     target = process(state.sampling, output.logits, context, draft.tokens, axis_name=axis_name)
     shared: dict[str, Any] = {} if axis_name is None else {"axis_name": axis_name}
     verified = verifier(keys, shards.own_draft(draft, axis_name), target, **shared)
+    if not isinstance(verified, Verified):
+        raise ValueError(f"verifier must return a Verified, got {type(verified).__name__}")
     proposer_state = proposer.update(context, verified, output.features, proposer_state)
 
     num_drafts = _num_drafts(draft, context.active)
@@ -312,7 +324,7 @@ def step(
     )
     buffer = state.log_probs
     if buffer is not None:
-        slots = context.length[:, None] + jnp.arange(tokens.shape[1])[None]
+        slots = context.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         buffer = log_probs.record(buffer, slots, tokens, _reported(target), **shared)
     entries = None if num_logprobs is None else log_probs.logprobs(_reported(target), tokens, num_logprobs, **shared)
     state = state._replace(
@@ -388,7 +400,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
     context, sampling = state.context, state.sampling
     batch_size, width = verified.tokens.shape
     buffer_size = context.tokens.shape[1]
-    index = jnp.arange(width)[None]
+    index = jnp.arange(width, dtype=jnp.int32)[None]
     is_stop = jnp.zeros(verified.tokens.shape, bool)
     if sampling.stop_tokens is not None:
         is_stop = jnp.any(verified.tokens[:, :, None] == sampling.stop_tokens[:, None], axis=-1) & (
@@ -435,7 +447,7 @@ def generate(
     *,
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
-    max_steps: int | None = None,
+    max_steps: int | Array | None = None,
 ) -> State:
     """Step until every row has ended, in one loop on the device. `state` is donated: do not use it again.
 
@@ -445,18 +457,33 @@ def generate(
         state: the state, from `prefill` or earlier steps.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound by `jax.tree_util.Partial`.
         scorer: a scorer of `specjax.scorers` or your own.
-        max_steps: the most steps to take; None is no limit.
+        max_steps: the most steps to take, an integer >= 0 or an integer array []; None is no limit.
 
     Returns:
         The last state. The tokens of row b are `state.context.tokens[b, : state.context.length[b]]`, prompt first.
 
     Raises:
-        ValueError: the verifier or scorer cannot be called, or an option of the verifier is out of its range.
+        ValueError: the verifier or scorer cannot be called, an option of the verifier or `max_steps` is out of its
+            range, or `step` raises it.
     """
-    limit = jnp.asarray(jnp.iinfo(jnp.int32).max if max_steps is None else max_steps, jnp.int32)
+    limit = _step_limit(max_steps)
     changing, constant = _split(state)
     verifier, scorer = as_pytrees(verifier, scorer, proposer)
     return _generate(model, proposer, changing, constant, verifier, scorer, limit)
+
+
+def _step_limit(max_steps: int | Array | None) -> Array:
+    """Return the limit of steps [] int32. The value of an array, which may be traced, is not read."""
+    most = jnp.iinfo(jnp.int32).max
+    if max_steps is None:
+        return jnp.int32(most)
+    if isinstance(max_steps, jax.Array | np.ndarray):
+        is_valid = max_steps.shape == () and jnp.issubdtype(max_steps.dtype, jnp.integer)
+    else:
+        is_valid = is_integer(max_steps) and 0 <= max_steps <= most
+    if not is_valid:
+        raise ValueError(f"max_steps must be None or an integer in [0, {most}], got {max_steps!r}")
+    return jnp.asarray(max_steps, jnp.int32)
 
 
 def stream(

@@ -198,11 +198,11 @@ def _argmax(logits: Array) -> Array:
     unpadded = [(0, 0)] * (logits.ndim - 1)
     padded = jnp.pad(widen(logits), [*unpadded, (0, -vocab_size % block_size)], constant_values=-jnp.inf)
     block_tops = jnp.max(padded.reshape(*logits.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
-    block = jnp.argmax(block_tops, axis=-1, keepdims=True)
+    block = jnp.argmax(block_tops, axis=-1, keepdims=True).astype(jnp.int32)
     inside = jnp.arange(block_size, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (-1,))
     ids = jnp.minimum(block * block_size + inside, vocab_size - 1)
-    best = block[..., 0] * block_size + jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1)
-    return jnp.minimum(best, vocab_size - 1).astype(jnp.int32)
+    best = jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1).astype(jnp.int32)
+    return jnp.minimum(block[..., 0] * block_size + best, vocab_size - 1)
 
 
 def of_drafts(distribution: Categorical, axis_name: str | None = None) -> Law:
@@ -420,14 +420,14 @@ def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None
     num_blocks = masses.shape[-1]
     noise = streams.gumbel(keys, (block_size + num_blocks * shards.num_shards(axis_name),))
     start = block_size + shards.first_id(num_blocks, axis_name)
-    block_noise = jax.lax.dynamic_slice_in_dim(noise, start, num_blocks, axis=-1)
+    block_noise = jax.lax.dynamic_slice_in_dim(noise, start, num_blocks, axis=-1).astype(masses.dtype)
     scores = jnp.where(masses > 0, jnp.log(masses) + block_noise, -jnp.inf)
     block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
     ids = block * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
     logits = kept_logits(distribution, jnp.minimum(ids, vocab_size - 1)) - shift[..., None]
     logits = _tempered(distribution, jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf))
-    token = block[..., 0] * block_size + jnp.argmax(logits + noise[..., :block_size], axis=-1)
-    token = jnp.minimum(token, vocab_size - 1).astype(jnp.int32)
+    best = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
+    token = jnp.minimum(block[..., 0] * block_size + best, vocab_size - 1)
     best = None if distribution.temperature is None else _by_row(distribution, _argmax(stored.logits))
     if axis_name is not None:
         own = jnp.max(scores, axis=-1), _by_row(distribution, top), token, best

@@ -43,8 +43,12 @@ def positions(request_keys: Array, lengths: Array, num_draft_tokens: int) -> Arr
         request_keys: [B], one key for each request.
         lengths: [B] int32, the number of committed tokens.
         num_draft_tokens: K.
+
+    Raises:
+        ValueError: `request_keys` are raw keys, or keys of another generator than threefry.
     """
-    return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1)[None])
+    check(request_keys)
+    return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None])
 
 
 def numbered(keys: Array, number: Array | int) -> Array:
@@ -80,8 +84,8 @@ def of_step(keys: Array, batch_size: int, num_draft_tokens: int) -> Array:
     if keys.shape == (batch_size, num_draft_tokens + 1):
         return keys
     if keys.shape == ():
-        keys = fold(keys, jnp.arange(batch_size))
-    return fold(keys[:, None], jnp.arange(num_draft_tokens + 1)[None])
+        keys = fold(keys, jnp.arange(batch_size, dtype=jnp.int32))
+    return fold(keys[:, None], jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None])
 
 
 def of_requests(keys: Array, batch_size: int) -> Array:
@@ -92,7 +96,7 @@ def of_requests(keys: Array, batch_size: int) -> Array:
     """
     check(keys)
     if keys.shape == ():
-        return fold(keys, jnp.arange(batch_size))
+        return fold(keys, jnp.arange(batch_size, dtype=jnp.int32))
     if keys.shape != (batch_size,):
         raise ValueError(f"keys must have shape [] or [B] = ({batch_size},), got {keys.shape}")
     return keys

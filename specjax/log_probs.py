@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax import distributions, shards
 from specjax.types import Array, Categorical
-from specjax.validation import check_array, check_categorical
+from specjax.validation import check_array, check_categorical, is_integer
 
 __all__ = ["LogProbs", "logprobs", "record", "zeros"]
 
@@ -16,7 +16,7 @@ class LogProbs(NamedTuple):
     """Log-probabilities of chosen tokens, and the n most likely tokens of each row."""
 
     chosen: Array  # [B, T] float32, log-probability of each chosen token; 0 where the token is -1
-    rank: Array | None  # [B, T] int32, 1 for the most likely token; 0 where the token is -1; None in a buffer
+    rank: Array | None  # [B, T] int32, 1 + the number of likelier tokens; 0 where the token is -1; None in a buffer
     top_ids: Array  # [B, T, n] int32, the most likely token first; of equally likely ones, the lower id first
     top: Array  # [B, T, n] float32, log-probabilities of top_ids
 
@@ -29,7 +29,8 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0, *, axis_nam
 
     Args:
         logits: [B, T, V] float32 or bfloat16, where -inf excludes a token; or a Categorical.
-        tokens: [B, T] int32, such as `Verified.tokens`; -1 stands for no token.
+        tokens: [B, T] int32, such as `Verified.tokens`; -1 stands for no token. An id >= V counts as a token of
+            probability 0: its log-probability is -inf, and its rank comes after those of all possible tokens.
         n: how many of the most likely tokens to list, static.
         axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static: each gives its own part
             [B, T, V / n] of the logits. None is a whole vocabulary.
@@ -38,7 +39,7 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0, *, axis_nam
         LogProbs.
 
     Raises:
-        ValueError: an array has a wrong shape or dtype, or n is outside [0, V].
+        ValueError: an array has a wrong shape or dtype, or n is not an integer in [0, V].
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,15 +55,16 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0, *, axis_nam
     check_categorical("logits", target, "T", (None, None))
     *rows, vocab_size = distributions.shape_of(target)
     check_array("tokens", tokens, "[B, T]", tuple(rows), jnp.integer)
-    if not 0 <= n <= vocab_size:
-        raise ValueError(f"n must be in [0, V = {vocab_size}], got {n}")
+    if not (is_integer(n) and 0 <= n <= vocab_size):
+        raise ValueError(f"n must be an integer in [0, V = {vocab_size}], got {n!r}")
     tokens = tokens.astype(jnp.int32)
     normalized = distributions.normalize(target, axis_name=axis_name)
     kept = distributions.kept_logits(target)
     index = tokens - shards.first_id(vocab_size, axis_name)
     is_own = (index >= 0) & (index < vocab_size)
     chosen = jnp.take_along_axis(kept, jnp.where(is_own, index, 0)[..., None], axis=-1)[..., 0]
-    chosen = shards.of_owner(chosen, is_own, axis_name)[..., None]
+    chosen = shards.of_owner(chosen, is_own, axis_name)
+    chosen = jnp.where(tokens < vocab_size * shards.num_shards(axis_name), chosen, -jnp.inf)[..., None]
     num_above = shards.total(jnp.sum(kept > chosen, axis=-1).astype(jnp.float32), axis_name)
     top_ids = jax.lax.top_k(kept, n)[1]
     top = distributions.log_probs(normalized, top_ids).astype(jnp.float32)
@@ -89,7 +91,8 @@ def _most_likely(ids: Array, log_prob: Array, axis_name: str) -> tuple[Array, Ar
 def zeros(batch_size: int, max_length: int, n: int) -> LogProbs:
     """Return an empty buffer for B sequences of at most L tokens: fields [B, L] and [B, L, n], without ranks."""
     shape = batch_size, max_length
-    return LogProbs(jnp.zeros(shape), None, jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
+    floats = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, n), jnp.float32)
+    return LogProbs(floats[0], None, jnp.zeros((*shape, n), jnp.int32), floats[1])
 
 
 def record(
@@ -117,6 +120,6 @@ def record(
     """
     size, n = buffer.top.shape[1:]
     entries = logprobs(target, tokens, n, axis_name=axis_name)._replace(rank=None)
-    rows = jnp.arange(tokens.shape[0]) if rows is None else rows
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32) if rows is None else rows
     at = rows[:, None], jnp.where(tokens >= 0, slots, size)
     return jax.tree.map(lambda array, entry: array.at[at].set(entry, mode="drop"), buffer, entries)

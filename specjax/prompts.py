@@ -102,7 +102,7 @@ def feed(
         is_cpu = jax.default_backend() == "cpu"
         chunk_size = CHUNK if is_cpu or not is_known else max(CHUNK, BUDGET // max(1, batch_size))
     size = min(chunk_size, width)
-    tokens = jnp.where(jnp.arange(width)[None] < prompts.length[:, None], prompts.tokens, -1)
+    tokens = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < prompts.length[:, None], prompts.tokens, -1)
     tokens = jnp.pad(tokens, ((0, 0), (0, 1 + -width % size)), constant_values=-1)
     state = cache, proposer_state, log_probs
 

@@ -37,6 +37,9 @@ def pack(drafts: Sequence[Sequence[int]]) -> Packed:
     Returns:
         Packed, NumPy arrays.
 
+    Raises:
+        ValueError: a token id is not an integer that int32 holds.
+
     Example:
         >>> packed = pack([[5, 6], [], [7]])
         >>> packed.draft_tokens, packed.cu_num_draft_tokens
@@ -48,12 +51,22 @@ def pack(drafts: Sequence[Sequence[int]]) -> Packed:
     cumulative = np.cumsum(counts, dtype=np.int32)
     sequence = np.arange(len(counts), dtype=np.int32)
     return Packed(
-        draft_tokens=np.fromiter(chain.from_iterable(drafts), np.int32),
+        draft_tokens=_as_ids(list(chain.from_iterable(drafts))),
         cu_num_draft_tokens=cumulative,
         target_rows=np.arange(sum(counts), dtype=np.int32) + np.repeat(sequence, counts),
         bonus_rows=cumulative + sequence,
         max_draft_tokens=max(counts, default=0),
     )
+
+
+def _as_ids(tokens: list[int]) -> np.ndarray:
+    """Return token ids as an array [num_tokens] int32; raise ValueError where they are none."""
+    ids, limits = np.array(tokens), np.iinfo(np.int32)
+    if not ids.size:
+        return np.zeros(0, np.int32)
+    if not np.issubdtype(ids.dtype, np.integer) or ids.min() < limits.min or ids.max() > limits.max:
+        raise ValueError(f"drafts must have integers that int32 holds, got {tokens}")
+    return ids.astype(np.int32)
 
 
 def verify(

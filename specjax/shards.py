@@ -76,7 +76,7 @@ def own_draft(draft: Draft, axis_name: str | None) -> Draft:
 
 def table(values: Array, axis_name: str) -> Array:
     """Return the values [...] of all devices, [n, ...], the same on every device."""
-    device = jnp.arange(num_shards(axis_name)).reshape(-1, *[1] * values.ndim)
+    device = jnp.arange(num_shards(axis_name), dtype=jnp.int32).reshape(-1, *[1] * values.ndim)
     return jax.lax.psum(jnp.where(device == jax.lax.axis_index(axis_name), values[None], 0), axis_name)
 
 
@@ -92,7 +92,7 @@ def join(own: PyTree, once: PyTree, axis_name: str) -> tuple[PyTree, PyTree]:
         The arrays `own` of all n devices side by side, [..., n N], and the sums of `once`.
     """
     num_parts = num_shards(axis_name)
-    is_own = jnp.arange(num_parts)[:, None] == jax.lax.axis_index(axis_name)
+    is_own = jnp.arange(num_parts, dtype=jnp.int32)[:, None] == jax.lax.axis_index(axis_name)
     (parts, own_structure), (sums, once_structure) = jax.tree.flatten(own), jax.tree.flatten(once)
     flat = [jnp.where(is_own, part.reshape(1, -1), 0).reshape(-1) for part in parts]
     flat += [value.reshape(-1) for value in sums]

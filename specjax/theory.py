@@ -165,10 +165,12 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
         >>> best_draft_length(0.7, {0: 4.0e-3, 3: 6.6e-3, 5: 8.3e-3})
         3
     """
+    is_mapping = isinstance(step_seconds, Mapping)
+    _require(is_mapping, "step_seconds", "a mapping from numbers of draft tokens to seconds", repr(step_seconds))
     if not step_seconds:
         raise ValueError("step_seconds must have the time of at least one number of draft tokens, got none")
     _require(np.ndim(acceptance_rate) == 0, "acceptance_rate", "one number", acceptance_rate)
-    choices = sorted(step_seconds)
+    choices = sorted(_count("a key of step_seconds", list(step_seconds)).tolist())
     seconds = np.array([step_seconds[k] for k in choices], np.float64)
     _require(seconds > 0, "step_seconds", "> 0", step_seconds)
     return choices[int(np.argmax(expected_tokens(acceptance_rate, choices) / seconds))]

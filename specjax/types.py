@@ -39,10 +39,10 @@ class Categorical(NamedTuple):
         Raises:
             ValueError: `probs` are not of a floating dtype that logits may have.
         """
-        logits = jnp.log(jnp.asarray(probs))
-        if logits.dtype.name not in FLOATS:
-            raise ValueError(f"probs must be of one of the dtypes {', '.join(FLOATS)}, got {jnp.result_type(probs)}")
-        return cls(logits)
+        probs = jnp.asarray(probs)
+        if probs.dtype.name not in FLOATS:
+            raise ValueError(f"probs must be of one of the dtypes {', '.join(FLOATS)}, got {probs.dtype}")
+        return cls(jnp.log(probs))
 
 
 class Draft(NamedTuple):

@@ -58,7 +58,7 @@ def write(directory, config: dict, tensors: dict, file: str = "model.safetensors
 @jax.jit
 def features_of(target, tokens):
     """Features of whole sequences, from scratch."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = target.init_cache(*tokens.shape)
     return target.apply(target.params, ModelInput(tokens, positions), cache)[0].features
 

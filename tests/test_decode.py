@@ -13,6 +13,7 @@ from jax.tree_util import Partial
 from specjax import decode, metrics, proposers, sampling, scorers, testing, verifiers
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers import drawing
 from specjax.sampling import SamplingParams
 from specjax.types import Categorical, Draft, Model, ModelInput, ModelOutput
 from specjax.verifiers import core
@@ -528,7 +529,47 @@ def test_under_x64(x64, name):
     assert state.context.length.dtype == jnp.int32
 
 
+def tokens_alone(keys, draft, target):
+    return verifiers.rejection(keys, draft, target).tokens
+
+
+def test_a_verifier_without_a_verified():
+    own = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
+    state = jax.eval_shape(lambda: start(own, None, SamplingParams(), prefill=decode.prefill))
+    with pytest.raises(ValueError, match="verifier must return a Verified, got "):
+        jax.eval_shape(partial(decode.step, own, None, verifier=tokens_alone), state)
+
+
+def test_another_proposer():
+    """With more drafts than the state counts; with fewer, the drafts of a step are counted where they stand."""
+    own = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
+    state = start(own, proposers.draft_model(own, 2), SamplingParams(max_tokens=9))
+    for more in (proposers.draft_model(own, 4), proposers.ngram(3)):
+        message = "proposer must be the one that the state was made with, .* its 2 draft tokens, got "
+        with pytest.raises(ValueError, match=message + str(more.num_draft_tokens)):
+            decode.generate(own, more, state)
+        with pytest.raises(ValueError, match=message + str(more.num_draft_tokens)):
+            next(decode.stream(own, more, state))
+    jax.eval_shape(partial(decode.step, own, proposers.draft_model(own, 1)), state)
+
+
+@pytest.mark.parametrize("max_steps", [1.5, -1, "a", True, 2**31, np.float32(1), np.ones(1, np.int32)])
+def test_bad_max_steps(max_steps):
+    with pytest.raises(ValueError, match=r"max_steps must be None or an integer in \[0, 2147483647\], got "):
+        decode.generate(None, None, None, max_steps=max_steps)
+
+
+def test_raw_keys_of_requests():
+    with pytest.raises(ValueError, match=r"keys must be typed keys \(jax.random.key\), got uint32"):
+        streams.positions(jax.random.PRNGKey(0), jnp.array([1]), 2)
+
+
 def test_bad_draft_model(draft):
+    with pytest.raises(ValueError, match="model must be a Model, got str"):
+        proposers.draft_model("draft", 2)
+    batch = sampling.batch([SamplingParams()] * 2)
+    with pytest.raises(ValueError, match=r"temperature must be one number or have shape \[B\] = \(2,\), got \(3,\)"):
+        drawing.draft_sampling(batch, jnp.ones(3), False)
     for number in (0, 2.5, True):
         with pytest.raises(ValueError, match="num_draft_tokens must be >= 1"):
             proposers.draft_model(draft, number)

@@ -47,6 +47,14 @@ def test_worked_by_hand():
     np.testing.assert_allclose(found.top[0, 0], np.log([0.5, 0.25, 0.25]), rtol=1e-6)
 
 
+def test_ids_outside_the_vocabulary():
+    """They rank as a token of probability 0, after the three that are possible, wherever token 0 stands."""
+    logits = jnp.log(jnp.array([[[0.7, 0.2, 0.1, 0.0]]]))
+    for ids, ranks, chosen in (([4, 99, 3], [4] * 3, -np.inf), ([-1, -2, -1], [0] * 3, 0)):
+        found = logprobs(jnp.tile(logits, (1, 3, 1)), jnp.array([ids]))
+        assert found.rank.tolist() == [ranks] and found.chosen.tolist() == [[chosen] * 3]
+
+
 def test_of_a_distribution():
     """Temperature and cut shape it; temperature 0 is one-hot."""
     logits = jnp.log(jnp.array([[[0.4, 0.3, 0.2, 0.1]]] * 2))
@@ -78,8 +86,10 @@ def test_large_logits():
     [
         ((2, 5), (2,), 0, r"logits must have shape \[B, T, V\] = \(any, any, any\), got \(2, 5\)"),
         ((2, 3, 5), (2,), 0, r"tokens must have shape \[B, T\] = \(2, 3\), got \(2,\)"),
-        ((2, 3, 5), (2, 3), 6, r"n must be in \[0, V = 5\], got 6"),
-        ((2, 3, 5), (2, 3), -1, r"n must be in \[0, V = 5\], got -1"),
+        ((2, 3, 5), (2, 3), 6, r"n must be an integer in \[0, V = 5\], got 6"),
+        ((2, 3, 5), (2, 3), -1, r"n must be an integer in \[0, V = 5\], got -1"),
+        ((2, 3, 5), (2, 3), 1.0, r"n must be an integer in \[0, V = 5\], got 1.0"),
+        ((2, 3, 5), (2, 3), True, r"n must be an integer in \[0, V = 5\], got True"),
     ],
 )
 def test_errors(logits, tokens, n, message):

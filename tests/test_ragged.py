@@ -263,6 +263,13 @@ def test_pack():
     assert batch.max_draft_tokens == 2
     assert all(field.dtype == np.int32 for field in batch[:4])
     assert ragged.pack([]).max_draft_tokens == 0
+    assert ragged.pack([[], []]).draft_tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**64, 1.5, True, "a"])
+def test_pack_takes_token_ids(token):
+    with pytest.raises(ValueError, match="drafts must have integers that int32 holds, got"):
+        ragged.pack([[], [token]])
 
 
 @pytest.mark.parametrize(

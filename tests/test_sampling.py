@@ -345,9 +345,20 @@ class TestProcessors:
         with pytest.raises(ValueError, match=f"k must be an integer >= 1, got {k}"):
             sampling.ExactTopK(k)
 
-    def test_wrong_shape(self):
-        rows = sampling.batch([SamplingParams(logits_processors=[lambda logits, context: logits[:5]])])
-        with pytest.raises(ValueError, match=r"logits_processors must return shape \[V\] = \(24,\), got \(5,\)"):
+    @pytest.mark.parametrize(
+        "change, got",
+        [
+            (lambda logits: logits[:5], r"float32 \(5,\)"),
+            (lambda logits: logits.astype(jnp.int32), r"int32 \(24,\)"),
+            (lambda logits: logits > 0, r"bool \(24,\)"),
+            (lambda logits: None, "NoneType"),
+            (lambda logits: (logits, logits), "tuple"),
+        ],
+    )
+    def test_no_logits(self, change, got):
+        rows = sampling.batch([SamplingParams(logits_processors=[lambda logits, context: change(logits)])])
+        message = r"logits_processors must return floating numbers of shape \[V\] = \(24,\), got " + got
+        with pytest.raises(ValueError, match=message):
             sampling.process(rows, jnp.zeros((1, 1, V)), make_context([[1]], [[]]), jnp.zeros((1, 0), jnp.int32))
 
 
@@ -410,6 +421,10 @@ class TestBatch:
         words = sampling.batch(params, tokenize=ids.__getitem__).bad_words
         unpadded = [[[t for t in word if t >= 0] for word in row] for row in words.tolist()]
         assert unpadded == [[[5, 6], [7], [8], [1, 2, 3]], [[9], [], [], []]]
+
+    def test_one_request_is_no_batch(self):
+        with pytest.raises(ValueError, match=r"params must be a sequence of SamplingParams.*, got SamplingParams"):
+            sampling.batch(SamplingParams())
 
     def test_bad_words_without_tokenizer(self):
         with pytest.raises(ValueError, match=r"bad_words must be sequences of token ids .* got 'cat'"):

@@ -2,14 +2,19 @@
 
 from functools import partial
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_block_draft
+import test_eagle
+import test_medusa
+import test_mlp_speculator
 from jax.experimental import checkify
 from jax.tree_util import Partial
 
-from specjax import decode, distributions, log_probs, proposers, ragged, sampling, scorers, testing, verifiers
+from specjax import decode, distributions, log_probs, models, proposers, ragged, sampling, scorers, testing, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
 from specjax.sampling.guided.tables import Grammar
@@ -38,7 +43,7 @@ def batch(dtype=jnp.float32):
     temperature = np.arange(B, dtype=np.float32) % 3 * np.float32(0.7)
     draft = Draft(
         np.argmax(drawn_from + rng.gumbel(size=drawn_from.shape), axis=-1).astype(np.int32),
-        Categorical(drawn_from.astype(np.float32), np.roll(temperature, 1)),
+        Categorical(drawn_from.astype(np.float64 if dtype == jnp.float64 else np.float32), np.roll(temperature, 1)),
         (K - np.arange(B) % (K + 1)).astype(np.int32),
     )
     target = Categorical(jnp.asarray(scored, dtype), temperature, jnp.asarray(cut, dtype).astype(jnp.float32))
@@ -91,6 +96,17 @@ def bigram():
 
 
 PROPOSERS = ("none", "ngram", "draft_model", "greedy draft_model", "fallback", "toy")
+
+
+DRAFTERS = {  # functions that write a checkpoint to a directory
+    "eagle": test_eagle.write_eagle,
+    "eagle3": partial(test_eagle.write_eagle3, layout="authors"),
+    "p_eagle": partial(test_eagle.write_eagle3, layout="parallel"),
+    "medusa": lambda directory, target: test_medusa.authors(directory),
+    "mlp_speculator": lambda directory, target: test_mlp_speculator.write(directory),
+    "dflash": lambda directory, target: test_block_draft.write(directory, "authors"),
+    "dspark": lambda directory, target: test_block_draft.write(directory, "dspark"),
+}
 
 
 def every_proposer():
@@ -237,15 +253,22 @@ class TestGradients:
         assert np.isfinite(gradient).all()
 
 
+def assert_dtypes(verified):
+    assert verified.tokens.dtype == verified.num_accepted.dtype == jnp.int32 and verified.log_probs.dtype == jnp.float32
+
+
 class TestStrictPromotion:
-    """Promotion happens at trace time, so that most of it is checked by tracing alone."""
+    """Promotion happens at trace time, so that most of it is checked by tracing alone; also with `jax_enable_x64`."""
 
     @staticmethod
     def assert_same_dtypes(function, *arguments):
         expected = jax.eval_shape(function, *arguments)
         with jax.numpy_dtype_promotion("strict"):
             found = jax.eval_shape(function, *arguments)
-        assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+            with jax.enable_x64(True):
+                wide = jax.eval_shape(function, *arguments)
+        for got in (found, wide):
+            assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(expected)]
 
     @pytest.mark.parametrize(
         "verifier, proposer",
@@ -253,6 +276,14 @@ class TestStrictPromotion:
     )
     def test_the_loop(self, verifier, proposer):
         self.assert_same_dtypes(partial(generate, bigram(), every_proposer()[proposer], bound(verifier)))
+
+    @pytest.mark.parametrize("name", DRAFTERS)
+    def test_drafters_on_features(self, tmp_path, name):
+        target = heads.make_target()
+        DRAFTERS[name](tmp_path, target)
+        target = models.with_feature_layers(target, proposers.feature_layers(tmp_path, target))
+        proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+        self.assert_same_dtypes(lambda: decode.generate(target, proposer, heads.start(target, proposer)))
 
     def test_batch_expansion(self):
         self.assert_same_dtypes(partial(generate, bigram(), proposers.ngram(K), scorer=scorers.batch_expansion))
@@ -277,29 +308,44 @@ class TestStrictPromotion:
         self.assert_same_dtypes(loop, params)
 
     @pytest.mark.parametrize("name", NAMES)
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-    def test_verifiers(self, name, dtype):
+    @pytest.mark.parametrize(
+        "dtype, x64",
+        [
+            (jnp.float32, False),
+            (jnp.bfloat16, False),
+            (jnp.float16, False),
+            (jnp.float32, True),
+            (jnp.bfloat16, True),
+            (jnp.float64, True),
+        ],
+    )
+    def test_verifiers(self, name, dtype, x64):
         """Also with fields of other dtypes than the logits, packed, and their gradients."""
-        draft, target = batch(dtype)
-        target = target._replace(
-            temperature=target.temperature.astype(jnp.bfloat16), log_normalizer=jnp.zeros((B, K + 1), jnp.float16)
-        )
-        draft = Draft(draft.tokens.astype(jnp.uint8), draft.distribution, draft.num_tokens.astype(jnp.int16))
 
         def total(logits, target):
             target = distributions.pack(target._replace(logits=logits))
             return bound(name)(jax.random.key(0), draft, target, log_probs=True).log_probs.sum()
 
-        with jax.numpy_dtype_promotion("strict"):
+        with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+            draft, target = batch(dtype)
+            assert_dtypes(jax.eval_shape(partial(bound(name), log_probs=True), jax.random.key(0), draft, target))
+            target = target._replace(
+                temperature=target.temperature.astype(jnp.bfloat16), log_normalizer=jnp.zeros((B, K + 1), jnp.float16)
+            )
+            draft = Draft(draft.tokens.astype(jnp.uint8), draft.distribution, draft.num_tokens.astype(jnp.int16))
             assert jax.eval_shape(jax.grad(total), target.logits, target).dtype == dtype
 
-    def test_ragged_and_log_probs(self):
-        logits = Categorical(jnp.asarray(TABLE)[:6].astype(jnp.bfloat16), jnp.ones(3))
-        counts, tokens = jnp.array([2, 2, 3], jnp.int16), jnp.array([1, 2, 3], jnp.uint8)
-        verify = partial(ragged.verify, verifiers.block, jax.random.key(0), max_draft_tokens=K)
-        with jax.numpy_dtype_promotion("strict"):
-            jax.eval_shape(verify, tokens, counts, logits._replace(logits=logits.logits[:3]), logits)
-            jax.eval_shape(log_probs.logprobs, batch(jnp.bfloat16)[1], jnp.zeros((B, K + 1), jnp.uint8))
+    @pytest.mark.parametrize("x64", [False, True])
+    def test_ragged_and_log_probs(self, x64):
+        verify = partial(ragged.verify, verifiers.block, max_draft_tokens=K, log_probs=True)
+        with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+            logits = Categorical(jnp.asarray(TABLE)[:6].astype(jnp.bfloat16), jnp.ones(3))
+            counts, tokens = jnp.array([2, 2, 3], jnp.int16), jnp.array([1, 2, 3], jnp.uint8)
+            drafted = logits._replace(logits=logits.logits[:3])
+            assert_dtypes(jax.eval_shape(verify, jax.random.key(0), tokens, counts, drafted, logits))
+            jax.eval_shape(partial(ragged.expand_to_tokens, num_tokens=3), jnp.ones(3), counts)
+            found = jax.eval_shape(log_probs.logprobs, batch(jnp.bfloat16)[1], jnp.zeros((B, K + 1), jnp.uint8))
+        assert found.chosen.dtype == jnp.float32 and found.rank.dtype == found.top_ids.dtype == jnp.int32
 
     def test_bfloat16_logits_of_all_sampling_parameters(self):
         model = testing.bigram_model(jnp.asarray(TABLE, jnp.bfloat16))
@@ -367,7 +413,7 @@ class TestWrongArrays:
         with pytest.raises(ValueError, match=message):
             sampling.process(sampling.batch([SamplingParams()]), logits, context, jnp.zeros((1, 0), jnp.int32))
 
-    @pytest.mark.parametrize("dtype", [FLOAT8, jnp.complex64])
+    @pytest.mark.parametrize("dtype", [FLOAT8, jnp.complex64, jnp.int32, jnp.bool])
     def test_of_probabilities(self, dtype):
         with pytest.raises(ValueError, match=f"probs {DTYPES}{dtype.__name__}"):
             Categorical.from_probs(jnp.ones((1, 1, 2), dtype))

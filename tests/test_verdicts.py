@@ -185,6 +185,12 @@ def test_a_call_in_a_traced_function_needs_an_index(loop):
         testing.assert_lossless(counted, num_draft_tokens=1)
 
 
+@pytest.mark.parametrize("number", [-1, 1.0, True])
+def test_number_of_draft_tokens(number):
+    with pytest.raises(ValueError, match=f"num_draft_tokens must be an integer >= 0, got {number}"):
+        testing.assert_lossless(verifiers.rejection, num_draft_tokens=number)
+
+
 def test_too_many_outcomes_are_refused():
     draft, target, _ = batch(200_000, True)
     with pytest.raises(ValueError, match="the core must have at most 4000000 outcomes"):

@@ -323,6 +323,7 @@ class TestContract:
                 lambda k, d, t: (k, d, t._replace(temperature=jnp.ones(3))),
                 r"target.temperature must have shape \[B\] = \(4,\), got \(3,\)",
             ),
+            (lambda k, d, t: (k, d, None), r"target must be a specjax.Categorical or its logits .*, got None"),
             (
                 lambda k, d, t: (k, d, t._replace(logits=t.logits.astype(jnp.int32))),
                 r"target must be of one of the dtypes float32, bfloat16, float16, float64, got int32",
@@ -355,6 +356,11 @@ class TestContract:
     def test_bad_shapes(self, name, change, message):
         with pytest.raises(ValueError, match=message):
             bound(name)(*change(jax.random.key(0), *example(4)))
+
+    def test_x64_with_strict_promotion(self, name):
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+            verified = jax.eval_shape(bound(name), jax.random.key(0), *example())
+        assert verified.tokens.dtype == verified.num_accepted.dtype == jnp.int32
 
     def test_bad_implementation(self, name):
         with pytest.raises(ValueError, match="implementation must be None, 'xla', 'pallas' or 'interpret', got 'cuda'"):

@@ -32,8 +32,8 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
     """
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
-    offset = jnp.arange(num_slots)[None, None] - start  # [B, 1, S]: the slot's index inside the call
-    query = jnp.arange(num_tokens)[None, :, None]
+    offset = jnp.arange(num_slots, dtype=jnp.int32)[None, None] - start  # [B, 1, S]: the slot's index inside the call
+    query = jnp.arange(num_tokens, dtype=jnp.int32)[None, :, None]
     index = jnp.clip(offset, 0, num_tokens - 1)
     if inputs.mask is None:
         seen = offset <= query
@@ -42,16 +42,16 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
         seen = (offset < 0) | ((offset < num_tokens) & inside)
     if window is not None:
         inside = jnp.take_along_axis(inputs.positions[:, None], index, axis=2)  # in a tree, siblings share a position
-        position = jnp.where(offset < 0, jnp.arange(num_slots)[None, None], inside)  # [B, 1, S]
+        position = jnp.where(offset < 0, jnp.arange(num_slots, dtype=jnp.int32)[None, None], inside)  # [B, 1, S]
         seen &= inputs.positions[:, :, None] - position < window
     if num_hidden:
-        seen &= (jnp.arange(num_slots)[None, None] >= num_hidden) | (offset == query)
+        seen &= (jnp.arange(num_slots, dtype=jnp.int32)[None, None] >= num_hidden) | (offset == query)
     return seen[:, None]
 
 
 def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> Cache:
     """Write keys and values [B, T, H, D] to the slots of the call; those past the end or without a page are dropped."""
-    slots = inputs.positions[:, :1] + jnp.arange(key.shape[1])[None]
+    slots = inputs.positions[:, :1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     return {
         "key": write_slots(cache["key"], slots, key, inputs.pages),
         "value": write_slots(cache["value"], slots, value, inputs.pages),
@@ -68,7 +68,8 @@ def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Ar
         return cache["key"], cache["value"], mask
     num_pages, size = cache["key"].shape[:2]
     is_filled = jnp.repeat(in_pool(inputs.pages, num_pages), size, axis=1)
-    is_filled &= jnp.arange(is_filled.shape[1])[None] < inputs.positions[:, :1] + inputs.tokens.shape[1]
+    slot = jnp.arange(is_filled.shape[1], dtype=jnp.int32)[None]
+    is_filled &= slot < inputs.positions[:, :1] + inputs.tokens.shape[1]
     key, value = (
         jnp.where(is_filled[:, :, None, None], read_slots(cache[name], inputs.pages), 0) for name in ("key", "value")
     )
@@ -141,7 +142,7 @@ def attend_in_blocks(
     """
     batch_size, num_tokens, _, size = query.shape
     grouped = query.reshape(batch_size, num_tokens, cache["key"].shape[2], -1, size)
-    position = inputs.positions[:, :1] + jnp.arange(num_tokens)[None]  # [B, T]
+    position = inputs.positions[:, :1] + jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [B, T]
     last = jnp.minimum(position[:, -1:], num_slots(cache, inputs) - 1)  # [B, 1]
     factor = size**-0.5 if scale is None else scale
     dtype = jnp.promote_types(query.dtype, jnp.float32)
@@ -149,7 +150,7 @@ def attend_in_blocks(
 
     def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         total, top, mass = carry
-        slot = jnp.broadcast_to(index * BLOCK + jnp.arange(BLOCK), (batch_size, BLOCK))
+        slot = jnp.broadcast_to(index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32), (batch_size, BLOCK))
         is_filled = (slot <= last)[:, :, None, None]  # other slots may hold NaN, which a weight of 0 does not hide
         where = locate(cache["key"], slot, inputs.pages)
         key, value = (

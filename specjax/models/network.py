@@ -45,7 +45,8 @@ def _abstract(network: Network, config: NetworkConfig) -> tuple[nnx.GraphDef, nn
 
 def init_params(network: Network, config: NetworkConfig, seed: int) -> PyTree:
     """Return random float32 parameters, a nested dict with the names and shapes of `param_shapes`."""
-    return nnx.to_pure_dict(nnx.split(network(config, nnx.Rngs(seed)))[1])
+    params = nnx.to_pure_dict(nnx.split(network(config, nnx.Rngs(seed)))[1])
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)  # with jax_enable_x64 some are drawn in float64
 
 
 def param_shapes(network: Network, config: NetworkConfig) -> PyTree:
@@ -176,5 +177,5 @@ def without_padding(logits: Array, num_padding: int, axis_name: str | None) -> A
     if not num_padding:
         return logits
     size = logits.shape[-1]
-    ids = shards.first_id(size, axis_name) + jnp.arange(size)
+    ids = shards.first_id(size, axis_name) + jnp.arange(size, dtype=jnp.int32)
     return jnp.where((ids < size * shards.num_shards(axis_name) - num_padding)[None, None], logits, -jnp.inf)

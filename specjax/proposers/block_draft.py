@@ -206,14 +206,15 @@ class BlockDraft:
         head, width = self.head, self.num_draft_tokens + self.head.block_shift
         pending = last_token(context)
         masks = jnp.full((pending.shape[0], width - 1), head.mask_token, jnp.int32)
-        positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width)[None]
+        positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         block = ModelInput(jnp.concatenate([pending, masks], axis=1), positions, pages=context.pages)
         output, state = head.run_block(self.params, block, state)
         drawer = drawer_of(self, keys, context, sampling, self.reduced, is_partial=head.num_candidates > 0)
         return only_in(has_feature(context), self._draw(drawer, output[:, head.block_shift :], pending)), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: list) -> list:
-        positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(verified.tokens.shape[1])[None]
+        index = jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
+        positions = jnp.maximum(context.length - 1, 0)[:, None] + index
         inputs = ModelInput(verified.tokens, positions, pages=context.pages)
         return self.head.write_features(self.params, features, inputs, state)
 

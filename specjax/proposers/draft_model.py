@@ -63,7 +63,7 @@ class DraftModel:
 
     def prefill(self, chunk: Chunk, features: Any, state: Fed) -> Fed:
         cache = self._run(ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages), state.cache)[1]
-        rows = jnp.arange(state.length.shape[0]) if chunk.rows is None else chunk.rows
+        rows = jnp.arange(state.length.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
         length = jnp.where(chunk.num_tokens > 0, chunk.positions[:, 0] + chunk.num_tokens, state.length.at[rows].get())
         return Fed(cache, state.length.at[rows].set(length, mode="drop"))
 
@@ -72,7 +72,7 @@ class DraftModel:
         speculates, may_skip = rows_to_draft(context, num_drafts, self.max_length, self.speculate_below)
         if self.may_pause:
             state = self._catch_up(context, speculates, state)
-        draft_keys = stream(keys[:, :1], DRAFT, jnp.arange(num_drafts)[None])
+        draft_keys = stream(keys[:, :1], DRAFT, jnp.arange(num_drafts, dtype=jnp.int32)[None])
         sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
         operands = draft_keys, context, sampling, state
         if may_skip:
@@ -132,7 +132,7 @@ def _committed(context: Context, start: Array, num_tokens: int) -> ModelInput:
 
     Past the end they are token 0, in slots of the cache that are overwritten later.
     """
-    positions = start[:, None] + jnp.arange(num_tokens)[None]
+    positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     tokens = jnp.take_along_axis(context.tokens, jnp.minimum(positions, context.tokens.shape[1] - 1), axis=1)
     return ModelInput(jnp.where(positions < context.length[:, None], tokens, 0), positions, pages=context.pages)
 
@@ -168,8 +168,10 @@ def draft_model(
         A proposer.
 
     Raises:
-        ValueError: a number is out of its range, or `max_length` exceeds the limit of the model.
+        ValueError: `model` is no Model, a number is out of its range, or `max_length` exceeds the limit of the model.
     """
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be a Model, got {type(model).__name__}")
     values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length

@@ -72,12 +72,18 @@ def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: boo
         sampling: the parameters of the requests.
         temperature: temperature of drafts, [] or [B], for requests that are not greedy; None is the request's own.
         is_greedy: whether all drafts are greedy.
+
+    Raises:
+        ValueError: there are as many temperatures as another batch has rows.
     """
     if is_greedy:
         return sampling._replace(temperature=None, top_k=None, top_p=None, min_p=None)
     if temperature is None:
         return sampling
-    temperature = jnp.broadcast_to(temperature, sampling.max_tokens.shape)
+    rows = sampling.max_tokens.shape
+    if temperature.shape not in ((), rows):
+        raise ValueError(f"temperature must be one number or have shape [B] = {rows}, got {temperature.shape}")
+    temperature = jnp.broadcast_to(temperature, rows)
     if sampling.temperature is not None:
         temperature = jnp.where(sampling.temperature > 0, temperature, 0)
     return sampling._replace(temperature=temperature)
@@ -101,7 +107,7 @@ def drawer_of(
         reduced: the draft vocabulary; None is the target's.
         is_partial: whether only some tokens of the target's vocabulary have logits above -inf.
     """
-    keys = stream(keys[:, :1], DRAFT, jnp.arange(proposer.num_draft_tokens)[None])
+    keys = stream(keys[:, :1], DRAFT, jnp.arange(proposer.num_draft_tokens, dtype=jnp.int32)[None])
     sampling = draft_sampling(sampling, proposer.temperature, proposer.is_greedy)
     return Drawer(keys, context, sampling, proposer.is_greedy, reduced, is_partial)
 
@@ -173,7 +179,8 @@ class Drawer:
         else:
             # The scan traces `advance` once, a Python loop would trace it K-1 times. It is unrolled because the trip
             # count is small, as a rule: straight code needs no loop on the device inside the loop of steps.
-            state, _ = jax.lax.scan(body, state, jnp.arange(1, width), unroll=max(1, min(width - 1, MOST_UNROLLED)))
+            index = jnp.arange(1, width, dtype=jnp.int32)
+            state, _ = jax.lax.scan(body, state, index, unroll=max(1, min(width - 1, MOST_UNROLLED)))
         drafts, drawn, carry = state
         return self._draft(drafts, drawn), carry
 
@@ -225,5 +232,5 @@ def only_in(rows: Array, draft: Draft) -> Draft:
     """Return the draft with no tokens outside `rows` [B] bool, and -1 past the end of each row."""
     width = draft.tokens.shape[1]
     count = jnp.where(rows, width if draft.num_tokens is None else draft.num_tokens, 0).astype(jnp.int32)
-    tokens = jnp.where(jnp.arange(width)[None] < count[:, None], draft.tokens, -1)
+    tokens = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < count[:, None], draft.tokens, -1)
     return Draft(tokens, draft.distribution, count)

@@ -89,7 +89,7 @@ def _widened(distribution: Categorical, width: int) -> Categorical:
     """Return the distribution with `width` rows per sequence, which repeat the last row without copying its logits."""
     packed = distributions.pack(distribution)
     assert packed.rows is not None, "packed logits have rows"
-    index = jnp.minimum(jnp.arange(width), packed.rows.shape[1] - 1)
+    index = jnp.minimum(jnp.arange(width, dtype=jnp.int32), packed.rows.shape[1] - 1)
     return packed._replace(rows=packed.rows[:, index])
 
 

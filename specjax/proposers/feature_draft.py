@@ -83,7 +83,7 @@ class FeatureDraft:
         feature = self.head.feature(self.params, before(chunk, features))
         inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
         output, cache = self.head(self.params, inputs, feature, state.cache)
-        rows = jnp.arange(state.output.shape[0]) if chunk.rows is None else chunk.rows
+        rows = jnp.arange(state.output.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
         last = row_of(output, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
         last = jnp.where((chunk.num_tokens > 0)[:, None], last, state.output.at[rows].get(mode="fill", fill_value=0))
         return HeadState(cache, state.output.at[rows].set(last, mode="drop"))
@@ -119,9 +119,9 @@ def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:
     The target's features in `Proposer.update` are those of the tokens before them. Past the last verified token they
     are garbage, in slots that are overwritten before a token sees them.
     """
-    slots = context.length[:, None] + jnp.arange(verified.tokens.shape[1])[None]
+    slots = context.length[:, None] + jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
     inputs = ModelInput(jnp.maximum(verified.tokens, 0), slots, pages=context.pages)
-    return inputs, jnp.maximum(jnp.sum(verified.tokens >= 0, axis=1) - 1, 0)
+    return inputs, jnp.maximum(jnp.sum(verified.tokens >= 0, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def row_of(x: Array, index: Array) -> Array:

@@ -20,7 +20,7 @@ def prefill(chunk: Chunk, features: Any, state: Array) -> Array:
     index = chunk.num_tokens - 2
     inside = row_of(hidden, jnp.maximum(index, 0))[:, 0]
     last = jnp.where(index[:, None] >= 0, inside, chunk.previous.hidden).astype(state.dtype)
-    rows = jnp.arange(state.shape[0]) if chunk.rows is None else chunk.rows
+    rows = jnp.arange(state.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
     last = jnp.where(chunk.num_tokens[:, None] > 0, last, state.at[rows].get(mode="fill", fill_value=0))
     return state.at[rows].set(last, mode="drop")
 

@@ -31,7 +31,7 @@ class NGram:
         lookup = partial(look_up, num_draft_tokens=self.num_draft_tokens, min_n=self.min_n, max_n=self.max_n)
         tokens, num_tokens = jax.vmap(lookup)(context.tokens, context.length)
         num_tokens = jnp.where(context.active, num_tokens, 0)
-        is_draft = jnp.arange(self.num_draft_tokens)[None] < num_tokens[:, None]
+        is_draft = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None] < num_tokens[:, None]
         return Draft(jnp.where(is_draft, tokens, -1), None, num_tokens), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
@@ -64,7 +64,7 @@ def look_up(tokens: Array, length: Array, *, num_draft_tokens: int, min_n: int, 
     # One reduction finds the longest run and, among equally long ones, the first end.
     best = jnp.max(jnp.where(run >= min_n, run * size + (size - 1 - end), -1))
     first = size - 1 - best % size
-    source = jnp.minimum(first + jnp.arange(num_draft_tokens), size - 1)
+    source = jnp.minimum(first + jnp.arange(num_draft_tokens, dtype=jnp.int32), size - 1)
     return tokens[source], jnp.where(best >= 0, jnp.minimum(length - first, num_draft_tokens), 0).astype(jnp.int32)
 
 

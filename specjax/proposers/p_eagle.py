@@ -52,7 +52,7 @@ class ParallelEagle:
         feature = self.head.feature(self.params, before(chunk, features))
         inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
         _, cache = self.head(self.params, inputs, feature, state.cache)
-        rows = jnp.arange(state.count.shape[0]) if chunk.rows is None else chunk.rows
+        rows = jnp.arange(state.count.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
         last = row_of(feature, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
         held = state.features.at[rows, 0].get(mode="fill", fill_value=0)
         last = jnp.where((chunk.num_tokens > 0)[:, None], last, held)
@@ -64,7 +64,7 @@ class ParallelEagle:
         width = self.num_draft_tokens
         inputs, feature = self._rows(context, state)
         output, cache = self.head(self.params, inputs, feature, state.cache)
-        index = jnp.maximum(state.count - 1, 0)[:, None] + jnp.arange(width)[None]
+        index = jnp.maximum(state.count - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         logits = self.head.logits(self.params, jnp.take_along_axis(output, index[..., None], axis=1))
         draft = drawer_of(self, keys, context, sampling, self.reduced).parallel(logits)
         return only_in(has_feature(context), draft), state._replace(cache=cache)
@@ -88,7 +88,7 @@ class ParallelEagle:
 
         They are so many that the last token of every row has K - 1 mask tokens after it.
         """
-        index = jnp.arange(state.features.shape[1] + self.num_draft_tokens - 1)[None]
+        index = jnp.arange(state.features.shape[1] + self.num_draft_tokens - 1, dtype=jnp.int32)[None]
         # Of a row that is not active, slots before the last may hold a prompt that is being fed.
         count = jnp.where(context.active, state.count, 1)
         slots = jnp.maximum(context.length - count, 0)[:, None] + index

@@ -141,7 +141,7 @@ def _cut(logits: Array, limits: Limits, dtype: jnp.dtype, axis_name: str | None)
 
     best, blocks = lax.top_k(in_blocks(logits).max(-1).astype(dtype), _CANDIDATES)
     outside = shards.largest(best.min(-1), axis_name)  # no logit outside these blocks is larger
-    tokens = blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK)[None, None]
+    tokens = blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None, None]
     candidates = logits.at[jnp.arange(num_rows)[:, None, None], tokens].get(mode="fill", fill_value=-jnp.inf)
     total = None
     if limits.top_p is not None:
@@ -163,14 +163,14 @@ def _cut(logits: Array, limits: Limits, dtype: jnp.dtype, axis_name: str | None)
     chunk = min(num_rows, max(4, num_rows // 16)) if isinstance(num_rows, int) else 4
 
     def search_whole(i: Array, cut: Array) -> Array:
-        rows = unsettled_first.at[i * chunk + jnp.arange(chunk)].get(mode="clip")
+        rows = unsettled_first.at[i * chunk + jnp.arange(chunk, dtype=jnp.int32)].get(mode="clip")
         # Without the barrier XLA may convert all bfloat16 logits to float32 before the loop.
         whole = lax.optimization_barrier((logits, rows))[0][rows]
         of_rows = jax.tree.map(lambda limit: limit[rows], limits)
         found, _ = _search(in_blocks(whole).astype(dtype), of_rows, axis_name=axis_name)
         return cut.at[rows].set(found)
 
-    return lax.fori_loop(0, -(-jnp.sum(~settled) // chunk), search_whole, cut)
+    return lax.fori_loop(0, -(-jnp.sum(~settled, dtype=jnp.int32) // chunk), search_whole, cut)
 
 
 def _search(x: Array, limits: Limits, total: Array | None = None, axis_name: str | None = None) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ processors; logit bias; the masks (allowed tokens, guided decoding, bad words, m
 presence penalties; temperature; min-p; top-k; top-p.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,13 @@ def process(
 
     Raises:
         ValueError: an argument has a wrong shape or dtype, a grammar has another vocabulary, a guided context has no
-            state, a logits processor returns another shape, or is given a part of a vocabulary.
+            state, or a logits processor returns no logits of its shape or is given a part of a vocabulary.
     """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
     check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
     check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
     shape = logits.shape
-    row = (first + jnp.arange(shape[1]))[None]  # [1, T], number of drafts before each row
+    row = (first + jnp.arange(shape[1], dtype=jnp.int32))[None]  # [1, T], number of drafts before each row
     part = _Part(shape[-1], axis_name)
     if sampling.logits_processors is not None:
         if axis_name is not None:
@@ -106,7 +106,7 @@ def _run_processors(
     """Apply to the logits of each row its own logits processors."""
     length = context.length[:, None] + row
     history = _history(context, drafts)[:, None]
-    index = jnp.arange(history.shape[-1])[None, None]
+    index = jnp.arange(history.shape[-1], dtype=jnp.int32)[None, None]
     one = Context(
         tokens=jnp.where(index < length[..., None], history, -1),
         length=length,
@@ -115,13 +115,20 @@ def _run_processors(
     )
     for function, rows in processors:
         processed = jax.vmap(jax.vmap(function))(logits, one)
-        if processed.shape != logits.shape:
-            raise ValueError(
-                f"logits_processors must return shape [V] = ({logits.shape[-1]},), "
-                f"got {processed.shape[2:]} from {function.func}"
-            )
+        _check_processed(processed, logits, function)
         logits = jnp.where(rows[:, None, None], processed, logits)
     return logits
+
+
+def _check_processed(processed: Any, logits: Array, function: Partial) -> None:
+    """Raise ValueError unless a logits processor has returned logits for the rows that it was given."""
+    is_array = isinstance(processed, jax.Array)
+    if not (is_array and processed.shape == logits.shape and jnp.issubdtype(processed.dtype, jnp.floating)):
+        got = f"{processed.dtype} {processed.shape[2:]}" if is_array else type(processed).__name__
+        raise ValueError(
+            f"logits_processors must return floating numbers of shape [V] = ({logits.shape[-1]},), got {got} from "
+            f"{function.func}"
+        )
 
 
 def _mask(
@@ -129,7 +136,7 @@ def _mask(
 ) -> Array:
     """Exclude the tokens that a request forbids, by -inf."""
     batch_size, num_rows, _ = logits.shape
-    row = (first + jnp.arange(num_rows))[None]
+    row = (first + jnp.arange(num_rows, dtype=jnp.int32))[None]
     if sampling.allowed_tokens is not None:
         is_allowed = part.contains(sampling.allowed_tokens)
         is_allowed |= jnp.all(sampling.allowed_tokens < 0, axis=1, keepdims=True)
@@ -169,7 +176,8 @@ def _completing(bad_words: Array, context: Context, drafts: Array, row: Array) -
     """Return the last token [B, T, W] of each bad word that it would complete, -1 for the other words."""
     prefix, last = bad_words[:, None, :, :-1], bad_words[:, None, :, -1]
     size = prefix.shape[-1]
-    position = (context.length[:, None] + row)[..., None] - size + jnp.arange(size)[None, None]  # [B, T, M-1]
+    place = jnp.arange(size, dtype=jnp.int32)[None, None]
+    position = (context.length[:, None] + row)[..., None] - size + place  # [B, T, M-1]
     is_output = position >= _prompt_length(context)[:, None, None]
     history = _history(context, drafts)[:, None]
     tokens = jnp.where(is_output, jnp.take_along_axis(history, jnp.maximum(position, 0), axis=-1), -1)
@@ -190,11 +198,11 @@ def _penalize(
 
     The committed tokens are counted once, as [B, V]. The drafts, of which there are few, are compared with every token.
     """
-    index = jnp.arange(context.tokens.shape[1])[None]
+    index = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
     is_prompt = index < _prompt_length(context)[:, None]
     is_output = ~is_prompt & (index < context.length[:, None])
     count = part.scatter(jnp.where(is_output, context.tokens, -1), jnp.int32(1))[:, None]
-    ids = shards.first_id(part.size, part.axis_name) + jnp.arange(part.size)[None, None]
+    ids = shards.first_id(part.size, part.axis_name) + jnp.arange(part.size, dtype=jnp.int32)[None, None]
     for i in range(drafts.shape[1]):
         count = count + ((drafts[:, i, None, None] == ids) & (i < row[..., None])).astype(jnp.int32)  # [B, T, V]
     logits = widen(logits)
@@ -212,7 +220,7 @@ def _penalize(
 def _history(context: Context, drafts: Array) -> Array:
     """Return the committed tokens of each row with its drafts right after them, [B, L + K]."""
     num_drafts = drafts.shape[1]
-    slot = context.length[:, None] + jnp.arange(num_drafts)[None]
+    slot = context.length[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
     tokens = jnp.pad(context.tokens, ((0, 0), (0, num_drafts)))
     return tokens.at[jnp.arange(tokens.shape[0])[:, None], slot].set(drafts)
 

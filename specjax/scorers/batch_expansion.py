@@ -34,8 +34,8 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
     batch_size, num_draft_tokens = draft.tokens.shape
     num_copies = num_draft_tokens + 1
     context, cache = jax.tree.map(lambda x: jnp.repeat(x, num_copies, axis=0), (context, cache))
-    copy = jnp.tile(jnp.arange(num_copies), batch_size)
-    is_fed = jnp.arange(num_draft_tokens)[None] < copy[:, None]
+    copy = jnp.tile(jnp.arange(num_copies, dtype=jnp.int32), batch_size)
+    is_fed = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] < copy[:, None]
     tokens = jnp.where(is_fed, jnp.repeat(draft.tokens, num_copies, axis=0), -1)
     output, cache = mqa(model, context, Draft(tokens), cache)
 

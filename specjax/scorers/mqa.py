@@ -22,4 +22,5 @@ def mqa(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[Mo
     start = jnp.maximum(context.length - 1, 0)[:, None]
     last = jnp.take_along_axis(context.tokens, start, axis=1)
     tokens = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
-    return run(model, ModelInput(tokens, start + jnp.arange(num_tokens)[None], pages=context.pages), cache)
+    positions = start + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return run(model, ModelInput(tokens, positions, pages=context.pages), cache)

@@ -22,6 +22,7 @@ from specjax.testing.enumeration import (
 from specjax.testing.statistics import assert_sampled_distribution, describe_worst, sampled_tokens
 from specjax.testing.toys import BigramProposer, first_token, sample_draft
 from specjax.types import Array, Categorical, Draft, Proposer, Verified
+from specjax.validation import is_integer
 from specjax.verifiers.core import canonical
 
 
@@ -57,11 +58,14 @@ def assert_lossless(
     Raises:
         AssertionError: the verifier fails. The message names the case, the distance and the tokens at which the
             distributions differ most.
+        ValueError: `num_draft_tokens` is not an integer >= 0.
 
     Example:
         >>> from specjax import verifiers
         >>> assert_lossless(verifiers.rejection, num_draft_tokens=2)
     """
+    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 0):
+        raise ValueError(f"num_draft_tokens must be an integer >= 0, got {num_draft_tokens!r}")
     if drafter is None and hasattr(verifier, "core"):
         for count in dict.fromkeys((num_draft_tokens, 1, 0)):
             for batch in cases.batches(count):

@@ -120,4 +120,4 @@ def accept_prefixes(draft: Draft, draft_law: distributions.Law, law: distributio
 def acceptance_probabilities(joint: Array, mass: Array, num_tokens: Array) -> Array:
     """Compute the acceptance probability [K] of each prefix of one row, from P [K] and the residual masses [K-1]."""
     inner = accept_prefix(jnp.pad(mass, (0, 1)), joint)
-    return jnp.where(jnp.arange(1, joint.shape[0] + 1) == num_tokens, joint, inner)
+    return jnp.where(jnp.arange(1, joint.shape[0] + 1, dtype=jnp.int32) == num_tokens, joint, inner)

@@ -87,8 +87,10 @@ class KeyDraw:
 
     def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
         keys = streams.numbered(self.keys[:, :1], self._calls.next("flip", index))
-        drafts = jnp.arange(probabilities.shape[1])[None]
-        return streams.uniform(streams.stream(keys, streams.ACCEPT, drafts)) < probabilities
+        drafts = jnp.arange(probabilities.shape[1], dtype=jnp.int32)[None]
+        probabilities = distributions.widen(probabilities)
+        uniforms = streams.uniform(streams.stream(keys, streams.ACCEPT, drafts))
+        return uniforms.astype(probabilities.dtype) < probabilities
 
     def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
         keys = streams.numbered(self.keys[:, 0], self._calls.next("pick", index))
@@ -159,6 +161,8 @@ def _checked(
     """Return the arguments of a verifier as records of JAX arrays, after the checks."""
     if not isinstance(draft, Draft):
         raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
+    if target is None:
+        raise ValueError("target must be a specjax.Categorical or its logits [B, K+1, V], got None")
     target = target if isinstance(target, Categorical) else Categorical(jnp.asarray(target))
     arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
     check_shapes(*arrays)
@@ -263,7 +267,7 @@ def canonical(draft: Draft) -> Draft:
     num_tokens = jnp.sum(jnp.cumprod((draft.tokens >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     if draft.num_tokens is not None:
         num_tokens = jnp.clip(jnp.minimum(num_tokens, draft.num_tokens.astype(jnp.int32)), 0, None)
-    is_draft = jnp.arange(num_draft_tokens)[None] < num_tokens[:, None]
+    is_draft = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] < num_tokens[:, None]
     distribution = draft.distribution if num_draft_tokens else None
     return Draft(jnp.where(is_draft, draft.tokens.astype(jnp.int32), -1), distribution, num_tokens)
 
@@ -311,7 +315,7 @@ def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
 
 def count_accepted(draft: Draft, accepted: Array) -> Array:
     """Return the number [B] of drafts before the first one that is not accepted."""
-    is_draft = jnp.arange(draft.tokens.shape[1])[None] < num_drafts(draft)[:, None]
+    is_draft = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None] < num_drafts(draft)[:, None]
     return jnp.sum(jnp.cumprod((accepted & is_draft).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
@@ -347,7 +351,7 @@ def recovery(
 
 def take_row(values: Array, index: Array) -> Array:
     """Return values[b, index[b]] of each row b, or -1 where the index is past the end."""
-    inside = jnp.arange(values.shape[1])[None] == index[:, None]
+    inside = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == index[:, None]
     return jnp.max(jnp.where(inside, values, -1), axis=1, initial=-1)
 
 
@@ -371,7 +375,7 @@ def emit(
     """
     if bonus_tokens is not None:
         last = jnp.where(num_accepted == num_drafts(draft), bonus_tokens.astype(jnp.int32), last)
-    index = jnp.arange(draft.tokens.shape[1] + 1)[None]
+    index = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)[None]
     tokens = jnp.where(index < num_accepted[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))), -1)
     tokens = jnp.where(index == num_accepted[:, None], last[:, None], tokens).astype(jnp.int32)
     log_prob = None

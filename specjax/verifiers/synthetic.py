@@ -117,5 +117,5 @@ def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draf
 
 def _conditional(rates: Array) -> Array:
     """Return the acceptance rate [K] of each draft in the steps where all drafts before it are accepted."""
-    before = jnp.concatenate([jnp.ones((min(1, len(rates)),)), rates[:-1]])
+    before = jnp.concatenate([jnp.ones((min(1, len(rates)),), jnp.float32), rates[:-1]])
     return jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
