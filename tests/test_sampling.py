@@ -423,7 +423,7 @@ class TestBatch:
         assert unpadded == [[[5, 6], [7], [8], [1, 2, 3]], [[9], [], [], []]]
 
     def test_one_request_is_no_batch(self):
-        with pytest.raises(ValueError, match=r"params must be a sequence of SamplingParams.*, got SamplingParams"):
+        with pytest.raises(ValueError, match=r"params must be a sequence of SamplingParams.*, got one alone"):
             sampling.batch(SamplingParams())
 
     def test_bad_words_without_tokenizer(self):

@@ -56,11 +56,11 @@ def batch(
         Sampling, with None for every feature that no row uses.
 
     Raises:
-        ValueError: `params` is no sequence, a token id is outside the vocabulary, or bad words are
+        ValueError: `params` is one for all rows, a token id is outside the vocabulary, or bad words are
             strings and `tokenize` is None.
     """
-    if not isinstance(params, Sequence):
-        raise ValueError(f"params must be a sequence of SamplingParams, one for each row, got {type(params).__name__}")
+    if isinstance(params, SamplingParams):
+        raise ValueError("params must be a sequence of SamplingParams, one for each row, got one alone")
     stops = [(*(p.stop_token_ids or ()), *(() if p.ignore_eos else eos_token_ids)) for p in params]
     biases = [p.logit_bias or {} for p in params]
     allowed = [p.allowed_token_ids or () for p in params]
