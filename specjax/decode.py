@@ -314,13 +314,16 @@ def step(
 
     num_drafts = _num_drafts(draft, context.active)
     new_context, tokens, finished = _commit(state, verified)
+    outcomes = verified.is_accepted
+    if outcomes is not None:
+        outcomes = jnp.pad(outcomes, ((0, 0), (0, most - proposer.num_draft_tokens)))
     totals = metrics.update(
         state.totals,
         num_drafts,
         jnp.minimum(verified.num_accepted, num_drafts),
         new_context.length - context.length,
         context.active,
-        verified.is_accepted,
+        outcomes,
     )
     buffer = state.log_probs
     if buffer is not None:

@@ -550,7 +550,10 @@ def test_another_proposer():
             decode.generate(own, more, state)
         with pytest.raises(ValueError, match=message + str(more.num_draft_tokens)):
             next(decode.stream(own, more, state))
-    jax.eval_shape(partial(decode.step, own, proposers.draft_model(own, 1)), state)
+    verifier = Partial(verifiers.rejection, outcomes=True)
+    totals = jax.jit(partial(decode.step, own, proposers.draft_model(own, 1), verifier=verifier))(state)[0].totals
+    np.testing.assert_array_equal(totals.drafted, 1)
+    np.testing.assert_array_equal(totals.tested, 1)
 
 
 @pytest.mark.parametrize("max_steps", [1.5, -1, "a", True, 2**31, np.float32(1), np.ones(1, np.int32)])
