@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -114,6 +115,15 @@ def test_the_reader_of_the_output_leaves(model):
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+@pytest.fixture
+def interruptions():
+    """Interruptions are errors, also where whoever started the tests in the background has them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptions")
 def test_an_interruption_that_python_drops_is_repeated(generate, monkeypatch):
     """As it does where JAX is called while garbage is collected."""
 
