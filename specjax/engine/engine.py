@@ -407,7 +407,8 @@ class Engine:
         """Return the result of a request; if the caller is cancelled, so is the request. The arguments: `submit`."""
         request = self.submit(prompt, params, priority=priority)
         result = asyncio.wrap_future(request._future)
-        result.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio misses a reader
+        # Where the caller is cancelled nobody reads the exception, which asyncio would report.
+        result.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:

@@ -327,12 +327,18 @@ def _take_kinds(body: Any) -> bool:
     return bool(value)
 
 
-def _tokenized(body: Any, served: Served) -> list[int]:
-    """Return the token ids that a body of /tokenize asks for: of a prompt, or of the messages of a chat."""
+def _fields(body: Any, served: Served) -> Fields:
+    """Return a reader of a body that may name the model."""
     check_tree(body)
     fields = Fields(body)
     if (name := fields.any("model")) is not None:
         protocol.check_model(name, served)
+    return fields
+
+
+def _tokenized(body: Any, served: Served) -> list[int]:
+    """Return the token ids that a body of /tokenize asks for: of a prompt, or of the messages of a chat."""
+    fields = _fields(body, served)
     if fields.any("messages") is not None:
         messages, arguments = read_messages(fields), read_template_arguments(fields)
         tools, _ = read_tools(fields)
@@ -347,10 +353,7 @@ def _tokenized(body: Any, served: Served) -> list[int]:
 
 def _detokenized(body: Any, served: Served) -> str:
     """Return the text of the token ids in a body of /detokenize."""
-    check_tree(body)
-    fields = Fields(body)
-    if (name := fields.any("model")) is not None:
-        protocol.check_model(name, served)
+    fields = _fields(body, served)
     expected = f"a list of token ids in [0, {served.vocab_size})"
     fields.require("tokens", expected)
     tokens = fields.items("tokens", MAX_TEXT_LENGTH) or []
