@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -138,7 +137,7 @@ def chat(content="the cat", **fields):
 def running(engine, served, shutdown_timeout=5.0, **options):
     """A server of an engine on a free port, in a thread."""
     app = App(engine, served, About(NUM_DRAFTS, "rejection"), **options)
-    server = Server(app, shutdown_timeout, "ready")
+    server = Server(app, shutdown_timeout, lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -369,7 +368,7 @@ class TestEnd:
         with running(engine, served) as client:
             events = client.events("/v1/completions", completion(max_tokens=150, n=12, stream=True))
             next(events)
-            client.server.handle_exit(signal.SIGTERM, None)
+            client.server.end()
             status, headers, body = client.call("POST", "/v1/completions", completion())
             assert (status, headers["retry-after"], body["error"]["code"]) == (503, "5", "shutting_down")
             assert client.call("GET", "/health")[0] == 503
@@ -382,7 +381,7 @@ class TestEnd:
             next(events)
             whole = pool.submit(client.call, "POST", "/v1/completions", long)
             time.sleep(0.05)
-            client.server.handle_exit(signal.SIGTERM, None)
+            client.server.end()
             assert list(events)[-1]["error"]["code"] == "shutting_down"
             status, _, body = whole.result(timeout=60)
             assert (status, body["error"]["code"]) == (503, "shutting_down")

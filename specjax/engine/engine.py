@@ -8,9 +8,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +21,7 @@ from specjax.engine.grammar_compiler import GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
+from specjax.engine.pending import Pending, wake
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Counts, Job, Scheduler
 from specjax.engine.slots import Slots
@@ -91,7 +91,7 @@ class QueueFull(RuntimeError):
     """Too many requests wait already."""
 
 
-class Request:
+class Request(Pending):
     """A request that an engine works on.
 
     Iterate over it to get each token as a `Piece` as soon as its text is certain, of all samples as they come. A `for`
@@ -101,136 +101,26 @@ class Request:
     """
 
     def __init__(self, engine: "Engine", samples: Samples):
+        super().__init__()
         self._engine, self._samples = engine, samples
         grammar = samples.params.guided_decoding
         self._source = grammar if isinstance(grammar, Source) else None
         self._grammar: Future[Grammar] = Future()  # what it is compiled to
-        self._future: Future[Result] = Future()
-        self._future.set_running_or_notify_cancel()  # only the engine ends it
-        self._future.add_done_callback(lambda _: _wake([self]))
-        self._listeners: list[tuple[asyncio.AbstractEventLoop | None, Callable[[], object]]] = []
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the request has ended."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> Result:
-        """Wait for the result.
-
-        Args:
-            timeout: the most seconds to wait; None waits until the request ends.
-
-        Raises:
-            TimeoutError: the request has not ended in time.
-            concurrent.futures.CancelledError: the request was cancelled, or the engine closed.
-            RuntimeError: the engine has failed.
-        """
-        return self._future.result(timeout)
-
-    async def wait(self) -> Result:
-        """Return the result, as `result` does, and leave the event loop to others until it is there.
-
-        If the caller is cancelled, the request goes on.
-        """
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake(_: object) -> None:
-            with suppress(RuntimeError):  # of an event loop that has been closed
-                loop.call_soon_threadsafe(done.set)
-
-        self._future.add_done_callback(wake)
-        await done.wait()
-        return self._future.result()
 
     def cancel(self) -> None:
-        """End the request. What it has so far is lost, and its slots are free for others before the next step."""
         self._engine._send(self._engine._cancel, self)
 
-    def __iter__(self) -> Iterator[Piece]:
-        changed = threading.Event()
-        with self._listening(changed.set):
-            for pieces in self._new_pieces():
-                yield from pieces
-                if not pieces:
-                    changed.wait()
-                    changed.clear()
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        async for arrived in arrivals([self]):
-            for _, piece in arrived:
-                yield piece
-
-    @contextmanager
-    def _listening(self, wake: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None) -> Iterator[None]:
-        """Have `wake` called when there are pieces, or an end: in an event loop, or in the thread of the engine."""
-        listener = loop, wake
-        self._listeners.append(listener)
-        try:
-            yield
-        finally:
-            self._listeners.remove(listener)
-
-    def _new_pieces(self) -> Iterator[list[Piece]]:
-        """Yield the pieces that have come since the last time, maybe none, until the request ends."""
-        counts, is_done = [0] * len(self._samples.jobs), False
+    def _reader(self) -> Callable[[], list[Piece]]:
+        counts = [0] * len(self._samples.jobs)
         samples = [self._samples.pieces(i) for i in range(len(counts))]
-        while not is_done:
-            is_done, certain = self._future.done(), self._samples.num_certain
-            counted = zip(samples, certain, counts, strict=True)
-            new = [piece for sample, count, old in counted for piece in itertools.islice(sample, count - old)]
-            counts = certain
-            if new or not is_done:
-                yield new
-        self._future.result()
 
+        def read() -> list[Piece]:
+            nonlocal counts
+            old, counts = counts, self._samples.num_certain
+            counted = zip(samples, counts, old, strict=True)
+            return [piece for sample, count, before in counted for piece in itertools.islice(sample, count - before)]
 
-async def arrivals(requests: Sequence[Request]) -> AsyncIterator[list[tuple[int, Piece]]]:
-    """Yield the pieces of several requests as they come, each with the index of its request; all there are at a time.
-
-    Raises:
-        RuntimeError, concurrent.futures.CancelledError: as `Request.result`, after the pieces before.
-    """
-    loop, changed = asyncio.get_running_loop(), asyncio.Event()
-    with ExitStack() as stack:
-        for request in requests:
-            stack.enter_context(request._listening(changed.set, loop))
-        live = {i: request._new_pieces() for i, request in enumerate(requests)}
-        while live:
-            changed.clear()  # before they are looked at
-            found, error = [], None
-            for i, new in tuple(live.items()):
-                try:
-                    found += [(i, piece) for piece in next(new)]
-                except StopIteration:
-                    del live[i]
-                except Exception as raised:
-                    error = raised
-            if found:
-                yield found
-            if error is not None:
-                raise error
-            if live and not any(requests[i].is_done for i in live):
-                await changed.wait()
-
-
-def _wake(requests: Iterable[Request]) -> None:
-    """Tell those who listen to requests; each event loop is called once."""
-    of_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}
-    for request in requests:
-        for loop, wake in tuple(request._listeners):
-            if loop is None:
-                wake()
-            else:
-                of_loop.setdefault(loop, []).append(wake)
-    for loop, wakes in of_loop.items():
-        with suppress(RuntimeError):  # of an event loop that has been closed
-            loop.call_soon_threadsafe(_call_all, wakes)
-
-
-def _call_all(functions: Iterable[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
+        return read
 
 
 class Engine:
@@ -544,7 +434,7 @@ class Engine:
             elif result is not None:
                 self._end(request)
                 request._future.set_result(result)
-        _wake(with_pieces)
+        wake(with_pieces)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request without a result."""

@@ -1,8 +1,6 @@
 """Compile the grammars of requests in other processes, within a time limit."""
 
-import os
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from specjax.engine.grammar_worker import read_frame, read_grammar, write_frame, write_source, write_vocabulary
+from specjax.engine.grammar_worker import read_grammar, write_source, write_vocabulary
+from specjax.processes.child import read_frame, start_child, write_frame
 from specjax.sampling.guided.sources import Source
 from specjax.sampling.guided.tables import Grammar
 
@@ -110,10 +109,8 @@ class _Process:
     """A process that compiles one grammar at a time."""
 
     def __init__(self):
-        paths = [path or os.getcwd() for path in sys.path]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-c", "from specjax.engine.grammar_worker import main; main()"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = start_child("specjax.engine.grammar_worker", **pipes)
 
     @property
     def is_alive(self) -> bool:

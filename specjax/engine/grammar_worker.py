@@ -1,43 +1,23 @@
 """A process that compiles grammars, so that one that takes too much time or memory can be ended.
 
-It reads frames from its standard input and writes frames to its standard output. A frame is its length in 8 bytes, then
-that many bytes. The first frame has the vocabulary. Each later one has the source of a grammar, and is answered by the
-arrays of the grammar or by an error.
+It reads frames from its standard input and writes frames to its standard output. The first frame has the vocabulary.
+Each later one has the source of a grammar, and is answered by the arrays of the grammar or by an error.
 """
 
 import json
 import os
-import struct
 import sys
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from specjax.processes.child import read_frame, write_frame
 from specjax.sampling.guided import sources
 from specjax.sampling.guided.tables import Grammar
 
 MEMORY = 2 * 2**30  # bytes that the process may take beside those that it has when it starts
 KINDS = {kind.__name__: kind for kind in (sources.Regex, sources.JsonSchema, sources.Choices)}
-
-
-def write_frame(file: IO[bytes], data: bytes) -> None:
-    """Write a frame."""
-    file.write(struct.pack("<Q", len(data)) + data)
-    file.flush()
-
-
-def read_frame(file: IO[bytes]) -> bytes:
-    """Read a frame.
-
-    Raises:
-        EOFError: the file ends before it.
-    """
-    header = file.read(8)
-    data = file.read(struct.unpack("<Q", header)[0]) if len(header) == 8 else b""
-    if len(header) < 8 or len(data) < struct.unpack("<Q", header)[0]:
-        raise EOFError("the other process has ended")
-    return data
 
 
 def write_source(source: sources.Source) -> bytes:

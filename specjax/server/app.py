@@ -18,7 +18,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import specjax
-from specjax.engine.engine import Engine, Request, arrivals
+from specjax.engine.engine import Engine
+from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Piece, Result
 from specjax.server import answers, protocol
 from specjax.server.answers import ChoiceStream
@@ -29,6 +30,7 @@ from specjax.server.guard import Guard
 from specjax.server.messages import MAX_TEXT_LENGTH, encode_chat, read_messages, read_template_arguments
 from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
 from specjax.server.protocol import Call
+from specjax.server.remote import RemoteEngine
 from specjax.server.served import Served
 from specjax.server.tools import read_tools
 
@@ -52,7 +54,7 @@ class App:
     """The server as an ASGI application, `guard`, which holds all the others.
 
     Args:
-        engine: the engine; it is not closed here.
+        engine: the engine, of this process or of another; it is not closed here.
         served: the model of the engine.
         about: how it is served.
         api_keys: keys of clients; without any, everybody is one.
@@ -67,7 +69,7 @@ class App:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | RemoteEngine,
         served: Served,
         about: About,
         *,
@@ -106,7 +108,7 @@ class App:
         return JSONResponse({"version": specjax.__version__})
 
     async def _write_metrics(self, http: HttpRequest) -> Response:
-        return Response(self.metrics(), media_type=CONTENT_TYPE)
+        return Response(await in_thread(self.metrics), media_type=CONTENT_TYPE)
 
     def metrics(self) -> bytes:
         """Return the numbers of the server in the text format of Prometheus."""
@@ -165,7 +167,7 @@ class App:
                 raise protocol.bad_parameter(error, call.constraint) from error
             raise
 
-    async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Request]]:
+    async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Pending]]:
         """Submit what a body asks for."""
         call = await in_thread(lambda: parse(body, self._served))
         submissions = [Submission(prompt, call.params, call.priority) for prompt in call.prompts]
@@ -174,7 +176,7 @@ class App:
         except ValueError as error:
             raise protocol.bad_parameter(error) from error
 
-    def _give_up(self, requests: Sequence[Request]) -> None:
+    def _give_up(self, requests: Sequence[Pending]) -> None:
         cancel(requests)
         self._metrics.record_abort()
 
@@ -182,7 +184,7 @@ class App:
 class _Answer:
     """The answer to a call that came at `start`, whole or as the events of a stream."""
 
-    def __init__(self, app: App, call: Call, requests: Sequence[Request], has_kinds: bool, start: float):
+    def __init__(self, app: App, call: Call, requests: Sequence[Pending], has_kinds: bool, start: float):
         self._served, self._metrics, self._start = app._served, app._metrics, start
         self._call, self._requests, self._has_kinds = call, requests, has_kinds
         self._head = answers.new_head(call)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
-from specjax.engine.engine import Engine, Request
+from specjax.engine.engine import Engine
+from specjax.engine.pending import Pending
 from specjax.sampling import SamplingParams
 from specjax.server.errors import ApiError
+from specjax.server.remote import RemoteEngine
 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 60.0  # in which a body must arrive
@@ -104,15 +106,15 @@ async def read_json(http: HttpRequest) -> Any:
         raise ApiError(400, f"the body must be JSON: {error}", code="invalid_json") from None
 
 
-async def submit(engine: Engine, submissions: Sequence[Submission]) -> list[Request]:
+async def submit(engine: Engine | RemoteEngine, submissions: Sequence[Submission]) -> list[Pending]:
     """Submit requests together: where one is refused, none runs. Long prompts do not hold others up.
 
     Raises:
         ValueError, QueueFull, RuntimeError: as `Engine.submit`.
     """
 
-    def submit_all() -> list[Request]:
-        requests: list[Request] = []
+    def submit_all() -> list[Pending]:
+        requests: list[Pending] = []
         try:
             for prompt, params, priority in submissions:
                 requests.append(engine.submit(prompt, params, priority=priority))
@@ -134,7 +136,7 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], object] = lam
         raise
 
 
-def cancel(requests: Sequence[Request]) -> None:
+def cancel(requests: Sequence[Pending]) -> None:
     """End requests; what has ended stays as it is."""
     for request in requests:
         request.cancel()

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from specjax.engine.engine import Engine, Stats
 from specjax.engine.requests import Result
+from specjax.server.remote import RemoteEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REASONS = "stop", "length", "abort"
@@ -24,7 +25,7 @@ class ServerMetrics:
         model_name: the label model_name of every sample.
     """
 
-    def __init__(self, engine: Engine, model_name: str):
+    def __init__(self, engine: Engine | RemoteEngine, model_name: str):
         self._engine, self._model = engine, model_name
         self._registry = CollectorRegistry()
         self._finished = dict.fromkeys(REASONS, 0)

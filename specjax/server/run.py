@@ -4,11 +4,13 @@ import gc
 import logging
 import math
 import re
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import uvicorn
@@ -17,8 +19,10 @@ from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
 from specjax.sampling.capacities import Capacities
 from specjax.server.app import About, App
+from specjax.server.desk import Desk
 from specjax.server.guard import MAX_HEADER_BYTES
 from specjax.server.served import served
+from specjax.server.wire import write_served
 
 MAX_CONNECTIONS = 4096
 SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to the end of the process
@@ -61,15 +65,31 @@ def serve(
     is_local = host in LOOPBACK
     if not is_local and not api_keys:
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
-    with (
-        _listen(host, port) as listener,
-        start_engine(llm, num_slots, max_waiting) as engine,
-    ):
-        app = make_app(engine, llm, name, api_keys=api_keys, request_timeout=request_timeout, is_local=is_local)
+    with _listen(host, port) as listener:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        server = Server(app, shutdown_timeout, f"specjax: {name} is ready at {address}")
-        server.run(sockets=[listener])
-    return 1 if server.has_failed else 0
+        options = {"api_keys": list(api_keys), "request_timeout": request_timeout, "is_local": is_local}
+        setup = {"served": write_served(served(llm, name)), "about": asdict(_about(llm)), "options": options}
+        with (
+            Desk(listener, setup | {"shutdown_timeout": shutdown_timeout}) as desk,
+            start_engine(llm, num_slots, max_waiting) as engine,
+        ):
+            listener.close()  # it is the other process's now
+            with _signals(desk.end):
+                is_well = desk.serve(engine, lambda: print(f"specjax: {name} is ready at {address}", flush=True))
+            if not is_well:
+                print("specjax: error: the process that speaks HTTP has ended", file=sys.stderr)
+            return 0 if is_well and engine.is_running else 1
+
+
+@contextmanager
+def _signals(end: Callable[[], object]) -> Iterator[None]:
+    """Have SIGINT and SIGTERM call a function."""
+    before = {number: signal.signal(number, lambda *_: end()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
@@ -98,8 +118,11 @@ def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
 
 def make_app(engine: Engine, llm: LLM, name: str, **options: Any) -> App:
     """Return the application of an engine that `start_engine` has started, with the options of `App`."""
-    about = About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
-    return App(engine, served(llm, name), about, **options)
+    return App(engine, served(llm, name), _about(llm), **options)
+
+
+def _about(llm: LLM) -> About:
+    return About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
 
 
 def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
@@ -135,13 +158,13 @@ class Server(uvicorn.Server):
     Args:
         app: the application.
         shutdown_timeout: seconds that requests may still take after a signal.
-        greeting: what to print when it listens.
+        greet: is called when it listens.
 
     Attributes:
         has_failed: whether it ended because the engine failed.
     """
 
-    def __init__(self, app: App, shutdown_timeout: float, greeting: str):
+    def __init__(self, app: App, shutdown_timeout: float, greet: Callable[[], object]):
         config = uvicorn.Config(
             app.guard,
             http="h11",  # which limits what it reads of a header
@@ -157,21 +180,21 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
         )
         super().__init__(config)
-        self._app, self._timeout, self._deadline = app, shutdown_timeout, 0.0
-        self._greeting, self.has_failed = greeting, False
+        self._app, self._timeout, self._deadline = app, shutdown_timeout, math.inf
+        self._greet, self.has_failed = greet, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        print(self._greeting, flush=True)
+        self._greet()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they are `serve`'s
+
+    def end(self) -> None:
+        """Turn new requests away, and end when those that run have finished; the second time, end at once."""
         if self._app.guard.is_ending:
             self.should_exit = True
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        self._deadline = time.monotonic() + self._timeout
+        self._deadline = min(self._deadline, time.monotonic() + self._timeout)
         self._app.guard.is_ending = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -179,7 +202,7 @@ class Server(uvicorn.Server):
         should_exit = await super().on_tick(counter)
         if not guard.is_ending and not self._app.engine.is_running:
             self.has_failed = True
-            self._end()
+            self.end()
         if guard.is_ending and (not guard.tasks or time.monotonic() >= self._deadline):
             should_exit = True
         if should_exit:

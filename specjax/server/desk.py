@@ -1,0 +1,184 @@
+"""Where an engine meets the process that speaks HTTP for it, which shares neither its interpreter nor its devices."""
+
+import json
+import logging
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from specjax.engine.engine import Engine
+from specjax.engine.pending import Pending
+from specjax.engine.requests import Piece
+from specjax.processes.child import frame, read_frame, start_child
+from specjax.server import wire
+
+SECONDS_TO_END = 10.0  # that the process has when the engine leaves
+TICK = 0.1  # seconds between two looks at whether the engine still runs
+
+logger = logging.getLogger(__name__)
+
+
+class Desk:
+    """Start the process that speaks HTTP, and do for it what it asks of an engine. Use it in a `with` statement.
+
+    The process loads what it needs while the engine compiles. The thread of the engine never waits for it: another
+    thread sends what is new when the last frame has been taken, so that a slow process gets fewer and larger frames.
+
+    Args:
+        listener: the socket that it will listen at.
+        setup: what `http_process.main` reads first, for JSON.
+    """
+
+    def __init__(self, listener: socket.socket, setup: dict[str, Any]):
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            files = theirs.fileno(), listener.fileno()
+            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+            own = {"start_new_session": True}  # a terminal interrupts this process alone
+            numbers = map(str, files)
+            self._process = start_child("specjax.server.http_process", *numbers, pass_fds=files, **streams, **own)
+        self._calls: SimpleQueue[tuple[Callable[..., object], tuple]] = SimpleQueue()  # for the thread that sends
+        self._live: dict[int, tuple[Pending, Iterator[list[Piece]]]] = {}
+        self._changed: dict[int, None] = {}  # the requests with something new
+        self._news: list[list[Any]] = []
+        self._words: SimpleQueue[str] = SimpleQueue()  # for the thread that serves
+        first = frame(json.dumps(setup).encode())
+        threading.Thread(target=self._write, args=(first,), name="specjax sender", daemon=True).start()
+
+    def __enter__(self) -> "Desk":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the process, if it has not ended."""
+        self._leave()
+        try:
+            self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._channel.close()
+
+    def serve(self, engine: Engine, greet: Callable[[], object]) -> bool:
+        """Do what the process asks of the engine until it ends.
+
+        Args:
+            engine: the engine.
+            greet: is called when the process listens.
+
+        Returns:
+            Whether it ended as it should.
+        """
+        threading.Thread(target=self._read, args=(engine,), name="specjax reader", daemon=True).start()
+        self._tell("start")
+        is_lost = False
+        while True:
+            try:
+                word = self._words.get(timeout=TICK)
+            except Empty:
+                if not (engine.is_running or is_lost):
+                    is_lost = True
+                    self._tell("lost")
+                continue
+            if word == "end":
+                break
+            greet()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(SECONDS_TO_END) == 0
+        return False
+
+    def end(self) -> None:
+        """Let the process end when its requests have; the second time, at once. A handler of signals may call this."""
+        self._tell("end")
+
+    def call_soon_threadsafe(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the thread that sends."""
+        self._calls.put((function, arguments))
+
+    def _tell(self, kind: str, number: int = 0, content: Any = None) -> None:
+        self.call_soon_threadsafe(self._add, kind, number, content)
+
+    def _add(self, kind: str, number: int, content: Any) -> None:
+        self._news.append([kind, number, content])
+
+    def _read(self, engine: Engine) -> None:
+        """What the thread that reads does."""
+        try:
+            with suppress(EOFError, OSError), self._channel.makefile("rb") as file:
+                while True:
+                    kind, number, *content = wire.read_question(read_frame(file))
+                    if kind == "submit":
+                        self._submit(engine, number, *content)
+                    elif kind == "cancel":
+                        self.call_soon_threadsafe(self._cancel, number)
+                    elif kind == "stats":
+                        self._tell("stats", number, wire.write_stats(engine.stats()))
+                    else:
+                        self._words.put(kind)
+        finally:
+            self._words.put("end")
+
+    def _submit(self, engine: Engine, number: int, prompt: Any, params: Any, priority: int) -> None:
+        try:
+            request = engine.submit(prompt, params, priority=priority)
+        except Exception as error:
+            self._tell("error", number, wire.write_error(error))
+        else:
+            self._tell("entered", number)
+            self.call_soon_threadsafe(self._open, number, request)
+
+    def _open(self, number: int, request: Pending) -> None:
+        self._live[number] = request, self._listened(number, request)
+        self._changed[number] = None
+
+    def _listened(self, number: int, request: Pending) -> Iterator[list[Piece]]:
+        with request._listening(partial(self._changed.setdefault, number), self):
+            yield from request._new_pieces()
+
+    def _cancel(self, number: int) -> None:
+        if number in self._live:
+            self._live[number][0].cancel()
+
+    def _write(self, data: bytes) -> None:
+        """What the thread that sends does; `data` comes first."""
+        try:
+            while True:
+                self._channel.sendall(data)
+                function, arguments = self._calls.get()
+                with suppress(Empty):
+                    while True:
+                        function(*arguments)
+                        function, arguments = self._calls.get_nowait()
+                for number in self._changed:
+                    self._add_news_of(number)
+                self._changed.clear()
+                data, self._news = wire.write_news(self._news) if self._news else b"", []
+        except OSError:
+            pass  # the other process has ended, which `_read` notices
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let the other process notice that nothing comes any more."""
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def _add_news_of(self, number: int) -> None:
+        if number not in self._live:
+            return  # it had ended when it was told so
+        request, arrived = self._live[number]
+        try:
+            while True:
+                if pieces := next(arrived):
+                    self._add("pieces", number, pieces)
+                if not request.is_done:
+                    return
+        except StopIteration:
+            self._add("result", number, wire.write_result(request.result()))
+        except Exception as error:
+            self._add("error", number, wire.write_error(error))
+        del self._live[number]

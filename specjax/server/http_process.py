@@ -1,0 +1,66 @@
+"""The process that speaks HTTP: the application, behind a socket, of an engine that another process has.
+
+It uses no devices. Signals are the other process's to take: this one ends when it is told so, or when the other ends.
+"""
+
+import asyncio
+import gc
+import json
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+from specjax.processes.child import LENGTH
+from specjax.server import wire
+from specjax.server.app import About, App
+from specjax.server.remote import RemoteEngine
+from specjax.server.run import Server
+
+BUFFER = 2**20  # bytes of frames that wait to be read here; those after them wait at the engine
+
+
+def main() -> None:
+    """Serve until the other process says that it is enough, or ends."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes of a service at once
+        signal.signal(each, signal.SIG_IGN)
+    channel, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    with suppress(asyncio.IncompleteReadError, ConnectionError):  # the other process has ended before it was ready
+        asyncio.run(_serve(channel, listener))
+
+
+async def _serve(channel: socket.socket, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    reader, writer = await asyncio.open_connection(sock=channel, limit=BUFFER)
+    setup = json.loads(await _read_frame(reader))
+    engine = RemoteEngine(lambda data: loop.call_soon_threadsafe(writer.write, data))
+    app = App(engine, wire.read_served(setup["served"]), About(**setup["about"]), **setup["options"])
+    gc.freeze()  # what has been loaded stays
+    while "start" not in engine.receive(await _read_frame(reader)):
+        pass
+    listening = wire.write_question("listening", 0)
+    server = Server(app, setup["shutdown_timeout"], lambda: writer.write(listening))
+    listener_to_engine = asyncio.create_task(_receive(reader, engine, server))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        listener_to_engine.cancel()
+        engine.lose()  # threads may wait for it
+        writer.close()
+
+
+async def _receive(reader: asyncio.StreamReader, engine: RemoteEngine, server: Server) -> None:
+    """Take what the engine tells, until its process ends."""
+    try:
+        while True:
+            for word in engine.receive(await _read_frame(reader)):
+                if word == "end":
+                    server.end()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        engine.lose()
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> Any:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
