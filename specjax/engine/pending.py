@@ -43,6 +43,9 @@ class Pending:
         """
         return self._future.result(timeout)
 
+    async def entered(self) -> None:
+        """Wait until the engine has taken the request, or raise what `Engine.submit` raises."""
+
     async def wait(self) -> Result:
         """Return the result, as `result` does, and leave the event loop to others until it is there.
 

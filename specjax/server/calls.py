@@ -123,7 +123,13 @@ async def submit(engine: Engine | RemoteEngine, submissions: Sequence[Submission
             raise
         return requests
 
-    return await in_thread(submit_all, undo=cancel)
+    requests = await in_thread(submit_all, undo=cancel)
+    try:
+        await asyncio.gather(*(request.entered() for request in requests))
+    except BaseException:
+        cancel(requests)
+        raise
+    return requests
 
 
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:

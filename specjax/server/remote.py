@@ -1,5 +1,6 @@
 """An engine in another process, as the process that speaks HTTP sees it."""
 
+import asyncio
 import itertools
 import json
 import threading
@@ -19,9 +20,13 @@ class RemoteRequest(Pending):
 
     def __init__(self, engine: "RemoteEngine", number: int):
         super().__init__()
-        self.entered: Future[None] = Future()  # until the engine takes or refuses it
+        self._entered: Future[None] = Future()  # until the engine takes or refuses it
+        self._entered.set_running_or_notify_cancel()  # whoever waits for it does not end it
         self._engine, self._number = engine, number
         self._pieces: list[Piece] = []
+
+    async def entered(self) -> None:
+        await asyncio.wrap_future(self._entered)
 
     def cancel(self) -> None:
         self._engine.ask("cancel", self._number)
@@ -36,6 +41,10 @@ class RemoteRequest(Pending):
 
         return read
 
+    def enter(self) -> None:
+        """Note that the engine has taken it."""
+        self._entered.set_result(None)
+
     def add(self, pieces: list[list[Any]]) -> None:
         """Take new pieces."""
         self._pieces += map(wire.read_piece, pieces)
@@ -46,13 +55,13 @@ class RemoteRequest(Pending):
 
     def fail(self, error: Exception) -> None:
         """End without a result, or before the engine has taken it."""
-        (self._future if self.entered.done() else self.entered).set_exception(error)
+        (self._future if self._entered.done() else self._entered).set_exception(error)
 
 
 class RemoteEngine:
     """An engine in another process; what a server needs of an `Engine`, it has.
 
-    `submit` and `stats` wait for the other process, so that the thread that calls `receive` must not call them.
+    `stats` waits for the other process, so that the thread that calls `receive` must not call it.
 
     Args:
         send: sends bytes to the other process, from any thread, without waiting.
@@ -71,14 +80,13 @@ class RemoteEngine:
         return self._failure is None
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> RemoteRequest:
-        """Hand in a request, and return when the engine has taken it. Arguments and errors: `Engine.submit`."""
+        """Hand in a request, and return at once; what `Engine.submit` raises, `entered` of the request does."""
         request = RemoteRequest(self, number := next(self._numbers))
         question = wire.write_submission(number, prompt, params, priority)
         with self._lock:
             self._check_running()
             self._live[number] = request
         self._send(question)
-        request.entered.result()
         return request
 
     def stats(self) -> Stats:
@@ -91,8 +99,9 @@ class RemoteEngine:
         return found.result()
 
     def ask(self, kind: str, number: int) -> None:
-        """Ask the engine for something that needs no more words."""
-        self._send(wire.write_question(kind, number))
+        """Ask the engine for something that needs no more words; one that has ended does not hear it."""
+        if self.is_running:
+            self._send(wire.write_question(kind, number))
 
     def receive(self, data: bytes) -> list[str]:
         """Take a frame of what has happened, and return the words in it that are about no request."""
@@ -103,7 +112,7 @@ class RemoteEngine:
                 changed.append(request := self._live[number])
                 request.add(content)
             elif kind == "entered":
-                self._live[number].entered.set_result(None)
+                self._live[number].enter()
             elif kind == "result":
                 self._live.pop(number).finish(content)
             elif kind == "error":
