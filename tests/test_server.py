@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -546,12 +547,37 @@ class TestDocs:
 def process(*arguments, **environment):
     """The command in a process of its own: the process, and a client of its server."""
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--num-slots", "2", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as started:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=os.environ | environment) as started:
         try:
             line = started.stdout.readline()
             yield started, Client(int(line.rsplit(":", 1)[1]), None)
         finally:
             started.kill()
+
+
+def stat(number):
+    """State and parent of a process."""
+    try:
+        state, parent = Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2].split()[:2]
+    except OSError:
+        return "gone", 0
+    return state, int(parent)
+
+
+def child_of(started):
+    """The number of the process that speaks HTTP."""
+    numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    (number,) = (number for number in numbers if stat(number)[1] == started.pid)
+    return number
+
+
+def wait_until_gone(number):
+    for _ in range(1000):
+        if stat(number)[0] in ("gone", "Z"):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {number} still runs")
 
 
 @pytest.fixture(scope="module")
@@ -578,6 +604,17 @@ class TestCommand:
             assert started.wait(timeout=60) == 0
 
     def test_killed_in_the_middle_of_a_stream(self, pair):
+        """The process that speaks HTTP tells its clients, and ends."""
+        body = completion(max_tokens=180, n=8, stream=True)
+        with process(*pair) as (started, client):
+            speaker = child_of(started)
+            events = client.events("/v1/completions", body)
+            next(events)
+            started.kill()
+            assert list(events)[-1]["error"]["code"] == "engine_failed"
+            wait_until_gone(speaker)
+
+    def test_the_process_that_speaks_http_is_killed(self, pair):
         body = completion(max_tokens=180, n=8, stream=True)
         with (
             process(*pair) as (started, client),
@@ -585,9 +622,31 @@ class TestCommand:
             closing(connection.getresponse()) as response,
         ):
             response.readline()
-            started.kill()
+            os.kill(child_of(started), signal.SIGKILL)
             with pytest.raises((http.client.IncompleteRead, ConnectionError)):
                 response.read()
+            assert started.wait(timeout=60) == 1
+            message = "specjax: error: the process that speaks HTTP has ended with code -9\n"
+            assert started.stderr.read().endswith(message)
+
+    def test_interrupted_twice(self, pair):
+        """Signals may reach both processes, and the first lets requests finish."""
+        body = completion(max_tokens=180, n=64, stream=True)
+        with process(*pair) as (started, client):
+            speaker = child_of(started)
+            events = client.events("/v1/completions", body)
+            next(events)
+            os.kill(speaker, signal.SIGINT)
+            os.kill(speaker, signal.SIGTERM)
+            started.send_signal(signal.SIGINT)
+            while client.call("GET", "/health")[0] == 200:
+                time.sleep(0.01)
+            assert client.call("POST", "/v1/completions", completion())[2]["error"]["code"] == "shutting_down"
+            assert next(events)["choices"]
+            started.send_signal(signal.SIGINT)
+            assert list(events)[-1]["error"]["code"] == "shutting_down"
+            assert started.wait(timeout=60) == 0
+            wait_until_gone(speaker)
 
     @pytest.mark.parametrize(
         "arguments, message",

@@ -1,12 +1,11 @@
-"""Where an engine meets the process that speaks HTTP for it, which shares neither its interpreter nor its devices."""
+"""Where an engine meets the process that speaks HTTP for it, which has an interpreter of its own, and no devices."""
 
 import json
-import logging
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,58 +19,62 @@ from specjax.server import wire
 SECONDS_TO_END = 10.0  # that the process has when the engine leaves
 TICK = 0.1  # seconds between two looks at whether the engine still runs
 
-logger = logging.getLogger(__name__)
 
-
-class Desk:
-    """Start the process that speaks HTTP, and do for it what it asks of an engine. Use it in a `with` statement.
-
-    The process loads what it needs while the engine compiles. The thread of the engine never waits for it: another
-    thread sends what is new when the last frame has been taken, so that a slow process gets fewer and larger frames.
+@contextmanager
+def http_process(listener: socket.socket) -> Iterator[tuple[subprocess.Popen, socket.socket]]:
+    """Start the process that speaks HTTP, and end it with the block, if it has not ended.
 
     Args:
         listener: the socket that it will listen at.
-        setup: what `http_process.main` reads first, for JSON.
-    """
 
-    def __init__(self, listener: socket.socket, setup: dict[str, Any]):
-        self._channel, theirs = socket.socketpair()
+    Yields:
+        The process, and the socket that a `Desk` speaks to it by.
+    """
+    channel, theirs = socket.socketpair()
+    with channel:
         with theirs:
             files = theirs.fileno(), listener.fileno()
             streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-            own = {"start_new_session": True}  # a terminal interrupts this process alone
-            numbers = map(str, files)
-            self._process = start_child("specjax.server.http_process", *numbers, pass_fds=files, **streams, **own)
+            own = {"start_new_session": True}  # so that a terminal interrupts the other process alone
+            process = start_child("specjax.server.http_process", *map(str, files), pass_fds=files, **streams, **own)
+        try:
+            yield process, channel
+        finally:
+            _leave(channel)
+            try:
+                process.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Desk:
+    """Do for the process that speaks HTTP what it asks of an engine.
+
+    The thread of the engine never waits for it: another thread sends what is new when the last frame has been taken, so
+    that a slow process gets fewer and larger frames.
+
+    Args:
+        channel: a socket that is connected with the process.
+        setup: what the process reads first, for JSON. It loads what it needs while the engine compiles.
+    """
+
+    def __init__(self, channel: socket.socket, setup: dict[str, Any]):
+        self._channel = channel
         self._calls: SimpleQueue[tuple[Callable[..., object], tuple]] = SimpleQueue()  # for the thread that sends
+        self._words: SimpleQueue[str] = SimpleQueue()  # for the thread that serves
         self._live: dict[int, tuple[Pending, Iterator[list[Piece]]]] = {}
         self._changed: dict[int, None] = {}  # the requests with something new
         self._news: list[list[Any]] = []
-        self._words: SimpleQueue[str] = SimpleQueue()  # for the thread that serves
         first = frame(json.dumps(setup).encode())
         threading.Thread(target=self._write, args=(first,), name="specjax sender", daemon=True).start()
 
-    def __enter__(self) -> "Desk":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End the process, if it has not ended."""
-        self._leave()
-        try:
-            self._process.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._channel.close()
-
-    def serve(self, engine: Engine, greet: Callable[[], object]) -> bool:
-        """Do what the process asks of the engine until it ends.
+    def serve(self, engine: Engine, greet: Callable[[], object]) -> None:
+        """Do what the process asks of the engine until it ends; what it has asked for ends with it.
 
         Args:
             engine: the engine.
             greet: is called when the process listens.
-
-        Returns:
-            Whether it ended as it should.
         """
         threading.Thread(target=self._read, args=(engine,), name="specjax reader", daemon=True).start()
         self._tell("start")
@@ -87,9 +90,7 @@ class Desk:
             if word == "end":
                 break
             greet()
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(SECONDS_TO_END) == 0
-        return False
+        self.call_soon_threadsafe(self._stop)
 
     def end(self) -> None:
         """Let the process end when its requests have; the second time, at once. A handler of signals may call this."""
@@ -160,12 +161,12 @@ class Desk:
         except OSError:
             pass  # the other process has ended, which `_read` notices
         finally:
-            self._leave()
+            _leave(self._channel)
+            for number in self._live:
+                self._cancel(number)
 
-    def _leave(self) -> None:
-        """Let the other process notice that nothing comes any more."""
-        with suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
+    def _stop(self) -> None:
+        raise ConnectionAbortedError("the other process has ended")
 
     def _add_news_of(self, number: int) -> None:
         if number not in self._live:
@@ -182,3 +183,9 @@ class Desk:
         except Exception as error:
             self._add("error", number, wire.write_error(error))
         del self._live[number]
+
+
+def _leave(channel: socket.socket) -> None:
+    """Let both ends of a channel notice that nothing comes any more."""
+    with suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)

@@ -9,6 +9,7 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -26,39 +27,43 @@ def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes of a service at once
         signal.signal(each, signal.SIG_IGN)
     channel, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    gc.freeze()  # what has been loaded stays
     with suppress(asyncio.IncompleteReadError, ConnectionError):  # the other process has ended before it was ready
-        asyncio.run(_serve(channel, listener))
+        asyncio.run(serve(channel, listener))
 
 
-async def _serve(channel: socket.socket, listener: socket.socket) -> None:
+async def serve(channel: socket.socket, listener: socket.socket) -> None:
+    """Serve at a socket, as the `Desk` at the other end of a channel says."""
     loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=channel, limit=BUFFER)
     setup = json.loads(await _read_frame(reader))
     engine = RemoteEngine(lambda data: loop.call_soon_threadsafe(writer.write, data))
     app = App(engine, wire.read_served(setup["served"]), About(**setup["about"]), **setup["options"])
-    gc.freeze()  # what has been loaded stays
-    while "start" not in engine.receive(await _read_frame(reader)):
-        pass
     listening = wire.write_question("listening", 0)
     server = Server(app, setup["shutdown_timeout"], lambda: writer.write(listening))
-    listener_to_engine = asyncio.create_task(_receive(reader, engine, server))
+    started = asyncio.Event()
+    receiving = asyncio.create_task(_receive(reader, engine, {"start": started.set, "end": server.end}))
     try:
-        await server.serve(sockets=[listener])
+        await started.wait()
+        if engine.is_running:
+            await server.serve(sockets=[listener])
     finally:
-        listener_to_engine.cancel()
+        receiving.cancel()
         engine.lose()  # threads may wait for it
         writer.close()
 
 
-async def _receive(reader: asyncio.StreamReader, engine: RemoteEngine, server: Server) -> None:
+async def _receive(
+    reader: asyncio.StreamReader, engine: RemoteEngine, commands: Mapping[str, Callable[[], object]]
+) -> None:
     """Take what the engine tells, until its process ends."""
     try:
         while True:
             for word in engine.receive(await _read_frame(reader)):
-                if word == "end":
-                    server.end()
+                commands[word]()
     except (asyncio.IncompleteReadError, ConnectionError):
         engine.lose()
+        commands["start"]()  # of nothing, where that did not come
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> Any:

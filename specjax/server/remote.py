@@ -106,7 +106,7 @@ class RemoteEngine:
     def receive(self, data: bytes) -> list[str]:
         """Take a frame of what has happened, and return the words in it that are about no request."""
         changed: list[RemoteRequest] = []
-        words = []
+        words, is_lost = [], False
         for kind, number, content in json.loads(data) if self.is_running else ():
             if kind == "pieces":
                 changed.append(request := self._live[number])
@@ -119,10 +119,12 @@ class RemoteEngine:
                 self._live.pop(number).fail(wire.read_error(content))
             elif kind == "stats":
                 self._stats.pop(number).set_result(wire.read_stats(content))
+            elif kind == "lost":
+                is_lost = True
             else:
                 words.append(kind)
         wake(changed)
-        if "lost" in words:
+        if is_lost:
             self.lose()
         return words
 

@@ -19,7 +19,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
 from specjax.sampling.capacities import Capacities
 from specjax.server.app import About, App
-from specjax.server.desk import Desk
+from specjax.server.desk import Desk, http_process
 from specjax.server.guard import MAX_HEADER_BYTES
 from specjax.server.served import served
 from specjax.server.wire import write_served
@@ -69,16 +69,16 @@ def serve(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         options = {"api_keys": list(api_keys), "request_timeout": request_timeout, "is_local": is_local}
         setup = {"served": write_served(served(llm, name)), "about": asdict(_about(llm)), "options": options}
-        with (
-            Desk(listener, setup | {"shutdown_timeout": shutdown_timeout}) as desk,
-            start_engine(llm, num_slots, max_waiting) as engine,
-        ):
-            listener.close()  # it is the other process's now
-            with _signals(desk.end):
-                is_well = desk.serve(engine, lambda: print(f"specjax: {name} is ready at {address}", flush=True))
-            if not is_well:
-                print("specjax: error: the process that speaks HTTP has ended", file=sys.stderr)
-            return 0 if is_well and engine.is_running else 1
+        with http_process(listener) as (process, channel):
+            desk = Desk(channel, setup | {"shutdown_timeout": shutdown_timeout})
+            with start_engine(llm, num_slots, max_waiting) as engine:
+                listener.close()  # it is the other process's now
+                with _signals(desk.end):
+                    desk.serve(engine, lambda: print(f"specjax: {name} is ready at {address}", flush=True))
+                has_failed = not engine.is_running
+    if process.returncode:
+        print(f"specjax: error: the process that speaks HTTP has ended with code {process.returncode}", file=sys.stderr)
+    return 1 if has_failed or process.returncode else 0
 
 
 @contextmanager
