@@ -49,7 +49,8 @@ def write_news(news: list[list[Any]]) -> bytes:
 
 def read_piece(values: list[Any]) -> Piece:
     """Return a piece, which JSON has as the list of its fields."""
-    return Piece(*values) if values[-1] is None else Piece(*values[:-1], _read_log_probs(values[-1]))
+    text, token_id, kind, index, entry = values
+    return Piece(text, token_id, kind, index, entry and _read_log_probs(entry))
 
 
 def write_result(result: Result) -> list[Any]:
