@@ -143,7 +143,7 @@ async def known_text(port: int) -> str:
         await asyncio.sleep(0.2)
 
 
-async def attack(port: int, num_requests: int, seed: int, pid: int) -> list[str]:
+async def attack(port: int, num_requests: int, seed: int, pids: list[int]) -> list[str]:
     """Send the requests, print what happened, and return what is wrong."""
     expected, statuses, wrong = await known_text(port), Counter(), []
     numbers, memory = iter(range(num_requests)), []
@@ -165,7 +165,7 @@ async def attack(port: int, num_requests: int, seed: int, pid: int) -> list[str]
             if number % 50 == 0 and (text := await known_text(port)) != expected:
                 wrong.append(f"beside request {number} the known request gets {text!r}, alone {expected!r}")
             if number % max(1, num_requests // 20) == 0:
-                memory.append(resident_mib(pid))
+                memory.append(resident_mib(pids))
                 print(f"{number} requests, {memory[-1]} MiB", flush=True)
 
     start = time.monotonic()
@@ -173,9 +173,9 @@ async def attack(port: int, num_requests: int, seed: int, pid: int) -> list[str]
     print(f"{num_requests} requests in {time.monotonic() - start:.0f} s: {dict(sorted(statuses.items(), key=str))}")
     wrong += await check_idle(port)
     half = memory[len(memory) // 2 :]
-    print(f"memory in the second half: {min(half)} to {max(half)} MiB; at the end {resident_mib(pid)} MiB")
-    if resident_mib(pid) > 1.05 * half[0]:
-        wrong.append(f"memory grew from {half[0]} to {resident_mib(pid)} MiB in the second half")
+    print(f"memory in the second half: {min(half)} to {max(half)} MiB; at the end {resident_mib(pids)} MiB")
+    if resident_mib(pids) > 1.05 * half[0]:
+        wrong.append(f"memory grew from {half[0]} to {resident_mib(pids)} MiB in the second half")
     return wrong
 
 
@@ -195,9 +195,18 @@ async def check_idle(port: int) -> list[str]:
     return [f"still in use: {used}"]
 
 
-def resident_mib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", status).group(1)) // 1024
+def resident_mib(pids: list[int]) -> int:
+    """The memory of processes together."""
+    statuses = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    return sum(int(re.search(r"VmRSS:\s+(\d+)", status).group(1)) for status in statuses) // 1024
+
+
+def with_children(pid: int) -> list[int]:
+    """A process and those that it has started."""
+    parents = {
+        int(path.parent.name): path.read_text().rpartition(") ")[2] for path in Path("/proc").glob("[0-9]*/stat")
+    }
+    return [pid, *(child for child, about in parents.items() if int(about.split()[1]) == pid)]
 
 
 def main() -> int:
@@ -211,7 +220,7 @@ def main() -> int:
     ) as server:
         try:
             port = int(server.stdout.readline().rsplit(":", 1)[1])
-            wrong = asyncio.run(attack(port, args.requests, args.seed, server.pid))
+            wrong = asyncio.run(attack(port, args.requests, args.seed, with_children(server.pid)))
             server.terminate()
             if server.wait(timeout=60) != 0:
                 wrong.append(f"the server ended with {server.returncode}")

@@ -10,7 +10,7 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, zip_longest
 
 import pytest
 from test_protocol import TEMPLATE
@@ -182,13 +182,28 @@ class TestAnswers:
         assert engine.stats().num_tokens - before < 2 * 2 * 180
 
     def test_too_many_requests(self, client, engine):
+        before = engine.stats().num_tokens
         many = completion(prompt=[[5]] * (MAX_WAITING + 60), max_tokens=180)
         status, headers, body = client.call("POST", "/v1/completions", many)
         assert (status, headers["retry-after"], body["error"]["code"]) == (429, "1", "queue_full")
         wait_until_idle(engine)
+        assert engine.stats().num_tokens - before < 180 * MAX_WAITING  # where one is refused, none runs
 
 
 class TestLosses:
+    def test_everything_that_waits_fails(self):
+        engine = RemoteEngine(lambda data: None)
+        requests = [engine.submit([5], SamplingParams()) for _ in range(2)]
+        engine.receive(b'[["entered", 0, null]]')
+        engine.lose()
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            requests[0].result(timeout=1)
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            asyncio.run(asyncio.wait_for(requests[1].entered(), 1))
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            engine.submit([5], SamplingParams())
+        assert not engine.is_running
+
     def test_the_channel_breaks(self, engine, served):
         with through_a_desk(engine, served) as (client, channel):
             events = client.events("/v1/completions", completion(max_tokens=180, n=16, stream=True))
@@ -219,6 +234,7 @@ def test_a_slow_process_gets_fewer_frames(engine):
     """And the engine does not wait for it."""
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    theirs.settimeout(30)
     with ours, theirs, theirs.makefile("rb") as file:
         desk = Desk(ours, {})
         host = threading.Thread(target=desk.serve, args=(engine, lambda: None))
@@ -299,9 +315,11 @@ class TestWire:
         params = SamplingParams(n=2, best_of=3, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1, stop="e")
         request = engine.submit("the cat", params)
         expected = request.result(timeout=60)
-        sent = json.loads(json.dumps([list(request), wire.write_result(expected)]))
+        of_samples = [[piece for piece in request if piece.index == i] for i in range(3)]
+        pieces = [piece for several in zip_longest(*of_samples) for piece in several if piece]  # as steps give them
+        sent = json.loads(json.dumps([pieces, wire.write_result(expected)]))
         found = wire.read_result(sent[1], [wire.read_piece(piece) for piece in sent[0]])
-        assert [wire.read_piece(piece) for piece in sent[0]] == list(request)
+        assert [wire.read_piece(piece) for piece in sent[0]] == pieces
         assert found.completions == expected.completions
         assert repr(found.metrics) == repr(expected.metrics)  # some are NaN
         assert found[3:] == expected[3:]

@@ -3,6 +3,7 @@
 import json
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from specjax.server import wire
 
 SECONDS_TO_END = 10.0  # that the process has when the engine leaves
 TICK = 0.1  # seconds between two looks at whether the engine still runs
+TURN = 1e-3  # seconds that threads here run at a time while others wait: new requests and tokens wait no longer
 
 
 @contextmanager
@@ -78,6 +80,15 @@ class Desk:
         """
         threading.Thread(target=self._read, args=(engine,), name="specjax reader", daemon=True).start()
         self._tell("start")
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(TURN)
+        try:
+            self._attend(engine, greet)
+        finally:
+            sys.setswitchinterval(interval)
+            self.call_soon_threadsafe(self._stop)
+
+    def _attend(self, engine: Engine, greet: Callable[[], object]) -> None:
         is_lost = False
         while True:
             try:
@@ -88,9 +99,8 @@ class Desk:
                     self._tell("lost")
                 continue
             if word == "end":
-                break
+                return
             greet()
-        self.call_soon_threadsafe(self._stop)
 
     def end(self) -> None:
         """Let the process end when its requests have; the second time, at once. A handler of signals may call this."""
