@@ -374,12 +374,13 @@ def pair(tmp_path_factory):
 @pytest.mark.slow
 def test_text_of_one_process(pair):
     address = f"127.0.0.1:{free_port()}"
-    with started(*([several.__file__, address, number, *pair] for number in range(2))) as running:
-        with jax.default_device(jax.devices("cpu")[0]):
-            expected = several.requests(several.load(*pair))
-        (out, error), _ = (each.communicate(timeout=120) for each in running)
-    assert [each.returncode for each in running] == [0, 0], error
-    assert json.loads(out.splitlines()[-1]) == expected
+    with (
+        started(*([several.__file__, address, number, *pair] for number in range(2))) as running,
+        started([several.__file__, *pair], JAX_NUM_CPU_DEVICES="2") as (alone,),
+    ):
+        (out, error), _, (expected, error_alone) = (each.communicate(timeout=120) for each in [*running, alone])
+    assert [each.returncode for each in [*running, alone]] == [0, 0, 0], (error, error_alone)
+    assert json.loads(out.splitlines()[-1]) == json.loads(expected.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -365,15 +365,26 @@ class TestClientsThatLeave:
 
 
 class TestEnd:
-    def test_requests_finish_and_new_ones_are_turned_away(self, engine, served):
-        with running(engine, served) as client:
-            events = client.events("/v1/completions", completion(max_tokens=150, n=12, stream=True))
+    def test_requests_finish_and_new_ones_are_turned_away(self, engine, served, monkeypatch):
+        step, numbers, go_on = engine._scheduler._device.step, iter(range(5)), threading.Event()
+
+        def wait(*args, **options):
+            """The request is under way until the test has seen what others get, however fast or busy the machine is."""
+            if next(numbers, None) is None:
+                assert go_on.wait(60)
+            return step(*args, **options)
+
+        with running(engine, served, shutdown_timeout=60.0) as client:
+            monkeypatch.setattr(engine._scheduler._device, "step", wait)
+            events = client.events("/v1/completions", completion(max_tokens=60, n=2, stream=True))
             next(events)
             client.server.handle_exit(signal.SIGTERM, None)
             status, headers, body = client.call("POST", "/v1/completions", completion())
             assert (status, headers["retry-after"], body["error"]["code"]) == (503, "5", "shutting_down")
             assert client.call("GET", "/health")[0] == 503
-            assert list(events)[-1] == "[DONE]"
+            go_on.set()
+            *_, last, done = events
+            assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
 
     def test_requests_that_take_too_long_get_an_error(self, engine, served):
         with running(engine, served, shutdown_timeout=0.0) as client, ThreadPoolExecutor(1) as pool:
