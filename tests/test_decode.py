@@ -100,6 +100,7 @@ def test_target_as_its_own_draft(target, temperature, name):
     assert metrics.mean_acceptance_length(state.totals) == 5.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_neighbours_do_not_change_a_request(target, draft, name):
     proposer = proposers.draft_model(draft, 3)

@@ -229,7 +229,8 @@ def test_verifiers(target, draft, name):
 PROPOSERS = ("none", "ngram", "draft_model", "the target itself", "greedy", "a short draft", "few rows")
 
 
-@pytest.mark.parametrize("name", slow_but("draft_model", PROPOSERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROPOSERS)
 def test_proposers(target, draft, name):
     """Prompts of all lengths, rows that share a prefix and diverge, and ends at different steps."""
     state = run_both(target, every_proposer(target, draft)[name], REJECTION)

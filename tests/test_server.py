@@ -61,7 +61,7 @@ def served(tmp_path_factory):
 def make_engine(served):
     return Engine(
         make_model(0),
-        proposers.draft_model(make_model(1), NUM_DRAFTS),
+        proposers.ngram(NUM_DRAFTS),
         num_slots=NUM_SLOTS,
         max_length=MAX_LENGTH,
         page_size=16,
@@ -178,13 +178,13 @@ def is_running(engine):
 class TestAnswers:
     def test_tokens_are_those_of_the_engine(self, client, engine, served):
         asked = {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
-        asked |= {"max_tokens": 24, "seed": 5, "logit_bias": {"7": 2}, "top_p": 0.9}
-        params = SamplingParams(**asked | {"logit_bias": {7: 2}}, ignore_eos=True)
+        asked |= {"max_tokens": 24, "seed": 5, "logit_bias": {"7": 6}, "top_p": 0.9}
+        params = SamplingParams(**asked | {"logit_bias": {7: 6}}, ignore_eos=True)
         expected = engine.submit("the cat", params).result(timeout=60)
         body = client.complete(**asked)
         assert body["choices"][0]["text"] == expected.text
         assert body["usage"]["completion_tokens"] == 24
-        assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == expected.metrics.num_drafted
+        assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] == expected.metrics.num_drafted > 0
         events = list(client.events("/v1/completions", completion(**asked, stream=True)))
         assert events.pop() == "[DONE]"
         assert "".join(event["choices"][0]["text"] for event in events) == expected.text
