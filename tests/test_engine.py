@@ -36,7 +36,7 @@ from test_slots import (
 )
 
 from specjax import Capacities, SamplingParams, guided, verifiers
-from specjax.engine import memory
+from specjax.engine import grammar_compiler, memory
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 
@@ -342,8 +342,11 @@ LARGE = replace(CAPACITIES, grammars=2, grammar_states=40, grammar_classes=20)
 
 @pytest.fixture(scope="module")
 def guided_engine(target):
-    with engine_of(target, None, capacities=LARGE) as engine:
-        yield engine
+    """With one process for grammars: each takes seconds to start, and another one where it is ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_compiler, "NUM_PROCESSES", 1)
+        with engine_of(target, None, capacities=LARGE) as engine:
+            yield engine
 
 
 def test_grammars_are_compiled_for_their_requests(guided_engine):
@@ -396,7 +399,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request(guided_engine, monkeypat
 
 
 def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkeypatch):
-    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 1)
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 0.5)
     slow = [
         guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex(f"(A|B)*A(A|B){{{n}}}")))
         for n in range(24, 27)
@@ -513,13 +516,16 @@ def test_engines_are_closed_before_the_process_ends():
 import atexit
 engines = []
 atexit.register(lambda: print([engine._thread.is_alive() for engine in engines]))  # runs last
-from test_engine import FEW, engine_of, make
+from test_engine import LARGE, engine_of, make
 from specjax import SamplingParams
-engines.append(engine_of(make(0), None, capacities=FEW))
+engines.append(engine_of(make(0), None, capacities=LARGE))
 requests = [engines[0].submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(100)]
 """
     folder = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    environment["JAX_NUM_CPU_DEVICES"] = str(
+        len(jax.devices("cpu"))
+    )  # so that it finds the programs of `guided_engine`
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[False]\n", "")
 

@@ -95,7 +95,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (x != "authors")) for x in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_parity(tmp_path, target, layout):
     expected = LAYOUTS[layout](tmp_path)
     assert proposers.kind_of(tmp_path) == "medusa"

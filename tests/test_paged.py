@@ -252,6 +252,7 @@ class TestSamplesOfAPrompt:
         given = target, proposers.draft_model(draft, 3), self.PROMPTS, self.LENGTHS, requests(), keys
         return prefill(*given, max_length=MAX_LENGTH, rows=jnp.asarray(self.ROWS), pages=paged)
 
+    @pytest.mark.slow
     def test_are_those_of_dense_caches(self, target, draft):
         """Rows of one prompt share all pages that they may, some, or none."""
         table = random_table((len(self.ROWS), MAX_LENGTH // PAGE_SIZE), 100, seed=1)

@@ -209,7 +209,7 @@ class TestMeeting:
 
             def trickle():
                 with suppress(OSError):  # when it is turned away
-                    for _ in range(100):
+                    for _ in range(1000):  # 50 seconds
                         time.sleep(0.05)
                         stranger.sendall(part)
 
@@ -219,7 +219,7 @@ class TestMeeting:
                 connection.accept(listener, 2, lambda *_: None, 0.5)
             seconds = time.monotonic() - start
             thread.join()
-        assert seconds < 2.5
+        assert seconds < 25  # on a machine under load, too
 
     def test_nobody_is_there(self):
         with socket.socket() as free:

@@ -81,6 +81,7 @@ def test_the_smallest_bench_of_verification(script, run, monkeypatch, tmp_path):
     assert (numbers["vocab"], numbers["num_drafts"], numbers["batch"]) == (1000, 2, 1)
 
 
+@pytest.mark.slow
 def test_random_weights_are_made_where_they_stay(script):
     config = replace(script("bench_decode").SHAPES["8b"], vocab_size=1500, hidden_size=32, num_layers=1, mlp_size=64)
     with jax.default_device(jax.devices("cpu")[0]):
