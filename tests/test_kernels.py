@@ -211,7 +211,7 @@ class TestThresholds:
         verified = run(verifier, on_this_device(), keys, Draft(token, drawn_from), Categorical(target))
         return np.asarray(verified.num_accepted), np.asarray(verified.tokens[:, 0])
 
-    @pytest.mark.parametrize("verifier", ["rejection", "block"])
+    @pytest.mark.parametrize("verifier", ["rejection", *slow("block")])
     def test_acceptance(self, verifier):
         """A draft is accepted iff u < target / draft."""
         keys, accept, _ = self.chance()

@@ -222,6 +222,7 @@ class Sometimes:
         return state
 
 
+@pytest.mark.slow
 def test_after_drafts_of_another_proposer():
     """The heads go on from the last token that was accepted, whoever drafted it."""
     proposer = proposers.fallback(Sometimes(jnp.asarray(own_text(48), jnp.int32)), copying_heads())
