@@ -366,6 +366,7 @@ class TestClientsThatLeave:
 
 class TestEnd:
     def test_requests_finish_and_new_ones_are_turned_away(self, engine, served, monkeypatch):
+        wait_until_idle(engine)
         step, numbers, go_on = engine._scheduler._device.step, iter(range(5)), threading.Event()
 
         def wait(*args, **options):
