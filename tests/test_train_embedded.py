@@ -124,7 +124,6 @@ def test_the_stage_ends_repetitions(tiny, texts, clock, tmp_path, capsys, monkey
     assert re.fullmatch(r"calm target: going on from step \d+, 15 s\n", capsys.readouterr().out)
 
 
-@pytest.mark.slow
 def test_the_clock_of_training(tiny, texts, clock, tmp_path, capsys, monkeypatch):
     """Each stage has its share of the time, compiling has none, and a run that was cut off goes on."""
 
