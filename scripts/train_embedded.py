@@ -62,7 +62,7 @@ DRAFT = DecoderConfig(
 TARGET_RATE, CALM_RATE, DRAFT_RATE = 3e-3, 2e-4, 3e-3  # peak learning rates
 WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
 RUN, TIMES = 8, 2  # a run of so many tokens that stood so many times before is a repetition
-REPETITION_WEIGHT = 0.5  # weight of the unlikelihood of a repeated token; the divergence at any other token has 1
+REPETITION_WEIGHT = 4.0  # weight of the probability of a repeated token; the divergence at any other token has 1
 STDLIB_SHARE, START_SHARE = 0.12, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
 CROP, SAMPLE = 512, 256  # tokens per row in most training batches, and tokens per continuation of the target
@@ -169,13 +169,6 @@ def is_repeated(tokens: Array) -> Array:
     return jax.lax.reduce_window(is_last, False, jnp.logical_or, (1, RUN), (1, 1), ((0, 0), (0, RUN - 1)))
 
 
-def unlikelihood(logits: Array, tokens: Array) -> Array:
-    """Return -log(1 - p(token)) of tokens [...] under logits [..., V], by the sum over the other tokens."""
-    is_token = jax.nn.one_hot(tokens, logits.shape[-1], dtype=bool)
-    others = jax.nn.logsumexp(jnp.where(is_token, -jnp.inf, logits), axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - others
-
-
 def own_rows(params: PyTree, key: Array, before: Model, texts: Texts, *, num_rows: int) -> tuple:
     """Return data of `calm_loss`: continuations by the target, and which of their tokens it repeats."""
     rows, prompt_lengths = continuations(decoder_model(TARGET, bfloat16(params)), key, texts, num_rows)
@@ -189,8 +182,10 @@ def calm_loss(
 ) -> Array:
     """Return the loss by which a target learns not to repeat itself, and to stay as it is in all else.
 
-    It is the unlikelihood of what the target repeats in its own continuations, as Welleck et al. (2019) train
-    sequences, and the divergence KL(before || target) at all other tokens, of these and of as many rows of text.
+    It is the probability of what the target repeats in its own continuations, and the divergence KL(before || target)
+    at all other tokens, of these and of as many rows of text. The gradient of a probability is largest where the target
+    hesitates, at the beginnings of lines. That of an unlikelihood, -log(1 - p), which Welleck et al. (2019) train with,
+    is largest where it is certain, and would unlearn what completes any line.
 
     Args:
         params: of the target, float32.
@@ -208,7 +203,8 @@ def calm_loss(
     marked = jnp.concatenate([jnp.zeros((num_rows, SAMPLE), bool), is_marked[chosen, 1:]])
     logits = logits_of(decoder_model(TARGET, bfloat16(params)), both[:, :-1])
     divergence = losses.forward_kl(logits, jax.lax.stop_gradient(logits_of(before, both[:, :-1])))
-    return jnp.where(marked, REPETITION_WEIGHT * unlikelihood(logits, both[:, 1:]), divergence).mean()
+    probability = jnp.exp(-losses.cross_entropy(logits, both[:, 1:]))
+    return jnp.where(marked, REPETITION_WEIGHT * probability, divergence).mean()
 
 
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.decoder import DecoderConfig, init_params
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 LINE = re.compile(r"step (\d+): loss ([\d.]+)")
@@ -82,29 +82,27 @@ def test_what_counts_as_repeated(script):
     np.testing.assert_array_equal(jax.jit(script.is_repeated)(jnp.array(rows)), expected)
 
 
-def test_unlikelihood(script, x64):
-    """Its value by definition and its gradient by finite differences; it is finite where the token is certain."""
-    logits = 2 * np.random.default_rng(1).normal(size=(5, 7))
-    tokens, rows = np.array([0, 3, 6, 2, 2]), np.arange(5)
+def test_the_loss_is_the_weighted_probability_of_marked_tokens(tiny, texts):
+    """That of an unchanged target, whose divergence is 0 everywhere, on the only row that there is."""
+    params = init_params(TINY, seed=0)
+    params["embedding"] *= 15
+    before = decoder_model(TINY, tiny.bfloat16(params))
+    random = np.random.default_rng(2)
+    row = jnp.asarray(random.integers(1, TINY.vocab_size, (1, tiny.SAMPLE + 1)), jnp.int32)
+    is_marked = random.integers(0, 2, row.shape).astype(bool)
+    loss = jax.jit(partial(tiny.calm_loss, num_tokens=2 * tiny.SAMPLE))
+    found = loss(params, jax.random.key(0), before, texts, row, jnp.asarray(is_marked))
+    logits = np.asarray(jax.jit(tiny.logits_of)(before, row[:, :-1]), np.float64)[0]
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    loss = jax.jit(script.unlikelihood)
-    np.testing.assert_allclose(loss(logits, tokens), -np.log1p(-probs[rows, tokens]), atol=1e-12)
-    found, step = jax.jit(jax.grad(lambda x: script.unlikelihood(x, tokens).sum()))(logits), 1e-6
-    for v in range(7):
-        shift = step * np.eye(7)[v : v + 1]
-        np.testing.assert_allclose(
-            found[:, v], (loss(logits + shift, tokens) - loss(logits - shift, tokens)) / (2 * step), atol=1e-7
-        )
-    certain = jnp.array([60.0, 0.0, 0.0], jnp.float32)
-    value, slope = jax.value_and_grad(script.unlikelihood)(certain, jnp.int32(0))
-    np.testing.assert_allclose([value, slope[0]], [60 - np.log(2), 1], rtol=1e-6)
+    chosen = probs[np.arange(tiny.SAMPLE), row[0, 1:]]
+    expected = tiny.REPETITION_WEIGHT * (chosen * is_marked[0, 1:]).sum() / (2 * tiny.SAMPLE)
+    np.testing.assert_allclose(found, expected, rtol=2e-2)
 
 
 @pytest.mark.slow
 def test_the_stage_ends_repetitions(tiny, texts, clock, tmp_path, capsys, monkeypatch):
     """A target that says each token again learns not to; called again, the stage is done."""
     monkeypatch.setattr(tiny, "CALM_RATE", 3e-2)
-    monkeypatch.setattr(tiny, "REPETITION_WEIGHT", 5.0)
     monkeypatch.setattr(tiny, "look_at_target", lambda texts, out, params: None)
     params = init_params(TINY, seed=0)
     params["embedding"] *= 15  # the logit of the token itself is large
@@ -118,7 +116,7 @@ def test_the_stage_ends_repetitions(tiny, texts, clock, tmp_path, capsys, monkey
 
     before, trained = share_of_repeated(params), calm()
     after = share_of_repeated(trained)
-    assert before > 0.2 and after < before / 4, (before, after)
+    assert before > 0.2 and after < before / 2, (before, after)
     capsys.readouterr()
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), trained, calm())
     assert re.fullmatch(r"calm target: going on from step \d+, 15 s\n", capsys.readouterr().out)
