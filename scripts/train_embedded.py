@@ -61,8 +61,10 @@ DRAFT = DecoderConfig(
 )
 TARGET_RATE, CALM_RATE, DRAFT_RATE = 3e-3, 2e-4, 3e-3  # peak learning rates
 WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
-RUN, TIMES = 8, 2  # a run of so many tokens that stood so many times before is a repetition
-REPETITION_WEIGHT = 4.0  # weight of the probability of a repeated token; the divergence at any other token has 1
+RUN, TIMES = 8, 2  # the target shall not say a run of so many tokens when it stood so many times before
+SEEN, SEEN_WEIGHT = 4, 4.0  # weight of the divergence at a token in a run of so many that stood before; others have 1
+REPEATED_WEIGHT = 6.0  # weight of the probability of a token that the target shall not say
+GREEDY_SHARE = 0.125  # of the continuations in which the target learns not to repeat itself; the draft sees half
 STDLIB_SHARE, START_SHARE = 0.12, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
 CROP, SAMPLE = 512, 256  # tokens per row in most training batches, and tokens per continuation of the target
@@ -159,21 +161,32 @@ def target_loss(params: PyTree, key: Array, texts: Texts, *, num_tokens: int, le
     return losses.cross_entropy(logits, rows[:, 1:]).mean()
 
 
-def is_repeated(tokens: Array) -> Array:
-    """Return which tokens [B, T] stand in a run of RUN tokens that their row had TIMES times before."""
+def is_repeated(tokens: Array, run: int, times: int) -> Array:
+    """Return which tokens [B, T] stand in a run of `run` tokens that their row had `times` times before."""
     same = tokens[:, :, None] == tokens[:, None, :]
     ends = same  # [B, T, T]: the runs that end at these two places are equal
-    for i in range(1, RUN):
+    for i in range(1, run):
         ends &= jnp.pad(same, ((0, 0), (i, 0), (i, 0)))[:, :-i, :-i]
-    is_last = jnp.tril(ends, -1).sum(-1) >= TIMES
-    return jax.lax.reduce_window(is_last, False, jnp.logical_or, (1, RUN), (1, 1), ((0, 0), (0, RUN - 1)))
+    is_last = jnp.tril(ends, -1).sum(-1) >= times
+    return jax.lax.reduce_window(is_last, False, jnp.logical_or, (1, run), (1, 1), ((0, 0), (0, run - 1)))
+
+
+def unlearned(texts: Texts) -> Texts:
+    """Return texts whose training stream are the validation files, if these fill a row.
+
+    Behind text that it has not learned a target repeats itself more, and so it does behind what its users write.
+    """
+    if len(texts.validation) <= SAMPLE:
+        return texts
+    starts = jnp.flatnonzero(texts.validation == 0).astype(jnp.int32)
+    return texts._replace(training=texts.validation, starts=starts, num_stdlib=jnp.int32(len(texts.validation)))
 
 
 def own_rows(params: PyTree, key: Array, before: Model, texts: Texts, *, num_rows: int) -> tuple:
     """Return data of `calm_loss`: continuations by the target, and which of their tokens it repeats."""
-    rows, prompt_lengths = continuations(decoder_model(TARGET, bfloat16(params)), key, texts, num_rows)
+    rows, prompt_lengths = continuations(decoder_model(TARGET, bfloat16(params)), key, texts, num_rows, GREEDY_SHARE)
     is_own = jnp.arange(rows.shape[1])[None] >= prompt_lengths[:, None]
-    is_marked = jax.lax.map(lambda row: is_repeated(row[None])[0], rows, batch_size=64) & is_own
+    is_marked = jax.lax.map(lambda row: is_repeated(row[None], RUN, TIMES)[0], rows, batch_size=64) & is_own
     return before, texts, rows, is_marked
 
 
@@ -182,18 +195,19 @@ def calm_loss(
 ) -> Array:
     """Return the loss by which a target learns not to repeat itself, and to stay as it is in all else.
 
-    It is the probability of what the target repeats in its own continuations, and the divergence KL(before || target)
-    at all other tokens, of these and of as many rows of text. The gradient of a probability is largest where the target
-    hesitates, at the beginnings of lines. That of an unlikelihood, -log(1 - p), which Welleck et al. (2019) train with,
-    is largest where it is certain, and would unlearn what completes any line.
+    It is the probability of what the target repeats too often in its own continuations, and the divergence
+    KL(before || target) at all other tokens, of these and of as many rows of text. The gradient of a probability is
+    largest where the target hesitates, at the beginnings of lines. That of an unlikelihood, -log(1 - p), which Welleck
+    et al. (2019) train with, is largest where it is certain, and would unlearn what completes any line. The divergence
+    weighs more where a run stands for the second time, so that the target does not unlearn to copy.
 
     Args:
         params: of the target, float32.
         key: decides which rows are taken.
         before: the target as it was.
-        texts: the corpus.
+        texts: where rows of text are from.
         rows: [N, SAMPLE+1] int32, continuations by the target.
-        is_marked: [N, SAMPLE+1] bool, which tokens of theirs are repeated.
+        is_marked: [N, SAMPLE+1] bool, which tokens of theirs are repeated too often.
         num_tokens: of a step.
     """
     text_key, row_key = jax.random.split(key)
@@ -203,8 +217,9 @@ def calm_loss(
     marked = jnp.concatenate([jnp.zeros((num_rows, SAMPLE), bool), is_marked[chosen, 1:]])
     logits = logits_of(decoder_model(TARGET, bfloat16(params)), both[:, :-1])
     divergence = losses.forward_kl(logits, jax.lax.stop_gradient(logits_of(before, both[:, :-1])))
+    divergence *= jnp.where(is_repeated(both, SEEN, 1)[:, 1:], SEEN_WEIGHT, 1.0)
     probability = jnp.exp(-losses.cross_entropy(logits, both[:, 1:]))
-    return jnp.where(marked, REPETITION_WEIGHT * probability, divergence).mean()
+    return jnp.where(marked, REPEATED_WEIGHT * probability, divergence).mean()
 
 
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
@@ -400,10 +415,10 @@ def train_target(texts: Texts, minutes: float, num_tokens: int, work: Path, out:
 
 
 def calm_target(params: PyTree, texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> Model:
-    """Train the target not to repeat itself; its continuations are sampled anew every STEPS_PER_CALL steps."""
+    """Train the target not to repeat itself, on continuations that are sampled anew every STEPS_PER_CALL steps."""
     before = decoder_model(TARGET, bfloat16(params))
     prepare = partial(own_rows, num_rows=ROWS_PER_CALL)
-    stage = Stage(0.0, partial(calm_loss, num_tokens=num_tokens), (before, texts), prepare)
+    stage = Stage(0.0, partial(calm_loss, num_tokens=num_tokens), (before, unlearned(texts)), prepare)
     look = partial(look_at_target, texts, out)
     params = fit("calm target", params, CALM_RATE, minutes, [stage], work / "calm.npz", look)
     return decoder_model(TARGET, bfloat16(params))
@@ -484,15 +499,15 @@ def continue_rows(target: Model, key: Array, rows: Array, prompt_lengths: Array,
     return jnp.concatenate([rows[:, :1], tokens.T], axis=1)
 
 
-def continuations(target: Model, key: Array, texts: Texts, num_rows: int) -> tuple[Array, Array]:
+def continuations(target: Model, key: Array, texts: Texts, num_rows: int, greedy_share: float) -> tuple[Array, Array]:
     """Return continuations [num_rows, SAMPLE+1] by the target of prompts of 32 to 64 tokens, and the prompts' lengths.
 
-    Half of them are greedy, and half are sampled at temperature 0.8.
+    A share of them is greedy, and the others are sampled at temperature 0.8.
     """
     crop_key, length_key, sample_key = jax.random.split(key, 3)
     rows = crops(crop_key, texts, num_rows, SAMPLE + 1)
     prompt_lengths = jax.random.randint(length_key, (num_rows,), 32, 65)
-    temperature = jnp.where(jnp.arange(num_rows) % 2 == 0, 0.0, 0.8)
+    temperature = jnp.where(jnp.arange(num_rows) % round(1 / greedy_share) == 0, 0.0, 0.8)
     return continue_rows(target, sample_key, rows, prompt_lengths, temperature), prompt_lengths
 
 
@@ -502,7 +517,7 @@ def sample_continuations(target: Model, texts: Texts, num_samples: int, path: Pa
         return jnp.asarray(np.load(path))
     num_rows = min(num_samples, ROWS_PER_CALL)
     keys = jax.random.split(jax.random.key(2), num_samples // num_rows)
-    samples = jnp.concatenate([continuations(target, key, texts, num_rows)[0].astype(jnp.uint16) for key in keys])
+    samples = jnp.concatenate([continuations(target, key, texts, num_rows, 0.5)[0].astype(jnp.uint16) for key in keys])
     np.save(path, np.asarray(samples))
     return samples
 

@@ -28,9 +28,9 @@ def script(monkeypatch):
 
 @pytest.fixture
 def texts(script):
-    tokens = jnp.asarray(np.random.default_rng(0).integers(1, TINY.vocab_size, 4000), jnp.uint16)
-    starts = jnp.arange(0, 4000, 500)
-    return script.Texts(tokens.at[starts].set(0), starts, jnp.int32(1000), tokens[:200], tokens[:200])
+    starts = jnp.arange(0, 4000, 100)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, TINY.vocab_size, 4000), jnp.uint16).at[starts].set(0)
+    return script.Texts(tokens, starts, jnp.int32(1000), tokens[:400], tokens[:200])
 
 
 @pytest.fixture
@@ -79,7 +79,17 @@ def test_what_counts_as_repeated(script):
     ]
     expected = np.array([repeated_by_definition(row, 8, 2) for row in rows])
     assert expected[0].sum() == 8 and not expected[1:3].any() and expected[3].sum() == 8
-    np.testing.assert_array_equal(jax.jit(script.is_repeated)(jnp.array(rows)), expected)
+    np.testing.assert_array_equal(jax.jit(script.is_repeated, static_argnums=(1, 2))(jnp.array(rows), 8, 2), expected)
+
+
+def test_texts_that_the_target_has_not_learned(tiny, texts):
+    """They are the validation files, or the others where there are none."""
+    found = tiny.unlearned(texts)
+    np.testing.assert_array_equal(found.training, texts.validation)
+    np.testing.assert_array_equal(found.starts, [0, 100, 200, 300])
+    assert found.num_stdlib == 400
+    none = texts._replace(validation=texts.validation[:0])
+    assert tiny.unlearned(none) is none
 
 
 def test_the_loss_is_the_weighted_probability_of_marked_tokens(tiny, texts):
@@ -95,14 +105,15 @@ def test_the_loss_is_the_weighted_probability_of_marked_tokens(tiny, texts):
     logits = np.asarray(jax.jit(tiny.logits_of)(before, row[:, :-1]), np.float64)[0]
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = probs[np.arange(tiny.SAMPLE), row[0, 1:]]
-    expected = tiny.REPETITION_WEIGHT * (chosen * is_marked[0, 1:]).sum() / (2 * tiny.SAMPLE)
+    expected = tiny.REPEATED_WEIGHT * (chosen * is_marked[0, 1:]).sum() / (2 * tiny.SAMPLE)
     np.testing.assert_allclose(found, expected, rtol=2e-2)
 
 
 @pytest.mark.slow
 def test_the_stage_ends_repetitions(tiny, texts, clock, tmp_path, capsys, monkeypatch):
     """A target that says each token again learns not to; called again, the stage is done."""
-    monkeypatch.setattr(tiny, "CALM_RATE", 3e-2)
+    for name, value in {"CALM_RATE": 3e-2, "SEEN_WEIGHT": 1.0}.items():
+        monkeypatch.setattr(tiny, name, value)
     monkeypatch.setattr(tiny, "look_at_target", lambda texts, out, params: None)
     params = init_params(TINY, seed=0)
     params["embedding"] *= 15  # the logit of the token itself is large
