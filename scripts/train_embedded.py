@@ -62,8 +62,7 @@ DRAFT = DecoderConfig(
 TARGET_RATE, CALM_RATE, DRAFT_RATE = 3e-3, 2e-4, 3e-3  # peak learning rates
 WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
 RUN, TIMES = 8, 2  # the target shall not say a run of so many tokens when it stood so many times before
-SEEN, SEEN_WEIGHT = 4, 4.0  # weight of the divergence at a token in a run of so many that stood before; others have 1
-REPEATED_WEIGHT = 6.0  # weight of the probability of a token that the target shall not say
+REPEATED_WEIGHT = 0.5  # weight of the unlikelihood of a token that it shall not say; the divergence at others has 1
 GREEDY_SHARE = 0.125  # of the continuations in which the target learns not to repeat itself; the draft sees half
 STDLIB_SHARE, START_SHARE = 0.12, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
@@ -161,14 +160,21 @@ def target_loss(params: PyTree, key: Array, texts: Texts, *, num_tokens: int, le
     return losses.cross_entropy(logits, rows[:, 1:]).mean()
 
 
-def is_repeated(tokens: Array, run: int, times: int) -> Array:
-    """Return which tokens [B, T] stand in a run of `run` tokens that their row had `times` times before."""
+def is_repeated(tokens: Array) -> Array:
+    """Return which tokens [B, T] stand in a run of RUN tokens that their row had TIMES times before."""
     same = tokens[:, :, None] == tokens[:, None, :]
     ends = same  # [B, T, T]: the runs that end at these two places are equal
-    for i in range(1, run):
+    for i in range(1, RUN):
         ends &= jnp.pad(same, ((0, 0), (i, 0), (i, 0)))[:, :-i, :-i]
-    is_last = jnp.tril(ends, -1).sum(-1) >= times
-    return jax.lax.reduce_window(is_last, False, jnp.logical_or, (1, run), (1, 1), ((0, 0), (0, run - 1)))
+    is_last = jnp.tril(ends, -1).sum(-1) >= TIMES
+    return jax.lax.reduce_window(is_last, False, jnp.logical_or, (1, RUN), (1, 1), ((0, 0), (0, RUN - 1)))
+
+
+def unlikelihood(logits: Array, tokens: Array) -> Array:
+    """Return -log(1 - p(token)) of tokens [...] under logits [..., V], by the sum over the other tokens."""
+    is_token = jax.nn.one_hot(tokens, logits.shape[-1], dtype=bool)
+    others = jax.nn.logsumexp(jnp.where(is_token, -jnp.inf, logits), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - others
 
 
 def unlearned(texts: Texts) -> Texts:
@@ -186,7 +192,7 @@ def own_rows(params: PyTree, key: Array, before: Model, texts: Texts, *, num_row
     """Return data of `calm_loss`: continuations by the target, and which of their tokens it repeats."""
     rows, prompt_lengths = continuations(decoder_model(TARGET, bfloat16(params)), key, texts, num_rows, GREEDY_SHARE)
     is_own = jnp.arange(rows.shape[1])[None] >= prompt_lengths[:, None]
-    is_marked = jax.lax.map(lambda row: is_repeated(row[None], RUN, TIMES)[0], rows, batch_size=64) & is_own
+    is_marked = jax.lax.map(lambda row: is_repeated(row[None])[0], rows, batch_size=64) & is_own
     return before, texts, rows, is_marked
 
 
@@ -195,11 +201,8 @@ def calm_loss(
 ) -> Array:
     """Return the loss by which a target learns not to repeat itself, and to stay as it is in all else.
 
-    It is the probability of what the target repeats too often in its own continuations, and the divergence
-    KL(before || target) at all other tokens, of these and of as many rows of text. The gradient of a probability is
-    largest where the target hesitates, at the beginnings of lines. That of an unlikelihood, -log(1 - p), which Welleck
-    et al. (2019) train with, is largest where it is certain, and would unlearn what completes any line. The divergence
-    weighs more where a run stands for the second time, so that the target does not unlearn to copy.
+    It is the unlikelihood of what the target repeats too often in its own continuations, as Welleck et al. (2019) train
+    sequences, and the divergence KL(before || target) at all other tokens, of these and of as many rows of text.
 
     Args:
         params: of the target, float32.
@@ -217,9 +220,7 @@ def calm_loss(
     marked = jnp.concatenate([jnp.zeros((num_rows, SAMPLE), bool), is_marked[chosen, 1:]])
     logits = logits_of(decoder_model(TARGET, bfloat16(params)), both[:, :-1])
     divergence = losses.forward_kl(logits, jax.lax.stop_gradient(logits_of(before, both[:, :-1])))
-    divergence *= jnp.where(is_repeated(both, SEEN, 1)[:, 1:], SEEN_WEIGHT, 1.0)
-    probability = jnp.exp(-losses.cross_entropy(logits, both[:, 1:]))
-    return jnp.where(marked, REPEATED_WEIGHT * probability, divergence).mean()
+    return jnp.where(marked, REPEATED_WEIGHT * unlikelihood(logits, both[:, 1:]), divergence).mean()
 
 
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:

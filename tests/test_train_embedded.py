@@ -79,7 +79,7 @@ def test_what_counts_as_repeated(script):
     ]
     expected = np.array([repeated_by_definition(row, 8, 2) for row in rows])
     assert expected[0].sum() == 8 and not expected[1:3].any() and expected[3].sum() == 8
-    np.testing.assert_array_equal(jax.jit(script.is_repeated, static_argnums=(1, 2))(jnp.array(rows), 8, 2), expected)
+    np.testing.assert_array_equal(jax.jit(script.is_repeated)(jnp.array(rows)), expected)
 
 
 def test_texts_that_the_target_has_not_learned(tiny, texts):
@@ -92,7 +92,24 @@ def test_texts_that_the_target_has_not_learned(tiny, texts):
     assert tiny.unlearned(none) is none
 
 
-def test_the_loss_is_the_weighted_probability_of_marked_tokens(tiny, texts):
+def test_unlikelihood(script, x64):
+    """Its value by definition and its gradient by finite differences; it is finite where the token is certain."""
+    logits = 2 * np.random.default_rng(1).normal(size=(5, 7))
+    tokens, rows = np.array([0, 3, 6, 2, 2]), np.arange(5)
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    loss = jax.jit(script.unlikelihood)
+    np.testing.assert_allclose(loss(logits, tokens), -np.log1p(-probs[rows, tokens]), atol=1e-12)
+    found, step = jax.jit(jax.grad(lambda x: script.unlikelihood(x, tokens).sum()))(logits), 1e-6
+    for v in range(7):
+        shift = step * np.eye(7)[v : v + 1]
+        expected = (loss(logits + shift, tokens) - loss(logits - shift, tokens)) / (2 * step)
+        np.testing.assert_allclose(found[:, v], expected, atol=1e-7)
+    certain = jnp.array([60.0, 0.0, 0.0], jnp.float32)
+    value, slope = jax.value_and_grad(script.unlikelihood)(certain, jnp.int32(0))
+    np.testing.assert_allclose([value, slope[0]], [60 - np.log(2), 1], rtol=1e-6)
+
+
+def test_the_loss_is_the_weighted_unlikelihood_of_marked_tokens(tiny, texts):
     """That of an unchanged target, whose divergence is 0 everywhere, on the only row that there is."""
     params = init_params(TINY, seed=0)
     params["embedding"] *= 15
@@ -105,14 +122,14 @@ def test_the_loss_is_the_weighted_probability_of_marked_tokens(tiny, texts):
     logits = np.asarray(jax.jit(tiny.logits_of)(before, row[:, :-1]), np.float64)[0]
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = probs[np.arange(tiny.SAMPLE), row[0, 1:]]
-    expected = tiny.REPEATED_WEIGHT * (chosen * is_marked[0, 1:]).sum() / (2 * tiny.SAMPLE)
+    expected = -tiny.REPEATED_WEIGHT * (np.log1p(-chosen) * is_marked[0, 1:]).sum() / (2 * tiny.SAMPLE)
     np.testing.assert_allclose(found, expected, rtol=2e-2)
 
 
 @pytest.mark.slow
 def test_the_stage_ends_repetitions(tiny, texts, clock, tmp_path, capsys, monkeypatch):
     """A target that says each token again learns not to; called again, the stage is done."""
-    for name, value in {"CALM_RATE": 3e-2, "SEEN_WEIGHT": 1.0}.items():
+    for name, value in {"CALM_RATE": 3e-2, "REPEATED_WEIGHT": 5.0}.items():
         monkeypatch.setattr(tiny, name, value)
     monkeypatch.setattr(tiny, "look_at_target", lambda texts, out, params: None)
     params = init_params(TINY, seed=0)
