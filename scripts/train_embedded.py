@@ -609,7 +609,7 @@ def main() -> None:
         "--work", type=Path, default=Path("build/embedded"), help="directory of what a run goes on from"
     )
     parser.add_argument(
-        "--minutes", type=float, default=16, help="time for training; compiling and reading need 2 to 4 more"
+        "--minutes", type=float, default=15, help="time for training; compiling and reading need 2 to 4 more"
     )
     parser.add_argument("--stdlib", type=Path, help="standard library to train on, by default that of this Python")
     parser.add_argument(
