@@ -161,8 +161,11 @@ def main() -> None:
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
-    device = jax.devices()[0].device_kind
-    mesh = Mesh(np.array(jax.local_devices()[: args.devices]), (AXIS,))
+    devices = jax.local_devices()
+    size = len(devices) if args.devices is None else args.devices
+    if not 1 <= size <= len(devices):
+        parser.error(f"--devices must be in [1, {len(devices)}], the number of devices of this machine, got {size}")
+    device, mesh = devices[0].device_kind, Mesh(np.array(devices[:size]), (AXIS,))
     print(f"{mesh.size} of device {device}, jax {jax.__version__}, {args.preset}")
     tables: list[Callable[[], Iterator[dict]]] = []
     if "verify" in args.tables:

@@ -316,12 +316,15 @@ def train(
         spent = float(seconds)
         print(f"going on from step {step}", flush=True)
     start, since, seen = time.perf_counter() - spent, time.perf_counter(), 0
+    is_compiled = False  # the clock starts when the first step is done, for which the program is compiled
     while (share := plan.share(step, time.perf_counter() - start)) < 1:
         rows = data.rows(step)
         rate = np.float32(plan.rate_at(share))
         params, state, value, rates = one(params, state, frozen, target, rows, np.int32(step), rate)
         step, seen = step + 1, seen + rows.tokens.size
         loss = float(value)
+        if not is_compiled:
+            is_compiled, start, since, seen = True, time.perf_counter() - spent, time.perf_counter(), 0
         if step % plan.every and step != plan.steps:
             continue
         numbers, speed = " ".join(f"{x:.3f}" for x in rates.tolist()), seen / (time.perf_counter() - since)

@@ -5,19 +5,21 @@
 
 The script writes Hugging Face checkpoints into `--out` and prints losses on held-out modules as it goes. It ends after
 `--minutes`: learning rates follow the clock. It is meant for one GPU. What it knows is kept in `--work`, so a run that
-was cut off goes on where it was when the same command is given again, and the best target so far is always in `--out`.
+was cut off goes on where it was when the same command is given again, and the latest target is always in `--out`.
 
 The corpus is the standard library and the installed packages of permissive licences, which `sources.json` lists; files
 that share a run of 50 tokens with a held-out module are left out. The tokenizer is the one that the package ships.
 
-The draft first learns the target's distribution on text, and then also on the target's own continuations, because in
-decoding it has to predict those.
+The target first learns text, and then from its own continuations not to repeat itself. The draft first learns the
+target's distribution on text, and then also on the target's own continuations, because in decoding it has to predict
+those.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -57,8 +59,11 @@ DRAFT = DecoderConfig(
     mlp_size=432,
     max_length=2048,
 )
-TARGET_RATE, DRAFT_RATE = 3e-3, 3e-3  # peak learning rates
+TARGET_RATE, CALM_RATE, DRAFT_RATE = 3e-3, 2e-4, 3e-3  # peak learning rates
 WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
+RUN, TIMES = 8, 2  # the target shall not say a run of so many tokens when it stood so many times before
+REPEATED_WEIGHT = 2.0  # weight of the unlikelihood of a token that it shall not say; the divergence at others has 1
+GREEDY_SHARE = 0.125  # of the continuations in which the target learns not to repeat itself; the draft sees half
 STDLIB_SHARE, START_SHARE = 0.12, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
 CROP, SAMPLE = 512, 256  # tokens per row in most training batches, and tokens per continuation of the target
@@ -67,7 +72,7 @@ STEPS_PER_CALL = 50  # steps between looks at the clock
 SECONDS_PER_SAVE = 45
 ROWS_PER_CALL = 2048  # continuations sampled in one call, limited by the memory of their cache
 MAX_SHARD_BYTES = 14_000_000  # maximum size of a safetensors file
-SHARES = {"target": 0.46, "draft": 0.18, "eagle3": 0.18, "dflash": 0.18}  # of the minutes
+SHARES = {"target": 0.38, "calm": 0.08, "draft": 0.18, "eagle3": 0.18, "dflash": 0.18}  # of the minutes
 HEAD_RATE, HEAD_DRAFTS, HEAD_ANCHORS, HEAD_EVERY = 2e-3, 4, 64, 200  # of heads; the anchors are those of a row
 
 
@@ -155,6 +160,69 @@ def target_loss(params: PyTree, key: Array, texts: Texts, *, num_tokens: int, le
     return losses.cross_entropy(logits, rows[:, 1:]).mean()
 
 
+def is_repeated(tokens: Array) -> Array:
+    """Return which tokens [B, T] stand in a run of RUN tokens that their row had TIMES times before."""
+    same = tokens[:, :, None] == tokens[:, None, :]
+    ends = same  # [B, T, T]: the runs that end at these two places are equal
+    for i in range(1, RUN):
+        ends &= jnp.pad(same, ((0, 0), (i, 0), (i, 0)))[:, :-i, :-i]
+    is_last = jnp.tril(ends, -1).sum(-1) >= TIMES
+    return jax.lax.reduce_window(is_last, False, jnp.logical_or, (1, RUN), (1, 1), ((0, 0), (0, RUN - 1)))
+
+
+def unlikelihood(logits: Array, tokens: Array) -> Array:
+    """Return -log(1 - p(token)) of tokens [...] under logits [..., V], by the sum over the other tokens."""
+    is_token = jax.nn.one_hot(tokens, logits.shape[-1], dtype=bool)
+    others = jax.nn.logsumexp(jnp.where(is_token, -jnp.inf, logits), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - others
+
+
+def unlearned(texts: Texts) -> Texts:
+    """Return texts whose training stream are the validation files, if these fill a row.
+
+    The target is not to repeat itself behind what its users write, which it has not learned either.
+    """
+    if len(texts.validation) <= SAMPLE:
+        return texts
+    starts = jnp.flatnonzero(texts.validation == 0).astype(jnp.int32)
+    return texts._replace(training=texts.validation, starts=starts, num_stdlib=jnp.int32(len(texts.validation)))
+
+
+def own_rows(params: PyTree, key: Array, before: Model, texts: Texts, *, num_rows: int) -> tuple:
+    """Return data of `calm_loss`: continuations by the target, and which of their tokens it repeats."""
+    rows, prompt_lengths = continuations(decoder_model(TARGET, bfloat16(params)), key, texts, num_rows, GREEDY_SHARE)
+    is_own = jnp.arange(rows.shape[1])[None] >= prompt_lengths[:, None]
+    is_marked = jax.lax.map(lambda row: is_repeated(row[None])[0], rows, batch_size=64) & is_own
+    return before, texts, rows, is_marked
+
+
+def calm_loss(
+    params: PyTree, key: Array, before: Model, texts: Texts, rows: Array, is_marked: Array, *, num_tokens: int
+) -> Array:
+    """Return the loss by which a target learns not to repeat itself, and to stay as it is in all else.
+
+    It is the unlikelihood of what the target repeats too often in its own continuations, as Welleck et al. (2019) train
+    sequences, and the divergence KL(before || target) at all other tokens, of these and of as many rows of text.
+
+    Args:
+        params: of the target, float32.
+        key: decides which rows are taken.
+        before: the target as it was.
+        texts: where rows of text are from.
+        rows: [N, SAMPLE+1] int32, continuations by the target.
+        is_marked: [N, SAMPLE+1] bool, which tokens of theirs are repeated too often.
+        num_tokens: of a step.
+    """
+    text_key, row_key = jax.random.split(key)
+    num_rows = num_tokens // 2 // SAMPLE
+    chosen = jax.random.randint(row_key, (num_rows,), 0, len(rows))
+    both = jnp.concatenate([crops(text_key, texts, num_rows, SAMPLE + 1), rows[chosen]])
+    marked = jnp.concatenate([jnp.zeros((num_rows, SAMPLE), bool), is_marked[chosen, 1:]])
+    logits = logits_of(decoder_model(TARGET, bfloat16(params)), both[:, :-1])
+    divergence = losses.forward_kl(logits, jax.lax.stop_gradient(logits_of(before, both[:, :-1])))
+    return jnp.where(marked, REPEATED_WEIGHT * unlikelihood(logits, both[:, 1:]), divergence).mean()
+
+
 def distillation_loss(params: PyTree, target: Model, rows: Array) -> Array:
     """Return the draft's loss on rows of tokens [B, T+1].
 
@@ -200,11 +268,12 @@ def optimizer() -> optax.GradientTransformation:
 
 
 class Stage(NamedTuple):
-    """Losses (params, key, *data) from a share of the time on; each draws its own batch from the data."""
+    """A loss (params, key, *data) from a share of the time on; it draws its own batch from the data."""
 
     begin: float
     loss: Callable[..., Array]
     data: tuple
+    prepare: Callable[..., tuple] | None = None  # (params, key, *data) -> the data of the next STEPS_PER_CALL steps
 
 
 class Progress(NamedTuple):
@@ -243,38 +312,28 @@ def fit(
         name: name of the model, for the log.
         params: initial parameters, float32.
         peak_rate: largest learning rate.
-        minutes: time to train, earlier runs that were cut off included.
+        minutes: time to train, earlier runs that were cut off included. Waiting for a program to be compiled is not.
         stages: what to train on, in the order of their begin.
         path: file of the state, from which training goes on if it is there.
         look: is called with the parameters ten times, and at the end.
     """
     transform = optimizer()
     state = Progress(params, transform.init(params), np.int32(0), np.float32(0))
+    programs = Programs(transform, stages, state)
     if path.is_file():
         state = load_state(path, state)
         print(f"{name}: going on from step {state.step}, {state.seconds:.0f} s", flush=True)
     params, memory, step, spent = state
-    key = jax.random.key(1)
-
-    @partial(jax.jit, static_argnames="loss", donate_argnums=(0, 1))
-    def run(params, memory, first, rate, loss, data):
-        def one(i, carry):
-            params, memory, total = carry
-            value, gradient = jax.value_and_grad(loss)(params, jax.random.fold_in(key, i), *data)
-            update, memory = transform.update(gradient, memory, params)
-            scale = rate * jnp.minimum(1.0, (i + 1) / WARM_UP)
-            params = jax.tree.map(lambda p, u: p + scale * u, params, update)
-            return params, memory, total + value
-
-        return jax.lax.fori_loop(first, first + STEPS_PER_CALL, one, (params, memory, jnp.float32(0)))
-
     start, budget = time.perf_counter() - float(spent), 60 * minutes
     saved, looks = time.perf_counter(), int(10 * spent / budget)
     while (share := (time.perf_counter() - start) / budget) < 1:
+        number = [i for i, stage in enumerate(stages) if stage.begin <= share][-1]
+        began, stage = time.perf_counter(), stages[number]
+        run = programs.get(number)
+        start += time.perf_counter() - began
         began = time.perf_counter()
-        stage = [stage for stage in stages if stage.begin <= share][-1]
-        rate = peak_rate * min(1.0, (1 - share) / (1 - DECAY))
-        params, memory, total = run(params, memory, int(step), rate, stage.loss, stage.data)
+        rate = np.float32(peak_rate * min(1.0, (1 - share) / (1 - DECAY)))
+        params, memory, total = run(params, memory, np.int32(step), rate, stage.data)
         loss, step = float(total) / STEPS_PER_CALL, step + STEPS_PER_CALL
         now = time.perf_counter()
         speed = STEPS_PER_CALL * stage.loss.keywords["num_tokens"] / (now - began)
@@ -290,25 +349,79 @@ def fit(
     return params
 
 
-def train_target(texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> Model:
+class Programs:
+    """The programs of stages; each is compiled in another thread while the stage before it runs."""
+
+    def __init__(self, transform: optax.GradientTransformation, stages: list[Stage], state: Progress):
+        self._pool, self._futures, self._stages = ThreadPoolExecutor(1), {}, stages
+        self._shapes = jax.eval_shape(lambda: (state.params, state.optimizer, jnp.int32(0), jnp.float32(0)))
+        self._run = jax.jit(partial(steps, transform), static_argnames=("loss", "prepare"), donate_argnums=(0, 1))
+
+    def get(self, number: int) -> Callable[..., tuple[PyTree, PyTree, Array]]:
+        """Return the program of a stage when it is compiled, and have the next one compiled."""
+        for i in range(number, min(number + 2, len(self._stages))):
+            if i not in self._futures:
+                self._futures[i] = self._pool.submit(self._compile, self._stages[i])
+        return self._futures[number].result()
+
+    def _compile(self, stage: Stage) -> Callable[..., tuple[PyTree, PyTree, Array]]:
+        return self._run.lower(*self._shapes, stage.data, loss=stage.loss, prepare=stage.prepare).compile()
+
+
+def steps(
+    transform: optax.GradientTransformation,
+    params: PyTree,
+    memory: PyTree,
+    first: Array,
+    rate: Array,
+    data: tuple,
+    *,
+    loss: Callable[..., Array],
+    prepare: Callable[..., tuple] | None,
+) -> tuple[PyTree, PyTree, Array]:
+    """Take STEPS_PER_CALL steps of training; return parameters, the optimizer's memory and the sum of the losses."""
+    key = jax.random.key(1)
+    if prepare is not None:
+        data = prepare(params, jax.random.fold_in(jax.random.key(6), first), *data)
+
+    def one(i, carry):
+        params, memory, total = carry
+        value, gradient = jax.value_and_grad(loss)(params, jax.random.fold_in(key, i), *data)
+        update, memory = transform.update(gradient, memory, params)
+        scale = rate * jnp.minimum(1.0, (i + 1) / WARM_UP)
+        params = jax.tree.map(lambda p, u: p + scale * u, params, update)
+        return params, memory, total + value
+
+    return jax.lax.fori_loop(first, first + STEPS_PER_CALL, one, (params, memory, jnp.float32(0)))
+
+
+def look_at_target(texts: Texts, out: Path, params: PyTree) -> None:
+    """Write a target, and print its losses."""
+    model = decoder_model(TARGET, bfloat16(params))
+    save(out / "target", TARGET, model.params)
+    some = texts.validation[:MAX_VALIDATION]
+    validation = mean_loss(model, some) if len(some) > CROP else np.nan
+    held_out = mean_loss(model, texts.held_out)
+    print(f"target: {validation:.3f} nats/token on validation files, {held_out:.3f} on held-out ones", flush=True)
+
+
+def train_target(texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> PyTree:
     """Train the target, most of the time on short rows and at last on rows of the full length, for far positions."""
-    best = [np.inf]
-
-    def look(params: PyTree) -> None:
-        model = decoder_model(TARGET, bfloat16(params))
-        some = texts.validation[:MAX_VALIDATION]
-        validation = mean_loss(model, some) if len(some) > CROP else np.inf
-        held_out = mean_loss(model, texts.held_out)
-        print(f"target: {validation:.3f} nats/token on validation files, {held_out:.3f} on held-out ones", flush=True)
-        if validation <= best[0]:
-            best[0] = validation
-            save(out / "target", TARGET, model.params)
-
     stages = [
         Stage(0.0, partial(target_loss, num_tokens=num_tokens, length=CROP), (texts,)),
         Stage(LONG, partial(target_loss, num_tokens=num_tokens // 2, length=TARGET.max_length), (texts,)),
     ]
-    params = fit("target", init_params(TARGET, seed=0), TARGET_RATE, minutes, stages, work / "target.npz", look)
+    look = partial(look_at_target, texts, out)
+    return fit("target", init_params(TARGET, seed=0), TARGET_RATE, minutes, stages, work / "target.npz", look)
+
+
+def calm_target(params: PyTree, texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> Model:
+    """Train the target not to repeat itself, on continuations that are sampled anew every STEPS_PER_CALL steps."""
+    before = decoder_model(TARGET, bfloat16(params))
+    prepare = partial(own_rows, num_rows=ROWS_PER_CALL)
+    stage = Stage(0.0, partial(calm_loss, num_tokens=num_tokens), (before, unlearned(texts)), prepare)
+    look = partial(look_at_target, texts, out)
+    params = fit("calm target", params, CALM_RATE, minutes, [stage], work / "calm.npz", look)
     return decoder_model(TARGET, bfloat16(params))
 
 
@@ -352,6 +465,7 @@ def train_head(
 
     data = train_draft.Data(rows, max(1, num_tokens // CROP), seed=4)
     plan = train_draft.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
+    look(0, params)  # compiles what measures, before the clock starts
     train_draft.train(kind, params, frozen, target, data, plan, look)
 
 
@@ -386,23 +500,27 @@ def continue_rows(target: Model, key: Array, rows: Array, prompt_lengths: Array,
     return jnp.concatenate([rows[:, :1], tokens.T], axis=1)
 
 
-def sample_continuations(target: Model, texts: Texts, num_samples: int, path: Path) -> Array:
-    """Sample continuations [num_samples, SAMPLE+1] uint16 of prompts of 32 to 64 tokens, or load those of `path`.
+def continuations(target: Model, key: Array, texts: Texts, num_rows: int, greedy_share: float) -> tuple[Array, Array]:
+    """Return continuations [num_rows, SAMPLE+1] by the target of prompts of 32 to 64 tokens, and the prompts' lengths.
 
-    Half of them are greedy, and half are sampled at temperature 0.8.
+    A share of them is greedy, and the others are sampled at temperature 0.8.
     """
+    crop_key, length_key, sample_key = jax.random.split(key, 3)
+    rows = crops(crop_key, texts, num_rows, SAMPLE + 1)
+    prompt_lengths = jax.random.randint(length_key, (num_rows,), 32, 65)
+    temperature = jnp.where(jnp.arange(num_rows) % round(1 / greedy_share) == 0, 0.0, 0.8)
+    return continue_rows(target, sample_key, rows, prompt_lengths, temperature), prompt_lengths
+
+
+def sample_continuations(target: Model, texts: Texts, num_samples: int, path: Path) -> Array:
+    """Sample continuations [num_samples, SAMPLE+1] uint16 by the target, or load those of `path`."""
     if path.is_file():
         return jnp.asarray(np.load(path))
     num_rows = min(num_samples, ROWS_PER_CALL)
-    temperature = jnp.where(jnp.arange(num_rows) % 2 == 0, 0.0, 0.8)
-    samples = []
-    for key in jax.random.split(jax.random.key(2), num_samples // num_rows):
-        crop_key, length_key, sample_key = jax.random.split(key, 3)
-        rows = crops(crop_key, texts, num_rows, SAMPLE + 1)
-        prompt_lengths = jax.random.randint(length_key, (num_rows,), 32, 65)
-        samples.append(continue_rows(target, sample_key, rows, prompt_lengths, temperature).astype(jnp.uint16))
-    np.save(path, np.asarray(jnp.concatenate(samples)))
-    return jnp.concatenate(samples)
+    keys = jax.random.split(jax.random.key(2), num_samples // num_rows)
+    samples = jnp.concatenate([continuations(target, key, texts, num_rows, 0.5)[0].astype(jnp.uint16) for key in keys])
+    np.save(path, np.asarray(samples))
+    return samples
 
 
 def rows_of(stream: Array) -> Array:
@@ -490,7 +608,9 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path("build/embedded"), help="directory of what a run goes on from"
     )
-    parser.add_argument("--minutes", type=float, default=15, help="time for training; the rest needs some more")
+    parser.add_argument(
+        "--minutes", type=float, default=15, help="time for training; compiling and reading need 2 to 4 more"
+    )
     parser.add_argument("--stdlib", type=Path, help="standard library to train on, by default that of this Python")
     parser.add_argument(
         "--packages", action=argparse.BooleanOptionalAction, default=True, help="whether to train on them"
@@ -513,8 +633,10 @@ def main() -> None:
         f"{len(texts.training):,} training and {len(texts.held_out):,} held-out tokens; a target of {size:,} "
         f"parameters, {6e-6 * size:.0f} MFLOP a token, on {jax.devices()[0].device_kind}"
     )
-    target = train_target(texts, SHARES["target"] * args.minutes, args.num_tokens, args.work, args.out)
+    params = train_target(texts, SHARES["target"] * args.minutes, args.num_tokens, args.work, args.out)
     log("target trained")
+    target = calm_target(params, texts, SHARES["calm"] * args.minutes, args.num_tokens // 2, args.work, args.out)
+    log("target trained not to repeat itself")
     samples = sample_continuations(target, texts, args.num_samples, args.work / "samples.npy")
     log(f"{len(samples)} continuations sampled; one: {tokenizer.decode(samples[1].tolist())!r}")
     minutes = SHARES["draft"] * args.minutes

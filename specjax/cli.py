@@ -161,7 +161,11 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram",
     )
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the weights")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights; default: that of the checkpoint, or float32 on a CPU",
+    )
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")

@@ -34,10 +34,6 @@ def triton_kernels(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVI
     """The Triton kernels that `function` lowers to for an H200."""
     with use_abstract_mesh(mesh):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    return kernels_in(lowered)
-
-
-def kernels_in(lowered: jax.stages.Lowered) -> list[Kernel]:
     return list(_kernels_in(lowered.compiler_ir("stablehlo").operation))
 
 

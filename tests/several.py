@@ -1,6 +1,6 @@
 """One of two processes that share a model: `python several.py HOST:PORT PROCESS TARGET DRAFT`.
 
-Process 0 prints what `requests` returns.
+Process 0 prints what `requests` returns. Without an address and a number, the only process, with two devices, does.
 """
 
 import json
@@ -32,10 +32,14 @@ def requests(llm):
 
 
 if __name__ == "__main__":
-    address, number, *models = sys.argv[1:]
-    with join(address, 2, int(number), timeout=60) as group:
-        llm = load(*models)
-        if group.is_leader:
-            print(json.dumps(requests(llm)))
-        else:
-            group.follow(llm.model, llm.proposer, llm.verifier)
+    *place, target, draft = sys.argv[1:]
+    if not place:
+        print(json.dumps(requests(load(target, draft))))
+    else:
+        address, number = place
+        with join(address, 2, int(number), timeout=60) as group:
+            llm = load(target, draft)
+            if group.is_leader:
+                print(json.dumps(requests(llm)))
+            else:
+                group.follow(llm.model, llm.proposer, llm.verifier)

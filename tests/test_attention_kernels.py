@@ -138,7 +138,7 @@ def slow(*values):
     [
         ("empty and full", TURNED),
         ("past the end", WINDOW),
-        ("one token", {"page_size": 16}),
+        slow("one token", {"page_size": 16}),
         slow("one token", TURNED),
         slow("one split", {"page_size": 16}),
         slow("one split", WINDOW | {"page_size": 80}),
@@ -163,7 +163,7 @@ def test_few_tokens(case, options):
         slow("from the start", {"page_size": 32}),
         ("in the middle", TURNED | {"page_size": 16}),
         slow("in the middle", WINDOW | {"page_size": 152}),
-        ("past the end", {"page_size": 208}),
+        slow("past the end", {"page_size": 208}),
         slow("large programs", WINDOW),
         slow("odd sizes", TURNED | {"page_size": 76}),
         slow("large heads", {"softcap": 3.0}),

@@ -191,11 +191,6 @@ def test_equal_checkpoints_do_not_retrace(tmp_path):
     assert first == second and hash(first) == hash(second)
 
 
-def test_importing_the_package_loads_no_flax():
-    code = "import sys, specjax.models; print({'flax', 'safetensors', 'tokenizers'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
 @pytest.mark.parametrize("dtype", ["int32", "float64", "half a float"])
 def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
     with pytest.raises(ValueError, match=f"dtype must be float32, bfloat16 or float16, got .?{dtype}"):

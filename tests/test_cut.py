@@ -95,10 +95,10 @@ def as_arrays(fields, dtype=np.float32):
 
 
 jitted = jax.jit(min_logit, static_argnames="implementation")
-both = pytest.mark.parametrize("implementation", ["xla", "interpret"])
+few = pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
 
 
-@both
+@few
 def test_by_hand(implementation):
     logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
 
@@ -115,7 +115,7 @@ def test_by_hand(implementation):
     assert kept(top_p=0.5, top_k=2) == kept(top_p=0.5, min_p=0.7) == [False, True, False, False]
 
 
-@both
+@few
 def test_ties_are_kept(implementation):
     jitted = jax.jit(partial(min_logit, implementation=implementation))
     logits = jnp.log(jnp.array([0.2, 0.3, 0.2, 0.1, 0.2]))
@@ -145,7 +145,7 @@ def test_every_combination(vocab_size):
         (8193, np.float32, "xla"),
         pytest.param(128256, ml_dtypes.bfloat16, "xla", marks=pytest.mark.slow),
         pytest.param(151936, np.float32, "xla", marks=pytest.mark.slow),
-        (100, np.float32, "interpret"),
+        pytest.param(100, np.float32, "interpret", marks=pytest.mark.slow),
         (8193, np.float32, "interpret"),
         pytest.param(50272, np.float16, "interpret", marks=pytest.mark.slow),
         pytest.param(151936, np.float32, "interpret", marks=pytest.mark.slow),
@@ -163,14 +163,8 @@ def test_mixed_batch(vocab_size, dtype, implementation):
     assert check(logits, np.asarray(cut), fields).mean() > 0.8
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("top_p",),
-        ("temperature", "top_k", "top_p"),
-        *(pytest.param((name,), marks=pytest.mark.slow) for name in ("top_k", "min_p")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("top_p",), ("temperature", "top_k", "top_p"), ("top_k",), ("min_p",)])
 def test_fields_left_out(names):
     logits = np.tile(rows_of(8193, seed=1), (3, 1))
     rng = np.random.default_rng(1)

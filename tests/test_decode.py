@@ -66,8 +66,9 @@ def outputs(state) -> list[list[int]]:
     return [t[p:n].tolist() for t, p, n in zip(context.tokens, context.prompt_length, context.length, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("num_draft_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
 def test_greedy_equals_plain(target, draft, stranger, num_draft_tokens, name):
     """One draft of a model of another form, and four of one of the target's, as other tests have them."""
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -100,6 +101,7 @@ def test_target_as_its_own_draft(target, temperature, name):
     assert metrics.mean_acceptance_length(state.totals) == 5.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_neighbours_do_not_change_a_request(target, draft, name):
     proposer = proposers.draft_model(draft, 3)

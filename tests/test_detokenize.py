@@ -42,6 +42,7 @@ class TestCharacters:
             assert output.token_ids == ids
             assert "".join(pieces) == tokenizer.decode(ids)
 
+    @pytest.mark.slow
     def test_ten_thousand_prompts_of_odd_bytes(self, tokenizer):
         """What a person may paste: as a prompt, and said back token by token."""
         rng = np.random.default_rng(1)

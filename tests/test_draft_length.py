@@ -54,6 +54,7 @@ def test_counts_trials():
     assert (recent._accepted, recent._trials) == (5, 7)
 
 
+@pytest.mark.slow
 def test_distribution_is_the_targets():
     """Steps whose number of drafts follows acceptance: pairs of tokens have the target's distribution."""
     target, draft, batch_size = bigram(0, 40), proposers.draft_model(bigram(4), 8), 20000

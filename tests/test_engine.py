@@ -36,7 +36,7 @@ from test_slots import (
 )
 
 from specjax import Capacities, SamplingParams, guided, verifiers
-from specjax.engine import memory
+from specjax.engine import grammar_compiler, memory
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 
@@ -337,29 +337,16 @@ def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeyp
     assert engine.stats().pages.num_used == 0
 
 
-def test_a_failure_of_the_device_ends_every_request(target, monkeypatch):
-    engine = engine_of(target, None, capacities=FEW)
-
-    def fail(*_, **__):
-        raise ZeroDivisionError("the device is lost")
-
-    monkeypatch.setattr(engine._scheduler._device, "step", fail)
-    request = engine.submit([1], SamplingParams(**{**vars(KINDS[0]), "stop_token_ids": None}))
-    with pytest.raises(RuntimeError, match="the engine has failed") as raised:
-        request.result(timeout=60)
-    assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    with pytest.raises(RuntimeError, match="the engine has failed"):
-        engine.submit([1])
-    engine.close()
-
-
 LARGE = replace(CAPACITIES, grammars=2, grammar_states=40, grammar_classes=20)
 
 
 @pytest.fixture(scope="module")
 def guided_engine(target):
-    with engine_of(target, None, capacities=LARGE) as engine:
-        yield engine
+    """With one process for grammars: each takes seconds to start, and another one where it is ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_compiler, "NUM_PROCESSES", 1)
+        with engine_of(target, None, capacities=LARGE) as engine:
+            yield engine
 
 
 def test_grammars_are_compiled_for_their_requests(guided_engine):
@@ -412,10 +399,10 @@ def test_a_grammar_that_takes_too_long_ends_its_request(guided_engine, monkeypat
 
 
 def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkeypatch):
-    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 1)
+    monkeypatch.setattr(guided_engine._compiler, "_time_limit", 0.5)
     slow = [
         guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex(f"(A|B)*A(A|B){{{n}}}")))
-        for n in range(17, 27)
+        for n in range(24, 27)
     ]
     for request in slow:
         request.cancel()
@@ -483,21 +470,44 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_the_thread_computes_with_the_settings_of_its_maker(target):
+@pytest.fixture(scope="module")
+def elsewhere(target):
+    """An engine of few programs, of a maker with a device and a precision of its own."""
+    device = jax.devices("cpu")[1]
+    with jax.default_device(device), jax.default_matmul_precision("float32"):
+        engine = engine_of(jax.device_put(target, device), None, capacities=FEW)
+    with engine:
+        yield engine
+
+
+def test_the_thread_computes_with_the_settings_of_its_maker(elsewhere, monkeypatch):
     """Others would compile the programs anew, or put what they compute on another device."""
-    device, seen = jax.devices("cpu")[1], []
+    seen = []
 
     def choose(num_running, rate):
         seen.append((jax.config.jax_default_device, jax.config.jax_default_matmul_precision))
         return 0
 
-    with jax.default_device(device), jax.default_matmul_precision("float32"):
-        engine = engine_of(jax.device_put(target, device), None, capacities=FEW)
-    with engine:
-        engine._scheduler._choose = choose
-        with Compilations() as later:
-            engine.submit([1]).result(timeout=60)
-    assert set(seen) == {(device, "float32")} and later.number == 0
+    monkeypatch.setattr(elsewhere._scheduler, "_choose", choose)
+    with Compilations() as later:
+        elsewhere.submit([1]).result(timeout=60)
+    assert set(seen) == {(jax.devices("cpu")[1], "float32")} and later.number == 0
+
+
+def test_a_failure_of_the_device_ends_every_request(elsewhere, monkeypatch):
+    """The engine is of no use to any test that follows."""
+
+    def fail(*_, **__):
+        raise ZeroDivisionError("the device is lost")
+
+    monkeypatch.setattr(elsewhere._scheduler._device, "step", fail)
+    request = elsewhere.submit([1], SamplingParams(**{**vars(KINDS[0]), "stop_token_ids": None}))
+    with pytest.raises(RuntimeError, match="the engine has failed") as raised:
+        request.result(timeout=60)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        elsewhere.submit([1])
+    elsewhere.close()
 
 
 def test_engines_are_closed_before_the_process_ends():
@@ -506,13 +516,16 @@ def test_engines_are_closed_before_the_process_ends():
 import atexit
 engines = []
 atexit.register(lambda: print([engine._thread.is_alive() for engine in engines]))  # runs last
-from test_engine import FEW, engine_of, make
+from test_engine import LARGE, engine_of, make
 from specjax import SamplingParams
-engines.append(engine_of(make(0), None, capacities=FEW))
+engines.append(engine_of(make(0), None, capacities=LARGE))
 requests = [engines[0].submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(100)]
 """
     folder = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    environment["JAX_NUM_CPU_DEVICES"] = str(
+        len(jax.devices("cpu"))
+    )  # so that it finds the programs of `guided_engine`
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[False]\n", "")
 

@@ -155,7 +155,7 @@ def test_deterministic_drafts(verifier):
         assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "match", *on_gpu("block", "typical", "synthetic")])
+@pytest.mark.parametrize("verifier", ["rejection", *slow("match"), *on_gpu("block", "typical", "synthetic")])
 def test_large_batches_read_later_drafts_where_they_need_them(verifier, monkeypatch):
     monkeypatch.setattr(rows, "LARGE_READ", 0)
     kernel = jitted.__wrapped__(verifier, on_this_device(), True)  # traced with this size
@@ -211,7 +211,7 @@ class TestThresholds:
         verified = run(verifier, on_this_device(), keys, Draft(token, drawn_from), Categorical(target))
         return np.asarray(verified.num_accepted), np.asarray(verified.tokens[:, 0])
 
-    @pytest.mark.parametrize("verifier", ["rejection", "block"])
+    @pytest.mark.parametrize("verifier", ["rejection", *slow("block")])
     def test_acceptance(self, verifier):
         """A draft is accepted iff u < target / draft."""
         keys, accept, _ = self.chance()
@@ -349,7 +349,7 @@ def test_keys_of_every_form(verifier, shape):
     assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", SHARED_AND_BLOCK)
+@pytest.mark.parametrize("verifier", ["rejection", *slow("block", "match"), *on_gpu("typical", "synthetic")])
 def test_odd_drafts_and_rows(verifier):
     """-1 inside a draft, ids past the vocabulary, drafts without mass, no drafts at all, rows without tokens, NaN."""
     draft, target = random_case(3, batch_size=8, num_drafts=3, vocab_size=900)
@@ -389,7 +389,7 @@ def test_no_draft_tokens(verifier):
     assert_same(run(verifier, on_this_device(), jax.random.key(1), draft, target, log_probs=True), xla)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "match", *on_gpu("block", "typical", "synthetic")])
+@pytest.mark.parametrize("verifier", ["rejection", *slow("match"), *on_gpu("block", "typical", "synthetic")])
 def test_packed_rows(verifier):
     draft, target = random_case(6, vocab_size=1200)
     lengths = np.asarray(draft.num_tokens)

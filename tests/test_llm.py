@@ -530,6 +530,22 @@ class TestCheckpoints:
         llm = LLM(*pair, dtype="bfloat16")
         assert {str(x.dtype) for x in jax.tree.leaves((llm.model, llm.proposer))} == {"bfloat16"}
 
+    def test_dtype_of_the_checkpoint(self, tmp_path, monkeypatch):
+        directory = write_checkpoint(tmp_path / "model", random_tensors(0))
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+
+        def dtype(model):
+            return LLM(model).model.params["embedding"].dtype
+
+        assert dtype(directory) == "float32"
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert dtype(directory) == "bfloat16"
+        assert dtype(None) == "float32"
+        (directory / "config.json").write_text(json.dumps(config | {"dtype": "float8"}))
+        with pytest.raises(ValueError, match=r"dtype in .*config.json must be 'float32' or"):
+            LLM(directory)
+
 
 class TestBadInput:
     @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_gradients_are_those_of_the_formulas(name, x64):
     np.testing.assert_allclose(found, FORMULAS[name], atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [None, SUBSET], ids=["whole", "reduced"])
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "lk_hybrid"])
 def test_gradients_are_those_of_finite_differences(name, vocab, x64):
@@ -90,6 +91,7 @@ def test_values(x64):
     np.testing.assert_allclose(losses.cross_entropy(given[0], tokens), -np.log(Q[np.arange(5), tokens]), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_excluded_tokens_of_the_target_add_nothing():
     target = jnp.asarray(TARGET, jnp.float32).at[:, 2].set(-jnp.inf)
     draft = jnp.asarray(DRAFT, jnp.float32)
@@ -123,6 +125,7 @@ def test_the_floor_of_the_log_acceptance():
     np.testing.assert_allclose(far, -np.log(1e-3), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [None, SUBSET], ids=["whole", "reduced"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_rate_is_that_of_the_verifier(vocab, temperature):
@@ -218,6 +221,7 @@ def test_chunks_give_what_all_rows_at_once_give(vocab):
         np.testing.assert_allclose(x, y, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float32_products")
 def test_chunks_of_pytrees_with_tokens():
     """A head of two arrays, and a loss that reads the text."""
@@ -269,6 +273,7 @@ def test_confidence():
     assert not found[1].any()
 
 
+@pytest.mark.slow
 def test_calibration_finds_the_temperatures_that_made_the_outcomes():
     rng = np.random.default_rng(1)
     true = np.array([2.0, 0.5, 1.5])

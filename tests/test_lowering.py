@@ -1,11 +1,14 @@
 """Every verifier, and the cut, lowers to Triton kernels that compile for an H200 without spilling registers."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from lowering import H200, compile_for_sm90, kernels_in, triton_kernels
+from lowering import H200, compile_for_sm90, triton_kernels
 
 from specjax import (
     Categorical,
@@ -118,20 +121,18 @@ def test_kernels_of_a_shared_vocabulary(verifier, batch_size, dtype, shaped, tmp
 
 def test_a_shared_model_is_verified_by_kernels():
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
-    target = models.load(models.EMBEDDED / "target", mesh=mesh)
-    params = sampling.batch([SamplingParams(max_tokens=4)])
-    with jax.default_device(jax.devices("cpu")[0]):
-        state = decode.prefill(
-            target,
-            proposers.ngram(2),
-            jnp.ones((1, 3), jnp.int32),
-            jnp.array([3]),
-            params,
-            jax.random.key(0),
-            max_length=9,
-        )
-    lowered = jax.jit(decode.step).trace(target, proposers.ngram(2), state).lower(lowering_platforms=("cuda",))
-    names = [kernel.name for kernel in kernels_in(lowered)]
+    gpus = AbstractMesh((2,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
+    target, proposer = models.load(models.EMBEDDED / "target", mesh=mesh), proposers.ngram(2)
+    target = replace(target, apply=replace(target.apply, mesh=gpus))
+    prompts = jnp.ones((1, 3), jnp.int32), jnp.array([3]), sampling.batch([SamplingParams(max_tokens=4)])
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    target = jax.tree.map(shape, target)
+    prefill = partial(decode.prefill, max_length=9)
+    state = jax.tree.map(shape, jax.eval_shape(prefill, target, proposer, *prompts, jax.random.key(0)))
+    names = [kernel.name for kernel in triton_kernels(decode.step, target, proposer, state, mesh=gpus)]
     assert names == list(OF_PARTS["match"])
 
 

@@ -95,10 +95,8 @@ LAYOUTS = {
 }
 
 
-FAST = "authors", "vllm"
-
-
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_parity(tmp_path, target, layout):
     expected = LAYOUTS[layout](tmp_path)
     assert proposers.kind_of(tmp_path) == "medusa"
@@ -191,7 +189,7 @@ def start_copying(proposer, in_pages=False):
     return heads.prefill(*given, max_length=40, chunk_size=4, pages=pages)
 
 
-@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("in_pages", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_heads_that_copy_the_target_are_always_right(in_pages):
     proposer = copying_heads()
     state = decode.generate(COPIED, proposer, start_copying(proposer, in_pages))
@@ -224,6 +222,7 @@ class Sometimes:
         return state
 
 
+@pytest.mark.slow
 def test_after_drafts_of_another_proposer():
     """The heads go on from the last token that was accepted, whoever drafted it."""
     proposer = proposers.fallback(Sometimes(jnp.asarray(own_text(48), jnp.int32)), copying_heads())

@@ -221,6 +221,7 @@ class TestOutcomes:
         with pytest.raises(ValueError, match="outcomes must be left out, as block does not support it, got True"):
             verifiers.block(jax.random.key(0), draft, target, outcomes=True)
 
+    @pytest.mark.slow
     def test_a_loop_counts_them(self):
         def model(distribution):
             def apply(params, inputs, cache):

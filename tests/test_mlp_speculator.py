@@ -73,9 +73,8 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "form", ["tied", *(pytest.param(form, marks=pytest.mark.slow) for form in ("own", "as wide as the target"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_parity(tmp_path, target, form):
     expected = write(tmp_path, **FORMS[form])
     assert proposers.kind_of(tmp_path) == "mlp_speculator"

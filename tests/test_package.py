@@ -77,6 +77,7 @@ def wheel(build):
     return build("wheel")
 
 
+@pytest.mark.slow
 def test_wheel_holds_both_packages_and_the_weights(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -103,6 +104,7 @@ def test_wheel_works_outside_the_tree(wheel, tmp_path):
     assert len(tokens.split(",")) == 64
 
 
+@pytest.mark.slow
 def test_version_is_that_of_the_package(wheel):
     assert wheel.name.startswith(f"specjax-{specjax.__version__}-")
 

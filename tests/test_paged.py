@@ -229,7 +229,8 @@ def test_verifiers(target, draft, name):
 PROPOSERS = ("none", "ngram", "draft_model", "the target itself", "greedy", "a short draft", "few rows")
 
 
-@pytest.mark.parametrize("name", slow_but("draft_model", PROPOSERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROPOSERS)
 def test_proposers(target, draft, name):
     """Prompts of all lengths, rows that share a prefix and diverge, and ends at different steps."""
     state = run_both(target, every_proposer(target, draft)[name], REJECTION)
@@ -251,6 +252,7 @@ class TestSamplesOfAPrompt:
         given = target, proposers.draft_model(draft, 3), self.PROMPTS, self.LENGTHS, requests(), keys
         return prefill(*given, max_length=MAX_LENGTH, rows=jnp.asarray(self.ROWS), pages=paged)
 
+    @pytest.mark.slow
     def test_are_those_of_dense_caches(self, target, draft):
         """Rows of one prompt share all pages that they may, some, or none."""
         table = random_table((len(self.ROWS), MAX_LENGTH // PAGE_SIZE), 100, seed=1)

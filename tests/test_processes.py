@@ -209,7 +209,7 @@ class TestMeeting:
 
             def trickle():
                 with suppress(OSError):  # when it is turned away
-                    for _ in range(100):
+                    for _ in range(1000):  # 50 seconds
                         time.sleep(0.05)
                         stranger.sendall(part)
 
@@ -219,7 +219,7 @@ class TestMeeting:
                 connection.accept(listener, 2, lambda *_: None, 0.5)
             seconds = time.monotonic() - start
             thread.join()
-        assert seconds < 2.5
+        assert seconds < 25  # on a machine under load, too
 
     def test_nobody_is_there(self):
         with socket.socket() as free:
@@ -374,12 +374,13 @@ def pair(tmp_path_factory):
 @pytest.mark.slow
 def test_text_of_one_process(pair):
     address = f"127.0.0.1:{free_port()}"
-    with started(*([several.__file__, address, number, *pair] for number in range(2))) as running:
-        with jax.default_device(jax.devices("cpu")[0]):
-            expected = several.requests(several.load(*pair))
-        (out, error), _ = (each.communicate(timeout=120) for each in running)
-    assert [each.returncode for each in running] == [0, 0], error
-    assert json.loads(out.splitlines()[-1]) == expected
+    with (
+        started(*([several.__file__, address, number, *pair] for number in range(2))) as running,
+        started([several.__file__, *pair], JAX_NUM_CPU_DEVICES="2") as (alone,),
+    ):
+        (out, error), _, (expected, error_alone) = (each.communicate(timeout=120) for each in [*running, alone])
+    assert [each.returncode for each in [*running, alone]] == [0, 0, 0], (error, error_alone)
+    assert json.loads(out.splitlines()[-1]) == json.loads(expected.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ class TestNGram:
     def test_inactive_rows_have_no_drafts(self):
         assert propose([[1, 2, 1], [1, 2, 1]], 2, 1, 2, active=jnp.array([False, True])) == [[], [2, 1]]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name, temperature", [("block", 0.0), ("match", 1.0), ("rejection", 1.0)])
     def test_decoding_is_plain_decoding(self, target, temperature, name):
         """Deterministic drafts are verified by exact match: also a sampled run is the plain one."""

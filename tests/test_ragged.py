@@ -95,7 +95,7 @@ def assert_same(found, expected):
     "name, fields, is_deterministic",
     [
         ("rejection", ALL_FIELDS, False),
-        ("block", (), False),
+        pytest.param("block", (), False, marks=pytest.mark.slow),
         *(pytest.param(name, ALL_FIELDS, False, marks=pytest.mark.slow) for name in VERIFIERS if name != "rejection"),
         pytest.param("rejection", (), False, marks=pytest.mark.slow),
         pytest.param("match", ("temperature",), True, marks=pytest.mark.slow),

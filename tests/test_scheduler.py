@@ -386,6 +386,7 @@ def replace_job(job):
     return Job(job.prompt, job.sampling, job.key_data, Detokenizer(Letters(), job.prompt, job.output.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
 def test_whatever_a_request_asks_for_survives_preemption(device):
     """Samples of requests with stop strings, grammars, penalties, min_tokens and log-probabilities."""

@@ -81,6 +81,7 @@ def test_the_smallest_bench_of_verification(script, run, monkeypatch, tmp_path):
     assert (numbers["vocab"], numbers["num_drafts"], numbers["batch"]) == (1000, 2, 1)
 
 
+@pytest.mark.slow
 def test_random_weights_are_made_where_they_stay(script):
     config = replace(script("bench_decode").SHAPES["8b"], vocab_size=1500, hidden_size=32, num_layers=1, mlp_size=64)
     with jax.default_device(jax.devices("cpu")[0]):
@@ -109,11 +110,21 @@ def test_random_checkpoints_load(ties, script, run, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_smallest_bench_of_devices(run, tmp_path):
-    path = tmp_path / "numbers.json"
-    arguments = "--preset embedded --devices 2 --batches 1 --num-drafts 2 --vocab 1500 --context 16 --prompt 64"
-    assert len(table_rows(run("bench_devices", *arguments.split(), "--json", path))) == 5
+    path, devices = tmp_path / "numbers.json", min(2, jax.local_device_count())
+    by = ["pallas", "pallas", "xla"] if jax.default_backend() == "gpu" else ["xla", "xla"]
+    arguments = f"--preset embedded --devices {devices} --batches 1 --num-drafts 2 --vocab 1500 --context 16 --prompt 9"
+    assert len(table_rows(run("bench_devices", *arguments.split(), "--json", path))) == len(by) + 3
     rows = json.loads(path.read_text())["rows"]
-    assert [row["table"] for row in rows] == ["verify"] * 2 + ["steps"] * 2 + ["prompt"]
+    assert [row["table"] for row in rows] == ["verify"] * len(by) + ["steps"] * 2 + ["prompt"]
+    assert [row["devices"] for row in rows] == [1] + [devices] * (len(rows) - 1)
+    assert [row["by"] for row in rows[: len(by)]] == by
+
+
+@pytest.mark.parametrize("number", [-1, 0, 65])
+def test_devices_that_are_not_there(number, run, capsys):
+    with pytest.raises(SystemExit):
+        run("bench_devices", "--devices", number)
+    assert f"--devices must be in [1, {jax.local_device_count()}], " in capsys.readouterr().err
 
 
 @pytest.fixture

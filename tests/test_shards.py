@@ -75,8 +75,10 @@ def case(on_cpus):
     "name, number",
     [
         ("rejection", 4),
-        ("block", 2),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("match", 4), ("typical", 2), ("synthetic", 4))),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("block", 2), ("match", 4), ("typical", 2), ("synthetic", 4))
+        ),
     ],
 )
 def test_tokens_of_one_device(name, number, case):
@@ -93,9 +95,11 @@ def test_tokens_of_one_device(name, number, case):
     "name, number",
     [
         ("rejection", 4),
-        ("block", 2),
         ("match", 4),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("typical", 4), ("synthetic", 2), ("rejection", 1))),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("block", 2), ("typical", 4), ("synthetic", 2), ("rejection", 1))
+        ),
     ],
 )
 def test_kernels_of_parts_emit_the_tokens_of_one_device(name, number, case):
@@ -188,7 +192,9 @@ def test_packed_logits(case):
     np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow), "match"])
+@pytest.mark.parametrize(
+    "name", ["match", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "block"))]
+)
 def test_the_distribution_where_shards_are_not_whole_blocks(name):
     """Other draws than on one device, with the same distribution."""
     rows, vocab_size = 20_000, 12
@@ -226,11 +232,16 @@ def test_devices_agree_however_they_round(name, implementation, case, monkeypatc
     "name, implementation, most",
     [
         ("match", "xla", 1),
-        ("rejection", "xla", 7),
-        ("block", "xla", 9),
-        ("match", "interpret", 1),
-        ("rejection", "interpret", 2),
-        pytest.param("block", "interpret", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("rejection", "xla", 7),
+                ("block", "xla", 9),
+                ("match", "interpret", 1),
+                ("rejection", "interpret", 2),
+                ("block", "interpret", 2),
+            )
+        ),
     ],
 )
 def test_exchanges_are_few_and_small(name, implementation, most, case):

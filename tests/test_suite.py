@@ -111,6 +111,7 @@ def test_an_interpreter_without_packages_lacks_some():
     assert done.returncode == 1 and done.stdout == "packaging\n"
 
 
+@pytest.mark.slow
 def test_the_active_interpreter_is_used_where_it_lacks_nothing():
     lacking = run(sys.executable, str(CHECK), "test")
     if lacking.returncode != 0:

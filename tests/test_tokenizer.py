@@ -71,6 +71,7 @@ class TestFormats:
         assert tokenizer.encode("the cat, é").ids == [2, *expected.encode("the cat, é").ids]
         assert tokenizer.decode(tokenizer.encode("the cat, é").ids) == "the cat, é"
 
+    @pytest.mark.slow
     def test_damaged_other_format(self, tmp_path):
         pytest.importorskip("transformers")
         (tmp_path / "tokenizer.model").write_bytes(b"nonsense")

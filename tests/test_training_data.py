@@ -69,6 +69,7 @@ def test_regenerate_keeps_prompts_apart_from_what_was_written():
     assert made == [Document([9, 0, 0], 1), Document([8, 7, 1, 1], 2), Document([6, 2, 2], 1)]
 
 
+@pytest.mark.slow
 def test_replay_counts_what_is_accepted():
     """A drafter that is the target itself has all accepted; one step from a prompt counts one step."""
     logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(7, 7)), jnp.float32)

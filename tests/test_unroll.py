@@ -187,6 +187,7 @@ def test_heads_of_medusa_are_those_of_decoding(target):
         assert steps.labels[j][jnp.arange(2), lengths - 1].tolist() == tokens[np.arange(2), lengths + j].tolist()
 
 
+@pytest.mark.slow
 def test_blocks_of_a_row_see_their_document_only(target):
     head = BLOCK_HEADS["dflash"]
     params, lengths = params_of(head), (9, 2, 7)

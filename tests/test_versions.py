@@ -6,9 +6,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_without_the_triton_backend_xla_does_the_work():
     """JAX deprecates that backend. Every branch for a GPU is traced on a CPU too, so tracing shows what would run."""
     code = """

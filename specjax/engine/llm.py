@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -19,6 +18,7 @@ from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
+from specjax.models.config_file import dtype_of
 from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.parallel import WHOLE, OnMesh, put
@@ -47,7 +47,8 @@ class LLM:
             its samples by the recent acceptance rate; the tokens of a request, seeded or not, then depend on the others
             of its call.
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
-        dtype: dtype of the weights; None is float32.
+        dtype: dtype of the weights, and so of the computation: float32, bfloat16 or float16. None is float32 on CPUs
+            and for the embedded pair, and elsewhere the dtype that the target's config.json names.
         max_length: maximum number of tokens in a sequence, prompt and output together; None is the model's limit.
         compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
             sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
@@ -108,8 +109,8 @@ class LLM:
         if model is None:
             model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
         enable_compilation_cache(compilation_cache)
-        weights_dtype: DTypeLike = jnp.float32 if dtype is None else dtype
         self._directory = find_checkpoint("model", model)
+        weights_dtype: DTypeLike = _default_dtype(self._directory) if dtype is None else dtype
         draft = _find_draft(draft, num_draft_tokens)
 
         self.verifier = verifier
@@ -272,6 +273,13 @@ class LLM:
     def _key_data(self, params: Sequence[SamplingParams]) -> np.ndarray:
         """Return the data [B, 2] uint32 of each request's key."""
         return np.stack([key_data(p.seed, self._entropy) for p in params])
+
+
+def _default_dtype(directory: Path) -> str:
+    """Return the dtype of a target's weights where none is asked for."""
+    if jax.default_backend() == "cpu" or models.EMBEDDED in directory.parents:
+        return "float32"
+    return dtype_of(directory)
 
 
 def _find_draft(draft: str | Path | Proposer | None, num_draft_tokens: int) -> Path | Proposer:
