@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from paged import poisoned, random_table
 
+from specjax.models import attention
 from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_mask, num_slots, update_cache
 from specjax.models.rope import rotation
 from specjax.types import ModelInput
@@ -93,10 +94,15 @@ def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, 
     assert error < tolerance
 
 
-@pytest.mark.parametrize("layout, options", [*COMBINATIONS, ("dense", "hidden")])
-def test_blocks_of_slots(layout, options):
+LONG = [(70, *combination) for combination in (*COMBINATIONS, ("dense", "hidden"))]
+
+
+@pytest.mark.parametrize("num_tokens, layout, options", [*LONG, *((5, "pages", name) for name in OPTIONS)])
+@pytest.mark.parametrize("few", [attention.FEW_QUERIES, 0])
+def test_blocks_of_slots(num_tokens, layout, options, few, monkeypatch):
     """A long cache is attended to in blocks, of which only those that a row fills are read."""
-    slots, num_tokens, starts = 3 * BLOCK + 64, 70, np.array([3, BLOCK - 20, 2 * BLOCK + 5], np.int32)
+    monkeypatch.setattr(attention, "FEW_QUERIES", few)
+    slots, starts = 3 * BLOCK + 64, np.array([3, BLOCK - 20, 2 * BLOCK + 5], np.int32)
     keys = jax.random.split(jax.random.key(0), 5)
     query, key, value = (
         jax.random.normal(k, (BATCH, num_tokens, n, SIZE)) for k, n in zip(keys[:3], (4, 2, 2), strict=True)
@@ -122,6 +128,20 @@ def test_blocks_of_slots(layout, options):
         inputs = inputs._replace(pages=table)
     attended, _ = attend_to_cache(query, key, value, cache, inputs, mask, implementation="xla", **options)
     np.testing.assert_allclose(attended, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_without_pages_reads_nothing():
+    """A vacant slot of an engine stands at the end of the buffer, and has no page."""
+    slots, num_pages = 16 * attention.SMALL_BLOCK, 4
+    query, key, value = (jnp.ones((2, 3, n, SIZE)) for n in (HEADS, KV_HEADS, KV_HEADS))
+    pool = {name: jnp.full((num_pages, PAGE_SIZE, KV_HEADS, SIZE), jnp.nan) for name in ("key", "value")}
+    table = np.full((2, slots // PAGE_SIZE), num_pages, np.int32)
+    table[0, 0] = 2
+    positions = jnp.asarray(np.array([[0], [slots - 1]], np.int32) + np.arange(3, dtype=np.int32))
+    inputs = ModelInput(jnp.zeros((2, 3), jnp.int32), positions, pages=jnp.asarray(table))
+    assert attention.num_blocks(pool, inputs, attention.SMALL_BLOCK) == 1
+    attended = attend_to_slots(query, key, value, pool, inputs)
+    np.testing.assert_allclose(attended, [np.ones((3, HEADS, SIZE)), np.zeros((3, HEADS, SIZE))], rtol=1e-5)
 
 
 def test_blocks_hold_no_more_scores_than_one():

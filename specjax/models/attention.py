@@ -13,8 +13,8 @@ from specjax.models.rope import Rotation, rotate
 from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.types import Array, ModelInput
 
-BLOCK = 512  # slots that many queries attend to at a time
-FEW_QUERIES = 64  # queries of a sequence, of all heads, up to which `attend_few` is faster on CPUs
+BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs
+FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
 
 
@@ -96,24 +96,36 @@ def attend(
     return attended.reshape(batch_size, num_tokens, num_heads, size)
 
 
+def heads_together(query: Array, num_kv_heads: int) -> Array:
+    """Return queries [B, T, H, D] as [B, T, H, kv heads * D], zero where the keys of another head stand.
+
+    A product for each head costs XLA a copy of the cache on CPUs, with its heads first. With these queries the heads of
+    a sequence share one product, which reads keys and values as they lie in the cache. `own_head` undoes it.
+    """
+    batch_size, num_tokens, num_heads, size = query.shape
+    own = jnp.eye(num_kv_heads, dtype=query.dtype)
+    grouped = query.reshape(batch_size, num_tokens, num_kv_heads, -1, size)
+    return jnp.einsum("btkgd,jk->btkgjd", grouped, own).reshape(batch_size, num_tokens, num_heads, -1)
+
+
+def own_head(attended: Array, num_kv_heads: int) -> Array:
+    """Return the part [B, T, H, D] of each query's own head of what `heads_together` attended to."""
+    batch_size, num_tokens, num_heads, _ = attended.shape
+    own = jnp.eye(num_kv_heads, dtype=attended.dtype)
+    grouped = attended.reshape(batch_size, num_tokens, num_kv_heads, num_heads // num_kv_heads, num_kv_heads, -1)
+    return jnp.einsum("btkgjd,jk->btkgd", grouped, own).reshape(batch_size, num_tokens, num_heads, -1)
+
+
 def attend_few(
     query: Array, key: Array, value: Array, mask: Array, scale: float | None = None, softcap: float | None = None
 ) -> Array:
-    """Attend as `attend` does, by products that read keys and values as they lie in the cache.
-
-    A product for each head, as `attend` has it, costs XLA a copy of the cache on CPUs, with its heads first. Here the
-    heads of a sequence share one product, in which a query is 0 where the keys of another head stand. That is worth the
-    arithmetic where queries are few.
-    """
+    """Attend as `attend` does, by products that read keys and values as they lie in the cache (`heads_together`)."""
     batch_size, num_tokens, num_heads, size = query.shape
     num_slots, num_kv_heads = key.shape[1:3]
-    own = jnp.eye(num_kv_heads, dtype=query.dtype)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-
-    grouped = query.reshape(batch_size, num_tokens, num_kv_heads, -1, size)
-    spread = jnp.einsum("btkgd,jk->bjdtkg", grouped, own).reshape(batch_size, num_kv_heads * size, -1)
+    spread = heads_together(query, num_kv_heads).reshape(batch_size, num_tokens * num_heads, -1)
     keys, values = (x.reshape(batch_size, num_slots, -1) for x in (key, value))
-    scores = jnp.einsum("bsf,bfq->bsq", keys, spread, preferred_element_type=dtype)
+    scores = jnp.einsum("bsf,bqf->bsq", keys, spread, preferred_element_type=dtype)
     scores *= size**-0.5 if scale is None else scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -122,8 +134,21 @@ def attend_few(
     scores = jnp.where(jnp.swapaxes(mask[:, 0], 1, 2)[..., None], scores, jnp.finfo(dtype).min)
     weights = jax.nn.softmax(scores, axis=1).reshape(batch_size, num_slots, -1).astype(value.dtype)
     attended = jnp.einsum("bsq,bsf->bqf", weights, values)
-    attended = attended.reshape(batch_size, num_tokens, num_kv_heads, -1, num_kv_heads, size)
-    return jnp.einsum("btkgjd,jk->btkgd", attended, own).reshape(query.shape)
+    return own_head(attended.reshape(batch_size, num_tokens, num_heads, -1), num_kv_heads)
+
+
+def num_blocks(cache: Cache, inputs: ModelInput, size: int) -> Array:
+    """Return the number of blocks of `size` slots that the longest row of a call fills, at least 1."""
+    return jnp.maximum(jnp.max(_last_slot(cache, inputs)), 0) // size + 1
+
+
+def _last_slot(cache: Cache, inputs: ModelInput) -> Array:
+    """Return the last slot of each row that holds a token [B, 1] int32, and -1 for a row without pages."""
+    num_held: Array | int = cache["key"].shape[1]
+    if inputs.pages is not None:
+        num_pages, size = cache["key"].shape[:2]
+        num_held = size * jnp.sum(in_pool(inputs.pages, num_pages), axis=1, keepdims=True, dtype=jnp.int32)
+    return jnp.minimum(inputs.positions[:, :1] + inputs.tokens.shape[1], num_held) - 1
 
 
 def attend_in_blocks(
@@ -134,29 +159,38 @@ def attend_in_blocks(
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
+    size: int = BLOCK,
+    is_together: bool = False,
 ) -> Array:
-    """Attend from the tokens of a chain to their slots and those before, a block of slots at a time.
+    """Attend from the tokens of a chain to their slots and those before, a block of `size` slots at a time.
 
-    No more scores exist than those of one block, and slots past the longest row cost nothing. The arguments are those
+    No more scores exist than those of one block, and slots past the longest row cost nothing, nor does a row without
+    pages. With `is_together` the heads of a sequence share a product (`heads_together`). The other arguments are those
     of `attend_to_cache`; the cache holds the tokens of the call.
     """
-    batch_size, num_tokens, _, size = query.shape
-    grouped = query.reshape(batch_size, num_tokens, cache["key"].shape[2], -1, size)
+    batch_size, num_tokens, _, head_size = query.shape
+    num_kv_heads = cache["key"].shape[2]
+    num_products = 1 if is_together else num_kv_heads
+    asked = heads_together(query, num_kv_heads) if is_together else query
+    grouped = asked.reshape(batch_size, num_tokens, num_products, -1, asked.shape[-1])
     position = inputs.positions[:, :1] + jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [B, T]
-    last = jnp.minimum(position[:, -1:], num_slots(cache, inputs) - 1)  # [B, 1]
-    factor = size**-0.5 if scale is None else scale
+    last = _last_slot(cache, inputs)
+    factor = head_size**-0.5 if scale is None else scale
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     hidden = jnp.finfo(dtype).min
 
     def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         total, top, mass = carry
-        slot = jnp.broadcast_to(index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32), (batch_size, BLOCK))
+        slot = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (batch_size, size))
         is_filled = (slot <= last)[:, :, None, None]  # other slots may hold NaN, which a weight of 0 does not hide
         where = locate(cache["key"], slot, inputs.pages)
         key, value = (
-            jnp.where(is_filled, cache[name].at[where].get(mode="fill", fill_value=0), 0) for name in ("key", "value")
+            jnp.where(is_filled, cache[name].at[where].get(mode="fill", fill_value=0), 0).reshape(
+                batch_size, size, num_products, -1
+            )
+            for name in ("key", "value")
         )
-        distance = position[:, :, None] - slot[:, None]  # [B, T, BLOCK]
+        distance = position[:, :, None] - slot[:, None]  # [B, T, size]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if num_hidden:
             seen &= (slot[:, None] >= num_hidden) | (distance == 0)
@@ -171,8 +205,9 @@ def attend_in_blocks(
 
     shape = grouped.shape[:-1]
     nothing = jnp.zeros(grouped.shape, dtype), jnp.full(shape, hidden), jnp.zeros(shape, dtype)
-    total, _, mass = jax.lax.fori_loop(0, jnp.max(last) // BLOCK + 1, block, nothing)
-    return (total / mass[..., None]).astype(query.dtype).reshape(query.shape)
+    total, _, mass = jax.lax.fori_loop(0, num_blocks(cache, inputs, size), block, nothing)
+    attended = (total / mass[..., None]).astype(query.dtype).reshape(asked.shape)
+    return own_head(attended, num_kv_heads) if is_together else attended
 
 
 def attend_to_cache(
@@ -229,11 +264,15 @@ def attend_to_cache(
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
-        if inputs.mask is None and not _has_few(query) and num_slots(cache, inputs) > 2 * BLOCK:
-            return attend_in_blocks(query, cache, inputs, window, num_hidden=num_hidden, **of_scores), cache
+        is_on_cpu = jax.default_backend() == "cpu"
+        is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
+        # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
+        size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
+        if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
+            in_blocks = {"num_hidden": num_hidden, "size": size, "is_together": is_together}
+            return attend_in_blocks(query, cache, inputs, window, **in_blocks, **of_scores), cache
         key, value, mask = read_cache(cache, inputs, mask)
-        is_few = jax.default_backend() == "cpu" and query.shape[1] * query.shape[2] <= FEW_QUERIES
-        return (attend_few if is_few else attend)(query, key, value, mask, **of_scores), cache
+        return (attend_few if is_together else attend)(query, key, value, mask, **of_scores), cache
 
     def reason(query, key, value, cache, inputs, mask, rotation):
         if _has_few(query):
