@@ -142,12 +142,12 @@ def bytes_read(model: Model, batch: int, context: int) -> int:
     return sum(sizes.values()) - ("head" in sizes) * sizes["embedding"] + batch * context * cached
 
 
-def bytes_of_drafts(draft: Drafter, batch: int, context: int, num_drafts: int) -> int:
+def bytes_of_drafts(draft: Drafter | None, batch: int, context: int, num_drafts: int) -> int:
     """Return the bytes that the drafts of a step read.
 
     A model or a head reads all it has for each draft, a block once, and n-grams read no more than a few tokens.
     """
-    if isinstance(draft, NGram):
+    if not num_drafts or isinstance(draft, NGram):
         return 0
     if isinstance(draft, Model):
         return num_drafts * bytes_read(draft, batch, context)
@@ -160,7 +160,7 @@ def bytes_of_drafts(draft: Drafter, batch: int, context: int, num_drafts: int) -
     return num_drafts * once - (num_drafts - 1) * read["fc"].nbytes  # a row of a draft has no feature to make
 
 
-def drafter(draft: Drafter, num_drafts: int) -> Proposer:
+def drafter(draft: Drafter | None, num_drafts: int) -> Proposer:
     """Return the proposer that makes `num_drafts` drafts."""
     if not num_drafts:
         return proposers.none()
@@ -198,7 +198,7 @@ def loop_slope(loop, cache, model) -> float:
 class Run:
     """Decoding of one batch from a context length with K drafts; the state continues from call to call."""
 
-    def __init__(self, target: Model, draft: Drafter, batch: int, context: int, num_drafts: int):
+    def __init__(self, target: Model, draft: Drafter | None, batch: int, context: int, num_drafts: int):
         self.target, self.batch = target, batch
         self.proposer = drafter(draft, num_drafts)
         steps = (REPEATS + 1) * (SHORT + LONG) + 2 * LONG
@@ -275,7 +275,7 @@ class Run:
         return slope(lambda n: jax.block_until_ready(loop(n, logits, tokens)))
 
 
-def measure(target: Model, draft: Drafter, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:
+def measure(target: Model, draft: Drafter | None, batch: int, context: int, num_drafts: int, with_parts: bool) -> dict:
     """Measure one setting: seconds of a step and of its parts, bytes read, seconds of compilation, tokens/s."""
     run = Run(target, draft, batch, context, num_drafts)
     verifiers_at = {

@@ -373,6 +373,7 @@ def pair(tmp_path_factory):
 
 @pytest.mark.slow
 def test_text_of_one_process(pair):
+    pytest.importorskip("outlines_core")
     address = f"127.0.0.1:{free_port()}"
     with (
         started(*([several.__file__, address, number, *pair] for number in range(2))) as running,
@@ -478,7 +479,7 @@ class TestSlurm:
             finally:
                 leader.kill()
         assert leader.returncode == 1
-        assert "specjax: error: process 1 (127.0.0.1) has gone; process 0 ends" in error
+        assert re.search(r"specjax: error: process 1 \(127\.0\.0\.1\) has gone(: [^;]+)?; process 0 ends", error), error
 
 
 def test_manifest():
