@@ -144,6 +144,23 @@ def test_a_row_without_pages_reads_nothing():
     np.testing.assert_allclose(attended, [np.ones((3, HEADS, SIZE)), np.zeros((3, HEADS, SIZE))], rtol=1e-5)
 
 
+def test_windows_hide_pages_that_were_freed():
+    slots, window = 4 * attention.SMALL_BLOCK, 40
+    query, key, value, _ = arrays(5, jnp.float32)
+    positions = jnp.asarray(np.array([[200], [330], [480]], np.int32) + np.arange(5, dtype=np.int32))
+    cache = {
+        name: jax.random.normal(jax.random.key(i), (48, PAGE_SIZE, KV_HEADS, SIZE))
+        for i, name in enumerate(("key", "value"))
+    }
+    table = random_table((BATCH, slots // PAGE_SIZE), 48)
+    ends = PAGE_SIZE * (1 + np.arange(slots // PAGE_SIZE))
+    freed = np.where(ends[None] <= np.asarray(positions)[:, :1] - window, 48, table)
+    inputs = ModelInput(jnp.zeros((BATCH, 5), jnp.int32), positions, pages=jnp.asarray(table))
+    expected = attend_to_slots(query, key, value, cache, inputs, window)
+    attended = attend_to_slots(query, key, value, cache, inputs._replace(pages=jnp.asarray(freed)), window)
+    np.testing.assert_array_equal(attended, expected)
+
+
 def test_blocks_hold_no_more_scores_than_one():
     """No array of the program is as large as the scores of all slots."""
     slots, num_tokens = 32 * BLOCK, 128

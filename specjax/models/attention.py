@@ -147,7 +147,10 @@ def _last_slot(cache: Cache, inputs: ModelInput) -> Array:
     num_held: Array | int = cache["key"].shape[1]
     if inputs.pages is not None:
         num_pages, size = cache["key"].shape[:2]
-        num_held = size * jnp.sum(in_pool(inputs.pages, num_pages), axis=1, keepdims=True, dtype=jnp.int32)
+        end = size * jnp.arange(
+            1, inputs.pages.shape[1] + 1, dtype=jnp.int32
+        )  # of each page, as slots; some may be freed
+        num_held = jnp.max(jnp.where(in_pool(inputs.pages, num_pages), end[None], 0), axis=1, keepdims=True)
     return jnp.minimum(inputs.positions[:, :1] + inputs.tokens.shape[1], num_held) - 1
 
 
