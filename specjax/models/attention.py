@@ -272,8 +272,8 @@ def attend_to_cache(
         # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
         size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
         if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
-            in_blocks = {"num_hidden": num_hidden, "size": size, "is_together": is_together}
-            return attend_in_blocks(query, cache, inputs, window, **in_blocks, **of_scores), cache
+            how = window, scale, softcap, num_hidden, size, is_together
+            return attend_in_blocks(query, cache, inputs, *how), cache
         key, value, mask = read_cache(cache, inputs, mask)
         return (attend_few if is_together else attend)(query, key, value, mask, **of_scores), cache
 
