@@ -1,4 +1,4 @@
-"""Time whole decoding steps on this machine's accelerator, with models of random weights or the embedded pair.
+"""Time whole decoding steps on this machine's accelerator, with random weights or the embedded models.
 
     python scripts/bench_decode.py --preset 8b-1b
     python scripts/bench_decode.py --preset 8b-eagle3 --num-drafts 3 5

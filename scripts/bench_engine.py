@@ -1,4 +1,4 @@
-"""Measure `specjax.Engine` under load on this machine's accelerator, with the embedded pair or random weights.
+"""Measure `specjax.Engine` under load on this machine's accelerator, with the embedded family or random weights.
 
     python scripts/bench_engine.py
     python scripts/bench_engine.py --preset 8b-1b --json engine.json
@@ -8,7 +8,7 @@ The script prints each row as soon as it is measured. Models are made once, engi
 
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
   loop. Clients are streams: they see each token as its text becomes certain. With random weights they see ids alone,
-  because most of their tokens have no text in the tokenizer of the embedded pair.
+  because most of their tokens have no text in the tokenizer of the embedded family.
 * full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
   slots are active, and of the whole run. With 8b-1b also for other numbers of slots, and with drafts that are accepted
   at given rates.

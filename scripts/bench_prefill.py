@@ -12,7 +12,7 @@ each row as soon as it is measured.
 * With --pages, the same prompts also go through pools of pages of these sizes, with a table in random order.
 * With --peers, transformers with its SDPA attention feeds a model of the same shape, in the same run, where it fits.
 * The floor is the time of the matrix products at PEAK FLOP/s.
-* With --llm, the time to the first token of `specjax.LLM`, the embedded pair, is measured for prompts of these lengths,
+* With --llm, the time to the first token of `specjax.LLM`, of the embedded family, is measured for prompts so long,
   compilation not counted.
 * With --decode, steps of plain decoding after a prompt are timed, dense and through the pages.
 """

@@ -3,8 +3,8 @@
 
     scripts/fault_server.py --requests 10000
 
-It starts `specjax serve` with the built-in pair. Bodies are complete, cut off, random bytes, or have fields of extreme
-values. A known request is repeated between them and must always get the same answer. In the end no request may be
+It starts `specjax serve` with the embedded family. Bodies are complete, cut off, random bytes, or have extreme fields.
+A known request is repeated between them and must always get the same answer. In the end no request may be
 without an answer, no answer an error of the server, no slot or page in use, and memory must not have grown.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Load replicas of the built-in pair under Ray Serve, and kill one of them meanwhile.
+"""Load replicas of the embedded family under Ray Serve, and kill one of them meanwhile.
 
     scripts/load_replicas.py --replicas 2 --requests 200
 

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say which models run, and how."""
     add = command.add_argument
-    add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: built-in pair")
+    add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: the embedded family")
     add(
         "--draft",
         metavar="MODEL",
@@ -224,7 +224,7 @@ def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
     _add_model_arguments(command)
     add = command.add_argument
     add(
-        "--name", help="what requests call the model; default: the name of its directory, specjax for the built-in pair"
+        "--name", help="what requests call the model; default: the name of its directory; specjax where it is embedded"
     )
     add(
         "--num-draft-tokens",

@@ -1,4 +1,4 @@
-"""The embedded pair: its size, its exactness, and how often its drafts are accepted."""
+"""The embedded family: its size, its exactness, and how often its drafts are accepted."""
 
 import sysconfig
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 
 import specjax
 from specjax import SamplingParams, models
+from specjax.proposers import DraftModel, Eagle3Head
 
 pytestmark = pytest.mark.slow  # a target of 16 layers
 
@@ -18,7 +19,8 @@ PROMPTS = [
     "x",
     "# Café, naïve, 日本語\ndef greet(name='世界'):\n    return",
 ]
-HELD_OUT = ("textwrap", "heapq", "statistics", "calendar", "csv", "queue")  # modules that the pair has not seen
+HELD_OUT = ("textwrap", "heapq", "statistics", "calendar", "csv", "queue")  # modules that the family has not seen
+FLOORS = {"draft": (2.7, 2.0), "eagle3": (2.8, 2.1), "dflash": (2.3, 1.8)}  # tokens a step at temperatures 0 and 0.8
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +33,13 @@ def num_parameters(model) -> int:
 
 
 def test_sizes(llm):
-    target, draft = num_parameters(llm.model), num_parameters(llm.proposer.model)
+    target = num_parameters(llm.model)
     assert 10e6 <= target <= 15e6
-    assert draft <= target / 10
+    assert num_parameters(models.load(models.EMBEDDED / "draft")) <= target / 10
     files = list(models.EMBEDDED.rglob("*.safetensors"))
     assert max(f.stat().st_size for f in files) <= 15e6
-    assert sum(f.stat().st_size for f in files) <= 32e6
+    assert sum(f.stat().st_size for f in files if f.parent.name in ("target", "draft")) <= 32e6
+    assert sum(f.stat().st_size for f in files if f.parent.name in ("eagle3", "dflash")) <= 8e6
 
 
 def test_tokenizer_keeps_every_text(llm):
@@ -64,12 +67,19 @@ def test_seeded_requests_do_not_change_with_their_batch(llm):
     assert llm.generate(PROMPTS[::-1], params[::-1])[0].token_ids == together[-1]
 
 
-def test_mean_acceptance_length_on_held_out_modules(llm):
+def test_default_drafters(llm):
+    assert isinstance(llm.proposer.head, Eagle3Head)
+    assert isinstance(specjax.LLM(num_draft_tokens="auto").proposer, DraftModel)
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_mean_acceptance_length_on_held_out_modules(name):
     """Of greedy and of sampled requests, all in one batch."""
+    llm = specjax.LLM(draft=models.EMBEDDED / name)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     prompts = []
-    for name in HELD_OUT:
-        ids = llm.tokenizer.encode((stdlib / f"{name}.py").read_text()).ids
+    for module in HELD_OUT:
+        ids = llm.tokenizer.encode((stdlib / f"{module}.py").read_text()).ids
         prompts += [ids[start : start + 64] for start in (0, len(ids) // 2)]
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=128, ignore_eos=True)
@@ -77,7 +87,7 @@ def test_mean_acceptance_length_on_held_out_modules(llm):
         for i in range(len(prompts))
     ]
     results = llm.generate(2 * prompts, params)
-    for part, floor in ((results[: len(prompts)], 3.0), (results[len(prompts) :], 2.5)):
+    for part, floor in zip((results[: len(prompts)], results[len(prompts) :]), FLOORS[name], strict=True):
         accepted = sum(r.metrics.num_accepted for r in part)
         steps = sum(r.metrics.num_drafted for r in part) / 4
         assert accepted / steps + 1 >= floor

@@ -83,10 +83,10 @@ def test_wheel_holds_both_packages_and_the_weights(wheel):
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"specjax", "pallas_kernels"}
     weights = [name for name in names if name.endswith(".safetensors")]
-    assert len(weights) == 3
+    assert {name.split("/")[-2] for name in weights} == {"target", "draft", "eagle3", "dflash"}
     sizes = [zipfile.ZipFile(wheel).getinfo(name).file_size for name in weights]
     assert max(sizes) <= 15e6
-    assert sum(sizes) <= 32e6
+    assert sum(sizes) <= 40e6
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {"specjax/py.typed", "pallas_kernels/py.typed"} <= set(names)
 

@@ -166,8 +166,10 @@ def run_measuring_nothing(script, run, monkeypatch):
             },
             "bench_embedded": {
                 "run": stand_in((SimpleNamespace(totals=None), 1.0)),
-                "tokens_per_second": stand_in(2.0),
-                "metrics": SimpleNamespace(acceptance_rate=lambda _: 0.5, mean_acceptance_length=lambda _: 2.0),
+                "tokens_per_second": stand_in((2.0, 1.0)),
+                "metrics": SimpleNamespace(
+                    acceptance_rate_per_position=lambda _: np.array([0.5]), mean_acceptance_length=lambda _: 2.0
+                ),
             },
             "bench_engine": {
                 "Bench": lambda *_: None,

@@ -37,10 +37,11 @@ class LLM:
     Args:
         model: directory of a Hugging Face checkpoint, with the tokenizer in it or a tokenizer.json beside it; or its
             name on the Hugging Face Hub, "org/name" or "org/name@revision", which needs huggingface_hub and uses its
-            cache. None is the target of the embedded pair.
+            cache. None is the target of the embedded family.
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
-            features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded draft
-            for the embedded target, and no drafts for any other target. A draft model whose maximum length is lower
+            features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded
+            EAGLE-3 head for the embedded target, its draft model where `num_draft_tokens` is "auto", and no drafts for
+            any other target. A draft model whose maximum length is lower
             drafts as long as a sequence is within it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
             proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
@@ -48,7 +49,7 @@ class LLM:
             of its call.
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
         dtype: dtype of the weights, and so of the computation: float32, bfloat16 or float16. None is float32 on CPUs
-            and for the embedded pair, and elsewhere the dtype that the target's config.json names.
+            and for the embedded family, and elsewhere the dtype that the target's config.json names.
         max_length: maximum number of tokens in a sequence, prompt and output together; None is the model's limit.
         compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
             sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
@@ -107,7 +108,8 @@ class LLM:
             got = tensor_parallel if mesh is None else mesh.size
             raise ValueError(f"tensor_parallel must count {devices}, or mesh must have them, got {got}")
         if model is None:
-            model, draft = models.EMBEDDED / "target", models.EMBEDDED / "draft" if draft is None else draft
+            model = models.EMBEDDED / "target"
+            draft = models.EMBEDDED / ("draft" if is_auto else "eagle3") if draft is None else draft
         enable_compilation_cache(compilation_cache)
         self._directory = find_checkpoint("model", model)
         weights_dtype: DTypeLike = _default_dtype(self._directory) if dtype is None else dtype

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EMBEDDED", "data_parallel", "load", "tensor_parallel", "with_feature_layers"]
 
-EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json and the checkpoints target/ and draft/
+EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json, the checkpoints target/ and draft/, heads
 
 
 def __getattr__(name: str):

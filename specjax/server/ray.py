@@ -60,7 +60,7 @@ def application(
     Args:
         model: the target, as in `LLM`; every node must find it there.
         draft: the draft, as in `LLM`.
-        name: what clients call the model; None is the name of its directory, specjax for the built-in pair.
+        name: what clients call the model; None is the name of its directory, specjax for the embedded family.
         verifier: "rejection", "block" or "match".
         num_slots: number of samples that run at a time in each replica.
         num_replicas: number of replicas, where `autoscaling` is None.

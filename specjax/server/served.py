@@ -74,7 +74,7 @@ class Served:
 
 
 def name_of(model: str | Path | None) -> str:
-    """Return what clients call a model by default: the name of its directory, specjax for the built-in pair."""
+    """Return what clients call a model by default: the name of its directory, specjax for the embedded family."""
     return "specjax" if model is None else Path(model).absolute().name  # "." has no name of its own
 
 
