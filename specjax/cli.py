@@ -223,9 +223,7 @@ def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say which models run, on how many slots, and what requests call them."""
     _add_model_arguments(command)
     add = command.add_argument
-    add(
-        "--name", help="what requests call the model; default: the name of its directory; specjax where it is embedded"
-    )
+    add("--name", help="what requests call the model; default: the name of its directory; specjax where it is embedded")
     add(
         "--num-draft-tokens",
         type=int,
