@@ -611,7 +611,7 @@ class TestSeveralSteps:
 
         Exact match does not read what a draft reports.
         """
-        rows, table = 60_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
+        rows, table = 30_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
         target = testing.bigram_model(jnp.log(jnp.broadcast_to(jnp.asarray(table, jnp.float32)[None], (8, 8))))
         proposer = proposers.draft_model(replace(target, params=target.params[:, ::-1]), 3)
         requests = sampling.Sampling(

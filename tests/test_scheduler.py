@@ -118,8 +118,16 @@ def assert_nothing_left(scheduler, tables):
         assert tables.stats().num_used == scheduler._device.num_held
 
 
+def job_alone(device, request, job):
+    """The last state of a job alone; without grammars the parameters of all have the same sizes, and one program."""
+    params = None
+    if job.grammar is None:
+        params = jax.tree.map(lambda x: np.asarray(x)[None], job.sampling._replace(guide=None))
+    return alone(device.model, device.proposer, verifiers.rejection, request, params=params)
+
+
 def assert_as_alone(device, request, job):
-    state = alone(device.model, device.proposer, verifiers.rejection, request)
+    state = job_alone(device, request, job)
     length = int(state.context.length[0])
     assert job.output.token_ids == np.asarray(state.context.tokens)[0, len(job.prompt) : length].tolist()
     assert job.output.finish_reason == REASONS[int(state.finished[0])]
@@ -199,7 +207,7 @@ def test_cancelled_jobs_leave_the_others_alone(device):
     for request, job in zip(requests[1::2], jobs[1::2], strict=True):
         assert_as_alone(device, request, job)
     for request, job in zip(requests[::2], jobs[::2], strict=True):
-        state = alone(device.model, device.proposer, verifiers.rejection, request)
+        state = job_alone(device, request, job)
         tokens = np.asarray(state.context.tokens)[0, len(job.prompt) :].tolist()
         assert job.is_done and job.output.token_ids == tokens[: len(job.output.token_ids)]
 

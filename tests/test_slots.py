@@ -131,11 +131,11 @@ def some_jobs(number, seed=0, kinds=KINDS):
     return jobs
 
 
-def alone(target, proposer, verifier, job, num_logprobs=None):
-    """The last state of `specjax.generate` of the request in a batch of its own."""
+def alone(target, proposer, verifier, job, num_logprobs=None, params=None):
+    """The last state of `specjax.generate` of the request in a batch of its own, with the arrays of its parameters."""
     prompt = np.zeros((1, LONGEST), np.int32)
     prompt[0, : len(job.prompt)] = job.prompt
-    params = sampling.batch([job.params], EOS, VOCAB)
+    params = sampling.batch([job.params], EOS, VOCAB) if params is None else params
     keys = jax.random.wrap_key_data(job.key[None], impl="threefry2x32")
     given = target, proposer, prompt, np.array([len(job.prompt)]), params, keys
     state = prefill(*given, max_length=MAX_LENGTH, num_logprobs=num_logprobs)
