@@ -220,7 +220,7 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which models run, on how many slots, and what requests call them."""
+    """Add the arguments that say which models run, and what requests call them."""
     _add_model_arguments(command)
     add = command.add_argument
     add("--name", help="what requests call the model; default: the name of its directory; specjax where it is embedded")
@@ -231,7 +231,6 @@ def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draft tokens per step; 0: plain decoding; default: 4",
     )
-    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
 
 
 def _add_serve(commands: Any) -> None:
@@ -253,6 +252,7 @@ def _add_serve(commands: Any) -> None:
         metavar="KEY",
         help="key that clients must send; may be repeated; default: those in SPECJAX_API_KEY, with spaces between them",
     )
+    add("--num-slots", type=int, metavar="N", help="samples that run at a time; default: 16, on CPUs 8")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait for a slot; default: 256")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds of a request; default: 600")
     add(
@@ -456,6 +456,7 @@ def _add_batch(commands: Any) -> None:
     _add_engine_arguments(batch)
     add = batch.add_argument
     add("requests", type=Path, metavar="REQUESTS", help="file of requests, JSON Lines")
+    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
     add("--out", type=Path, required=True, metavar="RESULTS", help="file of results; it is appended to")
 
 

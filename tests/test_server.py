@@ -36,7 +36,7 @@ pytest.importorskip("uvicorn")
 from specjax.server import calls, guard
 from specjax.server.app import About, App
 from specjax.server.errors import ApiError, api_error
-from specjax.server.run import Server
+from specjax.server.run import Server, default_num_slots
 from specjax.server.served import Served
 
 VOCAB_SIZE, MAX_LENGTH, NUM_SLOTS, NUM_DRAFTS, MAX_WAITING = 300, 192, 3, 3, 6
@@ -173,6 +173,12 @@ def is_running(engine):
             return True
         time.sleep(0.01)
     return False
+
+
+@pytest.mark.parametrize("platform, number", [("cpu", 8), ("gpu", 16)])
+def test_number_of_slots(platform, number, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    assert default_num_slots() == number
 
 
 class TestAnswers:

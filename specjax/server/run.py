@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import jax
 import uvicorn
 
 from specjax.engine.engine import Engine
@@ -29,6 +30,7 @@ SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to t
 CAPACITIES = Capacities(grammars=16, grammar_states=16384)
 GRAMMAR_SECONDS = 10.0  # that a grammar may take to compile
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+NUM_SLOTS, CPU_NUM_SLOTS = 16, 8  # on CPUs a step takes longer for each slot, vacant or not
 
 
 def serve(
@@ -37,7 +39,7 @@ def serve(
     *,
     host: str,
     port: int,
-    num_slots: int,
+    num_slots: int | None,
     max_waiting: int,
     api_keys: Sequence[str] = (),
     request_timeout: float,
@@ -50,7 +52,7 @@ def serve(
         name: what clients call the model.
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
-        num_slots: number of samples that run at a time.
+        num_slots: number of samples that run at a time; None is 16, and 8 on CPUs.
         max_waiting: the most requests that wait for a slot.
         api_keys: the keys that clients may use; without any, everybody may.
         request_timeout: seconds that a request may take.
@@ -60,6 +62,7 @@ def serve(
         ValueError: an argument is out of its range.
         OSError: the address is in use or not of this machine.
     """
+    num_slots = default_num_slots() if num_slots is None else num_slots
     least = {"num_slots": (num_slots, 1), "max_waiting": (max_waiting, 0), "shutdown_timeout": (shutdown_timeout, 0)}
     check(least, request_timeout, api_keys)
     is_local = host in LOOPBACK
@@ -79,6 +82,11 @@ def serve(
     if process.returncode:
         print(f"specjax: error: the process that speaks HTTP has ended with code {process.returncode}", file=sys.stderr)
     return 1 if has_failed or process.returncode else 0
+
+
+def default_num_slots() -> int:
+    """Return the number of slots of a server that is told none."""
+    return CPU_NUM_SLOTS if jax.default_backend() == "cpu" else NUM_SLOTS
 
 
 @contextmanager
