@@ -14,6 +14,7 @@ from specjax import log_probs, metrics, proposers, scorers, shards, verifiers
 from specjax.binding import as_pytree
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
+from specjax.loops import as_carry
 from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, of_prompts
 from specjax.parallel import WHOLE, OnMesh, on_devices
 from specjax.prompts import feed
@@ -542,4 +543,5 @@ def _generate(model, proposer, changing, constant, verifier, scorer, max_steps):
         count, changing = carry
         return (count < max_steps) & jnp.any(changing.context.active)
 
-    return _join(jax.lax.while_loop(is_running, body, (0, changing))[1], constant)
+    carry = as_carry(body, (0, changing), model.params, constant)
+    return _join(jax.lax.while_loop(is_running, body, carry)[1], constant)

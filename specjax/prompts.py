@@ -1,6 +1,7 @@
 """Feed prompts to the target and to a proposer, chunk by chunk."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from specjax.calls import run
 from specjax.dispatch import is_partitioned
 from specjax.log_probs import LogProbs, record
+from specjax.loops import as_carry
 from specjax.types import NO_PAGE, Array, Chunk, Context, Model, ModelInput, Proposer, PyTree
 
 BUDGET = 2048  # tokens of a call that holds some rows of a batch
@@ -116,7 +118,7 @@ def feed(
     order = jnp.argsort(prompts.length, descending=True).astype(jnp.int32)
     order = jnp.pad(order, (0, num_groups * group_size - batch_size), constant_values=batch_size)
 
-    def body(index: Array, state: _Fed) -> _Fed:
+    def body(index: Array | int, state: _Fed) -> _Fed:
         rows = jax.lax.dynamic_slice_in_dim(order, index * group_size, group_size)
         pages = rows[:, None]  # of a dense cache, where row b owns page b
         if prompts.pages is not None:
@@ -125,7 +127,7 @@ def feed(
         group = _Group(tokens.at[rows].get(mode="fill", fill_value=-1), length, pages, rows)
         return _feed_group(model, proposer, size, group, state)
 
-    return jax.lax.fori_loop(0, num_groups, body, state)
+    return jax.lax.fori_loop(0, num_groups, body, as_carry(partial(body, 0), state, prompts))
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,9 @@ def _feed_group(model: Model, proposer: Proposer, size: int, group: _Group, stat
     previous = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), last)
     num_chunks = (jnp.max(group.length, initial=0) + size - 1) // size
 
-    def body(index: Array, carry: tuple[_Fed, PyTree]) -> tuple[_Fed, PyTree]:
+    def body(index: Array | int, carry: tuple[_Fed, PyTree]) -> tuple[_Fed, PyTree]:
         state, previous = carry
         return feed_next(chunk_at(index, previous), state)
 
-    return jax.lax.fori_loop(0, num_chunks, body, (state, previous))[0]
+    carry = as_carry(partial(body, 0), (state, previous), group.tokens, group.length)
+    return jax.lax.fori_loop(0, num_chunks, body, carry)[0]

@@ -170,3 +170,14 @@ def test_blocks_hold_no_more_scores_than_one():
     inputs = ModelInput(*[like((1, num_tokens), jnp.int32)] * 2)
     program = jax.jit(attend_to_slots).lower(query, new, new, cache, inputs).compile()
     assert program.memory_analysis().temp_size_in_bytes < 4 * HEADS * num_tokens * slots
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_float16(softcap):
+    """Of many queries too, for which `jax.nn.dot_product_attention` asks CPUs for a product that they do not have."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 33, heads, 8)).astype(np.float16) for heads in (4, 2, 2))
+    found = jax.jit(partial(attend, mask=None, softcap=softcap))(query, key, value)
+    expected = attend(*(jnp.asarray(x, jnp.float32) for x in (query, key, value)), None, softcap=softcap)
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found, expected, atol=4e-3)

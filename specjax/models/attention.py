@@ -3,12 +3,15 @@
 The S slots of a row are its row of a dense cache, or the pages that `ModelInput.pages` names, one after another.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
 from specjax.dispatch import dispatch
+from specjax.loops import as_carry
 from specjax.models.rope import Rotation, rotate
 from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.types import Array, ModelInput
@@ -83,12 +86,14 @@ def attend(
 
     The scores are multiplied by `scale`, 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c).
     """
-    if softcap is None:
+    if softcap is None and query.dtype != jnp.float16:  # of float16 it asks for a product that CPUs do not have
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
     batch_size, num_tokens, num_heads, size = query.shape
     grouped = query.reshape(batch_size, num_tokens, key.shape[2], -1, size)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
-    scores = softcap * jnp.tanh(scores * (size**-0.5 if scale is None else scale) / softcap)
+    scores *= size**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     if mask is None:
         mask = jnp.tri(num_tokens, dtype=bool)[None, None]
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
@@ -182,7 +187,7 @@ def attend_in_blocks(
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     hidden = jnp.finfo(dtype).min
 
-    def block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def block(index: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         total, top, mass = carry
         slot = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (batch_size, size))
         is_filled = (slot <= last)[:, :, None, None]  # other slots may hold NaN, which a weight of 0 does not hide
@@ -208,6 +213,7 @@ def attend_in_blocks(
 
     shape = grouped.shape[:-1]
     nothing = jnp.zeros(grouped.shape, dtype), jnp.full(shape, hidden), jnp.zeros(shape, dtype)
+    nothing = as_carry(partial(block, 0), nothing, asked, cache, inputs)
     total, _, mass = jax.lax.fori_loop(0, num_blocks(cache, inputs, size), block, nothing)
     attended = (total / mass[..., None]).astype(query.dtype).reshape(asked.shape)
     return own_head(attended, num_kv_heads) if is_together else attended

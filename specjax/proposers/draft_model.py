@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from specjax.calls import run
 from specjax.keys import DRAFT, stream
+from specjax.loops import as_carry
 from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling
@@ -96,7 +97,7 @@ class DraftModel:
             cache = self._run(_committed(context, state.length, CATCH_UP), state.cache)[1]
             return Fed(cache, jnp.minimum(state.length + CATCH_UP, context.length))
 
-        return jax.lax.while_loop(is_behind, feed, state)
+        return jax.lax.while_loop(is_behind, feed, as_carry(feed, state, context.length))
 
     def _run(self, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
         """Call the draft model. It has no pages for what lies past its limit: no row reads there, so none writes."""

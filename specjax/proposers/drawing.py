@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax import distributions
 from specjax.keys import DRAFT, stream
+from specjax.loops import as_carry
 from specjax.sampling import Sampling, process
 from specjax.sampling.logits import reads_token_ids
 from specjax.types import Array, Categorical, Context, Draft, PyTree
@@ -180,6 +181,7 @@ class Drawer:
             # The scan traces `advance` once, a Python loop would trace it K-1 times. It is unrolled because the trip
             # count is small, as a rule: straight code needs no loop on the device inside the loop of steps.
             index = jnp.arange(1, width, dtype=jnp.int32)
+            state = as_carry(lambda state: body(state, 1)[0], state, self.keys)
             state, _ = jax.lax.scan(body, state, index, unroll=max(1, min(width - 1, MOST_UNROLLED)))
         drafts, drawn, carry = state
         return self._draft(drafts, drawn), carry

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.loops import varying
 from specjax.types import Array, Context, PyTree
 
 
@@ -43,7 +44,8 @@ def run_where(rows: Array, function: Callable[..., tuple[PyTree, PyTree]], *oper
     traced_once = jax.jit(lambda *operands: function(*operands))
 
     def skip(*operands: Any) -> tuple[PyTree, PyTree]:
-        drafts, _ = jax.eval_shape(traced_once, *operands)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafts), operands[-1]
+        drafts, state = jax.eval_shape(traced_once, *operands)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafts)
+        return varying(zeros, drafts), varying(operands[-1], state)
 
     return jax.lax.cond(jnp.any(rows), traced_once, skip, *operands)
