@@ -538,6 +538,7 @@ class TestCheckpoints:
         def dtype(model):
             return LLM(model).model.params["embedding"].dtype
 
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
         assert dtype(directory) == "float32"
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         assert dtype(directory) == "bfloat16"
