@@ -83,7 +83,7 @@ def scheduler_of(device):
         tables = PageTables(num_pages, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
         for num_pages in np.diff([*range(0, device.num_held, tables.pages_per_row), device.num_held]).tolist():
             assert tables.insert(np.zeros(1, np.int32), num_pages * PAGE_SIZE, salt=None)
-    return Scheduler(device, tables, CHUNK, EOS, short_chunks=SHORT), tables
+    return Scheduler(device, tables, CHUNK, EOS, short_chunks=[SHORT]), tables
 
 
 def run(scheduler, jobs, seed, meanwhile=lambda: None):
@@ -426,7 +426,7 @@ def test_whatever_a_request_asks_for_survives_preemption(device):
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
-@pytest.mark.parametrize("chunks_per_step, short_chunks", [(1, None), (4, None), (1, (1, 4))])
+@pytest.mark.parametrize("chunks_per_step, short_chunks", [(1, ()), (4, ()), (1, [(1, 4)])])
 def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step, short_chunks):
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
@@ -490,7 +490,7 @@ def test_short_prompts_are_fed_together(device, monkeypatch):
     """Also with what is left of a long one; others are fed alone. Rows that end together leave together."""
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-    scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=SHORT, chunks_per_step=4)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=[SHORT], chunks_per_step=4)
     params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=1)
     requests = some_jobs(4, 9, [params])
     for request, length in zip(requests, (CHUNK + SHORT[1], 1, SHORT[1], SHORT[1] + 1), strict=True):
@@ -507,6 +507,24 @@ def test_short_prompts_are_fed_together(device, monkeypatch):
     assert_nothing_left(scheduler, tables)
     for request, job in zip(requests, jobs, strict=True):
         assert_as_alone(device, request, job)
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_the_shortest_call_that_has_room_feeds_a_prompt(device, monkeypatch):
+    calls = called(device, monkeypatch)
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    shapes = [(1, 6), SHORT, (1, 2)]
+    scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=shapes, chunks_per_step=4)
+    params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=1)
+    for length in (1, 2, 3, 4, 5, 6, 7, CHUNK, CHUNK + 2):
+        request = replace_params(some_jobs(1, 9, [params])[0], max_tokens=1)
+        scheduler.add(job := job_of(replace(request, prompt=np.arange(length, length * 2, dtype=np.int32))))
+        while scheduler.advance():
+            pass
+        assert job.output.finish_reason == "length"
+    fed = [call[1:] for call in calls if call not in ("step", "evict")]
+    whole = 1, CHUNK
+    assert fed == [(1, 2), (1, 2), SHORT, SHORT, (1, 6), (1, 6), whole, whole, whole, (1, 2)]
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)

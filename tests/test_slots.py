@@ -387,7 +387,7 @@ def test_nothing_is_compiled_after_the_start(target, in_pages):
     jax.block_until_ready(jax.jit(lambda: 0)())
     with Compilations() as start:
         slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=2)
-        slots.compile(CHUNK, SHORT)
+        slots.compile(CHUNK, [SHORT])
     # On CPUs the steps are compiled while others are traced.
     assert (start.number, start.number_in_threads) == (10, 4 if jax.default_backend() == "cpu" else 0)
     with Compilations() as later:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64  # slots
 CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between two steps
-SHORT_CHUNKS, CPU_SHORT_CHUNKS = (4, 64), (1, 32)  # rows and tokens of a call that feeds several short prompts
+SHORT_CHUNKS, CPU_SHORT_CHUNKS = ((4, 64), (1, 256)), ((1, 32),)  # rows and tokens of calls that feed short prompts
 
 
 class Stats(NamedTuple):
@@ -143,10 +143,11 @@ class Engine:
         page_size: slots of a page.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
-        short_chunks: numbers of rows and tokens of a call that feeds several prompts at once, short ones and what is
-            left of others after whole chunks, if that is no more than so many tokens. The call has no more tokens than
-            `chunk_size`, and those of a row are fewer. None is (4, 64) on GPUs and (1, 32) on CPUs, where a row more
-            costs almost as much as another call, or what `chunk_size` and `num_slots` have room for.
+        short_chunks: numbers of rows and tokens of calls that feed short prompts, and what is left of others after
+            whole chunks; the shortest call that has room takes them, with one prompt in a row. A call has no more
+            tokens than `chunk_size`, and those of a row are fewer. None is ((4, 64), (1, 256)) on GPUs and ((1, 32),)
+            on CPUs, where a row more costs almost as much as another call, or what `chunk_size` and `num_slots` have
+            room for; () is no such call.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
@@ -177,7 +178,7 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
         chunk_size: int | None = None,
-        short_chunks: tuple[int, int] | None = None,
+        short_chunks: Sequence[tuple[int, int]] | None = None,
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
@@ -451,17 +452,22 @@ class Engine:
         self._ended = self._ended.plus(request._samples.jobs)
 
 
-def _short_chunks(given: tuple[int, int] | None, chunk_size: int, num_slots: int) -> tuple[int, int] | None:
-    """Return the numbers of rows and tokens of a call with several short chunks, None where there is no such call."""
+def _short_chunks(
+    given: Sequence[tuple[int, int]] | None, chunk_size: int, num_slots: int
+) -> Sequence[tuple[int, int]]:
+    """Return the numbers of rows and tokens of each call that feeds short chunks."""
     if given is None:
-        num_rows, size = CPU_SHORT_CHUNKS if jax.default_backend() == "cpu" else SHORT_CHUNKS
-        return (min(num_rows, chunk_size // size, num_slots), size) if size < chunk_size else None
-    is_pair = (
-        isinstance(given, tuple) and len(given) == 2 and all(is_integer(number) and number >= 1 for number in given)
-    )
-    if not (is_pair and given[1] < chunk_size and math.prod(given) <= chunk_size):
+        shapes = CPU_SHORT_CHUNKS if jax.default_backend() == "cpu" else SHORT_CHUNKS
+        return [(min(rows, chunk_size // size, num_slots), size) for rows, size in shapes if size < chunk_size]
+
+    def is_pair(shape: Any) -> bool:
+        return isinstance(shape, tuple) and len(shape) == 2 and all(is_integer(n) and n >= 1 for n in shape)
+
+    if not isinstance(given, list | tuple) or not all(
+        is_pair(shape) and shape[1] < chunk_size and math.prod(shape) <= chunk_size for shape in given
+    ):
         raise ValueError(
-            "short_chunks must be a tuple of rows >= 1 and tokens in [1, chunk_size - 1], whose product is at most "
+            "short_chunks must be pairs of rows >= 1 and tokens in [1, chunk_size - 1], with products of at most "
             f"chunk_size = {chunk_size}, got {given!r}"
         )
     return given

@@ -173,7 +173,7 @@ class Run:
             tables,
             chunk_size,
             llm.eos_token_ids,
-            short_chunks=(min(num_rows, num_slots), short_size),
+            short_chunks=[(min(num_rows, num_slots), short_size)],
             chunks_per_step=num_slots * -(-max_length // chunk_size),  # nobody reads between the steps
             choose_draft_length=choose,
         )

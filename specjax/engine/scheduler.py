@@ -127,9 +127,9 @@ class Scheduler:
         tables: the page tables of the slots; None where their caches are dense.
         chunk_size: number of prompt tokens that are fed in a call, of one prompt.
         eos_token_ids: end-of-sequence tokens, which end an output without a `stop_reason`.
-        short_chunks: the numbers of rows and tokens of a call that feeds what is left of several prompts, where it is
-            no more than so many tokens, fewer than `chunk_size`; None is no such call. Prompts whose log-probabilities
-            are asked for take no part.
+        short_chunks: numbers of rows and tokens of calls that feed what is left of prompts, where it is no more than so
+            many tokens, fewer than `chunk_size`; the shortest call that has room takes it. Prompts whose
+            log-probabilities are asked for take no part.
         chunks_per_step: the calls between two steps have the tokens of so many chunks, padding included, at most. One
             call must not have more. None is BURST while more jobs wait to be fed than are active, and 1 otherwise.
         choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
@@ -148,12 +148,13 @@ class Scheduler:
         chunk_size: int,
         eos_token_ids: Sequence[int] = (),
         *,
-        short_chunks: tuple[int, int] | None = None,
+        short_chunks: Sequence[tuple[int, int]] = (),
         chunks_per_step: int | None = None,
         choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
-        self._short, self._choose = short_chunks, choose_draft_length
+        self._shapes = *sorted(short_chunks, key=lambda shape: shape[1]), (1, chunk_size)
+        self._choose = choose_draft_length
         self._chunks_per_step = chunks_per_step
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
@@ -290,23 +291,24 @@ class Scheduler:
             return 0
         for job in jobs:
             self._take(job)
-        num_rows, size = 1, self._chunk_size
-        if self._short is not None and self._is_short(jobs[0]):
-            num_rows, size = self._short
-            jobs = [job for job in jobs if self._is_short(job)]
+        num_rows, size = shape = self._shape_of(jobs[0])
         if num_rows * size > most:
             return 0
         self._send()
-        jobs = jobs[:num_rows]
+        jobs = [job for job in jobs if self._shape_of(job) == shape][:num_rows]
         self._prefill(jobs, num_rows, size)
         for job in jobs:
             if job.num_computed >= len(job.tokens):
                 self._activate(job)
         return num_rows * size
 
-    def _is_short(self, job: Job) -> bool:
-        """Return whether what is left of a prompt may be fed together with others."""
-        return self._short is not None and job.is_scored and len(job.tokens) - job.num_computed <= self._short[1]
+    def _shape_of(self, job: Job) -> tuple[int, int]:
+        """Return the numbers of rows and tokens of the call that feeds the next chunk of a job.
+
+        It depends on how many tokens are left, and not on the company, so that the job is computed alike in any.
+        """
+        left = len(job.tokens) - job.num_computed
+        return next((shape for shape in self._shapes[:-1] if job.is_scored and left <= shape[1]), self._shapes[-1])
 
     def _prefill(self, jobs: Sequence[Job], num_rows: int, size: int) -> None:
         """Dispatch a call with the next chunks of jobs."""

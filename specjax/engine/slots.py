@@ -441,13 +441,13 @@ class Slots:
             self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
             self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
 
-    def compile(self, chunk_size: int, short_chunks: tuple[int, int] | None = None) -> None:
+    def compile(self, chunk_size: int, short_chunks: Sequence[tuple[int, int]] = ()) -> None:
         """Compile every call, while all slots are vacant.
 
         Args:
             chunk_size: the number of tokens of a chunk that is fed alone.
-            short_chunks: the numbers of rows and tokens of a call that feeds several short chunks, without
-                log-probabilities; None is no such call.
+            short_chunks: the numbers of rows and tokens of each call that feeds short chunks, without
+                log-probabilities.
         """
         token = np.zeros(1, np.int32)
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
@@ -456,8 +456,7 @@ class Slots:
         with self._compiling_steps() if are_early else nullcontext():
             for log_probs in (False, True):
                 self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
-            if short_chunks is not None:
-                num_rows, size = short_chunks
+            for num_rows, size in short_chunks:
                 self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
             self.insert(0, row)
             self.evict([0])
