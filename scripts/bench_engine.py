@@ -12,7 +12,8 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
   slots are active, and of the whole run. With 8b-1b also for other numbers of slots, and with drafts that are accepted
   at given rates.
-* static: requests of mixed lengths, all there at the start, against static batches of the same size in that order.
+* static: four times the requests of a load, of mixed lengths, all there at the start, against static batches of as many
+  as there are slots, in that order.
 * entering: the time between arrivals of tokens of running requests while a long prompt is fed, against a step and a
   chunk.
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
