@@ -106,7 +106,8 @@ def prefill(
     Raises:
         ValueError: an argument has a wrong shape or dtype, the buffer is smaller than the prompts or larger than the
             model's limit or than the table, or the model or the proposer takes no pages. Outside jit also: a length,
-            token id, row or page is out of range, or rows share a page that is not theirs to share.
+            row, page, or token id of prompts or parameters is out of range, or rows share a page that is not theirs to
+            share.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     rows = None if rows is None else jnp.asarray(rows)
@@ -234,6 +235,7 @@ def _check_request(
     if prompt_logprobs and num_logprobs is None:
         raise ValueError("prompt_logprobs must be False where num_logprobs is None, got True")
     _check_prompts(prompts, lengths, model.vocab_size)
+    _check_token_ids(sampling, model.vocab_size)
     batch_size = num_prompts if rows is None else _check_rows(rows, num_prompts)
     if sampling.max_tokens.shape != (batch_size,):
         raise ValueError(f"sampling must have {batch_size} rows, got max_tokens of shape {sampling.max_tokens.shape}")
@@ -260,6 +262,14 @@ def _check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
     ids = values[np.arange(width) < sizes[:, None]]
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"prompts must have token ids in [0, {vocab_size}), got {ids.min()} to {ids.max()}")
+
+
+def _check_token_ids(sampling: Sampling, vocab_size: int) -> None:
+    """Raise ValueError for token ids of the parameters outside the vocabulary, where they have values."""
+    for name in ("stop_tokens", "bias_tokens", "allowed_tokens", "bad_words"):
+        ids = getattr(sampling, name)
+        if ids is not None and not is_traced(ids) and (largest := np.max(ids, initial=-1)) >= vocab_size:
+            raise ValueError(f"sampling.{name} must have token ids in [0, {vocab_size}), got {largest}")
 
 
 def step(

@@ -465,6 +465,14 @@ def test_features_reach_the_proposer():
         (dict(num_logprobs=62), r"num_logprobs must be None or an integer in \[0, V = 61\], got 62"),
         (dict(sampling=SamplingParams()), r"sampling must be a Sampling, as sampling.batch returns, got"),
         (lambda: dict(sampling=sampling.batch([SamplingParams()])), r"sampling must have 2 rows"),
+        (
+            lambda: dict(sampling=sampling.batch([SamplingParams(), SamplingParams(logit_bias={3: 1.0, 61: 1.0})])),
+            r"sampling.bias_tokens must have token ids in \[0, 61\), got 61",
+        ),
+        (
+            lambda: dict(sampling=sampling.batch([SamplingParams(bad_words=[[4, 70]])] * 2)),
+            r"sampling.bad_words must have token ids in \[0, 61\), got 70",
+        ),
         (lambda: dict(keys=jax.random.PRNGKey(0)), r"keys must be typed keys"),
         (lambda: dict(keys=jax.random.key(0, impl="rbg")), r"keys must be threefry keys"),
         (
