@@ -40,7 +40,7 @@ class Joined:
     To put it together first would take another launch. Inside a kernel it stands for a reference.
     """
 
-    table: Any  # [L]: from `start` on the arrays of the devices, one behind the other
+    table: Any  # [L]: from `start` on the arrays of the devices, one after the other
     start: int = field(metadata={"static": True})
     part_shape: tuple[int, ...] = field(metadata={"static": True})  # (..., N)
     num_parts: int = field(metadata={"static": True})  # n

@@ -59,7 +59,7 @@ class _Masses(NamedTuple, Generic[Leaf]):
 class Candidates(NamedTuple, Generic[Leaf]):
     """The masses of the P blocks of the M rows of a decision, and the token that a draw from each block would give.
 
-    The blocks are those of a part of the vocabulary, or of all parts, one behind the other.
+    The blocks are those of a part of the vocabulary, or of all parts, one after the other.
     """
 
     masses: _Masses[Leaf]

@@ -304,7 +304,10 @@ def measure(target: Model, draft: Drafter | None, batch: int, context: int, num_
 
 def print_header() -> None:
     """Print the header of the table of steps."""
-    print("| by | B | context | K | ms a step | draft / score / verify / other, ms | % of floor | compile, s |", end="")
+    print(
+        "| by | B | context | K | ms a step | draft / score / verify / other, ms | floor / measured, % | compile, s |",
+        end="",
+    )
     print(" tokens/s at acceptance " + " | at ".join(map(str, RATES)) + f" | against plain at {RATES[-1]} |")
     print("|---" * 11 + "|")
 

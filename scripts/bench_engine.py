@@ -14,7 +14,7 @@ The script prints each row as soon as it is measured. Models are made once, engi
   at given rates.
 * static: four times the requests of a load, of mixed lengths, all there at the start, against static batches of as many
   as there are slots, in that order.
-* entering: the time between arrivals of tokens of running requests while a long prompt is fed, against a step and a
+* entering: the time between pieces of running streams while a long prompt is fed, against a step and a
   chunk.
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
 * gap: the share of the time in which the device waits for the host, by JAX's profiler: gaps of more than GAP between
@@ -364,7 +364,7 @@ def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def entering(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield a row with the times between arrivals while a long prompt enters."""
+    """Yield a row with the times between pieces of streams while a long prompt enters."""
     setting = bench.setting
     long = make_works(2, (setting.long, setting.long), (4, 4), bench.source, seed=2)
     others = make_works(bench.num_long_slots - 1, (16, 16), (setting.long, setting.long), bench.source, seed=3)
@@ -537,7 +537,7 @@ PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str
             "running",
             "ms: step",
             "chunk",
-            "between arrivals meanwhile, p50",
+            "between pieces meanwhile, p50",
             "p99",
             "longest",
             "first token",

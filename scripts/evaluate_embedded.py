@@ -4,9 +4,9 @@
     python scripts/evaluate_embedded.py --family DIR --num-prompts 8 --max-tokens 64
 
 All text comes from the modules that no model of the family has seen. The target is judged by its loss on them, and by
-what it writes at temperature 0.8 behind beginnings of their functions and classes: the share that parses up to the last
+what it writes at temperature 0.8 after beginnings of their functions and classes: the share that parses up to the last
 complete statement, and the share that repeats itself. Drafters are the checkpoint draft/ and every directory beside it
-with a drafter on the target's features; their mean acceptance length is measured behind held-out text, one step from
+with a drafter on the target's features; their mean acceptance length is measured after held-out text, one step from
 each of many places, and on what the target itself goes on to write.
 """
 
@@ -61,7 +61,7 @@ def repeats(tokens: Sequence[int]) -> bool:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Return whether some run of at most RUN tokens stands at TIMES places or more, one right behind the other."""
+    """Return whether some run of at most RUN tokens stands at TIMES places or more, one right after the other."""
     ids = np.asarray(tokens)
     for size in range(1, RUN + 1):
         length = (TIMES - 1) * size  # so many tokens equal those `size` places before
@@ -126,7 +126,7 @@ def main() -> None:
 
     starts = np.linspace(0, len(stream) - CONTEXT, PLACES).astype(int)
     places = [stream[start : start + CONTEXT].tolist() for start in starts]
-    print("\n| drafter | temperature | drafts behind | accepted by position | mean acceptance length |")
+    print("\n| drafter | temperature | drafts after | accepted by position | mean acceptance length |")
     print("|---|---|---|---|---|")
     for name, (model, proposer) in drafters(args.family, target, NUM_DRAFTS).items():
         for temperature in (0.0, 0.8):
@@ -135,7 +135,7 @@ def main() -> None:
                 found = training.replay(model, proposer, given, one, key=jax.random.key(0), max_steps=steps)
                 rates = " ".join(f"{rate:.2f}" for rate in found.by_position)
                 print(f"| {name} | {temperature} | {source} | {rates} | {found.tokens_per_step:.2f} |")
-                row = {"drafter": name, "temperature": temperature, "behind": source}
+                row = {"drafter": name, "temperature": temperature, "after": source}
                 row |= {"by_position": found.by_position.tolist(), "mean_acceptance_length": found.tokens_per_step}
                 numbers["drafters"].append(row)
     if args.json:

@@ -30,7 +30,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 16}
 MAX_LENGTH, NUM_SLOTS, NUM_PAGES, PAGE_SIZE, CHUNK_SIZE = 128, 8, 40, 8, 32  # too few pages for all slots
 NUM_LIVE = 60  # requests at a time
-FAULTY = 7  # a token whose text cannot be made behind a prompt
+FAULTY = 7  # a token whose text cannot be made after a prompt
 GRAMMARS = (
     guided.Regex("[0-9]{1,6}"),
     guided.Regex("(ab|cd)+e"),
@@ -44,7 +44,7 @@ NUM_GOOD = 4  # of these
 
 
 class Tokenizer:
-    """The embedded tokenizer, which fails at the first token behind a prompt that ends with FAULTY."""
+    """The embedded tokenizer, which fails at the first token after a prompt that ends with FAULTY."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer

@@ -21,7 +21,7 @@ COLUMNS = (
     "first token, ms: mean",
     "p50",
     "p99",
-    "between arrivals, ms: mean",
+    "between pieces, ms: mean",
     "p50",
     "p99",
     "ms a token",
@@ -129,7 +129,7 @@ async def _trace(send: Send, work: Work) -> Trace:
 
 
 def gaps(times: Sequence[float]) -> list[float]:
-    """Return the seconds between arrivals of tokens, where tokens that came together are one arrival."""
+    """Return the seconds between the pieces of a stream; tokens that came together are one piece."""
     differences = np.diff(times)
     return differences[differences > SAME_ARRIVAL].tolist()
 

@@ -51,7 +51,7 @@ DECODE_SOURCE = (
     "was not noted."
 )
 REFERENCE = "compiled PyTorch reference, CUDA graphs"
-ENGINE = "engine, EAGLE-3 head, CUDA graphs; context 512"
+ENGINE = "other engine, EAGLE-3 head, CUDA graphs; context 512"
 COMMON = "common PyTorch library; plain: compiled with a static cache"
 _DECODE = {  # (preset of bench_decode, batch size, number of drafts): peers
     ("8b-1b", 1, 0): (Decoder(REFERENCE, 5.1, {1.0: 196}), Decoder(COMMON, 1000 / 150, {1.0: 150})),

@@ -50,7 +50,7 @@ LOSSES = {
 READS_TEXT = ("text_and_variation",)
 DECAY = 0.8  # weight of a step in the loss, in that of the step before
 NUM_LAYERS = {"eagle3": 1, "p_eagle": 2, "dflash": 2, "dspark": 2}
-KEEP = 0.7  # of the tokens behind which P-EAGLE learns one draft, the share behind which it learns one more
+KEEP = 0.7  # of the tokens after which P-EAGLE learns one draft, the share after which it learns one more
 MARKOV_RANK = 64  # numbers by which the token before a draft of DSpark changes its logits
 CLIP = 1.0  # largest norm of a gradient
 MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
@@ -366,7 +366,7 @@ def pieces(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def measure(target: Model, proposer: Proposer, prompts: list[list[int]], max_tokens: int | None = None) -> list[float]:
     """Return mean acceptance lengths at temperatures 0 and 0.8.
 
-    They are those of one step behind held-out text, or of `max_tokens` tokens that the target goes on with.
+    They are those of one step after held-out text, or of `max_tokens` tokens that the target goes on with.
     """
     lengths = []
     for temperature in (0.0, 0.8):
@@ -490,7 +490,7 @@ def main() -> None:
         whole = jax.tree.map(lambda x: x.astype(args.dtype), jax.device_get(params | frozen))
         lengths = measure(target, kind.proposer(whole), prompts)
         print(
-            f"step {step}: mean acceptance length behind held-out text {lengths[0]:.2f} at temperature 0, "
+            f"step {step}: mean acceptance length after held-out text {lengths[0]:.2f} at temperature 0, "
             f"{lengths[1]:.2f} at 0.8",
             flush=True,
         )

@@ -180,7 +180,7 @@ def unlikelihood(logits: Array, tokens: Array) -> Array:
 def unlearned(texts: Texts) -> Texts:
     """Return texts whose training stream are the validation files, if these fill a row.
 
-    The target is not to repeat itself behind what its users write, which it has not learned either.
+    The target is not to repeat itself after what its users write, which it has not learned either.
     """
     if len(texts.validation) <= SAMPLE:
         return texts

@@ -83,7 +83,7 @@ def verify(
     """Verify a packed batch with any verifier, which emits the same tokens as for the padded batch with the same keys.
 
     No logits are copied. The packed arrays may be longer than the drafts, so that their shapes can be static; what lies
-    behind the drafts is not read.
+    after the drafts is not read.
 
     Args:
         verifier: a verifier of `specjax.verifiers`, or your own.

@@ -45,7 +45,7 @@ def first_id(size: int, axis_name: str | None) -> Array | int:
 
 
 def part_size(vocab_size: int, parts: int) -> int:
-    """Return how many ids each of the devices holds, the padding behind the last one included.
+    """Return how many ids each of the devices holds, the padding after the last one included.
 
     A part is whole blocks of the ids that are drawn together, so that tokens are those of one device, where the
     vocabulary has a block for each.
@@ -55,7 +55,7 @@ def part_size(vocab_size: int, parts: int) -> int:
 
 
 def own_part(values: Array, axis_name: str | None, padding: float = 0) -> Array:
-    """Return this device's part of values [..., V] that every device holds whole, padded behind the last one."""
+    """Return this device's part of values [..., V] that every device holds whole, padded after the last one."""
     if axis_name is None:
         return values
     parts = num_shards(axis_name)

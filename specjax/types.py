@@ -26,7 +26,7 @@ class Categorical(NamedTuple):
     `log_normalizer` have shape [R].
     """
 
-    logits: Array  # [B, T, V] float32 or bfloat16 ([R, V] with rows); -inf excludes a token
+    logits: Array  # [B, T, V], one of `FLOATS` ([R, V] with rows); -inf excludes a token
     temperature: Array | None = None  # [B] float32; None is 1; 0 puts all mass on the argmax (lowest id wins a tie)
     min_logit: Array | None = None  # [B, T] float32: the smallest kept logit of the row
     log_normalizer: Array | None = None  # [B, T] float32: logsumexp of the kept logits / temperature
@@ -94,7 +94,7 @@ class Features(NamedTuple):
 class ModelOutput(NamedTuple):
     """The logits of every query token, and hidden states for the proposers that use them."""
 
-    logits: Array  # [B, T, V] float32 or bfloat16
+    logits: Array  # [B, T, V], one of `FLOATS`
     features: Any = None  # a pytree of arrays [B, T, ...]; `Features` of built-in models
 
 
@@ -117,8 +117,8 @@ class Chunk(NamedTuple):
     positions: Array  # [B, T] int32, consecutive
     num_tokens: Array  # [B] int32 in [0, T], number of prompt tokens in the chunk; padding follows them
     pages: Array | None = None  # [B, P] int32, as in ModelInput
-    rows: Array | None = None  # [B] int32, row in the batch of each row, its size standing for none; None: the same
-    previous: PyTree = None  # features of the token before the chunk [B, ...]; zeros at the start of a prompt
+    rows: Array | None = None  # [B] int32, where each row is in the batch, or the batch's size: nowhere; None: as here
+    previous: PyTree = None  # [B, ...], features of the token before the chunk; zeros at the start of a prompt
 
 
 @partial(

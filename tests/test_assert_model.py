@@ -61,7 +61,7 @@ class Attention:
         slot = jnp.arange(key.shape[1])[None, None]
         last = slots[:, -1:, None] if wrong == "sees its whole call" else slots[:, :, None]
         seen = slot <= last
-        if wrong == "sees what is behind":
+        if wrong == "sees what is after":
             seen |= slot > slots[:, -1:, None]
         if inputs.mask is not None:
             inside = jnp.clip(slot - start[:, :, None], 0, num_tokens - 1)
@@ -177,7 +177,7 @@ def test_own_models(case, tmp_path):
 @pytest.mark.parametrize(
     ("make", "wrong", "promise", "advice"),
     [
-        (attention, "sees its whole call", "not see those behind it in its call: at row 0, position 0", "Attend to"),
+        (attention, "sees its whole call", "not see those after it in its call: at row 0, position 0", "Attend to"),
         (attention, "mean over the batch", "must not depend on the other rows", "Compute nothing across the leading"),
         (
             attention,
@@ -190,15 +190,15 @@ def test_own_models(case, tmp_path):
         (attention, "fresh cache", "several calls must give", "do not depend on the cache that it is given"),
         (attention, "positions from 0", "several calls must give .* position 4", "by inputs.positions, not from 0"),
         (attention, "adds", "must overwrite the slots", r"Write with \.at\[row, slot\]\.set"),
-        (attention, "sees what is behind", "must not see later ones", "no token see a slot behind its own"),
+        (attention, "sees what is after", "must not see later ones", "no token see a slot after its own"),
         (attention, "counts calls", "must overwrite the slots", "apply does not read inputs.positions"),
-        (attention, "start of the first row", "padding behind a prompt .* row 1", "neither that of the first row"),
+        (attention, "start of the first row", "padding after a prompt .* row 1", "neither that of the first row"),
         (attention, "clamps", "past the end of the cache must be dropped, .* position 10", "moves the whole"),
         (attention, "NaN in the cache", "several calls .* a logit is NaN", "init_cache fills the cache with NaN"),
         (attention, "divides by 0", "logits must be finite or -inf: .* position 5", "division by 0"),
         (attention, "siblings share a slot", "a token of a tree must see", "siblings share a position and never a"),
         (recurrent, "last state", "must overwrite the slots", "No leaf .* grows with max_length: one state for the"),
-        (recurrent, "slot -1", "must overwrite the slots .* position 0", "no token see a slot behind its own"),
+        (recurrent, "slot -1", "must overwrite the slots .* position 0", "no token see a slot after its own"),
         (recurrent, "last four states", "what rejected drafts left .* position 4", "No leaf .* grows with max_length"),
         (recurrent, "last state of a call", "tokens that are fed again", "keep one state a slot, as docs/own-models"),
         (attention, "ring buffer", "every token must have a slot of its own: .*'key'.* of shape", "outside the window"),

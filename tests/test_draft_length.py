@@ -48,7 +48,7 @@ def test_follows_acceptance():
 
 
 def test_counts_trials():
-    """A rejection is a trial, a draft behind one is not."""
+    """A rejection is a trial, a draft after one is not."""
     recent = RecentAcceptance()
     recent.update(np.full(3, 4), np.array([0, 1, 4]))
     assert (recent._accepted, recent._trials) == (5, 7)
@@ -91,7 +91,7 @@ def test_distribution_is_the_targets():
 
 
 def write_deep_pair(directory, num_layers=8):
-    """A target with more layers than its draft, so that drafting pays; those behind the first one add nothing."""
+    """A target with more layers than its draft, so that drafting pays; those after the first one add nothing."""
     target, noise = random_tensors(0, num_layers=num_layers), random_tensors(1, num_layers=1)
     for name, values in target.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")) and ".layers.0." not in name:

@@ -197,7 +197,7 @@ class TestOutcomes:
         np.testing.assert_array_equal(np.cumprod(told.is_accepted, axis=1).sum(axis=1), told.num_accepted)
         is_draft = np.arange(3) < np.asarray(draft.num_tokens)[:, None]
         assert not np.any(told.is_accepted & ~is_draft)
-        assert np.sum(told.is_accepted) > np.sum(told.num_accepted)  # some pass behind one that did not
+        assert np.sum(told.is_accepted) > np.sum(told.num_accepted)  # some pass after one that did not
 
     @pytest.mark.slow
     def test_each_draft_passes_as_often_as_the_first(self):

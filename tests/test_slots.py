@@ -400,7 +400,7 @@ def test_nothing_is_compiled_after_the_start(target, in_pages):
 
 @pytest.mark.parametrize("in_pages", [True, False])
 def test_each_prompt_has_its_features(target, in_pages):
-    """Those of the last tokens, alone and together, and behind rows without tokens those that were there before."""
+    """Those of the last tokens, alone and together, and after rows without tokens those that were there before."""
     slots = make_slots(target, None, in_pages, num_slots=3)
     if in_pages:
         slots.set_pages(np.arange(21, dtype=np.int32).reshape(3, 7))
@@ -533,7 +533,7 @@ def test_capacities_of_0_are_left_out():
         ({"tokens": np.zeros(28, np.int32)}, r"max_length - 1 = 27\], got int32 \[28\]"),
         ({"tokens": np.zeros(3, np.int64)}, r"got int64 \[3\]"),
         ({"prompt_length": 0}, r"prompt_length must be in \[1, length = 9\] .*, got 0"),
-        ({"prompt_length": 5}, r"leave fewer than max_tokens = 4 tokens behind it, got 5"),
+        ({"prompt_length": 5}, r"leave fewer than max_tokens = 4 tokens after it, got 5"),
         ({"key_data": np.zeros(2, np.int32)}, r"key_data must be uint32 \[2\], got int32 \(2,\)"),
     ],
 )

@@ -49,7 +49,7 @@ class Stats(NamedTuple):
     num_preempted: int  # how often a running sample gave its slot up to others
     pages: PageStats | None  # of the cache, with the tokens that were looked up and found; None where it is dense
     num_prompt_tokens: int = 0  # tokens of the prompts of all requests
-    num_drafts: int = 0  # steps of samples with at least one draft token
+    num_drafts: int = 0  # how often a sample took a step with at least one draft token
     num_drafted: int = 0  # draft tokens
     num_accepted: int = 0  # accepted draft tokens
     num_accepted_at: tuple[int, ...] = ()  # accepted draft tokens at each of the K positions of a draft
@@ -96,7 +96,7 @@ class Request(Pending):
 
     Iterate over it to get each token as a `Piece` as soon as its text is certain, of all samples as they come. A `for`
     waits, an `async for` leaves the event loop to others. Every iteration begins with the first token. After the last,
-    `result` has everything. An iteration raises what `result` raises, behind the pieces that came before. To leave an
+    `result` has everything. An iteration raises what `result` raises, after the pieces that came before. To leave an
     iteration early does not end the request; `cancel` does.
     """
 
@@ -126,10 +126,10 @@ class Request(Pending):
 class Engine:
     """Serve requests on a fixed number of slots, with programs that are compiled once.
 
-    Requests enter while others run, and leave when they end. Every request gets the tokens that it gets alone, whatever
-    else runs: its noise comes from its own key. A prompt is fed a chunk at a time between the steps of the others.
-    Where target and proposer take pages, prompts with a common beginning share what was computed of it, and where pages
-    run short, the requests that came last give theirs up and are computed anew later.
+    Requests enter while others run, and leave when they end. A request with a seed gets the tokens that it gets alone,
+    whatever else runs: its noise comes from its own key. A prompt is fed a chunk at a time between the steps of the
+    others. Where target and proposer take pages, prompts with a common beginning share what was computed of it, and
+    where pages run short, the requests that came last give up theirs and are computed anew later.
 
     Args:
         model: the target.
@@ -138,28 +138,27 @@ class Engine:
         max_length: the most tokens of a prompt and its output.
         tokenizer: the tokenizer of the target.
         eos_token_ids: the end-of-sequence tokens.
-        num_pages: number of pages of the caches; None is enough for every slot at its longest, or as many as fit into
-            the free memory of a device that says how much it has.
-        page_size: slots of a page.
+        num_pages: number of pages of the caches; None is as many as all slots need at their longest, or, where a device
+            says how much of its memory is free, as many as fit into it.
+        page_size: tokens (cache slots) of a page.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
-        short_chunks: numbers of rows and tokens of calls that feed short prompts, and what is left of others after
-            whole chunks; the shortest call that has room takes them, with one prompt in a row. A call has no more
-            tokens than `chunk_size`, and those of a row are fewer. None is ((4, 64), (1, 256)) on GPUs and ((1, 32),)
-            on CPUs, where a row more costs almost as much as another call, or what `chunk_size` and `num_slots` have
-            room for; () is no such call.
+        short_chunks: pairs (rows, tokens of a row): the shapes of calls that feed short prompts, one in a row, and what
+            is left of longer ones after whole chunks; the shortest row that has room is taken. A call has at most
+            `chunk_size` tokens in all, and each row fewer than that. None is ((4, 64), (1, 256)) on GPUs and
+            ((1, 32),) on CPUs, less what `chunk_size` and `num_slots` have no room for; () is no such call.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
-        chunks_per_step: between two steps no more tokens of prompts are fed than so many chunks have, padding included.
-            1 keeps the time between the tokens of a request short while the prompts of others enter; more fill vacant
-            slots sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
+        chunks_per_step: the most tokens of prompts that are fed between two steps, in chunks, padding included. 1 keeps
+            the time between the tokens of a request short while the prompts of others enter; more fill vacant slots
+            sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
             decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
         choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
             each step, given the number of samples in it and an estimate of how often drafts were accepted lately. It
-            must be given where there are several. The tokens of a request then depend on its company, but under
-            `verifiers.match`; the distribution that they are drawn from does not.
+            must be given where there are several. The tokens of a request then depend on the other requests, except
+            under `verifiers.match`; the distribution that they are drawn from does not.
         grammar_seconds: the most seconds that the grammar of a request may take to compile.
 
     Raises:

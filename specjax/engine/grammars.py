@@ -48,7 +48,7 @@ class GrammarTables:
         if entry is None:
             return False
         entry.count += 1
-        self._entries[grammar] = entry  # behind those that were used before
+        self._entries[grammar] = entry  # after those that were used before
         return True
 
     def remove(self, grammar: Grammar) -> None:

@@ -41,8 +41,8 @@ class LLM:
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
             features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded
             EAGLE-3 head for the embedded target, its draft model where `num_draft_tokens` is "auto", and no drafts for
-            any other target. A draft model whose maximum length is lower
-            drafts as long as a sequence is within it.
+            any other target. A draft model with a lower maximum length
+            drafts until a sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
             proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
             its samples by the recent acceptance rate; the tokens of a request, seeded or not, then depend on the others
@@ -167,7 +167,7 @@ class LLM:
 
         Args:
             prompts: one text, or a list of texts or of lists of token ids; their lengths may differ.
-            params: one for all prompts, or one for each prompt; None is `SamplingParams()`. A request with a seed gives
+            params: one for all prompts, or one for each prompt; None is `SamplingParams()`. A request with a seed gets
                 the same output in any batch; a request without a seed draws fresh random numbers in every call.
             progress: whether to show a progress bar on standard error.
 

@@ -132,7 +132,7 @@ class PageTables:
         return True
 
     def take(self, row: Row, num_computed: int) -> bool:
-        """Let a row take the chunk behind its first `num_computed` slots, where another has computed it by now.
+        """Let a row take the chunk after its first `num_computed` slots, where another has computed it by now.
 
         The row's `value` is then that of the chunk, and its own pages for it are free. Only for a row that still
         computes its prompt.
@@ -167,7 +167,7 @@ class PageTables:
         Args:
             row: the row that computed it.
             num_computed: number of the row's first slots that are computed now.
-            value: what a row needs that goes on behind this chunk, such as the features of its last token.
+            value: what a row needs that goes on after this chunk, such as the features of its last token.
         """
         self._check_live(row)
         num_chunks, rest = divmod(num_computed, self.chunk_size)
@@ -213,7 +213,7 @@ class PageTables:
         return fork, list(zip(*pages, strict=True))
 
     def free_before(self, row: Row, slot: int) -> None:
-        """Free the pages of a row that lie wholly before a slot, where every layer has a window that ends behind them.
+        """Free the pages of a row that lie wholly before a slot, where every layer has a window that ends after them.
 
         Register a chunk before its pages go, so that others may find it.
         """

@@ -142,7 +142,7 @@ class Run:
         choose = draft_lengths = None
         if llm.chooses_draft_length and isinstance(llm.proposer, DraftModel):
             choose, draft_lengths = BestDraftLength.of(llm.model, llm.proposer), CHOICES
-        # Drafts behind the last token need slots, too: they may decide about tokens before them.
+        # Drafts after the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + llm.proposer.num_draft_tokens
         max_length = min(max(round_up(needed), LEAST_LENGTH), llm.max_length)

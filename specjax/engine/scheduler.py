@@ -230,7 +230,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Let the first jobs into vacant slots, as long as there are pages.
 
-        Where the first job with a grammar finds no place for it, those behind it that have one wait, too.
+        Where the first job with a grammar finds no place for it, those after it that have one wait, too.
         """
         queues = [self._queue, self._guided]
         while None in self._slots:

@@ -351,7 +351,7 @@ def request(
     if not 1 <= prompt_length <= length or left < 1:
         raise ValueError(
             f"prompt_length must be in [1, length = {length}] and leave fewer than max_tokens = "
-            f"{int(sampling.max_tokens)} tokens behind it, got {prompt_length}"
+            f"{int(sampling.max_tokens)} tokens after it, got {prompt_length}"
         )
     if np.shape(key_data) != (2,) or np.asarray(key_data).dtype != np.uint32:
         raise ValueError(f"key_data must be uint32 [2], got {np.asarray(key_data).dtype} {np.shape(key_data)}")

@@ -55,7 +55,7 @@ class DecoderConfig:
     logit_softcap: float | None = None  # cap on the logits, likewise
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
     axis_name: str | None = None  # mesh axis whose devices share the decoder; sizes are then those of one device's part
-    num_padding: int = 0  # ids of the vocabulary that are padding, behind the others on the last devices
+    num_padding: int = 0  # ids of the vocabulary that are padding, after the others on the last devices
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

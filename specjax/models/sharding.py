@@ -99,7 +99,7 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
 
 @dataclass(frozen=True)
 class Cut:
-    """How devices share a parameter: each has some runs of one axis, one behind the other, and zeros behind them."""
+    """How devices share a parameter: each has some runs of one axis, one after the other, and zeros after them."""
 
     axis: int
     size: int  # of a device's part of the axis
@@ -107,7 +107,7 @@ class Cut:
 
 
 def _name(path: tuple) -> str:
-    """Return the name of a parameter; a bias that stands beside a weight has the name of both with "_bias" behind."""
+    """Return the name of a parameter; a bias that stands beside a weight has the weight's name and "_bias"."""
     *rest, last = (entry.key for entry in path)
     if last not in ("weight", "bias"):
         return last
@@ -159,7 +159,7 @@ def _split(leaf: Array | Stored, cut: Cut | None, sharding: NamedSharding) -> Ar
 
 @partial(jax.jit, static_argnames="cut")  # layers of equal shapes share a program
 def _arrange(leaf: Array, cut: Cut) -> Array:
-    """Return a parameter with the part of each device behind that of the one before."""
+    """Return a parameter with the part of each device after that of the one before."""
     parts = []
     for runs in cut.runs:
         own = jnp.concatenate([jax.lax.slice_in_dim(leaf, *run, axis=cut.axis) for run in runs], cut.axis)

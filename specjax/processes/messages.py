@@ -4,7 +4,7 @@ JSON has numbers, texts, true, false and null as they are, and `[kind, ...]` for
 
 * `["list", item, ...]`, `["tuple", item, ...]` and `["dict", [key, value], ...]`
 * `["record", "module:name", field, ...]`, a NamedTuple or dataclass of specjax
-* `["array", dtype, shape]`, an array of the host, whose bytes follow those before it behind the JSON
+* `["array", dtype, shape]`, an array of the host, whose bytes follow those before it after the JSON
 * `["result", call, leaf]`, an array on the devices that an earlier call has returned
 """
 

@@ -1,7 +1,7 @@
 """Drafters that make all drafts in one pass: a block of mask tokens which attends to features of the target.
 
 The cache holds keys and values of the target's features, token s in slot s, at the token's own position. The block
-stands behind them, from the pending token on, and its own keys and values are overwritten by the next features.
+stands after them, from the pending token on, and its own keys and values are overwritten by the next features.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class BlockHead:
     block_size: int  # tokens of a block in training
     mask_token: int  # id in the target's vocabulary
     from_anchor: bool = False
-    is_causal: bool | None = None  # whether the tokens of a block see none behind them; None: in layers with a window
+    is_causal: bool | None = None  # whether the tokens of a block see none after them; None: in layers with a window
     markov_rank: int = 0  # numbers by which the token before a draft changes its logits
     confidence: str | None = None  # what the confidence reads: "hidden", or "both" that and the token before
     conv_taps: int = 0  # tokens that the convolutions around attention and MLP read; 0: there are none
@@ -60,7 +60,7 @@ class BlockHead:
         return 0 if self.from_anchor else 1
 
     def sees_causally(self, window: int | None) -> bool:
-        """Return whether tokens of a block see none behind them, in a layer with this window."""
+        """Return whether tokens of a block see none after them, in a layer with this window."""
         return window is not None if self.is_causal is None else self.is_causal
 
     def shapes(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Eagle3Head:
     """Decoder layers on fc(taps), the first of which reads the normed embedding beside the normed feature.
 
-    The target's residual stream at `num_taps` layers becomes a feature once, by `fc`. Behind the last of these features
+    The target's residual stream at `num_taps` layers becomes a feature once, by `fc`. After the last of these features
     a row reads the output of the row before as it is.
     """
 

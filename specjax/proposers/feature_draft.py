@@ -16,8 +16,8 @@ from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Veri
 class Head(Protocol):
     """The functions of a head on features, a frozen dataclass. They take the parameters, a dict, as an argument.
 
-    A row is made of a token and of the target's feature of the token before it. Behind the last feature, a row is made
-    of a draft and of what the head made of the row before.
+    The inputs of a row are a token and the target's feature of the token before it. After the last feature they are a
+    draft and the head's own output for the row before, by `recurrent`.
     """
 
     @property
@@ -114,7 +114,7 @@ def before(chunk: Chunk, features: Any) -> Any:
 
 
 def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:
-    """Return the verified tokens as they are fed, in the slots behind the context, and the index [B] of the last one.
+    """Return the verified tokens as they are fed, in the slots after the context, and the index [B] of the last one.
 
     The target's features in `Proposer.update` are those of the tokens before them. Past the last verified token they
     are garbage, in slots that are overwritten before a token sees them.

@@ -53,8 +53,8 @@ def make_case(
 ) -> Case:
     """Build a case from conditional logits, in which every field of the records has a value.
 
-    Everything that no verifier may read is garbage: the token ids and the NaN logits of the draft behind a row's own
-    drafts, and the NaN logits of the target behind the row of its bonus token.
+    Everything that no verifier may read is garbage: the token ids and the NaN logits of the draft after a row's own
+    drafts, and the NaN logits of the target after the row of its bonus token.
 
     Args:
         name: the name of the case, for messages.

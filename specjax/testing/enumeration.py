@@ -264,7 +264,7 @@ def completed_law(tokens: Array, weight: np.ndarray, target: Sequence[Table]) ->
     """Compute the joint distribution of emitted tokens, completed to K+1 tokens from the target.
 
     Args:
-        tokens: [N, K+1] int32, N outputs of a verifier, each with -1 behind its emitted tokens.
+        tokens: [N, K+1] int32, N outputs of a verifier, each with -1 after its emitted tokens.
         weight: [N] float64, the probability of each output.
         target: conditional probabilities of the target, levels 0 to K.
 

@@ -202,13 +202,13 @@ def _check_forms(model: Model) -> None:
                 raise AssertionError(
                     f"every leaf of the cache must have the batch as its leading axis: init_cache({batch_size}, "
                     f"{NUM_TOKENS}) gives cache{path} of shape {leaf.shape}. Put other axes, as that of the layers, "
-                    "behind it, or make a list of them"
+                    "after it, or make a list of them"
                 )
             if model.takes_pages and leaf.shape[:2] != (batch_size, NUM_TOKENS):
                 raise AssertionError(
                     f"every leaf of a cache in pages must be [num_pages, page_size, ...]: init_cache({batch_size}, "
                     f"{NUM_TOKENS}) gives cache{path} of shape {leaf.shape}. Put other axes, as that of the heads, "
-                    "behind these two, or set takes_pages to False"
+                    "after these two, or set takes_pages to False"
                 )
     _check_every_token_has_a_slot(model)
     for batch_size, num_tokens in ((BATCH_SIZE, CHUNK), (1, 1)):
@@ -251,7 +251,7 @@ def _check_every_token_has_a_slot(model: Model) -> None:
 
 def _check_order(trial: _Trial) -> None:
     promise = _Promise(
-        "a token must not see those behind it in its call",
+        "a token must not see those after it in its call",
         "Attend to slots up to positions[:, 0] + the index of the token in the call",
     )
     half = NUM_TOKENS // 2
@@ -275,7 +275,7 @@ def _check_unseen_slots(trial: _Trial) -> None:
     promise = _Promise(
         "a call must overwrite the slots positions[:, 0] + arange(T), and its tokens must not see later ones, which "
         "hold rejected drafts or padding",
-        "Write with .at[row, slot].set(..., mode='drop') and let no token see a slot behind its own",
+        "Write with .at[row, slot].set(..., mode='drop') and let no token see a slot after its own",
     )
     _, cache = trial.feed(trial.others, 0, trial.new_cache())
     trial.run(promise, [(0, CHUNK)], cache)
@@ -322,7 +322,7 @@ def _check_tokens_fed_again(trial: _Trial) -> None:
 
 def _check_padded_prompts(trial: _Trial) -> None:
     promise = _Promise(
-        "padding behind a prompt must not matter, and every row must go on from its own length",
+        "padding after a prompt must not matter, and every row must go on from its own length",
         "Read the start of each row, positions[:, 0], and neither that of the first row nor a length of your own",
     )
     lengths = np.array([3, 8, 5])

@@ -40,7 +40,7 @@ def assert_lossless(
 
     A verifier that `from_core` made is checked exactly, by enumeration of all outcomes of one step; one step is enough
     because a core cannot touch keys. The cases have 0, 1 and K drafts: sampled and deterministic drafts, temperatures,
-    greedy rows, ties, cuts, impossible tokens, rows with fewer drafts and garbage behind them, and bonus tokens. The
+    greedy rows, ties, cuts, impossible tokens, rows with fewer drafts and garbage after them, and bonus tokens. The
     check also covers that a row does not depend on the rest of its batch, that ids are in range, and that
     log-probabilities are the target's.
 

@@ -183,8 +183,8 @@ def replay(
         prompts: token ids of each.
         params: of all prompts.
         key: a typed key.
-        max_steps: steps from each prompt. 1 measures drafts behind the text of the prompts alone; None decodes to the
-            end, behind what the target itself wrote.
+        max_steps: steps from each prompt. 1 measures drafts after the text of the prompts alone; None decodes to the
+            end, after what the target itself wrote.
         verifier: one of `specjax.verifiers`.
 
     Returns:

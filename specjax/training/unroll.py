@@ -1,7 +1,7 @@
 """What a drafter computes on known text, for the losses: its steps, unrolled from every row at once.
 
 Row s of a document is made of token s and of the target's feature of token s-1, as in decoding, and predicts token s+1.
-Its target distribution is the one that the target has behind token s.
+Its target distribution is the one that the target has after token s.
 
 Shapes: B sequences, L tokens, H hidden size of the target, h of the drafter, J unrolled steps, N outputs of a step in
 each sequence.
@@ -23,7 +23,7 @@ from specjax.types import Array, Features, Model, ModelInput, PyTree
 from specjax.validation import check_number, is_integer
 
 BLOCK = 256  # queries whose scores exist at a time
-LEAST_KEPT = 0.2  # share of the tokens behind which the deepest rows of `depth_unroll` stand, at least
+LEAST_KEPT = 0.2  # share of the tokens after which the deepest rows of `depth_unroll` stand, at least
 
 
 class Batch(NamedTuple):
@@ -137,9 +137,9 @@ def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, 
 def depth_unroll(
     key: Array, head: Eagle3Head, params: PyTree, batch: Batch, *, mask_token: int, depths: int, keep: float = 0.7
 ) -> Steps:
-    """Run a head of P-EAGLE from every row at once, and over rows of the mask token behind some of them.
+    """Run a head of P-EAGLE from every row at once, and over rows of the mask token after some of them.
 
-    Depth 0 is step 0 of `feature_unroll`. A row of depth d is made of the mask token, d places behind the token where
+    Depth 0 is step 0 of `feature_unroll`. A row of depth d is made of the mask token, d places after the token where
     it begins. It sees the rows of depth 0 up to that token and the rows of depths 1 to d which begin there, so it
     computes what `ParallelEagle.propose` computes.
 
@@ -202,7 +202,7 @@ def medusa_unroll(heads: Sequence[PyTree], batch: Batch) -> Steps:
 
 
 def anchors(key: Array, batch: Batch, *, count: int) -> Array:
-    """Choose tokens at random behind which blocks begin: those with a feature before and a token to learn behind them.
+    """Choose tokens at random after which blocks begin: those with a feature before and a token to learn after them.
 
     Args:
         key: a typed key.
@@ -381,7 +381,7 @@ class Blocks(NamedTuple):
     value: Array
     width: int  # tokens of a block
     window: int | None  # number of positions that a token sees, its own included
-    is_causal: bool  # whether a token of a block sees none of the block behind it
+    is_causal: bool  # whether a token of a block sees none of the block after it
 
     def attend(self, query: Array, key: Array, value: Array) -> tuple[Array, "Blocks"]:
         """Attend from the tokens of all blocks [B, count * width, heads, head size]."""
@@ -415,10 +415,10 @@ class Blocks(NamedTuple):
         if self.segments is not None:
             own = jnp.take_along_axis(self.segments, self.anchors, axis=1)
             seen &= own[..., None] == self.segments[:, None]
-        behind = place[:, None] - place[None]
-        of_own = behind >= 0 if self.is_causal else jnp.ones_like(behind, bool)
+        after = place[:, None] - place[None]
+        of_own = after >= 0 if self.is_causal else jnp.ones_like(after, bool)
         seen = jnp.repeat(seen[:, :, None], self.width, axis=2)
         if self.window is not None:
             distance = (self.anchors[..., None] + place[None, None])[..., None] - other[:, :, None]
-            seen, of_own = seen & (distance < self.window), of_own & (behind < self.window)
+            seen, of_own = seen & (distance < self.window), of_own & (after < self.window)
         return seen, of_own

@@ -29,7 +29,7 @@ def block(
     max(P_i * target - draft, 0) over the next token. The prefix of i drafts is accepted with probability
     S_i / (S_i + 1 - P_i), and the prefix of all drafts with probability P_K. The longest accepted prefix, of n drafts,
     is kept even if a shorter one failed. The token after it is drawn from max(P_n * target - draft, 0), normalised, or
-    from the last target row if all drafts are accepted.
+    from the target row after the last draft if all drafts are accepted.
 
     On average this accepts at least as many drafts as `rejection`, so it is the better choice for sampled drafts. It
     accepts equally many for one draft and for deterministic drafts.
@@ -39,9 +39,9 @@ def block(
             [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
         draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
         target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the last row that of the bonus token.
+            and the one after the last draft of a sequence that of its bonus token.
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
-            lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
+            lossless only if each was drawn from that target row, independently of the draft and of these keys.
         log_probs: whether to fill `Verified.log_probs`, static.
         axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
             [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.

@@ -39,7 +39,7 @@ def match(
             [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
         draft: the tokens [B, K], -1 where a row has fewer; its distribution is not read.
         target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the last row that of the bonus token.
+            and the one after the last draft of a sequence that of its bonus token.
         bonus_tokens: must be None, because the sample is the bonus token.
         log_probs: whether to fill `Verified.log_probs`, static.
         outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.

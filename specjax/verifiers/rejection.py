@@ -25,7 +25,7 @@ def rejection(
 
     Draft x is accepted with probability min(1, target(x) / draft(x)). The first rejected draft is replaced by a token
     drawn from max(target - draft, 0) / sum(max(target - draft, 0)). If no draft is rejected, a bonus token is drawn
-    from the last target row.
+    from the target row after the last draft.
 
     Deterministic drafts are verified by exact match, which has the same output distribution and takes one pass over the
     logits. Rows of temperature 0 accept only the argmax. A batch may mix sampled, greedy and deterministic rows.
@@ -35,9 +35,9 @@ def rejection(
             [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
         draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
         target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the last row that of the bonus token.
+            and the one after the last draft of a sequence that of its bonus token.
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
-            lossless only if each was drawn from that row of the target, independently of the draft and of these keys.
+            lossless only if each was drawn from that target row, independently of the draft and of these keys.
         log_probs: whether to fill `Verified.log_probs`, static.
         outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
         axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part

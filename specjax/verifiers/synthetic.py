@@ -59,7 +59,7 @@ def synthetic(
             [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
         draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
         target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the last row that of the bonus token.
+            and the one after the last draft of a sequence that of its bonus token.
         acceptance_rates: K numbers in [0, 1], the share of steps in which each draft is accepted; they must not
             increase.
         acceptance_length: the mean number of tokens per step, in [1, K+1].

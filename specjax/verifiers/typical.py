@@ -56,14 +56,14 @@ def typical(
 
     Draft x is accepted if target(x) > min(posterior_threshold, posterior_alpha * exp(-entropy of the target row)). The
     first rejected draft is replaced by the argmax of its target row. If no draft is rejected, a bonus token is drawn
-    from the last target row.
+    from the target row after the last draft.
 
     Args:
         keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
             [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
         draft: the tokens [B, K], -1 where a row has fewer; its distribution is not read.
         target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the last row that of the bonus token.
+            and the one after the last draft of a sequence that of its bonus token.
         posterior_threshold: the probability in [0, 1] above which a draft is always accepted.
         posterior_alpha: the factor >= 0 of exp(-entropy), which lowers the threshold where the target is uncertain.
         bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
