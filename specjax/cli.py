@@ -285,7 +285,10 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _int_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer or auto, got {text!r}") from None
 
 
 def _generate(args: argparse.Namespace) -> int:

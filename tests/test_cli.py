@@ -226,15 +226,22 @@ class TestErrors:
         assert err.count("\n") == 1
 
     @pytest.mark.parametrize(
-        "arguments",
-        [["generate", "--top-k", "x"], ["generate", "--dtype", "int8"], ["nonsense"], [], ["generate", "a", "b"]],
+        ("arguments", "message"),
+        [
+            (["generate", "--top-k", "x"], "argument --top-k: invalid int value: 'x'"),
+            (["generate", "--num-draft-tokens", "x"], "argument --num-draft-tokens: must be an integer or auto, got 'x'"),
+            (["generate", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+            (["nonsense"], "argument COMMAND: invalid choice: 'nonsense'"),
+            ([], "the following arguments are required: COMMAND"),
+            (["generate", "a", "b"], "unrecognized arguments: b"),
+        ],
     )
-    def test_usage(self, arguments, capsys):
+    def test_usage(self, arguments, message, capsys):
         with pytest.raises(SystemExit) as error:
             main(arguments)
         assert error.value.code == 2
         err = capsys.readouterr().err
-        assert err.startswith("specjax: error: ")
+        assert err.startswith(f"specjax: error: {message}")
         assert err.count("\n") == 1
 
     def test_no_prompt(self, generate, monkeypatch):
