@@ -143,9 +143,7 @@ def decode_attention(
         grid=(batch_size, key_cache.shape[2] * plan.row_blocks, plan.splits),
         out_shape=(out_shapes((*results, key_cache, value_cache), inputs),),
         input_output_aliases={first_cache: 2, first_cache + 1: 3},
-        compiler_params=plgpu.CompilerParams(
-            num_warps=2 if plan.splits == 1 and plan.num_rows <= 32 else 4, num_stages=3
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=plan.num_warps, num_stages=3),
         interpret=interpret,
         name="decode_attention",
     )(inputs)

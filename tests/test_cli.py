@@ -229,7 +229,10 @@ class TestErrors:
         ("arguments", "message"),
         [
             (["generate", "--top-k", "x"], "argument --top-k: invalid int value: 'x'"),
-            (["generate", "--num-draft-tokens", "x"], "argument --num-draft-tokens: must be an integer or auto, got 'x'"),
+            (
+                ["generate", "--num-draft-tokens", "x"],
+                "argument --num-draft-tokens: must be an integer or auto, got 'x'",
+            ),
             (["generate", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
             (["nonsense"], "argument COMMAND: invalid choice: 'nonsense'"),
             ([], "the following arguments are required: COMMAND"),
