@@ -252,19 +252,30 @@ def mixed_loss(
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Return Muon for the matrices of layers and AdamW for all else, at a rate of 1: updates are multiplied by it."""
+    """Return Muon for the matrices of layers and AdamW for all else, at a rate of 1: updates are multiplied by it.
+
+    Parameters of the same name in all layers are one array there, so that Muon needs few launches of kernels.
+    """
 
     def dimensions(params: PyTree) -> PyTree:
-        def of_leaf(path: tuple, leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-            is_matrix = leaf.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
-            return optax.contrib.MuonDimensionNumbers() if is_matrix else None
+        def of_leaf(leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
+            return optax.contrib.MuonDimensionNumbers(1, 2) if leaf.ndim == 3 else None
 
-        return jax.tree_util.tree_map_with_path(of_leaf, params)
+        return jax.tree.map(of_leaf, params)
+
+    def stacked(params: PyTree) -> PyTree:
+        return params | {"layers": jax.tree.map(lambda *layers: jnp.stack(layers), *params["layers"].values())}
+
+    def update(gradient: PyTree, memory: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, memory = together.update(stacked(gradient), memory, stacked(params))
+        layers = {i: jax.tree.map(lambda x, n=n: x[n], updates["layers"]) for n, i in enumerate(params["layers"])}
+        return updates | {"layers": layers}, memory
 
     muon = optax.contrib.muon(
         1.0, weight_decay=0.1, adam_b2=0.95, muon_weight_dimension_numbers=dimensions, consistent_rms=0.2
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+    together = optax.chain(optax.clip_by_global_norm(1.0), muon)
+    return optax.GradientTransformation(lambda params: together.init(stacked(params)), update)
 
 
 class Stage(NamedTuple):

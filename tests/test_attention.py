@@ -1,6 +1,7 @@
 """Attention of any number of new tokens in the middle of a long cache, against loops over queries in float64."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -181,3 +182,58 @@ def test_float16(softcap):
     expected = attend(*(jnp.asarray(x, jnp.float32) for x in (query, key, value)), None, softcap=softcap)
     assert found.dtype == jnp.float16
     np.testing.assert_allclose(found, expected, atol=4e-3)
+
+
+class TestCudnn:
+    """Causal attention without a cache from many queries of 16 bits, on NVIDIA GPUs."""
+
+    @staticmethod
+    def operands(num_tokens=256, size=64, dtype=jnp.bfloat16):
+        def normal(seed, heads):
+            return jax.random.normal(jax.random.key(seed), (2, num_tokens, heads, size)).astype(dtype)
+
+        return normal(0, 4), normal(1, 2), normal(2, 2)
+
+    @pytest.mark.parametrize(
+        ("takes", "options"),
+        [
+            (True, {}),
+            (True, {"num_tokens": 129, "dtype": jnp.float16}),
+            (False, {"dtype": jnp.float32}),
+            (False, {"num_tokens": 127}),
+            (False, {"size": 68}),
+            (False, {"size": 136}),
+        ],
+    )
+    def test_what_it_takes(self, takes, options, monkeypatch):
+        device = SimpleNamespace(compute_capability="9.0")
+        monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+        assert attention._suits_cudnn(*self.operands(**options)) == takes
+        device.compute_capability = "7.5"
+        assert not attention._suits_cudnn(*self.operands(**options))
+
+    def test_no_gpu(self, monkeypatch):
+        def none(backend):
+            raise RuntimeError(f"Unknown backend {backend}")
+
+        monkeypatch.setattr(jax, "local_devices", none)
+        assert not attention._suits_cudnn(*self.operands())
+
+    @pytest.mark.gpu
+    def test_parity(self):
+        """With XLA in float32, of results and gradients."""
+
+        def run(attend, *operands):
+            def loss(*heads):
+                attended = attend(*heads, None, 0.1, None)
+                return jnp.sum(jnp.sin(attended.astype(jnp.float32))), attended
+
+            return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*operands)
+
+        operands = self.operands()
+        assert "cudnn" in jax.jit(partial(attend, mask=None)).lower(*operands).as_text()
+        found = run(attend, *operands)
+        expected = run(attention._attend_in_xla, *(x.astype(jnp.float32) for x in operands))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other)
+            assert np.linalg.norm(one - other) < 0.01 * np.linalg.norm(other)

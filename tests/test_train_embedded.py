@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
@@ -182,3 +184,20 @@ def test_the_clock_of_training(tiny, texts, clock, tmp_path, capsys, monkeypatch
     assert len(first) < 10 and second[0][0] <= first[-1][0] + tiny.STEPS_PER_CALL, (first, second)
     values = [value for _, value in second]
     assert values == sorted(values) and 0.4 < values.count(2.0) / (len(first) + len(second)) < 0.6, (first, second)
+
+
+def test_layers_are_moved_as_alone(script):
+    """The optimizer orthogonalises the matrices of all layers together, with the updates that each gets alone."""
+    params = init_params(replace(TINY, num_layers=3), 0)
+    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
+    gradient = jax.tree.unflatten(
+        jax.tree.structure(params),
+        [1e-3 * jax.random.normal(key, x.shape) for key, x in zip(keys, jax.tree.leaves(params), strict=True)],
+    )
+    alone = optax.contrib.muon(1.0, weight_decay=0.1, adam_b2=0.95, consistent_rms=0.2)
+    together = script.optimizer()
+    updates, _ = jax.jit(together.update)(gradient, together.init(params), params)
+    for i, layer in params["layers"].items():
+        expected, _ = jax.jit(alone.update)(gradient["layers"][i], alone.init(layer), layer)
+        for name in layer:
+            np.testing.assert_allclose(updates["layers"][i][name], expected[name], rtol=1e-3, atol=1e-5)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
-from specjax.dispatch import dispatch
+from specjax.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.loops import as_carry
 from specjax.models.rope import Rotation, rotate
 from specjax.pages import in_pool, locate, read_slots, write_slots
@@ -18,6 +18,7 @@ from specjax.types import Array, ModelInput
 
 BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs
 FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
+MANY_QUERIES = 128  # tokens of a sequence from which on cuDNN attends without a cache
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
 
 
@@ -84,8 +85,36 @@ def attend(
 ) -> Array:
     """Attend from queries [B, T, H, D] to keys and values [B, S, kv heads, D], causally where `mask` is None.
 
-    The scores are multiplied by `scale`, 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c).
+    The scores are multiplied by `scale`, 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c). On NVIDIA
+    GPUs cuDNN attends causally from many queries of 16 bits: it holds no scores, and has reverse-mode gradients alone.
     """
+    if mask is None and softcap is None and _suits_cudnn(query, key, value):
+        return jax.lax.platform_dependent(
+            *(query, key, value),
+            cuda=partial(jax.nn.dot_product_attention, is_causal=True, scale=scale, implementation="cudnn"),
+            default=partial(_attend_in_xla, mask=None, scale=scale, softcap=None),
+        )
+    return _attend_in_xla(query, key, value, mask, scale, softcap)
+
+
+def _suits_cudnn(*operands: Array) -> bool:
+    """Return whether cuDNN can attend causally with these queries, keys and values, and is faster than XLA."""
+    if not has_static_shape(operands) or is_partitioned(operands):
+        return False
+    query = operands[0]
+    num_tokens, size = query.shape[1], query.shape[-1]
+    if query.dtype not in (jnp.bfloat16, jnp.float16) or num_tokens < MANY_QUERIES or size > 128 or size % 8:
+        return False
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there are none
+        return False
+    return all(float(device.compute_capability) >= 8 for device in devices)
+
+
+def _attend_in_xla(
+    query: Array, key: Array, value: Array, mask: Array | None, scale: float | None, softcap: float | None
+) -> Array:
     if softcap is None and query.dtype != jnp.float16:  # of float16 it asks for a product that CPUs do not have
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
     batch_size, num_tokens, num_heads, size = query.shape
