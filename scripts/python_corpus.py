@@ -9,6 +9,7 @@ import ast
 import hashlib
 import multiprocessing
 import re
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
@@ -79,16 +80,25 @@ def licence_of(package: metadata.PackageMetadata) -> str | None:
     return named[0] if named and not any(RESTRICTIVE.search(text) for text in texts) else None
 
 
-def installed_sources() -> list[Source]:
-    """Return the installed packages of permissive licences with their Python files, in the order of their names."""
+def installed_sources(site: Path | None = None) -> list[Source]:
+    """Return the packages of permissive licences with their Python files, in the order of their names.
+
+    They are the installed ones and others in `site`, a folder that `pip install --target` filled.
+    """
     sources = {}
-    for package in metadata.distributions():
+    for package in metadata.distributions(path=[*([] if site is None else [str(site)]), *sys.path]):
         name, licence = package.metadata["Name"], licence_of(package.metadata)
         modules = [file for file in package.files or () if file.suffix == ".py"]
         files = [Path(str(file.locate())) for file in modules if not LEFT_OUT & set(file.parts)]
         if licence is not None and files and name is not None:
             sources[name.lower()] = Source(name, package.version, licence, sorted(files))
     return [sources[name] for name in sorted(sources)]
+
+
+def version_of(stdlib: Path) -> str:
+    """Return the version of a standard library by the name of its folder, or else that of this Python."""
+    named = re.search(r"\d+\.\d+$", stdlib.name)
+    return named[0] if named else sysconfig.get_python_version()
 
 
 def stdlib_files(stdlib: Path) -> tuple[list[Path], list[Path]]:
@@ -141,24 +151,29 @@ class Lines:
         return True
 
 
-def read_corpus(stdlib: Path | None = None, *, packages: bool = True, validation_share: int = 25) -> Corpus:
+def read_corpus(
+    stdlib: Path | None = None, *, site: Path | None = None, packages: bool = True, validation_share: int = 25
+) -> Corpus:
     """Read and filter all sources.
 
     Args:
         stdlib: directory of the standard library; None is that of this Python.
-        packages: whether installed packages belong to the corpus.
+        site: directory of more packages than are installed; None is none.
+        packages: whether packages belong to the corpus.
         validation_share: one package, or one file of the standard library, of so many is for validation.
 
     Returns:
         The corpus. The held-out modules are whole, whatever the filters say.
 
     Raises:
-        ValueError: the directory has no files to train on, or none that are held out.
+        ValueError: the standard library has no files to train on, or none that are held out; or `site` is no directory.
     """
+    if site is not None and not site.is_dir():
+        raise ValueError(f"site must be a directory of packages, got {site}")
     directory = Path(sysconfig.get_paths()["stdlib"]) if stdlib is None else stdlib
     training_files, held_out_files = stdlib_files(directory)
-    python = Source(STDLIB, sysconfig.get_python_version(), "PSF-2.0", training_files)
-    sources = [python, *(installed_sources() if packages else ())]
+    python = Source(STDLIB, version_of(directory), "PSF-2.0", training_files)
+    sources = [python, *(installed_sources(site) if packages else ())]
     lines, training, validation = Lines(), {}, []
     # A fork of a process with JAX may hang, so the others start anew.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:

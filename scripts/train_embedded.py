@@ -91,7 +91,7 @@ def read_texts(args: argparse.Namespace, tokenizer: Tokenizer, log: Callable[[st
     path = args.work / "corpus.npz"
     if path.is_file():
         return Texts(*(jnp.asarray(x) for x in np.load(path).values()))
-    corpus = read_corpus(args.stdlib, packages=args.packages)
+    corpus = read_corpus(args.stdlib, site=args.site, packages=args.packages)
     log(f"read {sum(map(len, corpus.training.values())):,} files of {len(corpus.training)} sources")
 
     def encode(texts: list[str]) -> list[np.ndarray]:
@@ -623,6 +623,9 @@ def main() -> None:
         "--minutes", type=float, default=15, help="time for training; compiling and reading need 2 to 4 more"
     )
     parser.add_argument("--stdlib", type=Path, help="standard library to train on, by default that of this Python")
+    parser.add_argument(
+        "--site", type=Path, help="folder of more packages to train on, as `pip install --target` fills"
+    )
     parser.add_argument(
         "--packages", action=argparse.BooleanOptionalAction, default=True, help="whether to train on them"
     )

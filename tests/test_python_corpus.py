@@ -82,6 +82,32 @@ def test_a_small_corpus(corpus, tmp_path):
         corpus.read_corpus(tmp_path / "site-packages", packages=False)
 
 
+def test_packages_of_a_folder(corpus, tmp_path, monkeypatch):
+    installed, site = tmp_path / "installed", tmp_path / "site"
+    for folder, name, version, licence in [
+        (installed, "both", "2", "MIT"),
+        (site, "both", "1", "MIT"),
+        (site, "extra", "3", "BSD"),
+        (site, "closed", "4", "Proprietary"),
+    ]:
+        about = folder / f"{name}-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Name: {name}\nVersion: {version}\nLicense: {licence}\n")
+        (about / "RECORD").write_text(f"{name}.py,,\n{name}/tests/case.py,,\n")
+    monkeypatch.setattr(corpus.sys, "path", [str(installed)])
+    found = {source.name: (source.version, source.files) for source in corpus.installed_sources(site)}
+    assert found == {"both": ("2", [installed / "both.py"]), "extra": ("3", [site / "extra.py"])}
+    assert [source.name for source in corpus.installed_sources()] == ["both"]
+    with pytest.raises(ValueError, match=r"site must be a directory of packages, got .*nowhere"):
+        corpus.read_corpus(tmp_path, site=tmp_path / "nowhere", packages=False)
+
+
+def test_the_version_of_a_library(corpus, monkeypatch):
+    assert corpus.version_of(Path("/opt/lib/python3.9")) == "3.9"
+    monkeypatch.setattr(corpus.sysconfig, "get_python_version", lambda: "3.99")
+    assert corpus.version_of(Path("/opt/cpython/Lib")) == "3.99"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
