@@ -80,13 +80,13 @@ def licence_of(package: metadata.PackageMetadata) -> str | None:
     return named[0] if named and not any(RESTRICTIVE.search(text) for text in texts) else None
 
 
-def installed_sources(site: Path | None = None) -> list[Source]:
-    """Return the packages of permissive licences with their Python files, in the order of their names.
+def package_sources(path: Sequence[str]) -> list[Source]:
+    """Return the packages of permissive licences in some folders with their Python files, in the order of their names.
 
-    They are the installed ones and others in `site`, a folder that `pip install --target` filled.
+    Of a package that is in several folders, the last one counts.
     """
     sources = {}
-    for package in metadata.distributions(path=[*([] if site is None else [str(site)]), *sys.path]):
+    for package in metadata.distributions(path=path):
         name, licence = package.metadata["Name"], licence_of(package.metadata)
         modules = [file for file in package.files or () if file.suffix == ".py"]
         files = [Path(str(file.locate())) for file in modules if not LEFT_OUT & set(file.parts)]
@@ -96,9 +96,9 @@ def installed_sources(site: Path | None = None) -> list[Source]:
 
 
 def version_of(stdlib: Path) -> str:
-    """Return the version of a standard library by the name of its folder, or else that of this Python."""
-    named = re.search(r"\d+\.\d+$", stdlib.name)
-    return named[0] if named else sysconfig.get_python_version()
+    """Return the version of a standard library by its folder, as in lib/python3.11, or else that of this Python."""
+    named = re.fullmatch(r"python(\d+\.\d+)t?", stdlib.name)
+    return named[1] if named else sysconfig.get_python_version()
 
 
 def stdlib_files(stdlib: Path) -> tuple[list[Path], list[Path]]:
@@ -158,8 +158,8 @@ def read_corpus(
 
     Args:
         stdlib: directory of the standard library; None is that of this Python.
-        site: directory of more packages than are installed; None is none.
-        packages: whether packages belong to the corpus.
+        site: directory of packages that belong to the corpus, as `pip install --target` fills; None is none.
+        packages: whether installed packages belong to it. One that is in `site`, too, is taken as installed.
         validation_share: one package, or one file of the standard library, of so many is for validation.
 
     Returns:
@@ -173,7 +173,8 @@ def read_corpus(
     directory = Path(sysconfig.get_paths()["stdlib"]) if stdlib is None else stdlib
     training_files, held_out_files = stdlib_files(directory)
     python = Source(STDLIB, version_of(directory), "PSF-2.0", training_files)
-    sources = [python, *(installed_sources(site) if packages else ())]
+    path = [*([] if site is None else [str(site)]), *(sys.path if packages else [])]
+    sources = [python, *package_sources(path)]
     lines, training, validation = Lines(), {}, []
     # A fork of a process with JAX may hang, so the others start anew.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -623,11 +623,9 @@ def main() -> None:
         "--minutes", type=float, default=15, help="time for training; compiling and reading need 2 to 4 more"
     )
     parser.add_argument("--stdlib", type=Path, help="standard library to train on, by default that of this Python")
+    parser.add_argument("--site", type=Path, help="folder of packages to train on, as `pip install --target` fills")
     parser.add_argument(
-        "--site", type=Path, help="folder of more packages to train on, as `pip install --target` fills"
-    )
-    parser.add_argument(
-        "--packages", action=argparse.BooleanOptionalAction, default=True, help="whether to train on them"
+        "--packages", action=argparse.BooleanOptionalAction, default=True, help="whether to train on installed ones"
     )
     parser.add_argument("--num-tokens", type=int, default=65536, help="tokens per step, at least 8192")
     parser.add_argument("--num-samples", type=int, default=32 * ROWS_PER_CALL, help="continuations that the draft sees")

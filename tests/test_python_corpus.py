@@ -83,6 +83,7 @@ def test_a_small_corpus(corpus, tmp_path):
 
 
 def test_packages_of_a_folder(corpus, tmp_path, monkeypatch):
+    good = "def add_{0}(first_{0}, second_{0}):\n    return first_{0} + second_{0}\n" * 6
     installed, site = tmp_path / "installed", tmp_path / "site"
     for folder, name, version, licence in [
         (installed, "both", "2", "MIT"),
@@ -94,18 +95,38 @@ def test_packages_of_a_folder(corpus, tmp_path, monkeypatch):
         about.mkdir(parents=True)
         (about / "METADATA").write_text(f"Name: {name}\nVersion: {version}\nLicense: {licence}\n")
         (about / "RECORD").write_text(f"{name}.py,,\n{name}/tests/case.py,,\n")
+        (folder / f"{name}.py").write_text(good.format(f"{name}_{version}"))
     monkeypatch.setattr(corpus.sys, "path", [str(installed)])
-    found = {source.name: (source.version, source.files) for source in corpus.installed_sources(site)}
+    found = {
+        source.name: (source.version, source.files) for source in corpus.package_sources([str(site), str(installed)])
+    }
     assert found == {"both": ("2", [installed / "both.py"]), "extra": ("3", [site / "extra.py"])}
-    assert [source.name for source in corpus.installed_sources()] == ["both"]
+
+    stdlib = tmp_path / "python3.9"
+    stdlib.mkdir()
+    for module in ("heapq", "other"):
+        (stdlib / f"{module}.py").write_text(good.format(module))
+
+    def versions(**options) -> dict[str, str]:
+        return {
+            source.name: source.version
+            for source in corpus.read_corpus(stdlib, **options, validation_share=2**32).sources
+        }
+
+    assert versions() == {"Python": "3.9", "both": "2"}
+    assert versions(site=site) == {"Python": "3.9", "both": "2", "extra": "3"}
+    assert versions(site=site, packages=False) == {"Python": "3.9", "both": "1", "extra": "3"}
+    assert versions(packages=False) == {"Python": "3.9"}
     with pytest.raises(ValueError, match=r"site must be a directory of packages, got .*nowhere"):
         corpus.read_corpus(tmp_path, site=tmp_path / "nowhere", packages=False)
 
 
 def test_the_version_of_a_library(corpus, monkeypatch):
     assert corpus.version_of(Path("/opt/lib/python3.9")) == "3.9"
+    assert corpus.version_of(Path("/opt/lib/python3.13t")) == "3.13"
     monkeypatch.setattr(corpus.sysconfig, "get_python_version", lambda: "3.99")
-    assert corpus.version_of(Path("/opt/cpython/Lib")) == "3.99"
+    for folder in ("/opt/cpython/Lib", "/opt/cpython-3.14.1", "/usr/lib/python3"):
+        assert corpus.version_of(Path(folder)) == "3.99"
 
 
 @pytest.mark.parametrize(
