@@ -11,8 +11,8 @@ import numpy as np
 from specjax import distributions
 from specjax.keys import DRAFT, stream
 from specjax.loops import as_carry
-from specjax.sampling import Sampling, process
-from specjax.sampling.logits import reads_token_ids
+from specjax.sampling import Sampling
+from specjax.sampling.logits import adjust, reads_token_ids, with_cut
 from specjax.types import Array, Categorical, Context, Draft, PyTree
 from specjax.validation import is_integer
 
@@ -116,7 +116,7 @@ def drawer_of(
 class _Drawn(NamedTuple):
     """What is kept of one draft of each row."""
 
-    row: Categorical | None  # the distribution that it was drawn from, without the temperature, which all drafts share
+    row: Categorical | None  # of D tokens: what it was drawn from, without the temperature, which all drafts share
     is_possible: Array | None  # [B, 1] bool, whether some token of the draft vocabulary is allowed; None: it always is
 
 
@@ -198,28 +198,33 @@ class Drawer:
         return self._draft(*self._draw(self.keys, logits, drafts, 0))
 
     def _draw(self, keys: Array, logits: Array, drafts: Array, first: Array | int) -> tuple[Array, _Drawn]:
-        """Draw a token [B, T] from each row of logits [B, T, D], of which row 0 is for the draft `first`."""
-        reads_ids = reads_token_ids(self.sampling)
-        if reads_ids:
-            logits = widen(logits, self.reduced)
-        row = process(self.sampling, logits, self.context, drafts, first)
+        """Draw a token [B, T] from each row of logits [B, T, D], of which row 0 is for the draft `first`.
+
+        The noise of a token belongs to its place among those that are drawn from. So all rows draw from the D tokens in
+        every step: what a row draws does not depend on what the other rows of its batch ask for.
+        """
+        is_possible = None
+        if reads_token_ids(self.sampling):
+            logits = adjust(self.sampling, widen(logits, self.reduced), self.context, drafts, first)
+            if self.reduced is not None:
+                logits = logits[..., self.reduced.target_ids]
+            if self.is_partial or self.reduced is not None:
+                is_possible = jnp.any(logits > -jnp.inf, axis=-1)
+        row = with_cut(self.sampling, logits)
         if self.is_greedy:
             best = distributions.normalize(row, argmax=True).argmax
             assert best is not None, "it was asked for"
             token, kept = best, None
         else:
             token, kept = distributions.sample(keys, row), row._replace(temperature=None)
-        if reads_ids and (self.is_partial or self.reduced is not None):
-            return token, _Drawn(kept, jnp.any(row.logits > -jnp.inf, axis=-1))
-        if self.reduced is None:
-            return token, _Drawn(kept, None)
-        return self.reduced.target_ids[token], _Drawn(kept, None)
+        if self.reduced is not None:
+            token = self.reduced.target_ids[token]
+        return token, _Drawn(kept, is_possible)
 
     def _draft(self, tokens: Array, drawn: _Drawn) -> Draft:
         row, is_possible = drawn
         if row is not None:
-            logits = row.logits if reads_token_ids(self.sampling) else widen(row.logits, self.reduced)
-            row = row._replace(logits=logits, temperature=self.sampling.temperature)
+            row = row._replace(logits=widen(row.logits, self.reduced), temperature=self.sampling.temperature)
         if is_possible is None:
             return Draft(tokens, row)
         return Draft(tokens, row, jnp.sum(jnp.cumprod(is_possible, axis=1), axis=1).astype(jnp.int32))

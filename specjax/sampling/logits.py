@@ -2,7 +2,8 @@
 
 Plain and speculative decoding, target and draft, all use `process`. It applies, in this order: the request's own logits
 processors; logit bias; the masks (allowed tokens, guided decoding, bad words, min_tokens); repetition, frequency and
-presence penalties; temperature; min-p; top-k; top-p.
+presence penalties; temperature; min-p; top-k; top-p. Up to the penalties it is `adjust`, which reads token ids; the rest
+is `with_cut`, which reads the logits alone.
 """
 
 from typing import Any, NamedTuple
@@ -51,12 +52,28 @@ def process(
         ValueError: an argument has a wrong shape or dtype, a grammar has another vocabulary, a guided context has no
             state, or a logits processor returns no logits of its shape or is given a part of a vocabulary.
     """
+    logits = adjust(sampling, logits, context, drafts, first, axis_name=axis_name)
+    return with_cut(sampling, logits, axis_name=axis_name)
+
+
+def adjust(
+    sampling: Sampling,
+    logits: Array,
+    context: Context,
+    drafts: Array,
+    first: Array | int = 0,
+    *,
+    axis_name: str | None = None,
+) -> Array:
+    """Return the logits after all that treats tokens by their ids: processors, bias, masks and penalties.
+
+    The arguments and errors are those of `process`, and so is the shape of the result.
+    """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
     check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
     check_array("drafts", drafts, "[B, K]", (*context.length.shape, None), jnp.integer)
-    shape = logits.shape
-    row = (first + jnp.arange(shape[1], dtype=jnp.int32))[None]  # [1, T], number of drafts before each row
-    part = _Part(shape[-1], axis_name)
+    row = (first + jnp.arange(logits.shape[1], dtype=jnp.int32))[None]  # [1, T], number of drafts before each row
+    part = _Part(logits.shape[-1], axis_name)
     if sampling.logits_processors is not None:
         if axis_name is not None:
             raise ValueError(f"logits_processors must be None with axis_name={axis_name!r}: they take whole rows")
@@ -68,11 +85,26 @@ def process(
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     if any(penalty is not None for penalty in penalties):
         logits = _penalize(*penalties, logits, context, drafts, row, part)
+    return logits
+
+
+def with_cut(sampling: Sampling, logits: Array, *, axis_name: str | None = None) -> Categorical:
+    """Return the distributions of logits [B, T, V] with each request's temperature, min-p, top-k and top-p.
+
+    The logits may be of any part of the vocabulary that tokens are drawn from, as nothing here depends on ids.
+
+    Args:
+        sampling: the sampling parameters of the batch.
+        logits: [B, T, V], as `adjust` returns them.
+        axis_name: as `process` takes it.
+    """
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return Categorical(logits, sampling.temperature)
 
     def by_row(field: Array | None) -> Array | None:
-        return None if field is None else jax.lax.stop_gradient(jnp.broadcast_to(field[:, None], shape[:2]))
+        if field is None:
+            return None
+        return jax.lax.stop_gradient(jnp.broadcast_to(field[:, None], logits.shape[:2]))
 
     cut = min_logit(
         jax.lax.stop_gradient(logits),
@@ -86,7 +118,7 @@ def process(
 
 
 def reads_token_ids(sampling: Sampling) -> bool:
-    """Return whether `process` treats tokens differently by their ids, and not by their logits alone."""
+    """Return whether `adjust` changes any logits; without it tokens are treated by their logits alone."""
     by_logits = "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop_tokens"
     return any(value is not None for name, value in sampling._asdict().items() if name not in by_logits)
 
