@@ -22,6 +22,7 @@ from test_slots import (
     CAPACITIES,
     CHUNK,
     EOS,
+    GRAMMARS,
     KINDS,
     MAX_LENGTH,
     NUM_PAGES,
@@ -67,7 +68,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def proposer():
-    return make_proposer("draft_model", make(1))
+    return make_proposer("reduced", make(1))
 
 
 FEW = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=0)  # programs are quick to compile
@@ -126,6 +127,18 @@ def test_asynchronous_callers(engine, target, proposer):
 
     for request, result in zip(requests, asyncio.run(call()), strict=True):
         assert result.token_ids == expected(target, proposer, request)
+
+
+def test_beside_one_request_of_every_use(engine, target, proposer):
+    """Where it runs with one other that asks for samples, log-probabilities, a grammar or penalties, or is greedy."""
+    request = seeded(2, 2)[1]
+    tokens = expected(target, proposer, request)
+    others = {"n": 2}, {"logprobs": 3}, {"guided_decoding": GRAMMARS[0]}, {"presence_penalty": 1.0}, {"temperature": 0}
+    for i, params in enumerate(others):
+        other = engine.submit([1, 2, i], SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | params)))
+        own = engine.submit(request.prompt.tolist(), request.params)
+        assert own.result(timeout=120).token_ids == tokens, params
+        other.result(timeout=120)
 
 
 def test_samples_are_ranked_by_their_log_probability(engine):

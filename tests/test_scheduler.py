@@ -73,7 +73,7 @@ class Device(Slots):
 def slots_of(target, pool):
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)  # most drafts are right
-    return Device(target, make_proposer("draft_model", replace(target, params=near)), **sizes)
+    return Device(target, make_proposer("reduced", replace(target, params=near)), **sizes)
 
 
 def scheduler_of(device):
@@ -271,7 +271,7 @@ def guided_kinds():
 
 @pytest.mark.parametrize("device", [PLENTY, pytest.param(FEW, marks=pytest.mark.slow)], indirect=True)
 def test_grammars_survive_preemption_and_wait_for_a_place(device):
-    requests = some_jobs(10, 6, guided_kinds())
+    requests = some_jobs(10, 8, guided_kinds())
     jobs = [job_of(request, grammar=request.params.guided_decoding) for request in requests]
     scheduler, tables = scheduler_of(device)
     together, preempt = set(), preempting(scheduler)
@@ -351,7 +351,7 @@ def test_the_number_of_drafts_follows_the_load(target):
     pool = PLENTY, PAGE_SIZE
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)
-    proposer = make_proposer("draft_model", replace(target, params=near))
+    proposer = make_proposer("reduced", replace(target, params=near))
     device = Device(target, proposer, verifier=verifiers.match, draft_lengths=(0, 3), **sizes)
     assert device.draft_lengths == (3, 0)
     seen = []

@@ -17,6 +17,8 @@ from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables
 from specjax.engine.slots import Slots, chunk_at, empty, request
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers.drawing import reduced_vocabulary
+from specjax.proposers.feature_draft import feature_draft
 from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, of_request, restrict, use_of
 from specjax.sampling.guided import Grammar
@@ -87,10 +89,47 @@ def draft():
     return make(1)
 
 
+@dataclass(frozen=True)
+class WholeModelHead:
+    """A head that is a whole model and does not need the features that it gets. It scores the tokens `IDS` alone."""
+
+    model: Any  # without its parameters
+    hidden_size = VOCAB  # its output is the logits of all tokens
+
+    def feature(self, params, features):
+        return features.hidden
+
+    def __call__(self, params, inputs, feature, cache):
+        output, cache = self.model.apply(params["model"], inputs, cache)
+        return output.logits, cache
+
+    def recurrent(self, params, output):
+        return output
+
+    def logits(self, params, output):
+        return output[..., IDS]
+
+    def init_cache(self, num_pages, page_size, dtype):
+        return self.model.init_cache(num_pages, page_size)
+
+
+IDS = np.random.default_rng(0).permutation(VOCAB)[:23]  # the tokens of a reduced draft vocabulary, in some order
+
+
+def reduced_drafter(draft):
+    params = {"model": draft.params, "embedding": np.zeros((1, 1), np.float32)}
+    return feature_draft(WholeModelHead(replace(draft, params=None)), params, 3, reduced_vocabulary(IDS, VOCAB), None)
+
+
 def make_proposer(name, draft):
-    return (
-        proposers.draft_model(draft, 3) if name == "draft_model" else {"ngram": proposers.ngram(3), "none": None}[name]
-    )
+    make = {
+        "none": lambda: None,
+        "ngram": lambda: proposers.ngram(3),
+        "draft_model": lambda: proposers.draft_model(draft, 3),
+        "reduced": lambda: reduced_drafter(draft),
+        "fallback": lambda: proposers.fallback(proposers.ngram(2), reduced_drafter(draft)),
+    }
+    return make[name]()
 
 
 @dataclass
@@ -339,7 +378,8 @@ def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=(*KI
 
 EVERY_END = {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
 SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("ngram", "block", True)]
-SLOW += [("draft_model", "match", True), ("ngram", "rejection", False)]
+SLOW += [("draft_model", "match", True), ("ngram", "rejection", False), ("reduced", "block", False)]
+SLOW += [("fallback", "rejection", True)]
 
 
 def test_any_schedule_gives_each_request_its_tokens(target, draft):
@@ -348,6 +388,11 @@ def test_any_schedule_gives_each_request_its_tokens(target, draft):
     kinds[1:3] = [replace(kind, guided_decoding=g) for kind, g in zip(kinds[1:3], GRAMMARS, strict=True)]
     given = target, make_proposer("draft_model", draft), "rejection", True
     assert run_and_compare(*given, varies=False, kinds=kinds) == EVERY_END
+
+
+def test_beside_requests_of_every_use(target, draft):
+    """A drafter of fewer tokens draws the same whether or not a neighbour's parameters read token ids."""
+    run_and_compare(target, make_proposer("reduced", draft), "rejection", True)
 
 
 def test_a_model_without_pages(target):
