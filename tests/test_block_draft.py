@@ -33,10 +33,10 @@ SPECULATORS = {
 D2T = np.sort(np.random.default_rng(3).permutation(VOCAB)[:REDUCED]) - np.arange(REDUCED)
 
 
-def shapes_of(rows=VOCAB, own_tables=False, rank=0, confidence=0):
+def shapes_of(rows=VOCAB, own_tables=False, rank=0, confidence=0, has_bias=False):
     shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for i in range(NUM_LAYERS):
-        shapes |= heads.layer_shapes(f"layers.{i}", has_head_norms=True)
+        shapes |= heads.layer_shapes(f"layers.{i}", has_bias, has_head_norms=True)
     if own_tables:
         shapes |= {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (rows, HIDDEN)}
     if rank:
@@ -47,7 +47,7 @@ def shapes_of(rows=VOCAB, own_tables=False, rank=0, confidence=0):
 
 
 CASES = {  # config, shapes of the tensors, layers of the target, whether the pending token gives the first draft
-    "authors": (AUTHORS, shapes_of(), (1, 2), False),
+    "authors": (AUTHORS, shapes_of(has_bias=True), (1, 2), False),
     "window": (
         AUTHORS
         | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True},

@@ -105,6 +105,15 @@ class TestStopStrings:
             assert output.token_ids == ids[:covering]
             assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
+    @pytest.mark.parametrize("stop", [["e", "t"], ["t", "e"], ["he", "th", "t"]])
+    def test_the_earliest_counts(self, tokenizer, stop):
+        """Where one token completes several."""
+        ids = encode(tokenizer, "a") + encode(tokenizer, "the")
+        assert len(ids) == 2
+        output = Detokenizer(tokenizer, [0], SamplingParams(stop=stop))
+        output.extend(ids)
+        assert output.text(0, len(output.token_ids)) == "a" and output.stop_reason == "t"
+
     def test_what_is_included_is_not_held_back(self, tokenizer):
         for is_included, expected in ((False, ""), (True, "th")):
             params = SamplingParams(stop="thx", include_stop_str_in_output=is_included)

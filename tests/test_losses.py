@@ -147,6 +147,14 @@ def test_the_rate_is_that_of_the_verifier(vocab, temperature):
     np.testing.assert_allclose(rate, (drawn * accepted).sum(), atol=1e-6)
 
 
+def test_greedy_drafts_agree_by_the_ids_of_the_target():
+    """The most likely draft tokens 0 to 3 are tokens 0, 2, 3 and 5 of the target."""
+    target = jax.nn.one_hot(jnp.array([0, 2, 3, 5, 1, 3]), VOCAB)
+    draft = jax.nn.one_hot(jnp.array([0, 1, 2, 3, 1, 3]), 4)
+    rate = losses.acceptance_rate(draft, target, temperature=0, vocab=SUBSET)
+    assert rate.tolist() == [1, 1, 1, 1, 0, 0]
+
+
 def test_expected_tokens_are_those_of_rows_that_do_not_depend_on_the_draft():
     """The mean length by enumeration over all drafts of three tokens of three."""
     logits = RNG.normal(size=(2, 4, 3))

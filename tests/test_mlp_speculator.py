@@ -82,6 +82,14 @@ def test_parity(tmp_path, target, form):
     heads.follow(target, proposer, expected, in_pages=form == "tied")
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_the_input_is_scaled_where_the_file_says_so(tmp_path, target, is_scaled):
+    write(tmp_path, scale_input=is_scaled)
+    hidden = 3 * np.random.default_rng(1).normal(size=(1, 1, HIDDEN)).astype(np.float32)
+    expected = rms(hidden) / 2**0.5 if is_scaled else hidden
+    np.testing.assert_allclose(load(tmp_path, target).first(jnp.asarray(hidden)), expected, rtol=1e-5)
+
+
 def test_fewer_drafts_than_the_trained_depth(tmp_path, target):
     """The depth is part of the formula."""
     expected = write(tmp_path)

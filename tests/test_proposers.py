@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from choice import one_of
+from test_eagle import drafter
 
 from specjax import checks, decode, metrics, models, proposers, sampling, scorers, testing
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.split import run_where
 from specjax.sampling import SamplingParams
-from specjax.types import Chunk, Context, Draft
+from specjax.types import Chunk, Context, Draft, Features
 
 VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
@@ -337,6 +338,35 @@ def test_verdict_on_a_proposer():
     testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, one_hot_claim), num_samples=30_000)
     with pytest.raises(AssertionError, match="not lossless on 'rejection'"):
         testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, uniform_claim), num_samples=30_000)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "p_eagle", "medusa"])
+def test_prompts_are_fed_to_their_slots(kind):
+    """By calls of some rows, in any order and with room for more: what is kept is what one call for all rows keeps."""
+    if kind == "draft_model":
+        proposer = proposers.draft_model(testing.bigram_model(jnp.zeros((8, 8))), 2)
+    elif kind == "medusa":
+        proposer = proposers.medusa([{"blocks": [], "head": jnp.zeros((8, 8))}] * 2, vocab_size=8)
+    else:
+        proposer = drafter(kind)
+    rng = np.random.default_rng(0)
+    tokens, count = rng.integers(0, 8, (3, 4), dtype=np.int32), np.array([4, 1, 3], np.int32)
+    hidden, previous = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4, 8), (3, 8)))
+    given = tokens, np.full_like(tokens, -1), np.tile(np.arange(4, dtype=np.int32), (3, 1)), count
+
+    @jax.jit
+    def fed(rows, state):
+        own = jnp.minimum(rows, 2)
+        tokens, following, positions, count = (jnp.asarray(x)[own] for x in given)
+        features, before = (Features(x[own], x[own]) for x in map(jnp.asarray, (hidden, previous)))
+        chunk = Chunk(tokens, following, positions, jnp.where(rows < 3, count, 0), rows[:, None], rows, before)
+        return proposer.prefill(chunk, features, state)
+
+    state = jax.tree.map(lambda x: x + 7, proposer.init(3, 6))  # of the requests before
+    expected = fed(jnp.arange(3), state)
+    for rows in ([2, 3], [1, 0]):
+        state = fed(jnp.array(rows), state)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), state, expected)
 
 
 def test_a_draft_of_some_rows_is_traced_once():

@@ -316,6 +316,21 @@ def test_own_part():
     assert {given: shards.part_size(*given) for given in sizes} == sizes
 
 
+def test_own_draft():
+    """What is padded at the end of the last part has no probability: each draft keeps its own."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("vocab",))
+    logits = jnp.asarray(np.random.default_rng(6).normal(-3, 1, (2, 3, 11)), jnp.float32)
+    tokens = jnp.array([[0, 4, 10], [3, 8, 2]])
+    draft = Draft(tokens, Categorical(logits, jnp.array([1.0, 0.7])))
+
+    def log_prob(draft, axis_name=None):
+        own = shards.own_draft(draft, axis_name).distribution
+        return distributions.token_log_prob(distributions.of_drafts(own, axis_name), tokens)
+
+    split = jax.shard_map(partial(log_prob, axis_name="vocab"), mesh=mesh, in_specs=P(), out_specs=P())
+    np.testing.assert_allclose(jax.jit(split)(draft), log_prob(draft), rtol=1e-6)
+
+
 def test_errors(case):
     with pytest.raises(ValueError, match=r"axis_name must be None or an axis of the jax\.shard_map around the call"):
         verifiers.rejection(*case, axis_name="vocab")

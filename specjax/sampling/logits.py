@@ -2,8 +2,8 @@
 
 Plain and speculative decoding, target and draft, all use `process`. It applies, in this order: the request's own logits
 processors; logit bias; the masks (allowed tokens, guided decoding, bad words, min_tokens); repetition, frequency and
-presence penalties; temperature; min-p; top-k; top-p. Up to the penalties it is `adjust`, which reads token ids; the rest
-is `with_cut`, which reads the logits alone.
+presence penalties; temperature; min-p; top-k; top-p. `adjust` goes up to the penalties, and reads token ids. `with_cut`
+does the rest, and reads nothing but logits.
 """
 
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ def with_cut(sampling: Sampling, logits: Array, *, axis_name: str | None = None)
 
 
 def reads_token_ids(sampling: Sampling) -> bool:
-    """Return whether `adjust` changes any logits; without it tokens are treated by their logits alone."""
+    """Return whether a request may ask `adjust` for something: it then treats tokens differently by their ids."""
     by_logits = "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop_tokens"
     return any(value is not None for name, value in sampling._asdict().items() if name not in by_logits)
 
