@@ -352,20 +352,16 @@ def test_prompts_are_fed_to_their_slots(kind):
     rng = np.random.default_rng(0)
     tokens, count = rng.integers(0, 8, (3, 4), dtype=np.int32), np.array([4, 1, 3], np.int32)
     hidden, previous = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4, 8), (3, 8)))
-    given = tokens, np.full_like(tokens, -1), np.tile(np.arange(4, dtype=np.int32), (3, 1)), count
-
-    @jax.jit
-    def fed(rows, state):
-        own = jnp.minimum(rows, 2)
-        tokens, following, positions, count = (jnp.asarray(x)[own] for x in given)
-        features, before = (Features(x[own], x[own]) for x in map(jnp.asarray, (hidden, previous)))
-        chunk = Chunk(tokens, following, positions, jnp.where(rows < 3, count, 0), rows[:, None], rows, before)
-        return proposer.prefill(chunk, features, state)
-
+    features = Features(hidden, hidden), Features(previous, previous)
+    every = Chunk(tokens, np.full_like(tokens, -1), np.tile(np.arange(4, dtype=np.int32), (3, 1)), count)
+    prefill = jax.jit(proposer.prefill)
     state = jax.tree.map(lambda x: x + 7, proposer.init(3, 6))  # of the requests before
-    expected = fed(jnp.arange(3), state)
-    for rows in ([2, 3], [1, 0]):
-        state = fed(jnp.array(rows), state)
+    expected = prefill(every._replace(previous=features[1]), features[0], state)
+    for rows in np.array([[2, 3], [1, 0]], np.int32):
+        some, (own, before) = jax.tree.map(lambda x, rows=rows: x[np.minimum(rows, 2)], (every, features))
+        count = np.where(rows < 3, some.num_tokens, 0)
+        some = some._replace(num_tokens=count, pages=rows[:, None], rows=rows, previous=before)
+        state = prefill(some, own, state)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), state, expected)
 
 
