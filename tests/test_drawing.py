@@ -12,8 +12,8 @@ from specjax.sampling.guided import Grammar
 from specjax.testing.statistics import chi_square
 from specjax.verifiers.core import canonical
 
-VOCAB, K, SIZE = 200, 3, 12  # tokens of the target, drafts, and the size of the token buffer
-IDS = np.random.default_rng(0).permutation(VOCAB)[:150]  # in no order, and more than one block of draws
+VOCAB, K, SIZE = 1400, 3, 12  # tokens of the target, drafts, and the size of the token buffer
+IDS = np.random.default_rng(0).permutation(VOCAB)[:1100]  # in no order, and of more than two blocks of `distributions`
 
 
 def lower_the_last_token(logits, context):

@@ -351,7 +351,7 @@ def test_the_number_of_drafts_follows_the_load(target):
     pool = PLENTY, PAGE_SIZE
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)
-    proposer = make_proposer("reduced", replace(target, params=near))
+    proposer = make_proposer("draft_model", replace(target, params=near))
     device = Device(target, proposer, verifier=verifiers.match, draft_lengths=(0, 3), **sizes)
     assert device.draft_lengths == (3, 0)
     seen = []
