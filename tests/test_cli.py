@@ -16,6 +16,7 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 from specjax import LLM, SamplingParams
 from specjax.cli import _compare, main
 from specjax.engine.slots import Slots
+from specjax.extras import install_command
 
 pytestmark = pytest.mark.slow  # the command
 
@@ -265,7 +266,7 @@ class TestErrors:
         exit_code, _, err = generate(PROMPT)
         assert exit_code == 2
         assert "tokenizers is missing" in err
-        assert "specjax[cli]" in err
+        assert install_command("cli", "tokenizers") in err
 
 
 class TestProcess:

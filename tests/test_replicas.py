@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from specjax.extras import install_command
 from specjax.server import replicas
 from specjax.server.errors import ApiError
 from specjax.server.replicas import Front, ReplicaLost, merged, replies
@@ -233,7 +234,7 @@ class TestReplies:
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specjax.server.ray", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "specjax[ray]"')):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("ray", "ray"))):
         importlib.import_module("specjax.server.ray")
     assert replicas  # which needs no Ray
 

@@ -9,26 +9,25 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
-
 from specjax import verifiers
 from specjax.engine.llm import LLM
-from specjax.server.errors import ApiError
-from specjax.server.replicas import Front, ReplicaLost, replies
-from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
-from specjax.server.served import name_of
+from specjax.extras import needs
 from specjax.validation import is_integer
 
-try:
+with needs("ray"):
+    from starlette.types import ASGIApp, Message, Scope
+
+    from specjax.server.errors import ApiError
+    from specjax.server.replicas import Front, ReplicaLost, replies
+    from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
+    from specjax.server.served import name_of
+
     serve: Any = import_module("ray.serve")  # by its name: type checkers take the package ray for this file
     from ray.exceptions import RayActorError, TaskCancelledError  # pyright: ignore[reportMissingImports]
     from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
         BackPressureError,
         DeploymentUnavailableError,
     )
-except ModuleNotFoundError as error:
-    message = 'specjax.server.ray needs Ray Serve, install it with: pip install "specjax[ray]"'
-    raise ModuleNotFoundError(message, name=error.name) from error
 
 HEALTH_SECONDS = 2.0  # between two checks of a replica's health, and between its reports
 FRONT = "Front"  # name of its deployment
