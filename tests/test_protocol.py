@@ -147,7 +147,7 @@ REFUSED = [
     ("bad_words", ["x"] * 65, "bad_words", "at most 64"),
     ("stream_options", {"include_usage": True}, "stream_options", "unless stream is true"),
     ("suffix", "end", "suffix", "not supported"),
-    ("store", True, "store", "not supported"),
+    ("guided_grammar", "x", "guided_grammar", "not supported"),
     ("priority", 2**40, "priority", "an integer in"),
     ("guided_regex", "x" * 5000, "guided_regex", "at most 4096"),
     ("guided_choice", [], "guided_choice", "one or more strings"),

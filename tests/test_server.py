@@ -691,7 +691,12 @@ HOSTILE = {  # name: path, fields, status, words of the message
     "half a million stop strings": ("completion", {"stop": ["x"] * 500_000}, 400, "stop must be a list of at most"),
     "fifty thousand bad words": ("completion", {"bad_words": ["x"] * 50_000}, 400, "bad_words must be"),
     "many stop ids": ("completion", {"stop_token_ids": [5] * 10_000}, 400, "stop_token_ids must be"),
-    "log-probabilities of the prompt": ("completion", {"prompt_logprobs": -1}, 400, "prompt_logprobs is not supported"),
+    "log-probabilities of the prompt": (
+        "completion",
+        {"prompt_logprobs": -1},
+        400,
+        "prompt_logprobs must be an integer in",
+    ),
     "log-probabilities of all tokens": ("completion", {"logprobs": -1}, 400, "logprobs must be"),
     "stop ids outside the vocabulary": ("completion", {"stop_token_ids": [300]}, 400, "token ids in"),
     "negative stop ids": ("completion", {"stop_token_ids": [-1]}, 400, "token ids in"),

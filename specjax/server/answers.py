@@ -53,7 +53,7 @@ def _envelope(call: Call, head: Head, served: Served, kind: str, choices: list[d
         "id": head.id,
         "object": kind,
         "created": head.created,
-        "model": served.name,
+        "model": call.model,
         "system_fingerprint": served.fingerprint,
         "choices": choices,
     }

@@ -24,21 +24,21 @@ from specjax.engine.requests import Piece, Result
 from specjax.server import answers, protocol
 from specjax.server.answers import ChoiceStream
 from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, read_json, submit
+from specjax.server.docs_page import docs_page
 from specjax.server.errors import ApiError, api_error
-from specjax.server.fields import Fields, check_tree
 from specjax.server.guard import Guard
-from specjax.server.messages import MAX_TEXT_LENGTH, encode_chat, read_messages, read_template_arguments
 from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
+from specjax.server.operations import openapi, operations
 from specjax.server.protocol import Call
 from specjax.server.remote import RemoteEngine
-from specjax.server.served import Served
-from specjax.server.tools import read_tools
+from specjax.server.served import Served, tokenizer_info
 
 LAST_WORDS_SECONDS = 5.0  # for the error that ends a stream
 DONE = b"data: [DONE]\n\n"
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
+PAGE_HEADERS = {"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"}
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second is for proxies
 
 
@@ -81,24 +81,36 @@ class App:
         self._started = int(time.time())
         self._metrics = ServerMetrics(engine, served.name)
         self._page = resources.files("specjax.server").joinpath("page.html").read_text(encoding="utf-8")
-        routes = [
-            Route("/", self._show_page),
-            Route("/health", self._health),
-            Route("/version", self._version),
-            Route("/metrics", self._write_metrics),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-        ]
+        handlers = {
+            "/": self._show_page,
+            "/docs": self._show_docs,
+            "/openapi.json": self._describe,
+            "/health": self._health,
+            "/version": self._version,
+            "/metrics": self._write_metrics,
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/v1/completions": self._completions,
+            "/v1/chat/completions": self._chat,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/tokenizer_info": self._tokenizer_info,
+        }
+        listed = operations(served)
+        self._description = openapi(listed, bool(api_keys))
+        routes = [Route(each.path, handlers[each.path], methods=[each.method]) for each in listed]
         self.routes = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         self.routes.router.redirect_slashes = False  # a redirection would repeat the header Host
         self.guard = Guard(self.routes, api_keys, is_local=is_local and not api_keys)
 
     async def _show_page(self, http: HttpRequest) -> Response:
-        return HTMLResponse(self._page, headers={"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"})
+        return HTMLResponse(self._page, headers=PAGE_HEADERS)
+
+    async def _show_docs(self, http: HttpRequest) -> Response:
+        return HTMLResponse(docs_page(self._description), headers=PAGE_HEADERS)
+
+    async def _describe(self, http: HttpRequest) -> Response:
+        return JSONResponse(self._description)
 
     async def _health(self, http: HttpRequest) -> Response:
         is_well = self.engine.is_running and not self.guard.is_ending
@@ -114,33 +126,38 @@ class App:
         """Return the numbers of the server in the text format of Prometheus."""
         return self._metrics.text()
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._served.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "specjax",
+            "root": self._served.name,
             "max_model_len": self._served.max_length,
             "num_draft_tokens": self._about.num_draft_tokens,
             "verifier": self._about.verifier,
         }
 
     async def _models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._served.names]})
 
     async def _model(self, http: HttpRequest) -> Response:
-        if http.path_params["name"] != self._served.name:
-            raise ApiError(404, f"the only model is {self._served.name}", param="model", code="model_not_found")
-        return JSONResponse(self._card())
+        name = http.path_params["name"]
+        if not self._served.is_called(name):
+            names = " or ".join(self._served.names)
+            raise ApiError(404, f"the only model is {names}", param="model", code="model_not_found")
+        return JSONResponse(self._card(name))
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        tokens = await in_thread(lambda: _tokenized(body, self._served))
-        return JSONResponse({"count": len(tokens), "max_model_len": self._served.max_length, "tokens": tokens})
+        return JSONResponse(await in_thread(lambda: protocol.tokenize(body, self._served)))
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        return JSONResponse({"prompt": await in_thread(lambda: _detokenized(body, self._served))})
+        return JSONResponse(await in_thread(lambda: protocol.detokenize(body, self._served)))
+
+    async def _tokenizer_info(self, http: HttpRequest) -> Response:
+        return JSONResponse(await in_thread(lambda: tokenizer_info(self._served)))
 
     async def _completions(self, http: HttpRequest) -> Response:
         return await self._answer(http, protocol.parse_completion)
@@ -152,9 +169,8 @@ class App:
         """Return the answer to a request for completions, of which `parse` reads the body."""
         body, start = await read_json(http), time.perf_counter()
         deadline = start + self._timeout
-        has_kinds = _take_kinds(body)
         call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
-        answer, seconds = _Answer(self, call, requests, has_kinds, start), deadline - time.perf_counter()
+        answer, seconds = _Answer(self, call, requests, start), deadline - time.perf_counter()
         try:
             if call.stream:
                 events = answer.events()
@@ -184,9 +200,9 @@ class App:
 class _Answer:
     """The answer to a call that came at `start`, whole or as the events of a stream."""
 
-    def __init__(self, app: App, call: Call, requests: Sequence[Pending], has_kinds: bool, start: float):
+    def __init__(self, app: App, call: Call, requests: Sequence[Pending], start: float):
         self._served, self._metrics, self._start = app._served, app._metrics, start
-        self._call, self._requests, self._has_kinds = call, requests, has_kinds
+        self._call, self._requests = call, requests
         self._head = answers.new_head(call)
 
     async def _results(self) -> list[Result]:
@@ -205,7 +221,7 @@ class _Answer:
         call = self._call
         writers = [
             [
-                _Writer(ChoiceStream(call, prompt, sample, self._head, self._served), self._has_kinds)
+                _Writer(ChoiceStream(call, prompt, sample, self._head, self._served), call.has_token_kinds)
                 for sample in range(call.params.n)
             ]
             for prompt in range(len(call.prompts))
@@ -317,52 +333,6 @@ class _EventStream(Response):
 def event(body: dict[str, Any]) -> bytes:
     """Return an event of a stream."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _take_kinds(body: Any) -> bool:
-    """Take the field return_token_kinds out of a body, which is no part of OpenAI's protocol."""
-    value = body.pop("return_token_kinds", None) if isinstance(body, dict) else None
-    if not (value is None or isinstance(value, bool)):
-        raise ApiError(400, "return_token_kinds must be true or false", param="return_token_kinds")
-    if value and not body.get("stream"):
-        raise ApiError(400, "return_token_kinds must be false unless stream is true", param="return_token_kinds")
-    return bool(value)
-
-
-def _fields(body: Any, served: Served) -> Fields:
-    """Return a reader of a body that may name the model."""
-    check_tree(body)
-    fields = Fields(body)
-    if (name := fields.any("model")) is not None:
-        protocol.check_model(name, served)
-    return fields
-
-
-def _tokenized(body: Any, served: Served) -> list[int]:
-    """Return the token ids that a body of /tokenize asks for: of a prompt, or of the messages of a chat."""
-    fields = _fields(body, served)
-    if fields.any("messages") is not None:
-        messages, arguments = read_messages(fields), read_template_arguments(fields)
-        tools, _ = read_tools(fields)
-        fields.finish()
-        return encode_chat(served, messages, tools and tools.described, arguments)
-    fields.require("prompt", "a string")
-    prompt = fields.text("prompt", MAX_TEXT_LENGTH) or ""
-    has_special = fields.boolean("add_special_tokens", True)
-    fields.finish()
-    return served.tokenizer.encode(prompt, add_special_tokens=has_special).ids
-
-
-def _detokenized(body: Any, served: Served) -> str:
-    """Return the text of the token ids in a body of /detokenize."""
-    fields = _fields(body, served)
-    expected = f"a list of token ids in [0, {served.vocab_size})"
-    fields.require("tokens", expected)
-    tokens = fields.items("tokens", MAX_TEXT_LENGTH) or []
-    if not all(type(token) is int and 0 <= token < served.vocab_size for token in tokens):
-        raise fields.refuse("tokens", expected)
-    fields.finish()
-    return served.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

@@ -24,7 +24,16 @@ from specjax.sampling import SamplingParams
 from specjax.server.served import Served
 
 TOLD = {kind.__name__: kind for kind in (QueueFull, CancelledError, ValueError)}  # errors that clients are told
-_VALUES = "name", "vocab_size", "max_length", "eos_token_ids", "defaults", "fingerprint"  # of `Served`
+_VALUES = (  # of `Served`
+    "name",
+    "vocab_size",
+    "max_length",
+    "eos_token_ids",
+    "defaults",
+    "fingerprint",
+    "aliases",
+    "takes_any_name",
+)
 
 
 def write_question(kind: str, number: int, *content: Any) -> bytes:
