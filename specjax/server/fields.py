@@ -126,7 +126,9 @@ class Kind:
 class Boolean(Kind):
     """True or false."""
 
-    expected = "true or false"
+    @property
+    def expected(self) -> str:
+        return "true or false"
 
     def takes(self, value: Any) -> bool:
         return isinstance(value, bool)
@@ -322,8 +324,11 @@ class ListOf(Kind):
 class Free(Kind):
     """An object of any fields."""
 
-    expected = "an object"
     most: int | None = None  # fields
+
+    @property
+    def expected(self) -> str:
+        return "an object"
 
     def takes(self, value: Any) -> bool:
         return isinstance(value, dict)
@@ -349,10 +354,13 @@ class Object(Kind):
         is_open: whether other fields are ignored; else they are errors unless they are null.
     """
 
-    expected = "an object"
     fields: Mapping[str, Kind]
     required: Sequence[str] = ()
     is_open: bool = False
+
+    @property
+    def expected(self) -> str:
+        return "an object"
 
     def takes(self, value: Any) -> bool:
         return isinstance(value, dict)

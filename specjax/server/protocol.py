@@ -112,7 +112,7 @@ def parse_completion(body: Any, served: Served) -> Call:
     echo, top, max_tokens = given.get("echo", False), given.get("logprobs"), given.get("max_tokens")
     if max_tokens == 0 and not echo:
         Integer(1, served.max_length).read(max_tokens, "max_tokens")
-    answer = read_answer(given, served)
+    answer = read_answer(given)
     if answer["stream"] and echo and top is not None:
         raise BadRequest("logprobs must be null in a stream with echo", "logprobs", "unsupported_parameter")
     prompts, texts = _encode_prompts(given, served, echo, max_tokens or 1)
@@ -155,7 +155,7 @@ def parse_chat(body: Any, served: Served) -> Call:
     if len(set(limits)) > 1:
         raise refusal(names[1], f"{names[0]} = {limits[0]} or null", limits[1])
     max_tokens = limits[0] if limits else None
-    answer, constraint = read_answer(given, served), read_constraint(given, schema)
+    answer, constraint = read_answer(given), read_constraint(given, schema)
     prompt = _truncated(encode_messages(given, served, tools), given, served, max_tokens or 1)
     check_length([prompt], served)
     params = read_params(
@@ -287,7 +287,7 @@ def check_length(prompts: Sequence[Sequence[int]], served: Served, max_tokens: i
         )
 
 
-def read_answer(given: Mapping[str, Any], served: Served) -> dict[str, Any]:
+def read_answer(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Call` that concern the answer and not the sampling."""
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:

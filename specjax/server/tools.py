@@ -87,7 +87,7 @@ def choose_tools(given: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any]
     if choice == "required" and len(names) > 1:
         calls = [_call_schema(functions[name]) for name in names]
         return Tools(described, names, is_required=True), {"anyOf": calls}
-    forced = names[0] if choice == "required" else choice.removeprefix("function ")
+    forced = next(iter(functions)) if choice == "required" else choice.removeprefix("function ")
     return Tools(described, (forced,), forced), _arguments_schema(functions[forced])
 
 
