@@ -186,7 +186,7 @@ class App:
     async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Pending]]:
         """Submit what a body asks for."""
         call = await in_thread(lambda: parse(body, self._served))
-        submissions = [Submission(prompt, call.params, call.priority) for prompt in call.prompts]
+        submissions = [Submission(prompt, call.params, call.priority, call.cache_salt) for prompt in call.prompts]
         try:
             return call, await submit(self.engine, submissions)
         except ValueError as error:

@@ -27,6 +27,7 @@ from specjax.server.fields import (
     whole,
 )
 from specjax.server.messages import IGNORED, MAX_TEXT_LENGTH, MESSAGES, TEMPLATE_ARGUMENTS
+from specjax.server.served import MAX_NAME_LENGTH
 from specjax.server.tools import TOOL_FIELDS
 
 MAX_PROMPTS = 128  # prompts of a body
@@ -46,7 +47,7 @@ MAX_SALT_LENGTH = 1024  # characters of a cache_salt
 MAX_PRIORITY = 2**31 - 1  # in both directions
 
 LABEL = Text(MAX_USER_LENGTH, about="A label of the request, and nothing else.")
-MODEL = Text(MAX_USER_LENGTH, about="The name of the model; default: the first that /v1/models lists.")
+MODEL = Text(MAX_NAME_LENGTH, about="The name of the model; default: the first that /v1/models lists.")
 SCHEMA = Free(about="A JSON schema.")
 SCHEMA_TEXT = Either((SCHEMA, Text(MAX_SCHEMA_LENGTH)), about="A JSON schema, or its text.")
 REGEX = Text(MAX_REGEX_LENGTH, about="A regular expression that the whole text matches.")

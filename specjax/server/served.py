@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from specjax.engine.llm import LLM
 
+MAX_NAME_LENGTH = 512  # characters of a name of a model
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -93,12 +94,15 @@ def name_of(model: str | Path | None) -> str:
     return "specjax" if model is None else Path(model).absolute().name  # "." has no name of its own
 
 
-def served(llm: "LLM", name: str) -> Served:
-    """Return what serving the model of an LLM under a name needs.
+def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name: bool = False) -> Served:
+    """Return what serving the model of an LLM under some names needs; the arguments are those of `Served`.
 
     Raises:
-        ValueError: generation_config.json of the checkpoint is damaged.
+        ValueError: generation_config.json of the checkpoint is damaged, or a name is empty or too long.
     """
+    for each in (name, *aliases):
+        if not 0 < len(each) <= MAX_NAME_LENGTH:
+            raise ValueError(f"the name of a model must have 1 to {MAX_NAME_LENGTH} characters, got {each[:100]!r}")
     about = [specjax.__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
     about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm._directory.name]
     about += [str(leaf.dtype) for leaf in jax.tree.leaves(llm.model.params)[:1]]
@@ -111,6 +115,8 @@ def served(llm: "LLM", name: str) -> Served:
         directory=llm._directory,
         defaults=generation_defaults(llm._directory),
         fingerprint="fp_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:12],
+        aliases=tuple(aliases),
+        takes_any_name=takes_any_name,
     )
 
 

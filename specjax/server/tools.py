@@ -124,17 +124,19 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
     calls are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere, or such objects, one or a list of
     them, as the whole text; "parameters" stands for "arguments", too. Only names of the request's tools count. What is
-    no call stays text, and so does an answer that ended before its JSON did.
+    no call stays text, and so does an answer that ended before its JSON did. Where only one call may be, those after it
+    are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if _load(text) is not None else (text, [])
+    most = 1 if tools.is_single else None
     blocks = [_calls_of(match.group(1), tools) for match in _BLOCK.finditer(text)]
     if blocks and all(blocks):
-        return _BLOCK.sub("", text).strip(), [call for block in blocks for call in block]
+        return _BLOCK.sub("", text).strip(), [call for block in blocks for call in block][:most]
     whole = text.strip()
     for prefix in _PREFIXES:
         whole = whole.removeprefix(prefix)
-    calls = _calls_of(whole, tools)
+    calls = _calls_of(whole, tools)[:most]
     return ("", calls) if calls else (text, [])
 
 
