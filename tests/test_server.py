@@ -19,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -240,6 +241,42 @@ class TestAnswers:
         assert "version" in client.call("GET", "/version")[2]
         page = client.call("GET", "/")[2]
         assert "<textarea" in page and not re.search(r"(src|href)=\"(?!data:)|https?:", page)
+
+    def test_names_of_the_model(self, engine, served):
+        with running(engine, replace(served, aliases=("other", "small"))) as client:
+            assert [card["id"] for card in client.call("GET", "/v1/models")[2]["data"]] == ["small", "other"]
+            assert client.call("GET", "/v1/models/other")[2]["root"] == "small"
+            assert [client.complete(model=name)["model"] for name in ("small", "other", None)] == [
+                "small",
+                "other",
+                "small",
+            ]
+            *events, _ = client.events("/v1/completions", completion(model="other", stream=True))
+            assert {event["model"] for event in events} == {"other"}
+            assert client.call("POST", "/v1/completions", completion(model="third"))[0] == 404
+        with running(engine, replace(served, takes_any_name=True)) as client:
+            assert client.complete(model="third")["model"] == "third"
+            assert client.call("GET", "/v1/models/third")[2]["id"] == "third"
+
+    def test_requests_of_another_salt_find_no_prompts(self, client):
+        def cached(**fields):
+            return client.complete(**fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        prompts = [[token] * 60 for token in (5, 6)]
+        assert [cached(prompt=prompts[0], cache_salt=salt) for salt in ("a", "a", "b", "b")] == [0, 48, 0, 48]
+        assert [cached(prompt=prompt) for prompt in (prompts[0], prompts[0], prompts[1])] == [0, 48, 0]
+        assert cached(prompt=prompts[1], cache_salt="a") == 0
+
+    def test_the_tokenizer(self, engine, served, tmp_path):
+        tokens = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "tokenizer_class": "GPT2Tokenizer"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        with running(engine, replace(served, directory=tmp_path)) as client:
+            found = client.call("GET", "/tokenizer_info")[2]
+            expected = tokens | {"eos_token": "</s>", "chat_template": TEMPLATE, "model_max_length": MAX_LENGTH}
+            assert found == expected
+            texts = client.call("POST", "/tokenize", {"prompt": "the cat", "return_token_strs": True})[2]["token_strs"]
+            assert "".join(texts) == "the cat"
 
     def test_metrics(self, client, engine):
         before = client.numbers()

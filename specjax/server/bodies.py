@@ -85,8 +85,8 @@ class Prompts(Kind):
         return prompts
 
     def schema(self) -> dict[str, Any]:
-        text = {"type": "string", "maxLength": MAX_TEXT_LENGTH}
-        ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": self.vocab_size - 1}}
+        text = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT_LENGTH}
+        ids = TokenIds(self.vocab_size, MAX_TEXT_LENGTH).schema() | {"minItems": 1}
         several = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1, "maxItems": MAX_PROMPTS}
         return {"anyOf": [text, ids, several]}
 

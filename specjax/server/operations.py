@@ -130,6 +130,12 @@ CHAT = answer_of(
     ),
     {"prompt_token_ids": INTEGERS, "prompt_logprobs": PROMPT_LOGPROBS},
 )
+EVENT = {
+    "type": "object",
+    "description": "One of the events of a stream, with JSON as its data.",
+    "properties": {"data": STRING},
+    "required": ["data"],
+}
 HTML, TEXT = "text/html", "text/plain"
 
 
@@ -208,7 +214,7 @@ def openapi(listed: list[Operation], has_keys: bool) -> dict[str, Any]:
 def _described(operation: Operation, has_keys: bool) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media_type: {"schema": operation.answer}}
     if operation.is_stream:
-        content["text/event-stream"] = {"schema": STRING}
+        content["text/event-stream"] = {"schema": EVENT}
     statuses = {*OF_ALL, *operation.errors, *(OF_BODIES if operation.body else ())}
     statuses |= {429} if operation.is_stream else set()
     if not has_keys or operation.is_open:
