@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from starlette.types import Receive, Scope, Send
 import specjax
 from specjax.engine.engine import Engine
 from specjax.engine.pending import Pending, arrivals
-from specjax.engine.requests import Piece, Result
-from specjax.server import answers, protocol
-from specjax.server.answers import ChoiceStream
+from specjax.engine.requests import Result
+from specjax.server import protocol
 from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, read_json, submit
 from specjax.server.docs_page import docs_page
 from specjax.server.errors import ApiError, api_error
@@ -32,14 +30,15 @@ from specjax.server.operations import openapi, operations
 from specjax.server.protocol import Call
 from specjax.server.remote import RemoteEngine
 from specjax.server.served import Served, tokenizer_info
+from specjax.server.streams import Answer, CompletionAnswer
 
 LAST_WORDS_SECONDS = 5.0  # for the error that ends a stream
-DONE = b"data: [DONE]\n\n"
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
 PAGE_HEADERS = {"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"}
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second is for proxies
+Parse = Callable[[Any, Served], Call]
 
 
 @dataclass(frozen=True)
@@ -160,30 +159,57 @@ class App:
         return JSONResponse(await in_thread(lambda: tokenizer_info(self._served)))
 
     async def _completions(self, http: HttpRequest) -> Response:
-        return await self._answer(http, protocol.parse_completion)
+        return await self._answer(http, protocol.parse_completion, CompletionAnswer)
 
     async def _chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, protocol.parse_chat)
+        return await self._answer(http, protocol.parse_chat, CompletionAnswer)
 
-    async def _answer(self, http: HttpRequest, parse: Callable[[Any, Served], Call]) -> Response:
-        """Return the answer to a request for completions, of which `parse` reads the body."""
+    async def _answer(self, http: HttpRequest, parse: Parse, make: Callable[[Call, Served], Answer]) -> Response:
+        """Return the answer to a request, of which `parse` reads the body, in the form that `make` writes."""
         body, start = await read_json(http), time.perf_counter()
         deadline = start + self._timeout
         call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
-        answer, seconds = _Answer(self, call, requests, start), deadline - time.perf_counter()
+        answer, seconds = make(call, self._served), deadline - time.perf_counter()
         try:
             if call.stream:
-                events = answer.events()
+                events = self._events(call, requests, answer, start)
                 first = await attended(http.receive, anext(events), seconds)
-                return _EventStream(first, events, deadline - time.perf_counter(), partial(self._give_up, requests))
-            return JSONResponse(await attended(http.receive, answer.body(), seconds))
+                give_up = partial(self._give_up, requests)
+                return _EventStream(first, events, deadline - time.perf_counter(), answer.fail, give_up)
+            results = await attended(http.receive, self._results(requests, start), seconds)
+            return JSONResponse(answer.body(results))
         except BaseException as error:
             self._give_up(requests)
             if isinstance(error, ValueError) and str(error).startswith("guided_decoding"):  # it does not compile
                 raise protocol.bad_parameter(error, call.constraint) from error
             raise
 
-    async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Pending]]:
+    async def _results(self, requests: Sequence[Pending], start: float) -> list[Result]:
+        """Wait for the results of what came at `start`."""
+        results = list(await asyncio.gather(*(request.wait() for request in requests)))
+        for result in results:
+            self._metrics.record_result(result, time.perf_counter() - start)
+        return results
+
+    async def _events(
+        self, call: Call, requests: Sequence[Pending], answer: Answer, start: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events that are there at a time, together; those of a grammar not before it is compiled."""
+        held = answer.start()
+        if call.constraint is None:
+            yield held
+            held = b""
+        last = None
+        async for found in arrivals(requests):
+            now = time.perf_counter()
+            if last is not None:
+                self._metrics.record_gap(now - last)
+            last = now
+            yield held + answer.feed(found)
+            held = b""
+        yield held + answer.finish(await self._results(requests, start))
+
+    async def _begin(self, body: Any, parse: Parse) -> tuple[Call, list[Pending]]:
         """Submit what a body asks for."""
         call = await in_thread(lambda: parse(body, self._served))
         submissions = [Submission(prompt, call.params, call.priority, call.cache_salt) for prompt in call.prompts]
@@ -197,102 +223,6 @@ class App:
         self._metrics.record_abort()
 
 
-class _Answer:
-    """The answer to a call that came at `start`, whole or as the events of a stream."""
-
-    def __init__(self, app: App, call: Call, requests: Sequence[Pending], start: float):
-        self._served, self._metrics, self._start = app._served, app._metrics, start
-        self._call, self._requests = call, requests
-        self._head = answers.new_head(call)
-
-    async def _results(self) -> list[Result]:
-        """Wait for the results."""
-        results = list(await asyncio.gather(*(request.wait() for request in self._requests)))
-        for result in results:
-            self._metrics.record_result(result, time.perf_counter() - self._start)
-        return results
-
-    async def body(self) -> dict[str, Any]:
-        """Return the body of the whole answer."""
-        return answers.answer(self._call, await self._results(), self._head, self._served)
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events that are there at a time, together; those of a grammar not before it is compiled."""
-        call = self._call
-        writers = [
-            [
-                _Writer(ChoiceStream(call, prompt, sample, self._head, self._served), call.has_token_kinds)
-                for sample in range(call.params.n)
-            ]
-            for prompt in range(len(call.prompts))
-        ]
-        flat = [writer for samples in writers for writer in samples]
-        held = b"".join(writer.start() for writer in flat) if call.is_chat or call.echo else b""
-        if call.constraint is None:
-            yield held
-            held = b""
-        last = None
-        async for found in arrivals(self._requests):
-            now = time.perf_counter()
-            if last is not None:
-                self._metrics.record_gap(now - last)
-            last = now
-            for prompt, piece in found:
-                writers[prompt][piece.index].add(piece)
-            yield held + b"".join(writer.take() for writer in flat)
-            held = b""
-        results = await self._results()
-        ended = zip(writers, results, strict=True)
-        yield held + b"".join(writer.finish(result) for samples, result in ended for writer in samples)
-        if call.include_usage:
-            yield event(answers.usage_chunk(call, results, self._head, self._served))
-        yield DONE
-
-
-class _Writer:
-    """Write the events of one choice.
-
-    Args:
-        stream: makes the chunks.
-        has_kinds: whether chunks say how each of their tokens came about; then each has one token with text.
-    """
-
-    def __init__(self, stream: ChoiceStream, has_kinds: bool):
-        self._stream, self._has_kinds = stream, has_kinds
-        self._pieces: list[Piece] = []
-        self._kinds: list[str] = []
-
-    def start(self) -> bytes:
-        return event(self._stream.start())
-
-    def add(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-
-    def take(self) -> bytes:
-        """Return the events of the pieces that were added."""
-        new, self._pieces = self._pieces, []
-        if not new:
-            return b""
-        if not self._has_kinds:
-            chunk = self._stream.feed(new)
-            return b"" if chunk is None else event(chunk)
-        return b"".join(self._with_kind(piece) for piece in new)
-
-    def _with_kind(self, piece: Piece) -> bytes:
-        self._kinds.append(piece.kind)
-        chunk = self._stream.feed([piece])
-        if chunk is None:
-            return b""
-        chunk["choices"][0]["token_kinds"], self._kinds = self._kinds, []
-        return event(chunk)
-
-    def finish(self, result: Result) -> bytes:
-        chunks = self._stream.finish(result)
-        if self._kinds:
-            chunks[-1]["choices"][0]["token_kinds"] = self._kinds
-        return b"".join(map(event, chunks))
-
-
 class _EventStream(Response):
     """Send events as they come, until the client leaves or the time is over; an error is an event, and the last one.
 
@@ -300,13 +230,22 @@ class _EventStream(Response):
         first: the first events.
         events: those that follow.
         seconds: the time.
+        fail: makes the events that tell of an error.
         give_up: is called if they do not come to their end.
     """
 
-    def __init__(self, first: bytes, events: AsyncIterator[bytes], seconds: float, give_up: Callable[[], None]):
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncIterator[bytes],
+        seconds: float,
+        fail: Callable[[ApiError], bytes],
+        give_up: Callable[[], None],
+    ):
         super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self._first, self._events, self._seconds, self._give_up = first, events, seconds, give_up
+        self._first, self._events, self._seconds = first, events, seconds
+        self._fail, self._give_up = fail, give_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_part(content: bytes, *, is_last: bool = False) -> None:
@@ -327,12 +266,7 @@ class _EventStream(Response):
         except (Exception, asyncio.CancelledError) as error:
             self._give_up()
             async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
-                await send_part(event(api_error(error).body), is_last=True)
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """Return an event of a stream."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+                await send_part(self._fail(api_error(error)), is_last=True)
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

@@ -12,11 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specjax.server.app import ERROR_HANDLERS, LAST_WORDS_SECONDS, event
+from specjax.server.app import ERROR_HANDLERS, LAST_WORDS_SECONDS
 from specjax.server.calls import Disconnected, attended, read_body
 from specjax.server.errors import ApiError, api_error
 from specjax.server.guard import Guard
 from specjax.server.metrics import CONTENT_TYPE
+from specjax.server.streams import event
 
 REPORT_SECONDS = 10.0  # after which a replica that has said nothing is not well
 MAX_TRIES = 2  # so that a request that ends a replica does not end all of them
