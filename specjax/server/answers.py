@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from specjax.engine.requests import Completion, Metrics, Piece, Result, TokenLogProbs
 from specjax.server.protocol import Call
 from specjax.server.served import Served
-from specjax.server.tools import find_calls, num_certain
+from specjax.server.tools import CallFinder, find_calls
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
 
@@ -258,10 +258,10 @@ class ChoiceStream:
     def __init__(self, call: Call, prompt: int, sample: int, head: Head, served: Served):
         self._call, self._prompt, self._head, self._served = call, prompt, head, served
         self._index, self._sample = prompt * call.params.n + sample, sample
+        self._finder = CallFinder(call.tools)
         self._tokens: list[int] = []
-        self._text = ""  # of the answer so far
-        self._num_sent = 0  # characters of it that have been sent
-        self._num_listed = 0  # tokens of it whose ids have been sent
+        self._num_received = self._num_sent = 0  # characters of the text that have come, and that have been sent
+        self._num_listed = 0  # tokens whose ids have been sent
         self._is_begun = False  # whether a chunk has been made
 
     def start(self) -> dict[str, Any]:
@@ -276,10 +276,9 @@ class ChoiceStream:
             return None
         first = len(self._tokens)
         self._tokens += [piece.token_id for piece in pieces]
-        self._text += "".join(piece.text for piece in pieces)
-        text = self._text[self._num_sent :]
-        if self._call.tools is not None:
-            text = self._text[self._num_sent : num_certain(self._text, self._call.tools)]
+        new = "".join(piece.text for piece in pieces)
+        self._num_received += len(new)
+        text = self._finder.feed(new)
         if not (text or self._call.has_token_ids) and self._call.top_logprobs is None:
             return None
         start, self._num_sent = self._num_sent, self._num_sent + len(text)
@@ -296,14 +295,13 @@ class ChoiceStream:
             return [self._chunk("", None, "length")]
         ended = next(each for each in result.completions if each.index == self._sample)
         reason, chunks = ended.finish_reason, []
-        if self._call.tools is not None:
-            text, calls = find_calls(self._text[self._num_sent :], self._call.tools)
-            if text:
-                chunks.append(self._chunk({"content": text}))
-            if calls:
-                listed = [{"index": i} | each.body() for i, each in enumerate(calls)]
-                chunks.append(self._chunk({"tool_calls": listed}))
-                reason = "tool_calls" if reason == "stop" else reason
+        text, calls = self._finder.finish()
+        if text:
+            chunks.append(self._chunk({"content": text}))
+        if calls:
+            listed = [{"index": i} | each.body() for i, each in enumerate(calls)]
+            chunks.append(self._chunk({"tool_calls": listed}))
+            reason = "tool_calls" if reason == "stop" else reason
         last = self._chunk({} if self._call.is_chat else "", None, reason)
         last["choices"][0]["stop_reason"] = ended.stop_reason
         return [*chunks, last]
@@ -314,7 +312,7 @@ class ChoiceStream:
             return None
         if self._call.is_chat:
             return {"content": list_chat(self._served, tokens, entries, top), "refusal": None}
-        return list_completion(self._served, tokens, entries, top, start, len(self._text))
+        return list_completion(self._served, tokens, entries, top, start, self._num_received)
 
     def _chunk(self, content: Any, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
         field = "delta" if self._call.is_chat else "text"

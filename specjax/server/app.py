@@ -270,7 +270,7 @@ class _EventStream(Response):
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:
-    return api_error(error).response()
+    return api_error(error).response(http.scope["path"])
 
 
 async def _on_leaving(http: HttpRequest, error: Exception) -> Response:
@@ -280,10 +280,12 @@ async def _on_leaving(http: HttpRequest, error: Exception) -> Response:
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     """Answer to what no route takes."""
     assert isinstance(error, HTTPException), "no other errors come here"
+    path = http.scope["path"]
+    told = ApiError(error.status_code, f"there is nothing at {path}", code="not_found")
     if error.status_code == 405:
-        wrong = f"{http.scope['path']} does not take {http.method}"
-        return ApiError(405, wrong, code="method_not_allowed", headers=error.headers).response()
-    return ApiError(error.status_code, f"there is nothing at {http.scope['path']}", code="not_found").response()
+        wrong = f"{path} does not take {http.method}"
+        told = ApiError(405, wrong, code="method_not_allowed", headers=error.headers)
+    return told.response(path)
 
 
 _TOLD = ApiError, protocol.BadRequest, RuntimeError, TimeoutError, concurrent.futures.CancelledError

@@ -3,6 +3,7 @@
 `bodies` declares what such a body may hold, and `answers` makes what goes back.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Call:
         has_token_kinds: whether a stream says how each token came about.
         tools: the tools that the model may call.
         user: what the client says of its user.
+        repeated: fields that the answer repeats, in protocols whose answers say what was asked for.
     """
 
     is_chat: bool
@@ -96,6 +98,7 @@ class Call:
     has_token_kinds: bool = False
     tools: Tools | None = None
     user: str | None = None
+    repeated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def parse_completion(body: Any, served: Served) -> Call:

@@ -176,7 +176,7 @@ class _Reply:
         if self.is_started:
             await self._send({"type": "http.response.body", "body": event(error.body), "more_body": False})
         else:
-            await error.response()(scope, receive, self._send)
+            await error.response(scope["path"])(scope, receive, self._send)
 
 
 def merged(texts: Mapping[str, str]) -> str:

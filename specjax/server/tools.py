@@ -171,3 +171,27 @@ def num_certain(text: str, tools: Tools) -> int:
         return text.index(_OPENING)
     held = (size for size in range(min(len(text), len(_OPENING) - 1), 0, -1) if _OPENING.startswith(text[-size:]))
     return len(text) - next(held, 0)
+
+
+class CallFinder:
+    """Part the text of an answer, as it comes, into text and calls of tools.
+
+    Args:
+        tools: the tools of the request, None where it has none: then all is text.
+    """
+
+    def __init__(self, tools: Tools | None):
+        self._tools = tools
+        self._text, self._num_given = "", 0  # characters of the text that have been returned
+
+    def feed(self, text: str) -> str:
+        """Take more of the answer, and return what is now certain to be text."""
+        self._text += text
+        size = len(self._text) if self._tools is None else num_certain(self._text, self._tools)
+        start, self._num_given = self._num_given, max(size, self._num_given)
+        return self._text[start : self._num_given]
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """Return the rest of the text, and the calls of the whole answer."""
+        rest = self._text[self._num_given :]
+        return (rest, []) if self._tools is None else find_calls(rest, self._tools)
