@@ -20,7 +20,8 @@ import specjax
 from specjax.engine.engine import Engine
 from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Result
-from specjax.server import protocol
+from specjax.server import anthropic, protocol, responses
+from specjax.server.anthropic import MessageAnswer
 from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, read_json, submit
 from specjax.server.docs_page import docs_page
 from specjax.server.errors import ApiError, api_error
@@ -29,6 +30,7 @@ from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
 from specjax.server.operations import openapi, operations
 from specjax.server.protocol import Call
 from specjax.server.remote import RemoteEngine
+from specjax.server.responses import ResponseAnswer
 from specjax.server.served import Served, tokenizer_info
 from specjax.server.streams import Answer, CompletionAnswer
 
@@ -91,6 +93,9 @@ class App:
             "/v1/models/{name:path}": self._model,
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
+            "/v1/responses": self._respond,
+            "/v1/messages": self._message,
+            "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/tokenizer_info": self._tokenizer_info,
@@ -98,6 +103,8 @@ class App:
         listed = operations(served)
         self._description = openapi(listed, bool(api_keys))
         routes = [Route(each.path, handlers[each.path], methods=[each.method]) for each in listed]
+        # Nothing is there, and a client that asks for what it was told to store is told so.
+        routes.append(Route("/v1/responses/{rest:path}", self._find_response, methods=["GET", "POST", "DELETE"]))
         self.routes = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         self.routes.router.redirect_slashes = False  # a redirection would repeat the header Host
         self.guard = Guard(self.routes, api_keys, is_local=is_local and not api_keys)
@@ -163,6 +170,19 @@ class App:
 
     async def _chat(self, http: HttpRequest) -> Response:
         return await self._answer(http, protocol.parse_chat, CompletionAnswer)
+
+    async def _respond(self, http: HttpRequest) -> Response:
+        return await self._answer(http, responses.parse_response, ResponseAnswer)
+
+    async def _find_response(self, http: HttpRequest) -> Response:
+        raise ApiError(404, f"there is no such response: {responses.NOTHING_STORED}", code="not_found")
+
+    async def _message(self, http: HttpRequest) -> Response:
+        return await self._answer(http, anthropic.parse_message, MessageAnswer)
+
+    async def _count_tokens(self, http: HttpRequest) -> Response:
+        body = await read_json(http)
+        return JSONResponse(await in_thread(lambda: anthropic.count_tokens(body, self._served)))
 
     async def _answer(self, http: HttpRequest, parse: Parse, make: Callable[[Call, Served], Answer]) -> Response:
         """Return the answer to a request, of which `parse` reads the body, in the form that `make` writes."""

@@ -399,6 +399,7 @@ class Tagged(Kind):
     tag: str
     kinds: Mapping[str, Object]  # by the value of the tag, which they do not declare
     noun: str = ""  # what messages say that the tag must be
+    default: str | None = None  # the tag of objects that have none
 
     @property
     def expected(self) -> str:
@@ -412,6 +413,7 @@ class Tagged(Kind):
         if not isinstance(value, dict):
             raise refusal(name, self.expected, value)
         path, tag = f"{name}.{self.tag}" if name else self.tag, value.get(self.tag)
+        tag = self.default if tag is None else tag
         expected = self.noun or f"one of {', '.join(self.kinds)}"
         if tag is None:
             raise missing(path, expected)
@@ -425,7 +427,8 @@ class Tagged(Kind):
         for tag, kind in self.kinds.items():
             schema = kind.schema()
             fields = {self.tag: {"const": tag}} | schema["properties"]
-            alternatives.append(schema | {"properties": fields, "required": [self.tag, *schema.get("required", ())]})
+            required = [*([] if tag == self.default else [self.tag]), *schema.get("required", ())]
+            alternatives.append(schema | {"properties": fields} | ({"required": required} if required else {}))
         return {"oneOf": alternatives}
 
 
@@ -457,10 +460,12 @@ class Unsupported(Kind):
     """A field that is known and not supported, unless it has one of the values that ask for nothing."""
 
     values: Sequence[Any] = ()
+    why: str = ""  # what messages add
 
     def read(self, value: Any, name: str) -> Any:
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.values):
-            raise BadRequest(f"{name} is not supported", name, "unsupported_parameter")
+            why = f": {self.why}" if self.why else ""
+            raise BadRequest(f"{name} is not supported{why}", name, "unsupported_parameter")
         return value
 
     def schema(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The routes, /openapi.json and /docs come from this list, and the bodies in it ar
 from typing import Any, NamedTuple
 
 import specjax
-from specjax.server import bodies
+from specjax.server import anthropic, bodies, responses
 from specjax.server.fields import Kind
 from specjax.server.served import Served
 
@@ -26,6 +26,7 @@ class Operation(NamedTuple):
     media_type: str = "application/json"  # of the answer
     is_open: bool = False  # whether it needs no key
     errors: tuple[int, ...] = ()  # statuses beyond those that all operations, and all with a body, may have
+    error: str = "Error"  # name of the schema of its errors
 
 
 def record(optional: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def array(items: dict[str, Any]) -> dict[str, Any]:
 
 
 ERROR = record(error=record(message=STRING, type=STRING, param=nullable(STRING), code=nullable(STRING)))
+ANTHROPIC_ERROR = record(type={"const": "error"}, error=record(type=STRING, message=STRING))
 MODEL_CARD = record(
     id=STRING,
     object={"const": "model"},
@@ -136,6 +138,98 @@ EVENT = {
     "properties": {"data": STRING},
     "required": ["data"],
 }
+LOGPROBS = array(record(**TOKEN, top_logprobs=array(record(**TOKEN))))
+STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
+RESPONSE = record(
+    {"metrics": DRAFTS},
+    id=STRING,
+    object={"const": "response"},
+    created_at=INTEGER,
+    completed_at=nullable(INTEGER),
+    status={"enum": ["in_progress", "completed", "incomplete", "failed"]},
+    background={"const": False},
+    error=nullable(record(code=STRING, message=STRING)),
+    incomplete_details=nullable(record(reason={"const": "max_output_tokens"})),
+    model=STRING,
+    output=array(
+        {
+            "anyOf": [
+                record(
+                    id=STRING,
+                    type={"const": "message"},
+                    status=STATUS,
+                    role={"const": "assistant"},
+                    content=array(
+                        record(
+                            type={"const": "output_text"},
+                            text=STRING,
+                            annotations={"type": "array", "maxItems": 0},
+                            logprobs=LOGPROBS,
+                        )
+                    ),
+                ),
+                record(
+                    id=STRING,
+                    type={"const": "function_call"},
+                    status=STATUS,
+                    call_id=STRING,
+                    name=STRING,
+                    arguments=STRING,
+                ),
+            ]
+        }
+    ),
+    previous_response_id={"type": "null"},
+    service_tier=STRING,
+    store={"const": False},
+    temperature=NUMBER,
+    top_p=NUMBER,
+    top_logprobs=INTEGER,
+    truncation=STRING,
+    usage=nullable(
+        record(
+            input_tokens=INTEGER,
+            input_tokens_details=record(cache_write_tokens=INTEGER, cached_tokens=INTEGER),
+            output_tokens=INTEGER,
+            output_tokens_details=record(reasoning_tokens=INTEGER),
+            total_tokens=INTEGER,
+        )
+    ),
+    instructions=nullable(STRING),
+    max_output_tokens=nullable(INTEGER),
+    metadata={"type": "object"},
+    parallel_tool_calls={"type": "boolean"},
+    reasoning={"type": "object"},
+    text={"type": "object"},
+    tool_choice=ANY,
+    tools=array({"type": "object"}),
+    user=nullable(STRING),
+    safety_identifier=nullable(STRING),
+    prompt_cache_key=nullable(STRING),
+)
+MESSAGE = record(
+    {"metrics": DRAFTS},
+    id=STRING,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=STRING,
+    content=array(
+        {
+            "anyOf": [
+                record(type={"const": "text"}, text=STRING),
+                record(type={"const": "tool_use"}, id=STRING, name=STRING, input={"type": "object"}),
+            ]
+        }
+    ),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence=nullable(STRING),
+    usage=record(
+        input_tokens=INTEGER,
+        cache_creation_input_tokens=INTEGER,
+        cache_read_input_tokens=INTEGER,
+        output_tokens=INTEGER,
+    ),
+)
 HTML, TEXT = "text/html", "text/plain"
 
 
@@ -144,9 +238,35 @@ def operations(served: Served) -> list[Operation]:
     limits = served.vocab_size, served.max_length
     status = record(status=STRING)
     get, post = "GET", "POST"
+    told_as = "AnthropicError"
     return [
         Operation(post, "/v1/completions", "Continue texts.", COMPLETION, bodies.completion(*limits), True),
         Operation(post, "/v1/chat/completions", "Answer a conversation.", CHAT, bodies.chat(*limits), True),
+        Operation(
+            post,
+            "/v1/responses",
+            "Answer a conversation, as OpenAI's Responses.",
+            RESPONSE,
+            responses.response(*limits),
+            True,
+        ),
+        Operation(
+            post,
+            "/v1/messages",
+            "Answer a conversation, as Anthropic's Messages.",
+            MESSAGE,
+            anthropic.message(*limits),
+            True,
+            error=told_as,
+        ),
+        Operation(
+            post,
+            "/v1/messages/count_tokens",
+            "Count the tokens of a conversation.",
+            record(input_tokens=INTEGER),
+            anthropic.COUNT,
+            error=told_as,
+        ),
         Operation(
             get,
             "/v1/models",
@@ -207,7 +327,8 @@ def openapi(listed: list[Operation], has_keys: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "specjax", "version": specjax.__version__},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR}} | ({"securitySchemes": schemes} if has_keys else {}),
+        "components": {"schemas": {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}}
+        | ({"securitySchemes": schemes} if has_keys else {}),
     }
 
 
@@ -219,7 +340,7 @@ def _described(operation: Operation, has_keys: bool) -> dict[str, Any]:
     statuses |= {429} if operation.is_stream else set()
     if not has_keys or operation.is_open:
         statuses.discard(401)
-    failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    failure = {"application/json": {"schema": {"$ref": f"#/components/schemas/{operation.error}"}}}
     responses = {str(status): {"description": STATUSES[status], "content": failure} for status in sorted(statuses)}
     found: dict[str, Any] = {
         "summary": operation.about,

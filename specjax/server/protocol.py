@@ -157,8 +157,34 @@ def parse_chat(body: Any, served: Served) -> Call:
     limits = [given[name] for name in names if name in given]
     if len(set(limits)) > 1:
         raise refusal(names[1], f"{names[0]} = {limits[0]} or null", limits[1])
-    max_tokens = limits[0] if limits else None
-    answer, constraint = read_answer(given), read_constraint(given, schema)
+    constraint = read_constraint(given, schema)
+    return chat_call(given, served, tools, constraint, max_tokens=limits[0] if limits else None, top_logprobs=logprobs)
+
+
+def chat_call(
+    given: Mapping[str, Any],
+    served: Served,
+    tools: Tools | None,
+    constraint: Constraint | None,
+    *,
+    max_tokens: int | None,
+    top_logprobs: int | None = None,
+    repeated: Mapping[str, Any] | None = None,
+) -> Call:
+    """Return the call of a chat, whatever protocol its body was of.
+
+    Args:
+        given: the fields of a chat; protocols that call them otherwise translate theirs.
+        served: the model that answers.
+        tools: the tools that it may call.
+        constraint: what the answer must follow.
+        max_tokens: the most tokens of the answer, None for all that fit.
+        top_logprobs: as in `Call`.
+        repeated: as in `Call`.
+
+    Raises:
+        BadRequest: the chat template refuses the messages, or a value is out of its range.
+    """
     prompt = _truncated(encode_messages(given, served, tools), given, served, max_tokens or 1)
     check_length([prompt], served)
     params = read_params(
@@ -167,11 +193,21 @@ def parse_chat(body: Any, served: Served) -> Call:
         [prompt],
         default_max_tokens=served.max_length,
         max_tokens=max_tokens,
-        logprobs=logprobs,
+        logprobs=top_logprobs,
         prompt_logprobs=given.get("prompt_logprobs"),
         guided_decoding=constraint and constraint.source,
     )
-    return Call(True, (prompt,), ("",), params, constraint=constraint, **answer, top_logprobs=logprobs, tools=tools)
+    return Call(
+        True,
+        (prompt,),
+        ("",),
+        params,
+        constraint=constraint,
+        **read_answer(given),
+        top_logprobs=top_logprobs,
+        tools=tools,
+        repeated=repeated or {},
+    )
 
 
 def tokenize(body: Any, served: Served) -> dict[str, Any]:
