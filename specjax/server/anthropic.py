@@ -142,19 +142,22 @@ def message(vocab_size: int, max_length: int) -> Object:
     """
     fields: dict[str, Kind] = {
         **CHAT_FIELDS,
-        "max_tokens": Integer(1, max_length, about="Most tokens of the answer."),
+        "max_tokens": Integer(
+            1, 2**31 - 1, about="Most tokens of the answer, which the maximum length may end before."
+        ),
         "stop_sequences": Texts(bodies.MAX_STOPS, bodies.MAX_STOP_LENGTH, about="Texts before which the answer ends."),
         "metadata": Object({"user_id": LABEL}),
         "service_tier": IGNORED,
         "inference_geo": IGNORED,
         "speed": Unsupported(["standard"]),
         "container": Unsupported(),
+        "thread": Unsupported(why="this server stores no conversations; give the whole one in messages"),
         "mcp_servers": Unsupported([[]]),
         "context_management": Unsupported([{"edits": []}]),
         **{name: ANSWER_FIELDS[name] for name in ("stream", "priority", "cache_salt", "request_id")},
     }
     sampling = bodies.sampling_fields(vocab_size, max_length)
-    more = {name: kind for name, kind in sampling.items() if name not in ("n", "stop")}
+    more = {name: kind for name, kind in sampling.items() if name not in ("n", "stop", "truncate_prompt_tokens")}
     return Object(fields | more, ["messages", "max_tokens"])
 
 
@@ -177,7 +180,7 @@ def parse_message(body: Any, served: Served) -> Call:
         constraint = protocol.schema_constraint(schema, "tool_choice", "tools")
     elif form is not None:
         constraint = protocol.schema_constraint(form["schema"], "output_config", "output_config.format.schema")
-    return protocol.chat_call(chat, served, tools, constraint, max_tokens=given["max_tokens"])
+    return protocol.chat_call(chat, served, tools, constraint, max_tokens=given["max_tokens"], may_be_cut=True)
 
 
 def count_tokens(body: Any, served: Served) -> dict[str, int]:
@@ -278,7 +281,7 @@ class MessageAnswer:
         drafts = answers.speculative_decoding([result.metrics])
         return {
             **self._message(content, _usage(self._call, result)),
-            **_stop(completion, calls),
+            **self._stop(completion, calls),
             **({"metrics": {"speculative_decoding": drafts}} if drafts else {}),
         }
 
@@ -299,7 +302,7 @@ class MessageAnswer:
         if self._has_text:
             events += self._end_block()
         events += b"".join(map(self._add_call, calls))
-        events += _event("message_delta", delta=_stop(completion, calls), usage=_usage(self._call, result))
+        events += _event("message_delta", delta=self._stop(completion, calls), usage=_usage(self._call, result))
         return events + _event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:
@@ -316,6 +319,18 @@ class MessageAnswer:
             "stop_sequence": None,
             "usage": usage,
         }
+
+    def _stop(self, completion: Completion, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """Return why an answer ended."""
+        if completion.finish_reason == "length":
+            is_full = len(self._call.prompts[0]) + self._call.params.max_tokens == self._served.max_length
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+            return {"stop_reason": reason, "stop_sequence": None}
+        if calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(completion.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _add_text(self, text: str) -> bytes:
         """Return the events of more text; the first opens a block."""
@@ -344,17 +359,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def _tool_use(made: ToolCall, values: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": made.name, "input": values}
-
-
-def _stop(completion: Completion, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Return why an answer ended."""
-    if completion.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(completion.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def _usage(call: Call, result: Result) -> dict[str, int]:

@@ -221,7 +221,7 @@ MESSAGE = record(
             ]
         }
     ),
-    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_reason={"enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]},
     stop_sequence=nullable(STRING),
     usage=record(
         input_tokens=INTEGER,

@@ -168,6 +168,7 @@ def chat_call(
     constraint: Constraint | None,
     *,
     max_tokens: int | None,
+    may_be_cut: bool = False,
     top_logprobs: int | None = None,
     repeated: Mapping[str, Any] | None = None,
 ) -> Call:
@@ -179,6 +180,7 @@ def chat_call(
         tools: the tools that it may call.
         constraint: what the answer must follow.
         max_tokens: the most tokens of the answer, None for all that fit.
+        may_be_cut: whether the maximum length may end the answer before `max_tokens` does; else that is an error.
         top_logprobs: as in `Call`.
         repeated: as in `Call`.
 
@@ -187,6 +189,8 @@ def chat_call(
     """
     prompt = _truncated(encode_messages(given, served, tools), given, served, max_tokens or 1)
     check_length([prompt], served)
+    if may_be_cut and max_tokens is not None:
+        max_tokens = min(max_tokens, served.max_length - len(prompt))
     params = read_params(
         given,
         served,
