@@ -120,7 +120,7 @@ class Client:
         response = connection.getresponse()
         assert response.headers["content-type"].startswith("text/event-stream"), response.read()
         for line in response:
-            if line.strip():
+            if line.strip() and not line.startswith(b"event: "):
                 assert line.startswith(b"data: ")
                 content = line.removeprefix(b"data: ").strip().decode()
                 yield content if content == "[DONE]" else json.loads(content)
@@ -331,6 +331,74 @@ class TestAnswers:
                 api.completions.create(model="large", prompt="the cat")
 
 
+class TestResponses:
+    def test_the_client_of_openai(self, client):
+        openai = pytest.importorskip("openai")
+        asked = {"model": "small", "input": "the cat", "max_output_tokens": 8, "extra_body": {"seed": 1}}
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0) as api:
+            chat_text = client.call("POST", "/v1/chat/completions", chat())[2]["choices"][0]["message"]["content"]
+            whole = api.responses.create(**asked)
+            assert (whole.output_text, whole.usage.output_tokens) == (chat_text, 8)
+            with api.responses.stream(**asked) as stream:
+                *events, last = stream
+            assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == chat_text
+            assert [each.sequence_number for each in (*events, last)] == list(range(len(events) + 1))
+            assert (last.type, last.response.usage.output_tokens) == ("response.incomplete", 8)
+            with pytest.raises(openai.BadRequestError, match="stores no answers"):
+                api.responses.create(**asked, previous_response_id=whole.id)
+            for ask in (api.responses.retrieve, api.responses.cancel, api.responses.delete):
+                with pytest.raises(openai.NotFoundError, match="stores no answers"):
+                    ask(whole.id)
+
+    def test_a_call_of_a_tool(self, client):
+        tool = {"type": "function", "name": "at", "parameters": {"type": "object", "properties": {}}}
+        body = {"model": "small", "input": "hi", "tools": [tool], "tool_choice": "required", "stream": True}
+        *_, last = client.events("/v1/responses", body)
+        (made,) = last["response"]["output"]
+        assert (made["type"], made["name"], made["arguments"].replace(" ", "")) == ("function_call", "at", "{}")
+
+
+class TestMessages:
+    def test_text(self, client):
+        chat_text = client.call("POST", "/v1/chat/completions", chat())[2]["choices"][0]["message"]["content"]
+        status, _, whole = client.call("POST", "/v1/messages", chat())
+        assert (status, whole["content"]) == (200, [{"type": "text", "text": chat_text}])
+        assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("max_tokens", 8)
+        events = list(client.events("/v1/messages", chat(stream=True)))
+        deltas = [each["delta"]["text"] for each in events if each["type"] == "content_block_delta"]
+        assert "".join(deltas) == chat_text
+        assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+        counted = client.call("POST", "/v1/messages/count_tokens", {"messages": chat()["messages"]})[2]
+        assert counted == {"input_tokens": events[0]["message"]["usage"]["input_tokens"]}
+
+    def test_errors(self, client):
+        for method, path, body, expected in (
+            ("POST", "/v1/messages", chat(temperature=9), (400, "invalid_request_error")),
+            ("POST", "/v1/messages", chat(model="large"), (404, "not_found_error")),
+            ("POST", "/v1/messages/count_tokens", {"messages": 1}, (400, "invalid_request_error")),
+            ("POST", "/v1/messages/nothing", {}, (404, "not_found_error")),
+            ("GET", "/v1/messages", None, (405, "invalid_request_error")),
+        ):
+            status, _, answer = client.call(method, path, body)
+            assert (status, answer["error"]["type"], answer["type"]) == (*expected, "error")
+            assert set(answer["error"]) == {"type", "message"}
+
+    def test_the_client_of_anthropic(self, client):
+        anthropic = pytest.importorskip("anthropic")
+        asked = {"model": "small", "max_tokens": 8, "messages": [{"role": "user", "content": "the cat"}]}
+        asked |= {"extra_body": {"seed": 1}}
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{client.port}", api_key="none", max_retries=0) as api:
+            whole = api.messages.create(**asked)
+            with api.messages.stream(**asked) as stream:
+                assert "".join(stream.text_stream) == whole.content[0].text
+                assert stream.get_final_message().stop_reason == whole.stop_reason == "max_tokens"
+            tool = {"name": "at", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+            made = api.messages.create(**asked, tools=[tool], tool_choice={"type": "tool", "name": "at"})
+            assert (made.stop_reason, made.content[0].name, made.content[0].input) == ("tool_use", "at", {})
+            with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type must be"):
+                api.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+
+
 class TestLimits:
     def test_too_many_requests(self, client, engine):
         long = SamplingParams(max_tokens=MAX_LENGTH - 2, ignore_eos=True, n=100)
@@ -485,6 +553,14 @@ class TestKeys:
     @pytest.mark.parametrize("value", ["Bearer right", "bearer other"])
     def test_right_ones(self, locked, value):
         assert locked.call("GET", "/v1/models", headers={"authorization": value})[0] == 200
+
+    def test_header_of_anthropic(self, locked):
+        assert locked.call("GET", "/v1/models", headers={"x-api-key": "other"})[0] == 200
+        assert locked.call("GET", "/v1/models", headers={"x-api-key": "right", "authorization": "Bearer no"})[0] == 200
+        for wrong in ("", "wrong", "Bearer right"):
+            assert locked.call("GET", "/v1/models", headers={"x-api-key": wrong})[0] == 401
+        body = locked.call("GET", "/v1/messages", headers={"x-api-key": "wrong"})[2]
+        assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
 
     def test_compared_in_constant_time(self, locked, monkeypatch):
         compared = []
