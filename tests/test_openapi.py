@@ -12,6 +12,7 @@ from test_protocol import chat, completion, result_of, served
 from test_server import engine, running
 
 from specjax.server import answers, bodies
+from specjax.server.anthropic import MessageAnswer, parse_message
 from specjax.server.docs_page import docs_page
 from specjax.server.fields import (
     BadRequest,
@@ -25,7 +26,8 @@ from specjax.server.fields import (
     Text,
     Unsupported,
 )
-from specjax.server.operations import CHAT, COMPLETION, openapi, operations
+from specjax.server.operations import CHAT, COMPLETION, MESSAGE, RESPONSE, openapi, operations
+from specjax.server.responses import ResponseAnswer, parse_response
 
 __all__ = ["engine", "served"]  # fixtures
 
@@ -51,6 +53,11 @@ KINDS = [
         Tagged("t", {"a": Object({"n": Text(1)}), "b": Object({})}),
         [{"t": "a", "n": "x"}],
         [{"t": "b", "n": "x"}, {}, {"t": 1}],
+    ),
+    (
+        Tagged("t", {"a": Object({"n": Text(1)}, ["n"]), "b": Object({})}, default="a"),
+        [{"n": "x"}, {"t": None, "n": "x"}, {"t": "a", "n": "x"}, {"t": "b"}],
+        [{}, {"t": "b", "n": "x"}, {"t": "c", "n": "x"}],
     ),
     (bodies.Biases(300), [{"299": 1.5}, {}], [{"5": 101}, {"x": 1}, {"5": True}, []]),
     (bodies.Prompts(300), ["a", [1], [1.0, 2], ["a", [1]]], [[], [300], [[300]], 5, {}]),
@@ -94,6 +101,17 @@ def test_answers_of_chats(served, fields):
     call = chat(served, **fields)
     result = result_of(served, ["x"], lambda token: {token: -1.0, 40: -0.5})
     jsonschema_rs.validate(CHAT, answers.answer(call, [result], answers.new_head(call), served))
+
+
+@pytest.mark.parametrize("text", ["x", '<tool_call>{"name": "at", "arguments": {"a": 1}}</tool_call>'])
+def test_answers_of_other_protocols(served, text):
+    tool = {"name": "at", "input_schema": {}}
+    body = {"model": "small", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    answer = MessageAnswer(parse_message(body, served), served)
+    jsonschema_rs.validate(MESSAGE, answer.body([result_of(served, [text], reason="stop")]))
+    body = {"model": "small", "input": "hi", "tools": [{"type": "function", "name": "at"}], "top_logprobs": 1}
+    answer = ResponseAnswer(parse_response(body, served), served)
+    jsonschema_rs.validate(RESPONSE, answer.body([result_of(served, [text], lambda token: {token: -1.0})]))
 
 
 def test_the_page(served):

@@ -426,7 +426,8 @@ class Tagged(Kind):
         alternatives = []
         for tag, kind in self.kinds.items():
             schema = kind.schema()
-            fields = {self.tag: {"const": tag}} | schema["properties"]
+            named = {"enum": [tag, None]} if tag == self.default else {"const": tag}
+            fields = {self.tag: named} | schema["properties"]
             required = [*([] if tag == self.default else [self.tag]), *schema.get("required", ())]
             alternatives.append(schema | {"properties": fields} | ({"required": required} if required else {}))
         return {"oneOf": alternatives}
