@@ -633,11 +633,13 @@ class TestDocs:
             assert done.returncode == 0 and len(done.stdout) > 10, done.stderr
             assert ("[DONE]" in done.stdout) == ("stream" in line)
 
-    def test_the_client_in_python(self, client, capsys):
-        pytest.importorskip("openai")
-        (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    @pytest.mark.parametrize("number", range(3))
+    def test_the_clients_in_python(self, client, capsys, number):
+        blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert len(blocks) == 3
+        pytest.importorskip("anthropic" if "import anthropic" in blocks[number] else "openai")
         names = {}
-        exec(self.adapted(block, client), names)
+        exec(self.adapted(blocks[number], client), names)
         names["client"].close()
         assert capsys.readouterr().out
 

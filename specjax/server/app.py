@@ -103,8 +103,9 @@ class App:
         listed = operations(served)
         self._description = openapi(listed, bool(api_keys))
         routes = [Route(each.path, handlers[each.path], methods=[each.method]) for each in listed]
-        # Nothing is there, and a client that asks for what it was told to store is told so.
-        routes.append(Route("/v1/responses/{rest:path}", self._find_response, methods=["GET", "POST", "DELETE"]))
+        # No response is there, and clients that ask for one are told why.
+        routes.append(Route("/v1/responses/{rest:path}", self._find_response, methods=["GET", "DELETE"]))
+        routes.append(Route("/v1/responses/{name}/cancel", self._find_response, methods=["POST"]))
         self.routes = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         self.routes.router.redirect_slashes = False  # a redirection would repeat the header Host
         self.guard = Guard(self.routes, api_keys, is_local=is_local and not api_keys)

@@ -68,8 +68,13 @@ class ApiError(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """Return the response to a request of a path."""
-        is_anthropic = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
-        return JSONResponse(self.anthropic_body if is_anthropic else self.body, self.status, self.headers)
+        body = self.anthropic_body if is_of_anthropic(path) else self.body
+        return JSONResponse(body, self.status, self.headers)
+
+
+def is_of_anthropic(path: str) -> bool:
+    """Return whether clients of Anthropic's protocol ask for a path."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def public(message: str) -> str:

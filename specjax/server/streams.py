@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from specjax.engine.requests import Piece, Result
 from specjax.server import answers
 from specjax.server.answers import ChoiceStream
-from specjax.server.errors import ApiError
+from specjax.server.errors import ApiError, is_of_anthropic
 from specjax.server.protocol import Call
 from specjax.server.served import Served
 
@@ -23,6 +23,11 @@ def event(body: dict[str, Any], name: str | None = None) -> bytes:
     """
     data = b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """Return the event by which a stream that a path began ends with an error."""
+    return event(error.anthropic_body, "error") if is_of_anthropic(path) else event(error.body)
 
 
 class Answer(Protocol):
