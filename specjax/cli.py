@@ -241,7 +241,15 @@ def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say which models run, and what requests call them."""
     _add_model_arguments(command)
     add = command.add_argument
-    add("--name", help="what requests call the model; default: the name of its directory; specjax where it is embedded")
+    add(
+        "--served-model-name",
+        "--name",
+        dest="names",
+        action="append",
+        metavar="NAME",
+        help="what requests call the model; may be repeated; default: the name of its directory, or specjax",
+    )
+    add("--any-model-name", action="store_true", help="let requests call the model by any name")
     add(
         "--num-draft-tokens",
         type=int,
@@ -288,10 +296,12 @@ def _serve(args: argparse.Namespace) -> int:
     from specjax.server.served import name_of
 
     llm = _load(args, **_verifier(args))
-    name = args.name or name_of(args.model)
+    name, *aliases = args.names or [name_of(args.model)]
     return serve(
         llm,
         name,
+        aliases,
+        takes_any_name=args.any_model_name,
         host=args.host,
         port=args.port,
         num_slots=args.num_slots,
@@ -505,7 +515,8 @@ def _batch(args: argparse.Namespace) -> int:
         raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
     batch_files.check_ids(args.requests)  # before models are loaded
     llm = _load(args)
-    name = args.name or name_of(args.model)
+    name, *aliases = args.names or [name_of(args.model)]
+    known = served(llm, name, aliases, takes_any_name=args.any_model_name)
     with specjax.Engine(
         llm.model,
         llm.proposer,
@@ -517,7 +528,7 @@ def _batch(args: argparse.Namespace) -> int:
         capacities=specjax.Capacities(grammars=batch_files.GRAMMARS),
     ) as engine:
         files = args.requests, args.out
-        numbers = batch_files.run(engine, served(llm, name), *files, num_slots=args.num_slots, progress=True)
+        numbers = batch_files.run(engine, known, *files, num_slots=args.num_slots, progress=True)
     print(
         f"{numbers.answered} answered, {numbers.errors} of them with an error, {numbers.known} before", file=sys.stderr
     )

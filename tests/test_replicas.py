@@ -115,6 +115,13 @@ class TestFront:
         assert json.loads(body.removeprefix(EVENT).removeprefix(b"data: "))["error"]["code"] == "replica_lost"
         assert len(found.asked) == 1  # another replica would begin again
 
+    def test_clients_of_anthropic_know_another_error(self):
+        _, front = front_of([*STREAM[:2], ReplicaLost()], *[[ReplicaLost()]] * 2)
+        name, data = call(front, "/v1/messages")[2].removeprefix(EVENT).split(b"\n", 1)
+        whole = call(front, "/v1/messages")[2]
+        assert (name, json.loads(data.removeprefix(b"data: "))) == (b"event: error", json.loads(whole))
+        assert json.loads(whole)["error"]["type"] == "api_error"
+
     def test_an_error_after_the_end(self):
         """An application raises what it has told the client already; the client is not told a second time."""
         _, front = front_of([head(b"application/json", 500), part(b"{}", True), TypeError("broken")])
