@@ -180,7 +180,8 @@ def with_beginning():
 
 
 REFUSED = [
-    ("no_such_field", 1, "no_such_field", "unknown field"),
+    ("no_such_field", 1, "no_such_field", "unknown field .no_such_field.$"),
+    ("temprature", 1, "temprature", "unknown field .temprature.; did you mean .temperature.\\?$"),
     ("prompt", None, "prompt", "missing"),
     ("prompt", [], "prompt", "must be a string"),
     ("prompt", "", "prompt", "one or more tokens"),
@@ -198,7 +199,7 @@ REFUSED = [
     ("request_id", "a b", "request_id", "letters, digits"),
     ("structured_outputs", {"grammar": "x"}, "structured_outputs.grammar", "not supported"),
     ("structured_outputs", {"json": {}, "regex": "x"}, "structured_outputs.regex", "together"),
-    ("structured_outputs", {"jsn": {}}, "structured_outputs.jsn", "unknown field"),
+    ("structured_outputs", {"jsn": {}}, "structured_outputs.jsn", "unknown field .*jsn.; did you mean .json.\\?"),
     ("prompt", [5] * MAX_LENGTH, None, "at most 400 tokens"),
     ("model", "other", "model", "must be 'small', got str 'other'"),
     ("max_tokens", 0, "max_tokens", r"in \[1, 400\]"),

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specjax.validation import suggestion
+
 MAX_DEPTH = 64  # levels of lists and objects in a body
 
 
@@ -380,7 +382,8 @@ class Object(Kind):
             if key in self.fields:
                 found[key] = self.fields[key].read(item, path)
             elif not self.is_open:
-                raise BadRequest(f"unknown field {path!r}", path, "unknown_parameter")
+                message = f"unknown field {path!r}{suggestion(key[:100], self.fields)}"
+                raise BadRequest(message, path, "unknown_parameter")
         return found
 
     def schema(self) -> dict[str, Any]:
