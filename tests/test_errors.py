@@ -79,13 +79,16 @@ class TestWords:
 
 
 class TestDirectories:
-    def test_file(self, directory, tmp_path):
-        weights = str(directory / "model.safetensors")
-        assert message(LLM, weights).endswith("model.safetensors', which is a file; give the directory that holds it")
+    def test_file(self, directory, tmp_path, monkeypatch):
+        monkeypatch.chdir(directory.parent)
+        for weights in (directory / "model.safetensors", "llama-3/config.json"):  # which might be org/name
+            assert message(LLM, str(weights)).endswith(
+                f"got '{weights}'; it is a file: give the directory that holds it"
+            )
         gguf = tmp_path / "model.gguf"
         gguf.touch()
         for call in (LLM, models.load):
-            assert ", which is a file; specjax does not read GGUF; give the directory" in message(call, str(gguf))
+            assert "; it is a file: specjax does not read GGUF; give the directory" in message(call, str(gguf))
 
     @pytest.mark.parametrize(
         ("files", "text"),
