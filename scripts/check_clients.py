@@ -14,6 +14,7 @@ The last lines are the table of docs/server.md. The exit code is 1 where a call 
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -53,7 +54,8 @@ def version(python: Path, requirement: str) -> str:
 
 def calls(python: Path, script: str, url: str, model: str, files: Path) -> list[tuple[str, str]]:
     """Return the calls of a client with their results."""
-    files.mkdir(exist_ok=True)
+    shutil.rmtree(files, ignore_errors=True)  # of the last run
+    files.mkdir()
     command = [python, Path(__file__).parent / "clients" / script, url, model, files]
     done = subprocess.run(command, capture_output=True, encoding="utf-8")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"call"')]

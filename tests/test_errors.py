@@ -79,13 +79,16 @@ class TestWords:
 
 
 class TestDirectories:
-    def test_file(self, directory, tmp_path):
-        weights = str(directory / "model.safetensors")
-        assert message(LLM, weights).endswith("model.safetensors', which is a file; give the directory that holds it")
+    def test_file(self, directory, tmp_path, monkeypatch):
+        monkeypatch.chdir(directory.parent)
+        for weights in (directory / "model.safetensors", "llama-3/config.json"):  # which might be org/name
+            assert message(LLM, str(weights)).endswith(
+                f"got '{weights}'; it is a file: give the directory that holds it"
+            )
         gguf = tmp_path / "model.gguf"
         gguf.touch()
         for call in (LLM, models.load):
-            assert ", which is a file; specjax does not read GGUF; give the directory" in message(call, str(gguf))
+            assert "; it is a file: specjax does not read GGUF; give the directory" in message(call, str(gguf))
 
     @pytest.mark.parametrize(
         ("files", "text"),
@@ -179,17 +182,23 @@ class TestMemory:
         assert err.endswith("Out of memory\n")
 
 
+@pytest.mark.parametrize("command", ["generate", "serve", "batch"])
 @pytest.mark.parametrize(
     ("options", "is_said"), [([], True), (["--draft", "ngram"], False), (["--num-draft-tokens", "0"], False)]
 )
-def test_a_target_without_a_drafter(directory, monkeypatch, capsys, options, is_said):
-    """It decodes plainly, which the command says in one line."""
+def test_a_target_without_a_drafter(directory, monkeypatch, capsys, command, options, is_said):
+    """It decodes plainly, which each command says in one line."""
 
-    def stop(*arguments):
+    def stop(*arguments, **options):
         raise ValueError("enough")
 
-    monkeypatch.setattr(LLM, "stream", stop)
-    assert main(["generate", "a", "--model", str(directory), "--no-compilation-cache", *options]) == 2
+    for begin in ("specjax.LLM.stream", "specjax.server.run.serve", "specjax.Engine"):
+        monkeypatch.setattr(begin, stop)
+    requests = directory.parent / "requests.jsonl"
+    requests.touch()
+    arguments = {"generate": ["a"], "serve": [], "batch": [str(requests), "--out", f"{requests}.out"]}
+    shared = ["--model", str(directory), "--no-compilation-cache"]
+    assert main([command, *arguments[command], *shared, *options]) == 2
     line = f"specjax: no --draft is given, so {directory} decodes plainly; give --draft ngram, a head trained for"
     err = capsys.readouterr().err
     assert err.startswith(line) == is_said

@@ -43,9 +43,9 @@ def _():
 
 @attempt("chat, stream")
 def _():
-    with client.chat.completions.stream(messages=messages, **short) as stream:
-        events = [event.type for event in stream]
-        assert "content.delta" in events and stream.get_final_completion().choices[0].message.content
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(messages=messages, **options, **short))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) and chunks[-1].usage
 
 
 @attempt("chat, a forced tool and its result")
@@ -75,9 +75,15 @@ def _():
 
 @attempt("responses, stream")
 def _():
-    with client.responses.stream(**asked) as stream:
-        events = [event.type for event in stream]
-        assert "response.output_text.delta" in events and stream.get_final_response().output_text
+    events = [event.type for event in client.responses.create(stream=True, **asked)]
+    assert "response.output_text.delta" in events and events[-1] in ("response.completed", "response.incomplete")
+
+
+@attempt("responses, stream of json_schema")
+def _():
+    with client.responses.stream(text_format=Answer, **asked) as stream:
+        assert "response.output_text.delta" in [event.type for event in stream]
+        assert isinstance(stream.get_final_response().output_parsed, Answer)
 
 
 @attempt("responses, a forced tool and its result")

@@ -12,8 +12,7 @@ GGUF = "specjax does not read GGUF; give the directory of the same model with co
 def hint(path: Path) -> str:
     """Return the end of a message about a path that is no directory: why, or a directory with a similar name."""
     if path.is_file():
-        remedy = GGUF if path.suffix == ".gguf" else "give the directory that holds it"
-        return f", which is a file; {remedy}"
+        return f"; it is a file: {GGUF if path.suffix == '.gguf' else 'give the directory that holds it'}"
     with suppress(RuntimeError):  # there is no home directory
         if path.expanduser().is_dir():
             return f"; did you mean {str(path.expanduser())!r}?"

@@ -74,7 +74,7 @@ def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:
     )
     near = hint(Path(name)) or suggestion(name, ["ngram"] if argument == "draft" else [])
     match = NAME.fullmatch(name) if isinstance(name, str) else None
-    if match is None:
+    if match is None or Path(name).is_file():
         raise ValueError(message + near)
     try:
         from huggingface_hub import snapshot_download
