@@ -101,6 +101,7 @@ def test_the_page(served):
     page = docs_page(described)
     assert not re.search(r"<script|(src|href)=\"(?!openapi\.json)|https?:", page)
     assert all(f"<b>{path}</b>" in page for path in described["paths"])
+    assert "<code>stop</code>" in page and "<code>suffix</code>" not in page
     assert page.count("<details>") == page.count("</details>")
     described["info"]["title"] = "<img>"
     assert "<img>" not in docs_page(described)
