@@ -275,6 +275,8 @@ class TestAnswers:
             found = client.call("GET", "/tokenizer_info")[2]
             expected = tokens | {"eos_token": "</s>", "chat_template": TEMPLATE, "model_max_length": MAX_LENGTH}
             assert found == expected
+            (tmp_path / "tokenizer_config.json").unlink()
+            assert client.call("GET", "/tokenizer_info")[2]["eos_token"] == "</s>"
             texts = client.call("POST", "/tokenize", {"prompt": "the cat", "return_token_strs": True})[2]["token_strs"]
             assert "".join(texts) == "the cat"
 
