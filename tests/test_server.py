@@ -640,7 +640,7 @@ def wait_until_gone(number):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    return ["--model", target, "--draft", draft, "--name", "small"]
+    return ["--model", target, "--draft", draft, "--name", "small", "--served-model-name", "other"]
 
 
 @pytest.mark.slow
@@ -651,6 +651,8 @@ class TestCommand:
             assert client.call("GET", "/health")[0] == 200
             assert client.call("GET", "/v1/models")[0] == 401
             headers = JSON | {"authorization": "Bearer other"}
+            cards = client.call("GET", "/v1/models", headers=headers)[2]["data"]
+            assert [card["id"] for card in cards] == ["small", "other"]
             for _ in range(8):  # a client that leaves is a broken pipe
                 client.send("POST", "/v1/completions", body, headers).close()
             with closing(client.send("POST", "/v1/completions", body, headers)) as connection:
