@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, zip_longest
 
 import pytest
@@ -350,7 +351,9 @@ class TestWire:
         assert (kind, number, prompt.tolist(), found, *rest) == ("submit", 3, [5, 2**31 - 1], params, -2, "s")
 
     def test_models(self, served):
+        served = replace(served, aliases=("other",), takes_any_name=True)
         found = wire.read_served(json.loads(json.dumps(wire.write_served(served))))
+        assert (found.names, found.takes_any_name) == (served.names, True)
         assert found.tokenizer.to_str() == served.tokenizer.to_str()
         assert found.directory == served.directory and found.token_text(5) == served.token_text(5)
 

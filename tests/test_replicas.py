@@ -258,6 +258,8 @@ class TestApplication:
         [
             ({"num_slots": "8"}, "num_slots must be an integer, got '8'"),
             ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
+            ({"name": 3}, "name must be a string or a list of strings, got 3"),
+            ({"name": []}, "name must be a string or a list of strings, got []"),
             ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
             ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
             ({"verifier": "typical"}, "verifier must be one of rejection, block, match, got 'typical'"),

@@ -275,6 +275,8 @@ class TestAnswers:
             found = client.call("GET", "/tokenizer_info")[2]
             expected = tokens | {"eos_token": "</s>", "chat_template": TEMPLATE, "model_max_length": MAX_LENGTH}
             assert found == expected
+            (tmp_path / "tokenizer_config.json").unlink()
+            assert client.call("GET", "/tokenizer_info")[2]["eos_token"] == "</s>"
             texts = client.call("POST", "/tokenize", {"prompt": "the cat", "return_token_strs": True})[2]["token_strs"]
             assert "".join(texts) == "the cat"
 
@@ -716,7 +718,7 @@ def wait_until_gone(number):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    return ["--model", target, "--draft", draft, "--name", "small"]
+    return ["--model", target, "--draft", draft, "--name", "small", "--served-model-name", "other"]
 
 
 @pytest.mark.slow
@@ -727,6 +729,8 @@ class TestCommand:
             assert client.call("GET", "/health")[0] == 200
             assert client.call("GET", "/v1/models")[0] == 401
             headers = JSON | {"authorization": "Bearer other"}
+            cards = client.call("GET", "/v1/models", headers=headers)[2]["data"]
+            assert [card["id"] for card in cards] == ["small", "other"]
             for _ in range(8):  # a client that leaves is a broken pipe
                 client.send("POST", "/v1/completions", body, headers).close()
             with closing(client.send("POST", "/v1/completions", body, headers)) as connection:

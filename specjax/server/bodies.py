@@ -24,6 +24,7 @@ from specjax.server.fields import (
     TokenIds,
     Unsupported,
     refusal,
+    token_ids,
     whole,
 )
 from specjax.server.messages import IGNORED, MAX_TEXT_LENGTH, MESSAGES, TEMPLATE_ARGUMENTS
@@ -73,15 +74,12 @@ class Prompts(Kind):
             raise refusal(name, self.expected, value)
         prompts = []
         for prompt in given:
-            ids = prompt
-            if isinstance(prompt, list) and not all(type(each) is int for each in prompt):
-                ids = [whole(each) for each in prompt]
             is_text = isinstance(prompt, str) and len(prompt) <= MAX_TEXT_LENGTH
-            is_ids = isinstance(ids, list) and all(each is not None and 0 <= each < self.vocab_size for each in ids)
-            if not (is_text or is_ids):
+            ids = token_ids(prompt, self.vocab_size) if isinstance(prompt, list) else None
+            if not is_text and ids is None:
                 limits = f"with ids in [0, {self.vocab_size}) and strings of at most {MAX_TEXT_LENGTH} characters"
                 raise refusal(name, f"{self.expected}, {limits}", value)
-            prompts.append(ids)
+            prompts.append(prompt if is_text else ids)
         return prompts
 
     def schema(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from specjax.server.fields import NOT_SUPPORTED
+
 STYLE = """
 :root { color-scheme: light dark; --line: #d5d9de; --soft: #5b6570; --card: #f5f7f9; --tag: #0b6e4f }
 @media (prefers-color-scheme: dark) { :root { --line: #333b45; --soft: #9aa6b2; --card: #171c22; --tag: #6fd3ac } }
@@ -62,14 +64,9 @@ def _body(schema: dict[str, Any]) -> str:
             escape(field.get("description", "")),
         )
         for name, field in schema["properties"].items()
-        if not _is_unsupported(field)
+        if field.get("description") != NOT_SUPPORTED
     ]
     return _table(rows) + _schema("schema of the body", schema)
-
-
-def _is_unsupported(field: dict[str, Any]) -> bool:
-    """Return whether a field only takes values that ask for nothing."""
-    return "enum" in field and not any(isinstance(value, str) for value in field["enum"])
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -77,11 +74,12 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " | ".join(str(value) for value in schema["enum"] if value is not None)
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
-        return " | ".join(dict.fromkeys(name for each in alternatives if (name := _type(each)) != "null"))
+        names = [_type(each) for each in alternatives]
+        return " | ".join(name for name in dict.fromkeys(names) if name != "null")
     given = schema.get("type", "any")
     types = [name for name in (given if isinstance(given, list) else [given]) if name != "null" or given == "null"]
     if "minimum" in schema:
-        types = [f"{types[0]} in [{schema['minimum']:.10g}, {schema['maximum']:.10g}]"]
+        types = [f"{types[0]} in [{schema['minimum']}, {schema['maximum']}]"]
     return " | ".join(types)
 
 

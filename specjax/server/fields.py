@@ -13,6 +13,7 @@ from typing import Any
 from specjax.validation import suggestion
 
 MAX_DEPTH = 64  # levels of lists and objects in a body
+NOT_SUPPORTED = "Not supported."  # what descriptions say of fields that must ask for nothing
 
 
 class BadRequest(ValueError):
@@ -86,6 +87,13 @@ def whole(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def token_ids(values: list[Any], vocab_size: int) -> list[int] | None:
+    """Return the items of a list as token ids, None where one is no integer in [0, vocab_size)."""
+    found = values if all(type(each) is int for each in values) else [whole(each) for each in values]
+    ids = [each for each in found if each is not None and 0 <= each < vocab_size]
+    return ids if len(ids) == len(values) else None
 
 
 @dataclass(frozen=True)
@@ -285,8 +293,8 @@ class TokenIds(Kind):
     def read(self, value: Any, name: str) -> list[int]:
         if not isinstance(value, list) or len(value) > self.most:
             raise refusal(name, f"a list of at most {self.most} items", value)
-        ids = value if all(type(each) is int for each in value) else [whole(each) for each in value]
-        if not all(each is not None and 0 <= each < self.vocab_size for each in ids):
+        ids = token_ids(value, self.vocab_size)
+        if ids is None:
             raise refusal(name, self.expected, value)
         return ids
 
@@ -356,7 +364,7 @@ class Object(Kind):
         is_open: whether other fields are ignored; else they are errors unless they are null.
     """
 
-    fields: Mapping[str, Kind]
+    fields: dict[str, Kind]
     required: Sequence[str] = ()
     is_open: bool = False
 
@@ -465,6 +473,7 @@ class Unsupported(Kind):
 
     values: Sequence[Any] = ()
     why: str = ""  # what messages add
+    about: str = field(default=NOT_SUPPORTED, kw_only=True)
 
     def read(self, value: Any, name: str) -> Any:
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.values):

@@ -60,7 +60,7 @@ TOOL_CALL = Object(
     },
     ["function"],
 )
-MESSAGE = Object({"content": CONTENT, "name": NAME}, ["content"])
+MESSAGE = Object({"content": CONTENT, "name": NAME, "cache_control": IGNORED}, ["content"])
 MESSAGES = ListOf(
     Tagged(
         "role",
@@ -80,7 +80,7 @@ MESSAGES = ListOf(
                 },
                 is_open=True,  # answers of other servers come back with fields of theirs
             ),
-            "tool": Object({"content": CONTENT, "name": NAME, "tool_call_id": NAME}, ["content", "tool_call_id"]),
+            "tool": Object(MESSAGE.fields | {"tool_call_id": NAME}, ["content", "tool_call_id"]),
         },
     ),
     MAX_MESSAGES,

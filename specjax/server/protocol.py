@@ -280,9 +280,8 @@ def read(declared: Object, body: Any, served: Served) -> dict[str, Any]:
     given.setdefault("model", served.name)
     if not served.is_called(given["model"]):
         names = " or ".join(map(repr, served.names))
-        error = refusal("model", names, given["model"], "model_not_found")
-        error.status = 404
-        raise error
+        message = f"model must be {names}, got {shown(given['model'])}"
+        raise BadRequest(message, "model", "model_not_found", status=404)
     return given
 
 

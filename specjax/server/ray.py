@@ -91,11 +91,13 @@ def application(
     check(least | {"shutdown_timeout": (shutdown_timeout, 0)}, request_timeout, api_keys)
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    names = [name or name_of(model)] if name is None or isinstance(name, str) else name
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(each, str) for each in names):
+        raise ValueError(f"name must be a string or a list of strings, got {name!r}")
     if autoscaling is None:
         number: dict[str, Any] = {"num_replicas": num_replicas}
     else:
         number = {"autoscaling_config": {"target_ongoing_requests": num_slots, **autoscaling}}
-    names = [name or name_of(model)] if name is None or isinstance(name, str) else list(name)
     replicas = serve.deployment(
         Replica,
         name="Replica",

@@ -123,12 +123,14 @@ def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name
 def tokenizer_info(served: Served) -> dict[str, Any]:
     """Return the settings of a tokenizer, as tokenizer_config.json of a checkpoint has them.
 
-    Special tokens are texts. `chat_template` is the template that chats use, where there is one.
+    Special tokens are texts. `eos_token` is there if any token ends a sequence, `chat_template` if there is a template.
 
     Raises:
         ValueError: the file is damaged.
     """
     found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if served.eos_token_ids:
+        found["eos_token"] = served.tokenizer.id_to_token(served.eos_token_ids[0])
     if served.directory is not None:
         path = served.directory / "tokenizer_config.json"
         config = ConfigFile(path, None if path.is_file() else {})
