@@ -108,7 +108,7 @@ def test_the_reader_of_the_output_leaves(model):
     """As `head` does: the command ends quietly. Its threads need the signal of broken pipes to stay ignored."""
     ours, theirs = os.pipe()
     os.close(ours)
-    arguments = ["generate", PROMPT, "--model", model]
+    arguments = ["generate", PROMPT, "--model", model, "--num-draft-tokens", "0"]
     code = f"import signal, sys, specjax.cli; code = specjax.cli.main({arguments}); assert signal.getsignal("
     code += "signal.SIGPIPE) is signal.SIG_IGN; sys.exit(code)"
     ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, timeout=300)
