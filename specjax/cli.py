@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,7 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 import specjax
+from specjax.extras import needs
+from specjax.validation import suggestion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_files()
     args = _parser().parse_args(argv)
     try:
-        with _interruptible():
+        with _interruptible(), needs(args.extra):
             exit_code = _run(args)
             sys.stdout.flush()
         return exit_code
@@ -56,10 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 141
-    except ModuleNotFoundError as error:
-        message = f'the package {error.name} is missing, install it with: pip install "specjax[{args.extra}]"'
-    except (ValueError, OSError, NotImplementedError) as error:
+    except (ModuleNotFoundError, ValueError, OSError, NotImplementedError, MemoryError) as error:
         message = str(error)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        remedy = "lower --max-length or --num-slots, or give --dtype bfloat16 or more devices with --tensor-parallel"
+        message = f"the memory of the device is full; {remedy}: {str(error).splitlines()[0]}"
     print(f"specjax: error: {message}", file=sys.stderr)
     return 2
 
@@ -132,8 +140,18 @@ def _follow(args: argparse.Namespace, group: "Follower") -> int:
 class _Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line, without the usage."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse arguments; an option that is unknown is an error, which may name one that is known."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(unknown[0], known)}")
+        return parsed, unknown
+
     def error(self, message: str):
-        self.exit(2, f"specjax: error: {message}\n")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = suggestion(choice[1], re.findall(r"[\w.-]+", choice[2])) if choice else ""
+        self.exit(2, f"specjax: error: {message}{hint}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,7 +241,15 @@ def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say which models run, and what requests call them."""
     _add_model_arguments(command)
     add = command.add_argument
-    add("--name", help="what requests call the model; default: the name of its directory; specjax where it is embedded")
+    add(
+        "--served-model-name",
+        "--name",
+        dest="names",
+        action="append",
+        metavar="NAME",
+        help="what requests call the model; may be repeated; default: the name of its directory, or specjax",
+    )
+    add("--any-model-name", action="store_true", help="let requests call the model by any name")
     add(
         "--num-draft-tokens",
         type=int,
@@ -269,11 +295,13 @@ def _serve(args: argparse.Namespace) -> int:
     from specjax.server.run import serve
     from specjax.server.served import name_of
 
-    llm = _load_llm(args, **_verifier(args))
-    name = args.name or name_of(args.model)
+    llm = _load(args, **_verifier(args))
+    name, *aliases = args.names or [name_of(args.model)]
     return serve(
         llm,
         name,
+        aliases,
+        takes_any_name=args.any_model_name,
         host=args.host,
         port=args.port,
         num_slots=args.num_slots,
@@ -297,6 +325,8 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     console = _console() if sys.stdout.isatty() and not args.json else None
     llm = _load(args)
+    if args.compare and not llm.proposer.num_draft_tokens:
+        raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
     request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
     with console.status("compiling") if console else contextlib.nullcontext():
         stream = llm.stream(request, params)
@@ -336,8 +366,19 @@ def _load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
     """Load the models that the arguments of `_add_model_arguments` name."""
     from specjax.engine.llm import LLM
 
+    _check_platform()
     options |= {"dtype": args.dtype, "max_length": args.max_length, "tensor_parallel": args.tensor_parallel}
     return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
+
+
+def _check_platform() -> None:
+    """Raise ValueError where JAX has no device of the platform that the environment asks for."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        hint = suggestion(asked, ["cpu", "cuda", "rocm", "tpu"])
+        raise ValueError(f"JAX has no device of JAX_PLATFORMS={asked}{hint} ({error})") from error
 
 
 def _verifier(args: argparse.Namespace) -> dict[str, Any]:
@@ -347,10 +388,12 @@ def _verifier(args: argparse.Namespace) -> dict[str, Any]:
     return {"verifier": getattr(verifiers, args.verifier)} if hasattr(args, "verifier") else {}
 
 
-def _load(args: argparse.Namespace) -> "LLM":
-    llm = _load_llm(args)
-    if args.compare and not llm.proposer.num_draft_tokens:
-        raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
+def _load(args: argparse.Namespace, **options: Any) -> "LLM":
+    """Load the models, and say on standard error where a target has no drafter."""
+    llm = _load_llm(args, **options)
+    if args.model is not None and args.draft is None and args.num_draft_tokens != 0:
+        choices = "--draft ngram, a head trained for the model, or a small model of its family"
+        print(f"specjax: no --draft is given, so {args.model} decodes plainly; give {choices}", file=sys.stderr)
     return llm
 
 
@@ -471,8 +514,9 @@ def _batch(args: argparse.Namespace) -> int:
     if args.out.exists() and args.out.samefile(args.requests):
         raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
     batch_files.check_ids(args.requests)  # before models are loaded
-    llm = _load_llm(args)
-    name = args.name or name_of(args.model)
+    llm = _load(args)
+    name, *aliases = args.names or [name_of(args.model)]
+    known = served(llm, name, aliases, takes_any_name=args.any_model_name)
     with specjax.Engine(
         llm.model,
         llm.proposer,
@@ -484,7 +528,7 @@ def _batch(args: argparse.Namespace) -> int:
         capacities=specjax.Capacities(grammars=batch_files.GRAMMARS),
     ) as engine:
         files = args.requests, args.out
-        numbers = batch_files.run(engine, served(llm, name), *files, num_slots=args.num_slots, progress=True)
+        numbers = batch_files.run(engine, known, *files, num_slots=args.num_slots, progress=True)
     print(
         f"{numbers.answered} answered, {numbers.errors} of them with an error, {numbers.known} before", file=sys.stderr
     )

@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from pallas_kernels.rows import Rows
 from pallas_kernels.triton import plgpu
 from specjax.types import Categorical
+from specjax.validation import suggestion
 
 SMALL_VOCAB = 2048  # tokens; below it a few fused operations of XLA are as fast as the kernels
 
@@ -78,8 +79,10 @@ def _general_reason(operands: tuple[Any, ...]) -> str | None:
 
 def check_implementation(implementation: str | None) -> None:
     """Raise ValueError unless `implementation` is one that `dispatch` knows."""
-    if implementation not in (None, "xla", "pallas", "interpret"):
-        raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}")
+    names = "xla", "pallas", "interpret"
+    if implementation not in (None, *names):
+        hint = suggestion(implementation, names)
+        raise ValueError(f"implementation must be None, 'xla', 'pallas' or 'interpret', got {implementation!r}{hint}")
 
 
 def has_static_shape(operands: Any) -> bool:

@@ -3,6 +3,8 @@
 Shapes and dtypes are checked everywhere, values only where they are known: not under jit.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,6 +18,20 @@ from specjax.types import FLOATS, Array, Categorical, Draft
 def is_integer(value: object) -> bool:
     """Return whether `value` is an integer of Python or NumPy; True and False do not count as integers."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def suggestion(value: object, choices: Iterable[str]) -> str:
+    """Return the end of a message that asks whether a misspelt value was meant to be one of some choices.
+
+    Args:
+        value: what came.
+        choices: the values that are known.
+
+    Returns:
+        "; did you mean 'CHOICE'?" with the choice that is close to the value; "" where none is.
+    """
+    close = difflib.get_close_matches(str(value), choices, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def is_traced(*trees: Any) -> bool:

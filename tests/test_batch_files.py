@@ -34,7 +34,7 @@ class Engine:
     def __init__(self, fails=None):
         self.fails, self.num_calls, self.running, self.most = fails, 0, 0, 0
 
-    async def generate(self, prompt, params, *, priority=0):
+    async def generate(self, prompt, params, *, priority=0, cache_salt=""):
         self.num_calls += 1
         self.running += 1
         self.most = max(self.most, self.running)

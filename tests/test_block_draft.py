@@ -262,7 +262,7 @@ BAD = [
     (
         "authors",
         table(target_layer_ids=[0]),
-        r"target_layer_ids in .* must be 2 integers, the layers of fc\.weight for H = 32",
+        r"target_layer_ids in .* must be 2 layers, those of fc\.weight for H = 32",
     ),
     ("authors", table(mask_token_id=VOCAB), r"mask_token must be in the embedding, in \[0, 61\), got 61"),
     ("authors", table(mask_token_id=None), r"must have the field dflash_config\.mask_token_id"),

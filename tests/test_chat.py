@@ -1,6 +1,7 @@
 """Chat templates: what they are given, where they are found, and how they fail."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from test_tokenizer import make_tokenizer
 
 from specjax import models
 from specjax.engine.chat import render
+from specjax.extras import install_command
 
 MESSAGES = [
     {"role": "system", "content": 'Say "é" & no more'},
@@ -93,7 +95,7 @@ def test_bad_messages(messages, tmp_path):
 
 def test_missing_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2.exceptions", None)
-    with pytest.raises(ModuleNotFoundError, match=r'install it with: pip install "specjax\[chat\]"') as error:
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("chat", "jinja2"))) as error:
         render(tmp_path, MESSAGES)
     assert error.value.name == "jinja2"
 

@@ -523,7 +523,7 @@ def test_bad_arguments(tmp_path, target, tapped):
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(ValueError, match="must be a whole safetensors file"):
         load(tmp_path, tapped)
-    with pytest.raises(ValueError, match="directory must hold a drafter on features, got an ordinary model"):
+    with pytest.raises(ValueError, match=r"draft holds an ordinary model, not a drafter on features; .*draft_model"):
         load(models.EMBEDDED / "draft", tapped)
 
 

@@ -556,5 +556,5 @@ def test_pages_are_as_many_as_fit(target, monkeypatch):
         monkeypatch.setattr(memory, "free_bytes", lambda pages=pages: int(pages * page) + calls + 16)
         assert memory.num_pages_that_fit(target, proposer, **sizes) == expected
     monkeypatch.setattr(memory, "free_bytes", lambda: 7 * page + calls)
-    with pytest.raises(ValueError, match=r"max_length must be at most the .* tokens that fit into the free memory"):
+    with pytest.raises(ValueError, match=r"^the free memory of the device holds .* tokens .*: lower max_length"):
         memory.num_pages_that_fit(target, proposer, **sizes)

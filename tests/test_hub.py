@@ -1,6 +1,7 @@
 """Checkpoints by their name on the Hugging Face Hub, in a cache laid out here as huggingface_hub does; no network."""
 
 import hashlib
+import re
 import shutil
 import sys
 
@@ -9,6 +10,7 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
 from specjax import LLM
 from specjax.cli import main
+from specjax.extras import install_command
 from specjax.models.hub import FILES, TORCH_FILES, find_checkpoint, find_drafter
 from specjax.proposers import DraftModel
 
@@ -103,10 +105,9 @@ def test_no_name(cache, name):
 
 def test_without_the_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    message = (
-        r"got 'org/name', which is no directory; to fetch it, install huggingface_hub: pip install \"specjax\[hf\]\""
-    )
-    with pytest.raises(ValueError, match=message):
+    command = install_command("hf", "huggingface_hub")
+    message = f"got 'org/name', which is no directory; to fetch it, install huggingface_hub: {command}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         LLM("org/name")
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from test_tokenizer import make_tokenizer
+from tokenizers import processors
 
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.sampling import guided
 from specjax.server import answers, protocol
 from specjax.server.fields import MAX_DEPTH, BadRequest
-from specjax.server.messages import encode_chat
+from specjax.server.messages import MESSAGES, encode_chat, template_messages
 from specjax.server.served import Served, generation_defaults, name_of
 from specjax.server.tools import Tools, find_calls, num_certain
 
@@ -108,9 +109,79 @@ class TestCompletion:
         call = completion(served, echo=True, max_tokens=0, logprobs=1)
         assert (call.params.max_tokens, call.params.prompt_logprobs, call.omits_output) == (1, 1, True)
 
+    def test_integers_written_with_a_point(self, served):
+        ids = {"stop_token_ids": [9.0, 10], "allowed_token_ids": [1, 9.0], "prompt": [5.0, 6]}
+        counts = {"max_tokens": 7.0, "n": 2.0, "seed": -3.0, "top_k": 5.0, "logprobs": 2.0, "priority": 1.0}
+        call = completion(served, **ids, **counts)
+        same = json.loads(json.dumps(ids | counts), parse_float=lambda text: int(float(text)))
+        assert call == completion(served, **same)
+        numbers = [*call.prompts[0], *call.params.stop_token_ids, call.params.max_tokens, call.params.seed]
+        assert {type(number) for number in numbers} == {int}
+        assert completion(served, prompt=[[5.0], [6]]).prompts == ([5], [6])
+
+    def test_fields_that_change_no_text(self, served):
+        taken = {
+            "store": True,
+            "metadata": {"a": [1]},
+            "no_such_field": None,
+            "cache_salt": "s",
+            "request_id": "mine-1",
+        }
+        call = completion(served, **taken)
+        assert replace(call, cache_salt="", request_id="") == completion(served)
+        assert (call.cache_salt, answers.new_head(call).id) == ("s", "cmpl-mine-1")
+        assert chat(served, verbosity="low", **taken).params == chat(served).params
+
+    def test_special_tokens_of_the_tokenizer(self, served):
+        other = replace(served, tokenizer=with_beginning())
+        plain = served.tokenizer.encode("the cat").ids
+        assert completion(other).prompts[0] == [0, *plain]
+        assert completion(other, add_special_tokens=False).prompts[0] == plain
+        asked = chat(other, "a</s>b", add_special_tokens=True).prompts[0]
+        assert asked == [0, *chat(other, "a</s>b").prompts[0]]
+
+    @pytest.mark.parametrize(
+        ("limit", "expected"), [(2, [7, 8]), (2.0, [7, 8]), (4, [5, 6, 7, 8]), (300, [5, 6, 7, 8])]
+    )
+    def test_prompts_that_are_cut(self, served, limit, expected):
+        call = completion(served, prompt=[5, 6, 7, 8], truncate_prompt_tokens=limit, echo=True)
+        assert list(call.prompts) == [expected]
+        assert call.prompt_texts[0] == served.tokenizer.decode(expected)
+
+    def test_prompts_that_are_cut_to_fit(self, served):
+        long = [5] * MAX_LENGTH + [6]
+        (prompt,) = completion(served, prompt=long, truncate_prompt_tokens=-1, max_tokens=10).prompts
+        assert prompt == long[-(MAX_LENGTH - 10) :]
+        whole = chat(served, "the cat " * MAX_LENGTH, truncate_prompt_tokens=50).prompts[0]
+        assert len(whole) == 50 and served.tokenizer.decode(whole).endswith("assistant\n")
+
+    @pytest.mark.parametrize(
+        ("new", "old"),
+        [
+            ({"json": WEATHER}, {"guided_json": WEATHER}),
+            ({"json": json.dumps(WEATHER)}, {"guided_json": WEATHER}),
+            ({"regex": "a|b"}, {"guided_regex": "a|b"}),
+            ({"choice": ["a", "b"]}, {"guided_choice": ["a", "b"]}),
+            ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+            ({"json_object": False, "grammar": None, "disable_fallback": True}, {}),
+        ],
+    )
+    def test_structured_outputs(self, served, new, old):
+        made = completion(served, structured_outputs=new)
+        assert made.params.guided_decoding == completion(served, **old).params.guided_decoding
+        assert made.constraint is None or made.constraint.param == f"structured_outputs.{next(iter(new))}"
+
+
+def with_beginning():
+    """A tokenizer that puts <s> in front of each text."""
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
 
 REFUSED = [
-    ("no_such_field", 1, "no_such_field", "unknown field"),
+    ("no_such_field", 1, "no_such_field", "unknown field .no_such_field.$"),
+    ("temprature", 1, "temprature", "unknown field .temprature.; did you mean .temperature.\\?$"),
     ("prompt", None, "prompt", "missing"),
     ("prompt", [], "prompt", "must be a string"),
     ("prompt", "", "prompt", "one or more tokens"),
@@ -118,7 +189,17 @@ REFUSED = [
     ("prompt", [1, 300], "prompt", r"ids in \[0, 300\)"),
     ("prompt", [-1], "prompt", "ids in"),
     ("prompt", [True], "prompt", "ids in"),
+    ("prompt", [1.5], "prompt", "a list of token ids"),
+    ("prompt", [1, 1.5], "prompt", "ids in"),
     ("prompt", "\ud800", None, "UTF-8"),
+    ("truncate_prompt_tokens", 0, "truncate_prompt_tokens", r"-1 or an integer in \[1, 400\]"),
+    ("prompt_logprobs", -1, "prompt_logprobs", r"an integer in \[0, 20\]"),
+    ("return_token_kinds", True, "return_token_kinds", "false unless stream is true"),
+    ("cache_salt", "", "cache_salt", "1 to 1024 characters"),
+    ("request_id", "a b", "request_id", "letters, digits"),
+    ("structured_outputs", {"grammar": "x"}, "structured_outputs.grammar", "not supported"),
+    ("structured_outputs", {"json": {}, "regex": "x"}, "structured_outputs.regex", "together"),
+    ("structured_outputs", {"jsn": {}}, "structured_outputs.jsn", "unknown field .*jsn.; did you mean .json.\\?"),
     ("prompt", [5] * MAX_LENGTH, None, "at most 400 tokens"),
     ("model", "other", "model", "must be 'small', got str 'other'"),
     ("max_tokens", 0, "max_tokens", r"in \[1, 400\]"),
@@ -147,7 +228,7 @@ REFUSED = [
     ("bad_words", ["x"] * 65, "bad_words", "at most 64"),
     ("stream_options", {"include_usage": True}, "stream_options", "unless stream is true"),
     ("suffix", "end", "suffix", "not supported"),
-    ("store", True, "store", "not supported"),
+    ("guided_grammar", "x", "guided_grammar", "not supported"),
     ("priority", 2**40, "priority", "an integer in"),
     ("guided_regex", "x" * 5000, "guided_regex", "at most 4096"),
     ("guided_choice", [], "guided_choice", "one or more strings"),
@@ -200,6 +281,15 @@ CHAT_REFUSED = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"role": "user", "content": "x", "size": 1}]}, "messages[0].size", "unknown field"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls", "unknown field"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "a JSON text",
+    ),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none, minimal"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "null in a stream"),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"top_logprobs": 3}, "top_logprobs", "unless logprobs is true"),
@@ -238,6 +328,38 @@ class TestChat:
     def test_parts_of_text(self, served):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         assert chat(served, parts).prompts == chat(served, "a\nb").prompts
+
+    def test_answers_of_other_servers_come_back(self, served):
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "index": 0,
+            "function": {"name": "weather", "arguments": '{"a": 1}'},
+        }
+        fields = {
+            "refusal": "",
+            "provider_specific_fields": {"a": 1},
+            "cache_control": {"type": "ephemeral"},
+            "audio": None,
+        }
+        plain = {"role": "assistant", "content": "a", "tool_calls": [call]}
+
+        def prompt(message):
+            result = {"role": "tool", "tool_call_id": "call_1", "content": "b"}
+            return chat(served, messages=[{"role": "user", "content": "x"}, message, result]).prompts[0]
+
+        assert prompt(plain | fields) == prompt(plain)
+        (read,) = template_messages(MESSAGES.read([plain | {"reasoning": "because"}], "messages"))
+        assert read["reasoning_content"] == "because"
+        assert read["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"a": 1}}
+
+    def test_effort_is_a_value_for_the_template(self, served, tmp_path):
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ reasoning_effort }}")
+        other = replace(served, directory=tmp_path)
+        for fields in ({}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
+            expected = fields.get("chat_template_kwargs", {}).get("reasoning_effort", "high")
+            call = chat(other, "a", reasoning_effort="high", **fields)
+            assert served.tokenizer.decode(call.prompts[0]) == f"a{expected}"
 
     def test_values_for_the_template(self, served):
         call = chat(served, chat_template_kwargs={"style": "dry"})
@@ -357,6 +479,19 @@ class TestTools:
         assert find_calls('{"city": "Rome"}', forced)[1][0].name == "weather"
         assert find_calls('{"city": "Ro', forced) == ('{"city": "Ro', [])
 
+    @pytest.mark.parametrize("is_single", [True, False])
+    def test_calls_beside_each_other(self, served, is_single):
+        call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+        asked = chat(served, stream=True, tools=[TOOL], parallel_tool_calls=not is_single)
+        for text in (f"<tool_call>{call}</tool_call>" * 2, f"[{call}, {call}]"):
+            assert len(find_calls(text, asked.tools)[1]) == (1 if is_single else 2)
+            result = result_of(served, [text], reason="stop")
+            (choice,) = answers.answer(asked, [result], answers.new_head(asked), served)["choices"]
+            whole = choice["message"]["tool_calls"]
+            *_, chunk, last = stream_of(served, asked, result, pieces_of(served, text))
+            assert len(whole) == len(chunk["delta"]["tool_calls"]) == (1 if is_single else 2)
+            assert last["finish_reason"] == "tool_calls"
+
     def test_text_that_is_no_call_is_sent_at_once(self):
         free = Tools([], ("weather",))
         for text, number in [
@@ -424,6 +559,59 @@ class TestAnswers:
         assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0]
         assert body["usage"]["completion_tokens"] == 0
 
+    def test_log_probabilities_of_prompts(self, served):
+        result = result_of(served, ["x"])._replace(
+            prompt_logprobs=[None, {6: -1.0, 8: -0.5, 9: -1.5}, {7: -9.0, 8: -1.0, 6: -2.0}]
+        )
+        text = served.token_text
+        listed = [
+            None,
+            {
+                "6": {"logprob": -1.0, "rank": 2, "decoded_token": text(6)},
+                "8": {"logprob": -0.5, "rank": 1, "decoded_token": text(8)},
+            },
+            {
+                "7": {"logprob": -9.0, "rank": None, "decoded_token": text(7)},
+                "8": {"logprob": -1.0, "rank": 1, "decoded_token": text(8)},
+                "6": {"logprob": -2.0, "rank": 2, "decoded_token": text(6)},
+            },
+        ]
+        call = completion(served, prompt=[5, 6, 7], prompt_logprobs=2)
+        assert call.params.prompt_logprobs == 2
+        assert answers.answer(call, [result], answers.new_head(call), served)["choices"][0]["prompt_logprobs"] == listed
+        call = replace(chat(served, prompt_logprobs=2), prompts=([5, 6, 7],))
+        body = answers.answer(call, [result], answers.new_head(call), served)
+        assert body["prompt_logprobs"] == listed and call.params.prompt_logprobs == 2
+
+    def test_an_echo_lists_what_logprobs_says(self, served):
+        call = completion(served, prompt=[5, 6], echo=True, logprobs=1, prompt_logprobs=3, max_tokens=0)
+        assert call.params.prompt_logprobs == 3
+        result = result_of(served, ["x"])._replace(prompt_logprobs=[None, {6: -2.0, 8: -0.5, 9: -1.0, 10: -1.5}])
+        (choice,) = answers.answer(call, [result], answers.new_head(call), served)["choices"]
+        assert choice["logprobs"]["top_logprobs"] == [None, {served.token_text(6): -2.0, served.token_text(8): -0.5}]
+        assert len(choice["prompt_logprobs"][1]) == 4
+
+    def test_token_ids(self, served):
+        result = result_of(served, ["the cat"])
+        ids = served.tokenizer.encode("the cat").ids
+        call = completion(served, prompt=[5, 6], return_token_ids=True)
+        (choice,) = answers.answer(call, [result], answers.new_head(call), served)["choices"]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], ids)
+        call = chat(served, return_token_ids=True)
+        body = answers.answer(call, [result], answers.new_head(call), served)
+        assert (body["prompt_token_ids"], body["choices"][0]["token_ids"]) == (call.prompts[0], ids)
+
+    @pytest.mark.parametrize("name", ["small", "other"])
+    def test_the_name_that_was_asked_for(self, served, name):
+        other = replace(served, aliases=("other",))
+        call = completion(other, model=name)
+        body = answers.answer(call, [result_of(served, ["x"])], answers.new_head(call), other)
+        assert body["model"] == name
+        assert protocol.parse_completion({"prompt": "x"}, other).model == "small"
+        with pytest.raises(BadRequest, match="model must be 'small' or 'other', got str 'third'"):
+            completion(other, model="third")
+        assert completion(replace(served, takes_any_name=True), model="third").model == "third"
+
     def test_chat(self, served):
         call = chat(served, logprobs=True, top_logprobs=1)
         result = result_of(served, ["a"], lambda token: {token: -2.0, 40: -0.5}, "stop")
@@ -470,6 +658,33 @@ class TestStreams:
         results = [result_of(served, ["the cat"])]
         last = answers.usage_chunk(call, results, answers.Head("id", 7), served)
         assert last["choices"] == [] and last["usage"] == answers.usage(call, results)
+
+    def test_counts_of_tokens_in_every_chunk(self, served):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for call in (
+            chat(served, stream=True, stream_options=options),
+            completion(served, stream=True, stream_options=options),
+        ):
+            choices = stream_of(served, call, result_of(served, ["the cat"]), pieces_of(served, "the cat"))
+            counts = [each["whole"]["usage"]["completion_tokens"] for each in choices]
+            num_tokens = len(served.tokenizer.encode("the cat").ids)
+            assert counts == [0, *range(1, num_tokens + 1), num_tokens]
+            assert {each["whole"]["usage"]["prompt_tokens"] for each in choices} == {len(call.prompts[0])}
+
+    @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}])
+    def test_token_ids(self, served, fields):
+        text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+        call = chat(served, stream=True, return_token_ids=True, **fields)
+        choices = stream_of(served, call, result_of(served, [text]), pieces_of(served, text))
+        assert [each for choice in choices for each in choice["token_ids"]] == served.tokenizer.encode(text).ids
+        assert [choice["whole"].get("prompt_token_ids") for choice in choices] == [
+            call.prompts[0],
+            *[None] * (len(choices) - 1),
+        ]
+        call = completion(served, stream=True, return_token_ids=True)
+        choices = stream_of(served, call, result_of(served, [text]), pieces_of(served, text))
+        assert [each for choice in choices for each in choice["token_ids"]] == served.tokenizer.encode(text).ids
+        assert choices[0]["prompt_token_ids"] == call.prompts[0] and "prompt_token_ids" not in choices[1]
 
     def test_of_a_completion_with_logprobs(self, served):
         call = completion(served, stream=True, logprobs=1)

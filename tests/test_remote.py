@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, zip_longest
 
 import pytest
@@ -241,7 +242,7 @@ def test_a_slow_process_gets_fewer_frames(engine):
         host.start()
         params = SamplingParams(seed=1, ignore_eos=True, max_tokens=150, logprobs=20)
         for number in range(3):
-            theirs.sendall(wire.write_submission(number, [5, 6], params, 0))
+            theirs.sendall(wire.write_submission(number, [5, 6], params, 0, ""))
         before = engine.stats().num_finished
         for _ in range(1000):
             if engine.stats().num_finished - before == 3:
@@ -345,12 +346,14 @@ class TestWire:
 
     def test_submissions(self):
         params = SamplingParams(logit_bias={7: 2.5}, stop=["a", "b"], guided_decoding=guided.Regex("a|b"), seed=2**63)
-        data = wire.write_submission(3, [5, 2**31 - 1], params, -2)
-        kind, number, prompt, found, priority = wire.read_question(data[8:])
-        assert (kind, number, prompt.tolist(), found, priority) == ("submit", 3, [5, 2**31 - 1], params, -2)
+        data = wire.write_submission(3, [5, 2**31 - 1], params, -2, "s")
+        kind, number, prompt, found, *rest = wire.read_question(data[8:])
+        assert (kind, number, prompt.tolist(), found, *rest) == ("submit", 3, [5, 2**31 - 1], params, -2, "s")
 
     def test_models(self, served):
+        served = replace(served, aliases=("other",), takes_any_name=True)
         found = wire.read_served(json.loads(json.dumps(wire.write_served(served))))
+        assert (found.names, found.takes_any_name) == (served.names, True)
         assert found.tokenizer.to_str() == served.tokenizer.to_str()
         assert found.directory == served.directory and found.token_text(5) == served.token_text(5)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from specjax.extras import install_command
 from specjax.server import replicas
 from specjax.server.errors import ApiError
 from specjax.server.replicas import Front, ReplicaLost, merged, replies
@@ -113,6 +114,13 @@ class TestFront:
         assert status == 200 and body.startswith(EVENT)
         assert json.loads(body.removeprefix(EVENT).removeprefix(b"data: "))["error"]["code"] == "replica_lost"
         assert len(found.asked) == 1  # another replica would begin again
+
+    def test_clients_of_anthropic_know_another_error(self):
+        _, front = front_of([*STREAM[:2], ReplicaLost()], *[[ReplicaLost()]] * 2)
+        name, data = call(front, "/v1/messages")[2].removeprefix(EVENT).split(b"\n", 1)
+        whole = call(front, "/v1/messages")[2]
+        assert (name, json.loads(data.removeprefix(b"data: "))) == (b"event: error", json.loads(whole))
+        assert json.loads(whole)["error"]["type"] == "api_error"
 
     def test_an_error_after_the_end(self):
         """An application raises what it has told the client already; the client is not told a second time."""
@@ -233,7 +241,7 @@ class TestReplies:
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specjax.server.ray", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "specjax[ray]"')):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("ray", "ray"))):
         importlib.import_module("specjax.server.ray")
     assert replicas  # which needs no Ray
 
@@ -250,6 +258,8 @@ class TestApplication:
         [
             ({"num_slots": "8"}, "num_slots must be an integer, got '8'"),
             ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
+            ({"name": 3}, "name must be a string or a list of strings, got 3"),
+            ({"name": []}, "name must be a string or a list of strings, got []"),
             ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
             ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
             ({"verifier": "typical"}, "verifier must be one of rejection, block, match, got 'typical'"),

@@ -19,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -119,7 +120,7 @@ class Client:
         response = connection.getresponse()
         assert response.headers["content-type"].startswith("text/event-stream"), response.read()
         for line in response:
-            if line.strip():
+            if line.strip() and not line.startswith(b"event: "):
                 assert line.startswith(b"data: ")
                 content = line.removeprefix(b"data: ").strip().decode()
                 yield content if content == "[DONE]" else json.loads(content)
@@ -241,6 +242,44 @@ class TestAnswers:
         page = client.call("GET", "/")[2]
         assert "<textarea" in page and not re.search(r"(src|href)=\"(?!data:)|https?:", page)
 
+    def test_names_of_the_model(self, engine, served):
+        with running(engine, replace(served, aliases=("other", "small"))) as client:
+            assert [card["id"] for card in client.call("GET", "/v1/models")[2]["data"]] == ["small", "other"]
+            assert client.call("GET", "/v1/models/other")[2]["root"] == "small"
+            assert [client.complete(model=name)["model"] for name in ("small", "other", None)] == [
+                "small",
+                "other",
+                "small",
+            ]
+            *events, _ = client.events("/v1/completions", completion(model="other", stream=True))
+            assert {event["model"] for event in events} == {"other"}
+            assert client.call("POST", "/v1/completions", completion(model="third"))[0] == 404
+        with running(engine, replace(served, takes_any_name=True)) as client:
+            assert client.complete(model="third")["model"] == "third"
+            assert client.call("GET", "/v1/models/third")[2]["id"] == "third"
+
+    def test_requests_of_another_salt_find_no_prompts(self, client):
+        def cached(**fields):
+            return client.complete(**fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        prompts = [[token] * 60 for token in (5, 6)]
+        assert [cached(prompt=prompts[0], cache_salt=salt) for salt in ("a", "a", "b", "b")] == [0, 48, 0, 48]
+        assert [cached(prompt=prompt) for prompt in (prompts[0], prompts[0], prompts[1])] == [0, 48, 0]
+        assert cached(prompt=prompts[1], cache_salt="a") == 0
+
+    def test_the_tokenizer(self, engine, served, tmp_path):
+        tokens = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "tokenizer_class": "GPT2Tokenizer"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        with running(engine, replace(served, directory=tmp_path)) as client:
+            found = client.call("GET", "/tokenizer_info")[2]
+            expected = tokens | {"eos_token": "</s>", "chat_template": TEMPLATE, "model_max_length": MAX_LENGTH}
+            assert found == expected
+            (tmp_path / "tokenizer_config.json").unlink()
+            assert client.call("GET", "/tokenizer_info")[2]["eos_token"] == "</s>"
+            texts = client.call("POST", "/tokenize", {"prompt": "the cat", "return_token_strs": True})[2]["token_strs"]
+            assert "".join(texts) == "the cat"
+
     def test_metrics(self, client, engine):
         before = client.numbers()
         client.complete(max_tokens=1)
@@ -292,6 +331,74 @@ class TestAnswers:
             assert caught.value.param == "temperature"
             with pytest.raises(openai.NotFoundError):
                 api.completions.create(model="large", prompt="the cat")
+
+
+class TestResponses:
+    def test_the_client_of_openai(self, client):
+        openai = pytest.importorskip("openai")
+        asked = {"model": "small", "input": "the cat", "max_output_tokens": 8, "extra_body": {"seed": 1}}
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none", max_retries=0) as api:
+            chat_text = client.call("POST", "/v1/chat/completions", chat())[2]["choices"][0]["message"]["content"]
+            whole = api.responses.create(**asked)
+            assert (whole.output_text, whole.usage.output_tokens) == (chat_text, 8)
+            with api.responses.stream(**asked) as stream:
+                *events, last = stream
+            assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == chat_text
+            assert [each.sequence_number for each in (*events, last)] == list(range(len(events) + 1))
+            assert (last.type, last.response.usage.output_tokens) == ("response.incomplete", 8)
+            with pytest.raises(openai.BadRequestError, match="stores no answers"):
+                api.responses.create(**asked, previous_response_id=whole.id)
+            for ask in (api.responses.retrieve, api.responses.cancel, api.responses.delete):
+                with pytest.raises(openai.NotFoundError, match="stores no answers"):
+                    ask(whole.id)
+
+    def test_a_call_of_a_tool(self, client):
+        tool = {"type": "function", "name": "at", "parameters": {"type": "object", "properties": {}}}
+        body = {"model": "small", "input": "hi", "tools": [tool], "tool_choice": "required", "stream": True}
+        *_, last = client.events("/v1/responses", body)
+        (made,) = last["response"]["output"]
+        assert (made["type"], made["name"], made["arguments"].replace(" ", "")) == ("function_call", "at", "{}")
+
+
+class TestMessages:
+    def test_text(self, client):
+        chat_text = client.call("POST", "/v1/chat/completions", chat())[2]["choices"][0]["message"]["content"]
+        status, _, whole = client.call("POST", "/v1/messages", chat())
+        assert (status, whole["content"]) == (200, [{"type": "text", "text": chat_text}])
+        assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("max_tokens", 8)
+        events = list(client.events("/v1/messages", chat(stream=True)))
+        deltas = [each["delta"]["text"] for each in events if each["type"] == "content_block_delta"]
+        assert "".join(deltas) == chat_text
+        assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+        counted = client.call("POST", "/v1/messages/count_tokens", {"messages": chat()["messages"]})[2]
+        assert counted == {"input_tokens": events[0]["message"]["usage"]["input_tokens"]}
+
+    def test_errors(self, client):
+        for method, path, body, expected in (
+            ("POST", "/v1/messages", chat(temperature=9), (400, "invalid_request_error")),
+            ("POST", "/v1/messages", chat(model="large"), (404, "not_found_error")),
+            ("POST", "/v1/messages/count_tokens", {"messages": 1}, (400, "invalid_request_error")),
+            ("POST", "/v1/messages/nothing", {}, (404, "not_found_error")),
+            ("GET", "/v1/messages", None, (405, "invalid_request_error")),
+        ):
+            status, _, answer = client.call(method, path, body)
+            assert (status, answer["error"]["type"], answer["type"]) == (*expected, "error")
+            assert set(answer["error"]) == {"type", "message"}
+
+    def test_the_client_of_anthropic(self, client):
+        anthropic = pytest.importorskip("anthropic")
+        asked = {"model": "small", "max_tokens": 8, "messages": [{"role": "user", "content": "the cat"}]}
+        asked |= {"extra_body": {"seed": 1}}
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{client.port}", api_key="none", max_retries=0) as api:
+            whole = api.messages.create(**asked)
+            with api.messages.stream(**asked) as stream:
+                assert "".join(stream.text_stream) == whole.content[0].text
+                assert stream.get_final_message().stop_reason == whole.stop_reason == "max_tokens"
+            tool = {"name": "at", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+            made = api.messages.create(**asked, tools=[tool], tool_choice={"type": "tool", "name": "at"})
+            assert (made.stop_reason, made.content[0].name, made.content[0].input) == ("tool_use", "at", {})
+            with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type must be"):
+                api.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
 
 
 class TestLimits:
@@ -449,6 +556,14 @@ class TestKeys:
     def test_right_ones(self, locked, value):
         assert locked.call("GET", "/v1/models", headers={"authorization": value})[0] == 200
 
+    def test_header_of_anthropic(self, locked):
+        assert locked.call("GET", "/v1/models", headers={"x-api-key": "other"})[0] == 200
+        assert locked.call("GET", "/v1/models", headers={"x-api-key": "right", "authorization": "Bearer no"})[0] == 200
+        for wrong in ("", "wrong", "Bearer right"):
+            assert locked.call("GET", "/v1/models", headers={"x-api-key": wrong})[0] == 401
+        body = locked.call("GET", "/v1/messages", headers={"x-api-key": "wrong"})[2]
+        assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+
     def test_compared_in_constant_time(self, locked, monkeypatch):
         compared = []
         monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
@@ -520,11 +635,13 @@ class TestDocs:
             assert done.returncode == 0 and len(done.stdout) > 10, done.stderr
             assert ("[DONE]" in done.stdout) == ("stream" in line)
 
-    def test_the_client_in_python(self, client, capsys):
-        pytest.importorskip("openai")
-        (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    @pytest.mark.parametrize("number", range(3))
+    def test_the_clients_in_python(self, client, capsys, number):
+        blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+        assert len(blocks) == 3
+        pytest.importorskip("anthropic" if "import anthropic" in blocks[number] else "openai")
         names = {}
-        exec(self.adapted(block, client), names)
+        exec(self.adapted(blocks[number], client), names)
         names["client"].close()
         assert capsys.readouterr().out
 
@@ -601,7 +718,7 @@ def wait_until_gone(number):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    return ["--model", target, "--draft", draft, "--name", "small"]
+    return ["--model", target, "--draft", draft, "--name", "small", "--served-model-name", "other"]
 
 
 @pytest.mark.slow
@@ -612,6 +729,8 @@ class TestCommand:
             assert client.call("GET", "/health")[0] == 200
             assert client.call("GET", "/v1/models")[0] == 401
             headers = JSON | {"authorization": "Bearer other"}
+            cards = client.call("GET", "/v1/models", headers=headers)[2]["data"]
+            assert [card["id"] for card in cards] == ["small", "other"]
             for _ in range(8):  # a client that leaves is a broken pipe
                 client.send("POST", "/v1/completions", body, headers).close()
             with closing(client.send("POST", "/v1/completions", body, headers)) as connection:
@@ -691,7 +810,12 @@ HOSTILE = {  # name: path, fields, status, words of the message
     "half a million stop strings": ("completion", {"stop": ["x"] * 500_000}, 400, "stop must be a list of at most"),
     "fifty thousand bad words": ("completion", {"bad_words": ["x"] * 50_000}, 400, "bad_words must be"),
     "many stop ids": ("completion", {"stop_token_ids": [5] * 10_000}, 400, "stop_token_ids must be"),
-    "log-probabilities of the prompt": ("completion", {"prompt_logprobs": -1}, 400, "prompt_logprobs is not supported"),
+    "log-probabilities of the prompt": (
+        "completion",
+        {"prompt_logprobs": -1},
+        400,
+        "prompt_logprobs must be an integer in",
+    ),
     "log-probabilities of all tokens": ("completion", {"logprobs": -1}, 400, "logprobs must be"),
     "stop ids outside the vocabulary": ("completion", {"stop_token_ids": [300]}, 400, "token ids in"),
     "negative stop ids": ("completion", {"stop_token_ids": [-1]}, 400, "token ids in"),

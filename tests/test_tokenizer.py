@@ -1,12 +1,14 @@
 """The tokenizer of a checkpoint in every format, its end-of-sequence tokens, and whether two are the same."""
 
 import json
+import re
 import sys
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specjax.engine.tokenizer import eos_token_ids, load_tokenizer
+from specjax.extras import install_command
 from specjax.models.vocabulary import check_same_vocabulary
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -53,7 +55,8 @@ class TestFormats:
     def test_other_format_without_transformers(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", None)
         make_tokenizer().model.save(str(tmp_path))
-        with pytest.raises(ValueError, match=r'to read vocab.json, install transformers: pip install "specjax\[hf\]"'):
+        message = f"to read vocab.json, install transformers: {install_command('hf', 'transformers')}"
+        with pytest.raises(ValueError, match=re.escape(message)):
             load_tokenizer(tmp_path)
 
     @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specjax.engine.tokenizer import token_text
+from specjax.extras import needs
 from specjax.models.config_file import ConfigFile
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -37,12 +38,9 @@ def render(
     """
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise ValueError(f'messages must be mappings with "role" and "content", at least one, got {messages!r}')
-    try:
+    with needs("chat"):
         from jinja2.exceptions import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError as error:
-        message = 'chat templates need jinja2, install it with: pip install "specjax[chat]"'
-        raise ModuleNotFoundError(message, name="jinja2") from error
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)

@@ -244,7 +244,12 @@ class Engine:
         self._thread.start()
 
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """Hand in a request, and return without waiting for it.
 
@@ -253,6 +258,8 @@ class Engine:
             params: the parameters; None is `SamplingParams()`. A request with a seed gives the same output whatever
                 else runs.
             priority: requests with a smaller number come first; equal ones in the order of their arrival.
+            cache_salt: the computed beginning of a prompt is found again by requests with the same text here alone, so
+                that others cannot tell by the time of an answer what was asked before.
 
         Raises:
             ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
@@ -264,6 +271,8 @@ class Engine:
             raise ValueError(f"params must be SamplingParams, got {params!r}")
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r}")
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
 
         def tokenize(text: str) -> list[int]:
@@ -271,7 +280,7 @@ class Engine:
 
         rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
         key = key_data(params.seed, self._entropy)
-        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority)
+        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority, cache_salt.encode())
         self._scheduler.check(samples.jobs[0])
         request = Request(self, samples)
         for job in samples.jobs:
@@ -292,10 +301,15 @@ class Engine:
         return request
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Result:
         """Return the result of a request; if the caller is cancelled, so is the request. The arguments: `submit`."""
-        request = self.submit(prompt, params, priority=priority)
+        request = self.submit(prompt, params, priority=priority, cache_salt=cache_salt)
         result = asyncio.wrap_future(request._future)
         # Where the caller is cancelled nobody reads the exception, which asyncio would report.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from specjax.processes.group import joined
 from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
-from specjax.validation import is_integer
+from specjax.validation import is_integer, suggestion
 
 __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
@@ -63,6 +64,9 @@ class LLM:
             an axis "batch" must be able to share them equally.
 
     Raises:
+        FileNotFoundError: a checkpoint lacks a file.
+        MemoryError: the weights do not fit into the memory.
+        ModuleNotFoundError: a package is missing; the message names the command that installs it.
         ValueError: an argument has a wrong type or value, a checkpoint cannot be loaded, or target and draft have
             different vocabularies.
 
@@ -93,7 +97,8 @@ class LLM:
         if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
-            raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}")
+            hint = suggestion(verifier, verifiers.__all__)
+            raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}{hint}")
         if not (num_slots is None or (is_integer(num_slots) and num_slots >= 1)):
             raise ValueError(f"num_slots must be None or an integer >= 1, got {num_slots!r}")
         if not (is_integer(tensor_parallel) and 1 <= tensor_parallel <= jax.device_count()):
@@ -116,7 +121,7 @@ class LLM:
         draft = _find_draft(draft, num_draft_tokens)
 
         self.verifier = verifier
-        self.model = models.load(self._directory, dtype=weights_dtype, mesh=mesh)
+        self.model = _load_target(self._directory, dtype=weights_dtype, mesh=mesh)
         if num_slots is not None and isinstance(self.model.apply, OnMesh):
             self.model.apply.check_batch(num_slots)
         self.tokenizer = load_tokenizer(self._directory)
@@ -137,7 +142,7 @@ class LLM:
         if isinstance(draft, DraftModel) and draft.model.vocab_size != self.model.vocab_size:
             raise ValueError(
                 f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, "
-                f"got {draft.model.vocab_size}"
+                f"got {draft.model.vocab_size}; a smaller model of the target's family has it, and 'ngram' needs none"
             )
         if is_auto and not isinstance(draft, DraftModel | NoDrafts):
             raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
@@ -282,6 +287,20 @@ def _default_dtype(directory: Path) -> str:
     if jax.default_backend() == "cpu" or models.EMBEDDED in directory.parents:
         return "float32"
     return dtype_of(directory)
+
+
+def _load_target(directory: Path, **options: Any) -> Model:
+    """Load the target; where its directory holds a drafter, the error says so."""
+    try:
+        return models.load(directory, **options)
+    except (ValueError, FileNotFoundError) as error:
+        kind = None
+        with suppress(ValueError, FileNotFoundError):
+            kind = proposers.kind_of(directory)
+        if kind in (None, "mtp"):  # layers for multi-token prediction stand in the checkpoint of a whole model
+            raise
+        remedy = "give it as draft, and the target that it was trained for as model"
+        raise ValueError(f"model must be a target, got a drafter ({kind}) in {directory}; {remedy}") from error
 
 
 def _find_draft(draft: str | Path | Proposer | None, num_draft_tokens: int) -> Path | Proposer:

@@ -44,7 +44,8 @@ def num_pages_that_fit(
     fitting = (free - COPIES * 4 * rows * model.vocab_size - (one - page)) // max(page, 1)
     if fitting < min(wanted, pages_per_row):
         raise ValueError(
-            f"max_length must be at most the {max(0, fitting) * page_size} tokens that fit into the free memory of the "
-            f"device with num_slots = {num_slots}, got {max_length}"
+            f"the free memory of the device holds {max(0, fitting) * page_size} tokens with num_slots = {num_slots}, "
+            f"and max_length is {max_length}: lower max_length or num_slots, load the weights in bfloat16, or let more "
+            "devices share the model"
         )
     return min(wanted, fitting)

@@ -112,6 +112,7 @@ class Samples:
         key_data: [2] uint32, the data of the request's key.
         tokenizer: the tokenizer of the target.
         priority: as `Job.priority`.
+        salt: as `Job.salt`.
 
     Attributes:
         jobs: the samples.
@@ -128,6 +129,7 @@ class Samples:
         key_data: np.ndarray,
         tokenizer: "Tokenizer",
         priority: int = 0,
+        salt: bytes = b"",
     ):
         self._prompt, self.params = prompt, params
         self.jobs = [
@@ -141,6 +143,7 @@ class Samples:
                 wants_log_probs=params.logprobs is not None or params.num_samples > 1,
                 wants_prompt_log_probs=params.prompt_logprobs is not None and sample == 0,
                 grammar=params.guided_decoding if isinstance(params.guided_decoding, Grammar) else None,
+                salt=salt,
             )
             for sample in range(params.num_samples)
         ]

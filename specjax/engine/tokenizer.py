@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specjax.extras import install_command, needs
 from specjax.models.config_file import ConfigFile
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
 
 
 def _from_json(path: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
+    with needs("models"):
+        from tokenizers import Tokenizer
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
@@ -53,8 +54,9 @@ def _from_transformers(path: Path) -> "Tokenizer":
         # The extra `hf` installs it.
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
+        command = install_command("hf", "transformers")
         raise ValueError(
-            f'{path.parent} has no tokenizer.json; to read {path.name}, install transformers: pip install "specjax[hf]"'
+            f"{path.parent} has no tokenizer.json; to read {path.name}, install transformers: {command}"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)

@@ -1,20 +1,24 @@
 """Load a Hugging Face checkpoint, config.json and safetensors files, as a `Model`."""
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from specjax.models.config_file import ConfigFile
+from specjax.models.config_file import DTYPES, ConfigFile
+from specjax.models.diagnosis import hint
 from specjax.models.families import BUILD
 from specjax.models.network import with_feature_layers
 from specjax.models.sharding import tensor_parallel
 from specjax.models.tensors import Tensors
 from specjax.parallel import check_axis, data_parallel
 from specjax.types import Model
+from specjax.validation import suggestion
 
 
 def load(
@@ -50,6 +54,7 @@ def load(
 
     Raises:
         FileNotFoundError: the directory, its config.json or a file of weights does not exist.
+        MemoryError: the parameters do not fit into the memory of the device or of the host.
         ValueError: a file is damaged; a field or tensor is missing, has a wrong value or shape, or is not supported; or
             the files hold a tensor that the model does not have. The message names the file and the field or tensor.
             Also, a mesh has an axis of another name or type, stands beside a sharding, or has devices that cannot share
@@ -63,24 +68,61 @@ def load(
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise FileNotFoundError(f"directory must hold a checkpoint, got {directory}, which is not a directory")
-    try:
-        wanted = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}") from error
-    if wanted not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {wanted}")
-
+        got = f"{directory}, which is not a directory{hint(directory)}"
+        raise FileNotFoundError(f"directory must hold a checkpoint, got {got}")
+    wanted = _dtype(dtype)
     config = ConfigFile(directory / "config.json")
-    family = config.choice("model_type", tuple(BUILD))
+    family = _family(config)
     shares_weights = mesh is not None and "tensor" in _axes(mesh, sharding)
     sharding = sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
     tensors = Tensors(directory, wanted, sharding, in_parts=shares_weights)
-    with tensors.progress():
+    with tensors.progress(), _enough_memory(directory, wanted):
         model = BUILD[family](config, tensors)
         model = tensor_parallel(model, mesh) if mesh is not None and shares_weights else model
     model = data_parallel(model, mesh) if mesh is not None and "batch" in mesh.shape else model
     return with_feature_layers(model, feature_layers)
+
+
+def _dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of the parameters."""
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError as error:
+        got = f"{dtype!r}{suggestion(dtype, DTYPES)}"
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {got}") from error
+    if wanted.name not in DTYPES:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {wanted}")
+    return wanted
+
+
+def _family(config: ConfigFile) -> str:
+    """Return the family of a checkpoint; raise ValueError if there is none, or if the weights are quantised."""
+    family = config.get("model_type", str)
+    if family not in BUILD:
+        raise ValueError(
+            f"specjax has no family {family!r}, which is model_type in {config.path}; it has {', '.join(BUILD)} "
+            "(docs/models.md), and takes models in JAX that you bring yourself (docs/own-models.md)"
+        )
+    if config.fields.get("quantization_config"):
+        raise ValueError(
+            f"the weights of {config.path.parent} are quantised (quantization_config in {config.path.name}), which "
+            "specjax does not read; give the checkpoint of the same model in bfloat16, float16 or float32"
+        )
+    return family
+
+
+@contextlib.contextmanager
+def _enough_memory(directory: Path, dtype: np.dtype) -> Iterator[None]:
+    """Let an error of memory say what does not fit, and what to do."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(
+            f"the weights of {directory} in {dtype.name} do not fit into the memory that is free; load them in "
+            f"bfloat16, let several devices share them (tensor_parallel, or a mesh), or take a smaller model: {error}"
+        ) from error
 
 
 def _axes(mesh: Mesh, sharding: jax.sharding.Sharding | None) -> Collection[str]:

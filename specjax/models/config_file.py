@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax.models.diagnosis import check_not_pointer, lacks
+
 _REQUIRED = object()
+DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 MAX_INT = 2**31 - 1
 MAX_NUMBER = 1e30  # beyond it, float32 overflows
 
@@ -185,7 +188,7 @@ def dtype_of(directory: Path) -> str:
     """
     config = ConfigFile(directory / "config.json")
     name = next((name for name in ("dtype", "torch_dtype") if config.fields.get(name) is not None), "dtype")
-    return config.choice(name, ("float32", "bfloat16", "float16"), default="float32")
+    return config.choice(name, DTYPES, default="float32")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -196,7 +199,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is not JSON, or its content is not an object.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"directory must hold {path.name}, got {path.parent}, which does not")
+        raise lacks(path.parent, path.name)
+    check_not_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

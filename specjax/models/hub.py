@@ -4,6 +4,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from specjax.extras import install_command
+from specjax.models.diagnosis import hint
+from specjax.validation import suggestion
+
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")  # org/name or org/name@revision
 FILES = (  # the files that specjax reads; weights in other formats or in subfolders are not fetched
     "config.json",
@@ -68,18 +72,20 @@ def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         f"{argument} must be a directory with a Hugging Face checkpoint, or the name of one on the Hugging Face Hub "
         f"(org/name), got {str(name)!r}"
     )
+    near = hint(Path(name)) or suggestion(name, ["ngram"] if argument == "draft" else [])
     match = NAME.fullmatch(name) if isinstance(name, str) else None
-    if match is None:
-        raise ValueError(message)
+    if match is None or Path(name).is_file():
+        raise ValueError(message + near)
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError as error:
         raise ValueError(
-            f'{message}, which is no directory; to fetch it, install huggingface_hub: pip install "specjax[hf]"'
+            f"{message}, which is no directory; to fetch it, install huggingface_hub: "
+            f"{install_command('hf', 'huggingface_hub')}{near}"
         ) from error
     repository, revision = match.groups()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # network, Hub and disk raise many types of errors
         reason = " ".join(str(error).split())
-        raise ValueError(f"{message}, which is no directory and cannot be fetched: {reason}") from error
+        raise ValueError(f"{message}, which is no directory and cannot be fetched: {reason}{near}") from error

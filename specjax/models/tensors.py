@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from specjax.models.config_file import read_json
+from specjax.models.diagnosis import check_not_pointer, lacks
 from specjax.models.torch_file import TorchFile, open_torch_file
 from specjax.types import Array
 
@@ -266,7 +267,8 @@ def _open(path: Path) -> Iterator[safe_open | TorchFile]:
         with safe_open(path, framework="numpy") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} must be a whole safetensors file: {error}") from error
+        check_not_pointer(path)
+        raise ValueError(f"{path} must be a whole safetensors file, copy it anew: {error}") from error
 
 
 def drafter_files(directory: Path) -> list[Path]:
@@ -280,7 +282,7 @@ def drafter_files(directory: Path) -> list[Path]:
     for name in names:
         if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
             return _shards(directory, name)
-    raise FileNotFoundError(f"directory must hold {', '.join(names[:-1])} or {names[-1]}, got {directory}")
+    raise lacks(directory, *names)
 
 
 def _shards(directory: Path, name: str) -> list[Path]:
@@ -289,7 +291,7 @@ def _shards(directory: Path, name: str) -> list[Path]:
     if (directory / name).is_file():
         return [directory / name]
     if not index.is_file():
-        raise FileNotFoundError(f"directory must hold {name} or {index.name}, got {directory}")
+        raise lacks(directory, name, index.name)
     weight_map = read_json(index).get("weight_map")
     names: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -297,5 +299,5 @@ def _shards(directory: Path, name: str) -> list[Path]:
     paths = [directory / name for name in sorted(set(names))]
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"{index} names {path.name}, which does not exist")
+            raise FileNotFoundError(f"{path} is missing, which {index.name} names; copy the checkpoint anew")
     return paths

@@ -145,7 +145,7 @@ def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tup
     num_layers, size = files.num_layers(target), files.target_weights(target).hidden_size
     inputs = tensors.shape("fc.weight")[-1]
     if inputs % size:
-        raise ValueError(
+        raise files.other_target(
             f"tensor fc.weight of {configs.whole.path.parent} must have a multiple of H = {size} columns, the hidden "
             f"size of the target, got {inputs}"
         )
@@ -156,14 +156,17 @@ def _feature_layers(configs: _Configs, tensors: "Tensors", target: Model) -> tup
     ids = place.get(name, list, None)
     if ids is None:
         ids = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)] if count > 1 else [num_layers // 2]
-    if not all(type(layer) is int for layer in ids) or len(ids) != count:
-        raise ValueError(
-            f"{place.where(name)} must be {count} integers, the layers of fc.weight for H = {size}, the hidden size of "
-            f"the target, got {ids!r}"
+    if not all(type(layer) is int for layer in ids):
+        raise ValueError(f"{place.where(name)} must be integers, got {ids!r}")
+    if len(ids) != count:
+        raise files.other_target(
+            f"{place.where(name)} must be {count} layers, those of fc.weight for H = {size}, the hidden size of the "
+            f"target, got {ids}"
         )
     layers = tuple(layer + (name == "target_layer_ids") for layer in ids)
     if not all(0 <= layer <= num_layers for layer in layers):
-        raise ValueError(f"{place.where(name)} must be layers of the target, which has {num_layers}, got {ids}")
+        where = place.where(name)
+        raise files.other_target(f"{where} must be layers of the target, which has {num_layers}, got {ids}")
     return layers
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.extras import needs
 from specjax.proposers import block_files, eagle_files, files
 from specjax.proposers.medusa import is_medusa, load_medusa
 from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_speculator
@@ -81,8 +82,8 @@ def load(
     kind = kind_of(directory)
     if kind is None:
         raise ValueError(
-            f"directory must hold a drafter on features, got an ordinary model in {directory}, which "
-            "proposers.draft_model takes"
+            f"{directory} holds an ordinary model, not a drafter on features; as a draft model it is loaded with "
+            "models.load and given to proposers.draft_model"
         )
     options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature, "fields": fields}
     if kind in _WITH_LAYERS:
@@ -99,8 +100,9 @@ def kind_of(directory: str | Path) -> str | None:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or the drafter is of a kind that is not implemented.
     """
-    from specjax.models.config_file import read_json
-    from specjax.models.tensors import Tensors, drafter_files
+    with needs("models"):
+        from specjax.models.config_file import read_json
+        from specjax.models.tensors import Tensors, drafter_files
 
     directory = Path(directory)
     tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))

@@ -68,12 +68,12 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
         ids = [layer + 1 for layer in ids]
     if len(ids) != count:
         size = files.target_weights(target).hidden_size
-        raise ValueError(
+        raise files.other_target(
             f"{name} must be {count} layers, those of fc.weight for H = {size}, the hidden size of the target, "
             f"got {len(ids)}"
         )
     if not all(0 <= layer <= num_layers for layer in ids):
-        raise ValueError(f"{name} must be layers of the target, which has {num_layers}, got {ids}")
+        raise files.other_target(f"{name} must be layers of the target, which has {num_layers}, got {ids}")
     return tuple(ids)
 
 

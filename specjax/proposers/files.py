@@ -96,7 +96,12 @@ def open_directory(
 def expect(name: str, value: object, expected: object, what: str) -> None:
     """Raise ValueError unless a number that a drafter has is that of its target; `what` says which that is."""
     if value != expected:
-        raise ValueError(f"{name} must be {expected}, {what}, got {value}")
+        raise other_target(f"{name} must be {expected}, {what}, got {value}")
+
+
+def other_target(reason: str) -> ValueError:
+    """Return the error for a drafter that does not fit its target, because of what `reason` says."""
+    return ValueError(f"the drafter is made for another target: {reason}; give the model that it was trained for")
 
 
 def refuse_unread(config: "ConfigFile", *patterns: str) -> None:

@@ -188,6 +188,10 @@ def _of_authors(config: "ConfigFile", tensors: "Tensors", target: Model) -> tupl
     num_blocks = config.size("medusa_num_layers", 1, most=64)
     refuse_unread(config, "medusa_*")
     hidden_size = target_weights(target).hidden_size
+    last = f"{prefix}0.{num_blocks}.weight"
+    if last in tensors:
+        whole = target.vocab_size, hidden_size
+        expect(f"the shape of {last}", tensors.shape(last), whole, "the vocabulary and the hidden size of the target")
 
     def block(name: str) -> PyTree:
         weight = tensors.table(f"{name}.linear.weight", hidden_size, hidden_size)

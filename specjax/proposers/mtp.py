@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from specjax.models.linear import linear, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
-from specjax.proposers.files import open_directory, target_weights
+from specjax.proposers.files import open_directory, other_target, target_weights
 from specjax.types import Array, Model, ModelInput, PyTree
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def load_mtp(
     sizes = llama.config_of(config, qkv_bias=bias, transposed=tensors.on_one_gpu)
     weights = target_weights(target)
     if weights.embedding.shape != (sizes.vocab_size, sizes.hidden_size):
-        raise ValueError(
+        raise other_target(
             f"target must have the vocabulary and hidden size of {config.path}, {sizes.vocab_size} and "
             f"{sizes.hidden_size}, got {weights.embedding.shape}"
         )

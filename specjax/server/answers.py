@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from specjax.engine.requests import Completion, Metrics, Piece, Result, TokenLogProbs
 from specjax.server.protocol import Call
 from specjax.server.served import Served
-from specjax.server.tools import find_calls, num_certain
+from specjax.server.tools import CallFinder, find_calls
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
 
@@ -23,7 +23,8 @@ class Head(NamedTuple):
 
 def new_head(call: Call) -> Head:
     """Return the head of an answer that begins now."""
-    return Head(f"{'chatcmpl' if call.is_chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()))
+    name = call.request_id or uuid.uuid4().hex
+    return Head(f"{'chatcmpl' if call.is_chat else 'cmpl'}-{name}", int(time.time()))
 
 
 def answer(call: Call, results: Sequence[Result], head: Head, served: Served) -> dict[str, Any]:
@@ -45,7 +46,23 @@ def answer(call: Call, results: Sequence[Result], head: Head, served: Served) ->
             choice = make(call, prompt, result, completion, served)
             choices.append({"index": prompt * call.params.n + i} | choice)
     kind = "chat.completion" if call.is_chat else "text_completion"
-    return _envelope(call, head, served, kind, choices) | _figures(call, results)
+    body = _envelope(call, head, served, kind, choices) | _figures(call, results)
+    return body | (_of_prompt(call, 0, results[0], served) if call.is_chat else {})
+
+
+def _of_prompt(call: Call, prompt: int, result: Result, served: Served) -> dict[str, Any]:
+    """Return what was asked for of the tokens of a prompt; a chat has it in its body, a completion in each choice."""
+    found: dict[str, Any] = {}
+    if call.has_token_ids:
+        found["prompt_token_ids"] = call.prompts[prompt]
+    if call.prompt_logprobs is not None:
+        entries = result.prompt_logprobs or []
+        listed = zip(call.prompts[prompt], entries, strict=True)
+        found["prompt_logprobs"] = [
+            None if entry is None else list_prompt(served, token, entry, call.prompt_logprobs)
+            for token, entry in listed
+        ]
+    return found
 
 
 def _envelope(call: Call, head: Head, served: Served, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,7 +70,7 @@ def _envelope(call: Call, head: Head, served: Served, kind: str, choices: list[d
         "id": head.id,
         "object": kind,
         "created": head.created,
-        "model": served.name,
+        "model": call.model,
         "system_fingerprint": served.fingerprint,
         "choices": choices,
     }
@@ -108,13 +125,16 @@ def _completion_choice(
         listed = list_completion(served, tokens, entries, call.top_logprobs, start, start + len(text))
         if call.echo:
             ids, before = call.prompts[prompt], result.prompt_logprobs or []
+            pairs = zip(ids, before, strict=True)
+            before = [entry and cut(entry, token, call.top_logprobs) for token, entry in pairs]
             echoed = list_completion(served, ids, before, call.top_logprobs, 0, start)
             listed = {name: echoed[name] + listed[name] for name in listed}
         logprobs = listed
     finish_reason = "length" if call.omits_output else completion.finish_reason
     echo = call.prompt_texts[prompt] if call.echo else ""
     stop_reason = None if call.omits_output else completion.stop_reason
-    return {"text": echo + text, "logprobs": logprobs, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    choice = {"text": echo + text, "logprobs": logprobs, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    return choice | ({"token_ids": tokens} if call.has_token_ids else {}) | _of_prompt(call, prompt, result, served)
 
 
 def _chat_choice(call: Call, prompt: int, result: Result, completion: Completion, served: Served) -> dict[str, Any]:
@@ -129,12 +149,13 @@ def _chat_choice(call: Call, prompt: int, result: Result, completion: Completion
         entries = completion.logprobs or []
         logprobs = {"content": list_chat(served, completion.token_ids, entries, call.top_logprobs), "refusal": None}
     reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-    return {
+    choice = {
         "message": message,
         "logprobs": logprobs,
         "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
+    return choice | ({"token_ids": completion.token_ids} if call.has_token_ids else {})
 
 
 def list_chat(
@@ -188,6 +209,33 @@ def list_completion(
     }
 
 
+def list_prompt(served: Served, token: int, entry: TokenLogProbs, top: int) -> dict[str, dict[str, Any]]:
+    """Return the log-probabilities at a place of a prompt by token id, with their ranks.
+
+    Args:
+        served: the model.
+        token: the token that is there.
+        entry: its own log-probability and those of the most likely tokens.
+        top: how many of these to list. The rank of the token is only known if it is one of them.
+    """
+    entry = cut(entry, token, top)
+    ranked = [each for each, _ in _most_likely(entry)]
+    is_known = len(ranked) <= top
+    return {
+        str(each): {
+            "logprob": _finite(value),
+            "rank": ranked.index(each) + 1 if each != token or is_known else None,
+            "decoded_token": served.token_text(each),
+        }
+        for each, value in entry.items()
+    }
+
+
+def cut(entry: TokenLogProbs, token: int, top: int) -> TokenLogProbs:
+    """Return the log-probabilities of a token and of the most likely ones, at most `top` of them."""
+    return {token: entry[token]} | dict(_most_likely(entry)[:top])
+
+
 def _most_likely(entry: Mapping[int, float]) -> list[tuple[int, float]]:
     return sorted(entry.items(), key=lambda pair: -pair[1])
 
@@ -210,9 +258,11 @@ class ChoiceStream:
     def __init__(self, call: Call, prompt: int, sample: int, head: Head, served: Served):
         self._call, self._prompt, self._head, self._served = call, prompt, head, served
         self._index, self._sample = prompt * call.params.n + sample, sample
+        self._finder = CallFinder(call.tools)
         self._tokens: list[int] = []
-        self._text = ""  # of the answer so far
-        self._num_sent = 0  # characters of it that have been sent
+        self._num_received = self._num_sent = 0  # characters of the text that have come, and that have been sent
+        self._num_listed = 0  # tokens whose ids have been sent
+        self._is_begun = False  # whether a chunk has been made
 
     def start(self) -> dict[str, Any]:
         """Return the first chunk: the role of a chat, or the prompt that a completion echoes."""
@@ -226,11 +276,10 @@ class ChoiceStream:
             return None
         first = len(self._tokens)
         self._tokens += [piece.token_id for piece in pieces]
-        self._text += "".join(piece.text for piece in pieces)
-        text = self._text[self._num_sent :]
-        if self._call.tools is not None:
-            text = self._text[self._num_sent : num_certain(self._text, self._call.tools)]
-        if not text and self._call.top_logprobs is None:
+        new = "".join(piece.text for piece in pieces)
+        self._num_received += len(new)
+        text = self._finder.feed(new)
+        if not (text or self._call.has_token_ids) and self._call.top_logprobs is None:
             return None
         start, self._num_sent = self._num_sent, self._num_sent + len(text)
         logprobs = self._logprobs(first, [piece.logprobs or {} for piece in pieces], start)
@@ -246,14 +295,13 @@ class ChoiceStream:
             return [self._chunk("", None, "length")]
         ended = next(each for each in result.completions if each.index == self._sample)
         reason, chunks = ended.finish_reason, []
-        if self._call.tools is not None:
-            text, calls = find_calls(self._text[self._num_sent :], self._call.tools)
-            if text:
-                chunks.append(self._chunk({"content": text}))
-            if calls:
-                listed = [{"index": i} | each.body() for i, each in enumerate(calls)]
-                chunks.append(self._chunk({"tool_calls": listed}))
-                reason = "tool_calls" if reason == "stop" else reason
+        text, calls = self._finder.finish()
+        if text:
+            chunks.append(self._chunk({"content": text}))
+        if calls:
+            listed = [{"index": i} | each.body() for i, each in enumerate(calls)]
+            chunks.append(self._chunk({"tool_calls": listed}))
+            reason = "tool_calls" if reason == "stop" else reason
         last = self._chunk({} if self._call.is_chat else "", None, reason)
         last["choices"][0]["stop_reason"] = ended.stop_reason
         return [*chunks, last]
@@ -264,14 +312,27 @@ class ChoiceStream:
             return None
         if self._call.is_chat:
             return {"content": list_chat(self._served, tokens, entries, top), "refusal": None}
-        return list_completion(self._served, tokens, entries, top, start, len(self._text))
+        return list_completion(self._served, tokens, entries, top, start, self._num_received)
 
     def _chunk(self, content: Any, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
         field = "delta" if self._call.is_chat else "text"
         choice = {"index": self._index, field: content, "logprobs": logprobs, "finish_reason": reason}
         kind = "chat.completion.chunk" if self._call.is_chat else "text_completion"
         body = _envelope(self._call, self._head, self._served, kind, [choice])
-        return body | ({"usage": None} if self._call.include_usage else {})
+        if self._call.include_usage:
+            body["usage"] = self._usage() if self._call.continuous_usage else None
+        if self._call.has_token_ids:
+            if not self._is_begun:
+                (body if self._call.is_chat else choice)["prompt_token_ids"] = self._call.prompts[self._prompt]
+            choice["token_ids"] = self._tokens[self._num_listed :]
+            self._num_listed = len(self._tokens)
+        self._is_begun = True
+        return body
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the counts of tokens of this choice so far."""
+        counts = len(self._call.prompts[self._prompt]), len(self._tokens)
+        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
 
 
 def usage_chunk(call: Call, results: Sequence[Result], head: Head, served: Served) -> dict[str, Any]:

@@ -40,7 +40,9 @@ _BY_LINE = "line-"  # begins the id of a result whose request has no custom_id: 
 class Generates(Protocol):
     """What answering needs of an engine."""
 
-    async def generate(self, prompt: list[int], params: SamplingParams, *, priority: int = 0) -> Result: ...
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> Result: ...
 
 
 class Request(NamedTuple):
@@ -277,9 +279,8 @@ async def _answer(engine: Generates, served: Served, request: Request) -> dict[s
     call = _PARSERS[request.url](request.body, served)
     if call.stream:
         raise BadRequest("stream must be false in a file of requests", "stream", "unsupported_parameter")
-    generated = [
-        asyncio.ensure_future(engine.generate(prompt, call.params, priority=call.priority)) for prompt in call.prompts
-    ]
+    options = {"priority": call.priority, "cache_salt": call.cache_salt}
+    generated = [asyncio.ensure_future(engine.generate(prompt, call.params, **options)) for prompt in call.prompts]
     try:
         results = await asyncio.gather(*generated)
     except ValueError as error:

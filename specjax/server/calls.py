@@ -26,6 +26,7 @@ class Submission(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     priority: int
+    cache_salt: str
 
 
 class Disconnected(Exception):
@@ -116,8 +117,8 @@ async def submit(engine: Engine | RemoteEngine, submissions: Sequence[Submission
     def submit_all() -> list[Pending]:
         requests: list[Pending] = []
         try:
-            for prompt, params, priority in submissions:
-                requests.append(engine.submit(prompt, params, priority=priority))
+            for prompt, params, priority, salt in submissions:
+                requests.append(engine.submit(prompt, params, priority=priority, cache_salt=salt))
         except BaseException:
             cancel(requests)
             raise

@@ -1,4 +1,7 @@
-"""Errors as clients of OpenAI know them: a status, and an object with a message, a type, a parameter and a code."""
+"""Errors as clients of OpenAI know them: a status, and an object with a message, a type, a parameter and a code.
+
+Clients of Anthropic know others; the path of a request tells what its client knows.
+"""
 
 import asyncio
 import concurrent.futures
@@ -13,6 +16,13 @@ from specjax.engine.engine import QueueFull
 from specjax.server.fields import BadRequest
 
 MAX_MESSAGE = 600  # characters
+MESSAGES_PATH = "/v1/messages"  # where paths of Anthropic's protocol begin
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 
 logger = logging.getLogger(__name__)
@@ -50,9 +60,21 @@ class ApiError(Exception):
             kind = "server_error"
         return {"error": {"message": public(self.message), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """Return the response."""
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The object that a client of Anthropic's protocol gets."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": public(self.message)}}
+
+    def response(self, path: str) -> JSONResponse:
+        """Return the response to a request of a path."""
+        body = self.anthropic_body if is_of_anthropic(path) else self.body
+        return JSONResponse(body, self.status, self.headers)
+
+
+def is_of_anthropic(path: str) -> bool:
+    """Return whether clients of Anthropic's protocol ask for a path."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def public(message: str) -> str:

@@ -68,11 +68,11 @@ class Guard:
             self._check(scope, headers)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            await error.response(scope["path"])(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if is_started or not self.is_ending:
                 raise
-            await shutting_down().response()(scope, receive, send_with_id)
+            await shutting_down().response(scope["path"])(scope, receive, send_with_id)
         finally:
             self.tasks.discard(task)
 
@@ -87,7 +87,7 @@ class Guard:
         if scope["path"] not in OPEN_PATHS and self._keys and not self._has_key(headers):
             raise ApiError(
                 401,
-                "the header Authorization must hold a key of this server: Bearer KEY",
+                "the header Authorization must hold a key of this server: Bearer KEY; or x-api-key the key alone",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -96,8 +96,11 @@ class Guard:
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        is_known = [hmac.compare_digest(key.strip(), known) for known in self._keys]  # all of them, whatever matches
-        return scheme.lower() == b"bearer" and any(is_known)
+        given = [key.strip()] if scheme.lower() == b"bearer" else []
+        if b"x-api-key" in headers:
+            given.append(headers[b"x-api-key"])
+        is_known = [hmac.compare_digest(key, known) for key in given for known in self._keys]  # all, whatever matches
+        return any(is_known)
 
 
 def _host(headers: dict[bytes, bytes]) -> str:

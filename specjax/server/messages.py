@@ -8,10 +8,24 @@ what the user wrote, and its tokens are those of ordinary text. A conversation w
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from specjax.engine import chat
-from specjax.server.fields import BadRequest, Fields
+from specjax.server.fields import (
+    BadRequest,
+    Choice,
+    Either,
+    Free,
+    Kind,
+    ListOf,
+    Object,
+    Tagged,
+    Text,
+    Unsupported,
+    missing,
+    refusal,
+)
 from specjax.server.served import Served
 
 MAX_MESSAGES = 2048
@@ -21,97 +35,125 @@ MAX_NAME_LENGTH = 64  # characters of a name of a tool or participant
 MAX_TEXT_LENGTH = 2**20  # characters of a prompt, or of the content of a message
 MAX_TEMPLATE_ARGUMENTS, MAX_TEMPLATE_ARGUMENT_LENGTH = 16, 256  # chat_template_kwargs, and characters of a string
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 RESERVED = ("messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt", "padding")
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # code points that Unicode keeps free of characters
 
+IGNORED = Kind(about="Taken, and not used.")
+NAME = Text(MAX_NAME_LENGTH)
+PART = Object({"text": Text(MAX_TEXT_LENGTH), "cache_control": IGNORED}, ["text"])
+CONTENT = Either(
+    (
+        Text(MAX_TEXT_LENGTH),
+        ListOf(
+            Tagged("type", {"text": PART, "input_text": PART}, noun="'text', because the model takes nothing else"),
+            MAX_CONTENT_PARTS,
+            noun="parts of text",
+        ),
+    )
+)
+TOOL_CALL = Object(
+    {
+        "id": NAME,
+        "type": Choice(["function"]),
+        "index": IGNORED,  # clients that add up a stream leave it
+        "function": Object({"name": NAME, "arguments": Text(MAX_TEXT_LENGTH, about="JSON.")}, ["name"]),
+    },
+    ["function"],
+)
+MESSAGE = Object({"content": CONTENT, "name": NAME, "cache_control": IGNORED}, ["content"])
+MESSAGES = ListOf(
+    Tagged(
+        "role",
+        {
+            "system": MESSAGE,
+            "developer": MESSAGE,
+            "user": MESSAGE,
+            "assistant": Object(
+                {
+                    "content": CONTENT,
+                    "name": NAME,
+                    "tool_calls": ListOf(TOOL_CALL, MAX_TOOL_CALLS),
+                    "reasoning_content": Text(MAX_TEXT_LENGTH, about="For templates that show it."),
+                    "reasoning": Text(MAX_TEXT_LENGTH, about="Another name of reasoning_content."),
+                    "audio": Unsupported(),
+                    "function_call": Unsupported(),
+                },
+                is_open=True,  # answers of other servers come back with fields of theirs
+            ),
+            "tool": Object(MESSAGE.fields | {"tool_call_id": NAME}, ["content", "tool_call_id"]),
+        },
+    ),
+    MAX_MESSAGES,
+    least=1,
+    noun="messages",
+    about="The conversation so far.",
+)
+TEMPLATE_ARGUMENTS = Free(
+    MAX_TEMPLATE_ARGUMENTS, about="Booleans, numbers and short strings for the chat template, by their names."
+)
 
-def read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the checked messages of a body, as templates take them.
+
+def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages that `MESSAGES` has read, as templates take them.
 
     Raises:
-        BadRequest: a message is not what it must be.
+        BadRequest: a message without calls of tools has no content, or the arguments of a call are no JSON.
     """
-    expected = "a list of one or more messages"
-    if not fields.require("messages", expected):
-        raise fields.refuse("messages", expected)
-    return [_message(message) for message in fields.readers("messages", MAX_MESSAGES)]
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(fields: Fields) -> dict[str, Any]:
-    fields.require("role", f"one of {', '.join(ROLES)}")
-    role = ROLES[fields.choice("role", list(ROLES)) or ""]
+def _message(given: dict[str, Any], path: str) -> dict[str, Any]:
+    role = "system" if given["role"] == "developer" else given["role"]
     message: dict[str, Any] = {"role": role}
-    if name := fields.text("name", MAX_NAME_LENGTH):
+    if name := given.get("name"):
         message["name"] = name
-    if role == "assistant":
-        if calls := [_tool_call(call) for call in fields.readers("tool_calls", MAX_TOOL_CALLS)]:
-            message["tool_calls"] = calls
-        if reasoning := fields.text("reasoning_content", MAX_TEXT_LENGTH):
-            message["reasoning_content"] = reasoning
-        for field, values in (("refusal", ()), ("audio", ()), ("function_call", ()), ("annotations", ([],))):
-            fields.neutral(field, *values)
-    if role == "tool":
-        fields.require("tool_call_id", "a string")
-        message["tool_call_id"] = fields.text("tool_call_id", MAX_NAME_LENGTH)
-    message["content"] = _content(fields, is_required="tool_calls" not in message)
-    fields.finish()
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    elif "content" not in given:
+        raise missing(f"{path}.content", "a string or a list of parts of text")
+    if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+        message["reasoning_content"] = reasoning
+    if "tool_call_id" in given:
+        message["tool_call_id"] = given["tool_call_id"]
+    message["content"] = _text(given.get("content", ""))
     return message
 
 
-def _content(fields: Fields, is_required: bool) -> str:
+def _text(content: str | list[dict[str, Any]]) -> str:
     """Return the text of a message; several parts stand on lines of their own."""
-    value = fields.require("content", "a string or a list of parts of text") if is_required else fields.any("content")
-    if not isinstance(value, list):
-        return fields.text("content", MAX_TEXT_LENGTH) or ""
-    texts = []
-    for part in fields.readers("content", MAX_CONTENT_PARTS):
-        if part.require("type", "'text'") not in ("text", "input_text"):
-            raise part.refuse("type", "'text', because the model takes nothing else", "unsupported_parameter")
-        part.require("text", "a string")
-        texts.append(part.text("text", MAX_TEXT_LENGTH))
-        part.finish()
-    return "\n".join(texts)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _tool_call(fields: Fields) -> dict[str, Any]:
+def _tool_call(given: dict[str, Any], path: str) -> dict[str, Any]:
     """Return a call of a tool that the assistant made before, its arguments as an object."""
-    fields.choice("type", ["function"])
-    call = {"id": fields.text("id", MAX_NAME_LENGTH), "type": "function"}
-    fields.any("index")  # clients that add up a stream leave it
-    fields.require("function", "an object")
-    function = fields.fields("function")
-    assert function is not None
-    function.require("name", "a string")
-    name, arguments = function.text("name", MAX_NAME_LENGTH), function.text("arguments", MAX_TEXT_LENGTH) or "{}"
-    function.finish()
-    fields.finish()
+    function = given["function"]
     try:
-        values = json.loads(arguments)
+        arguments = json.loads(function.get("arguments") or "{}")
     except (ValueError, RecursionError):
-        raise function.refuse("arguments", "a JSON text") from None
-    return call | {"function": {"name": name, "arguments": values}}
+        raise refusal(f"{path}.function.arguments", "a JSON text", function["arguments"]) from None
+    made = {"name": function["name"], "arguments": arguments}
+    return {"id": given.get("id"), "type": "function", "function": made}
 
 
-def read_template_arguments(fields: Fields) -> dict[str, Any]:
-    """Return the values that a request hands to the chat template: booleans, numbers and short strings.
+def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a request hands to the chat template: `chat_template_kwargs` and `reasoning_effort`.
+
+    Args:
+        given: the fields of the request.
 
     Raises:
-        BadRequest: a value is something else, or its name is one that only the server sets.
+        BadRequest: a value is no boolean, number or short string, or its name is one that only the server sets.
     """
-    given = fields.object("chat_template_kwargs") or {}
-    if len(given) > MAX_TEMPLATE_ARGUMENTS:
-        raise fields.refuse("chat_template_kwargs", f"an object of at most {MAX_TEMPLATE_ARGUMENTS} values")
-    reader = Fields(given, fields.name("chat_template_kwargs"))
-    for name, value in given.items():
-        path = reader.name(name[:MAX_NAME_LENGTH])
+    arguments = given.get("chat_template_kwargs", {})
+    for name, value in arguments.items():
+        path = f"chat_template_kwargs.{name[:MAX_NAME_LENGTH]}"
         if not name.isidentifier() or name.startswith("_") or name in RESERVED or name in chat.SPECIAL_TOKENS:
             raise BadRequest(f"{path} is not a value that a request may set", path)
         is_short = isinstance(value, str) and len(value) <= MAX_TEMPLATE_ARGUMENT_LENGTH
         if not (is_short or value is None or isinstance(value, bool | int | float)):
             expected = f"true, false, a number or a string of at most {MAX_TEMPLATE_ARGUMENT_LENGTH} characters"
-            raise reader.refuse(name, expected)
-    return given
+            raise refusal(path, expected, value)
+    return {name: given[name] for name in ("reasoning_effort",) if name in given} | arguments
 
 
 def encode_chat(
@@ -119,6 +161,8 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    *,
+    add_special_tokens: bool = False,
 ) -> list[int]:
     """Return the token ids of a conversation up to where the assistant's answer begins.
 
@@ -127,6 +171,7 @@ def encode_chat(
         messages: checked messages.
         tools: tools that the template describes to the model.
         arguments: further values for the template.
+        add_special_tokens: whether the tokenizer adds its special tokens to those that the template has written.
 
     Raises:
         BadRequest: the model has no chat template, the template refuses the messages, or a special token in them cannot
@@ -147,13 +192,21 @@ def encode_chat(
     except ValueError as error:
         told = str(error).replace(mark, "").replace(str(directory), f"the model {served.name}")
         raise BadRequest(told, "messages") from error
-    return _encode_parts(served, text, mark)
+    return _encode_parts(served, text, mark, add_special_tokens)
 
 
-def _encode_parts(served: Served, text: str, mark: str) -> list[int]:
+def encode_text(served: Served, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a text, in which special tokens count."""
+    return served.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _encode_parts(served: Served, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of the parts between the marks, one after the other."""
-    parts = [part for part in text.split(mark) if part]
-    return [token for part in parts for token in served.tokenizer.encode(part, add_special_tokens=False).ids]
+    from tokenizers import Encoding
+
+    encode = partial(served.tokenizer.encode, add_special_tokens=False)
+    joined = Encoding.merge([encode(part) for part in text.split(mark) if part])
+    return served.tokenizer.post_process(joined, add_special_tokens=True).ids if add_special_tokens else joined.ids
 
 
 def _protector(served: Served, mark: str) -> Callable[[str], str]:

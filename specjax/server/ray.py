@@ -9,26 +9,25 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
-
 from specjax import verifiers
 from specjax.engine.llm import LLM
-from specjax.server.errors import ApiError
-from specjax.server.replicas import Front, ReplicaLost, replies
-from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
-from specjax.server.served import name_of
+from specjax.extras import needs
 from specjax.validation import is_integer
 
-try:
+with needs("ray"):
+    from starlette.types import ASGIApp, Message, Scope
+
+    from specjax.server.errors import ApiError
+    from specjax.server.replicas import Front, ReplicaLost, replies
+    from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
+    from specjax.server.served import name_of, served
+
     serve: Any = import_module("ray.serve")  # by its name: type checkers take the package ray for this file
     from ray.exceptions import RayActorError, TaskCancelledError  # pyright: ignore[reportMissingImports]
     from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
         BackPressureError,
         DeploymentUnavailableError,
     )
-except ModuleNotFoundError as error:
-    message = 'specjax.server.ray needs Ray Serve, install it with: pip install "specjax[ray]"'
-    raise ModuleNotFoundError(message, name=error.name) from error
 
 HEALTH_SECONDS = 2.0  # between two checks of a replica's health, and between its reports
 FRONT = "Front"  # name of its deployment
@@ -39,7 +38,8 @@ def application(
     model: str | Path | None = None,
     draft: str | Path | None = None,
     *,
-    name: str | None = None,
+    name: str | Sequence[str] | None = None,
+    any_model_name: bool = False,
     verifier: str = "rejection",
     num_slots: int = 16,
     num_replicas: int = 1,
@@ -60,7 +60,9 @@ def application(
     Args:
         model: the target, as in `LLM`; every node must find it there.
         draft: the draft, as in `LLM`.
-        name: what clients call the model; None is the name of its directory, specjax for the embedded family.
+        name: what clients call the model, one name or several; None is the name of its directory, specjax for the
+            embedded family.
+        any_model_name: whether clients may use any other name, too.
         verifier: "rejection", "block" or "match".
         num_slots: number of samples that run at a time in each replica.
         num_replicas: number of replicas, where `autoscaling` is None.
@@ -89,6 +91,9 @@ def application(
     check(least | {"shutdown_timeout": (shutdown_timeout, 0)}, request_timeout, api_keys)
     if verifier not in VERIFIERS:
         raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    names = [name or name_of(model)] if name is None or isinstance(name, str) else name
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(each, str) for each in names):
+        raise ValueError(f"name must be a string or a list of strings, got {name!r}")
     if autoscaling is None:
         number: dict[str, Any] = {"num_replicas": num_replicas}
     else:
@@ -104,7 +109,7 @@ def application(
         graceful_shutdown_timeout_s=shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
-    ).bind(model, draft, name=name, verifier=verifier, num_slots=num_slots, **options)
+    ).bind(model, draft, names, any_model_name, verifier=verifier, num_slots=num_slots, **options)
     front = serve.deployment(
         serve.ingress()(FrontReplica),
         name=FRONT,
@@ -135,21 +140,22 @@ def _check_types(integers: Mapping[str, Any], numbers: Mapping[str, Any], api_ke
 
 
 class Replica:
-    """An engine and its routes. The arguments are those of `application`."""
+    """An engine and its routes. The arguments are those of `application`; `names` has one name or more."""
 
     def __init__(
         self,
         model: str | Path | None,
         draft: str | Path | None,
+        names: Sequence[str],
+        any_model_name: bool,
         *,
-        name: str | None,
         verifier: str,
         num_slots: int,
         **options: Any,
     ):
         llm = LLM(model, draft, verifier=getattr(verifiers, verifier), **options)
         self._engine = start_engine(llm, num_slots, max_waiting=None)  # Ray bounds the requests
-        self._app = make_app(self._engine, llm, name or name_of(model))
+        self._app = make_app(self._engine, llm, served(llm, names[0], names[1:], takes_any_name=any_model_name))
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
         """Yield the messages of an answer; none where the engine has failed, so that another replica gets the request.

@@ -12,11 +12,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specjax.server.app import ERROR_HANDLERS, LAST_WORDS_SECONDS, event
+from specjax.server.app import ERROR_HANDLERS, LAST_WORDS_SECONDS
 from specjax.server.calls import Disconnected, attended, read_body
 from specjax.server.errors import ApiError, api_error
 from specjax.server.guard import Guard
 from specjax.server.metrics import CONTENT_TYPE
+from specjax.server.streams import error_event
 
 REPORT_SECONDS = 10.0  # after which a replica that has said nothing is not well
 MAX_TRIES = 2  # so that a request that ends a replica does not end all of them
@@ -173,9 +174,10 @@ class _Reply:
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """End with an error."""
         if self.is_started:
-            await self._send({"type": "http.response.body", "body": event(error.body), "more_body": False})
+            last = error_event(error, scope["path"])
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
-            await error.response()(scope, receive, self._send)
+            await error.response(scope["path"])(scope, receive, self._send)
 
 
 def merged(texts: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ from specjax.sampling.capacities import Capacities
 from specjax.server.app import About, App
 from specjax.server.desk import Desk, http_process
 from specjax.server.guard import MAX_HEADER_BYTES
-from specjax.server.served import served
+from specjax.server.served import Served, served
 from specjax.server.wire import write_served
 
 MAX_CONNECTIONS = 4096
@@ -36,7 +36,9 @@ NUM_SLOTS, CPU_NUM_SLOTS = 16, 8  # on CPUs a step takes longer for each slot, v
 def serve(
     llm: LLM,
     name: str,
+    aliases: Sequence[str] = (),
     *,
+    takes_any_name: bool = False,
     host: str,
     port: int,
     num_slots: int | None,
@@ -50,6 +52,8 @@ def serve(
     Args:
         llm: the models.
         name: what clients call the model.
+        aliases: further names that clients may use.
+        takes_any_name: whether clients may use any other name, too.
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
         num_slots: number of samples that run at a time; None is 16, and 8 on CPUs.
@@ -71,7 +75,8 @@ def serve(
     with _listen(host, port) as listener:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         options = {"api_keys": list(api_keys), "request_timeout": request_timeout, "is_local": is_local}
-        setup = {"served": write_served(served(llm, name)), "about": asdict(_about(llm)), "options": options}
+        known = served(llm, name, aliases, takes_any_name=takes_any_name)
+        setup = {"served": write_served(known), "about": asdict(_about(llm)), "options": options}
         with http_process(listener) as (process, channel):
             desk = Desk(channel, setup | {"shutdown_timeout": shutdown_timeout})
             with start_engine(llm, num_slots, max_waiting) as engine:
@@ -124,9 +129,9 @@ def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
         gc.enable()
 
 
-def make_app(engine: Engine, llm: LLM, name: str, **options: Any) -> App:
+def make_app(engine: Engine, llm: LLM, known: Served, **options: Any) -> App:
     """Return the application of an engine that `start_engine` has started, with the options of `App`."""
-    return App(engine, served(llm, name), _about(llm), **options)
+    return App(engine, known, _about(llm), **options)
 
 
 def _about(llm: LLM) -> About:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import specjax
+from specjax.engine.chat import SPECIAL_TOKENS
+from specjax.engine.tokenizer import token_text
 from specjax.models.config_file import ConfigFile
 from specjax.sampling import guided
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from specjax.engine.llm import LLM
 
+MAX_NAME_LENGTH = 512  # characters of a name of a model
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -27,7 +30,7 @@ class Served:
     """A model that answers requests.
 
     Args:
-        name: the name that clients give as `model`.
+        name: the name that clients give as `model`, and the first of its names.
         tokenizer: its tokenizer.
         vocab_size: V.
         max_length: the most tokens of a prompt and its answer.
@@ -35,6 +38,8 @@ class Served:
         directory: directory of the checkpoint, for its chat template; None is a model that does not chat.
         defaults: values of sampling parameters that a request leaves out, as `generation_defaults` reads them.
         fingerprint: a text that changes where the same request may get another answer.
+        aliases: further names that clients may give.
+        takes_any_name: whether clients may give any other name, too.
     """
 
     name: str
@@ -45,6 +50,17 @@ class Served:
     directory: Path | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
+    aliases: Sequence[str] = ()
+    takes_any_name: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the model, the first of them first."""
+        return list(dict.fromkeys([self.name, *self.aliases]))
+
+    def is_called(self, name: str) -> bool:
+        """Return whether clients may call the model so."""
+        return self.takes_any_name or name in self.names
 
     @cached_property
     def vocabulary(self) -> list[bytes]:
@@ -78,12 +94,15 @@ def name_of(model: str | Path | None) -> str:
     return "specjax" if model is None else Path(model).absolute().name  # "." has no name of its own
 
 
-def served(llm: "LLM", name: str) -> Served:
-    """Return what serving the model of an LLM under a name needs.
+def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name: bool = False) -> Served:
+    """Return what serving the model of an LLM under some names needs; the arguments are those of `Served`.
 
     Raises:
-        ValueError: generation_config.json of the checkpoint is damaged.
+        ValueError: generation_config.json of the checkpoint is damaged, or a name is empty or too long.
     """
+    for each in (name, *aliases):
+        if not 0 < len(each) <= MAX_NAME_LENGTH:
+            raise ValueError(f"the name of a model must have 1 to {MAX_NAME_LENGTH} characters, got {each[:100]!r}")
     about = [specjax.__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
     about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm._directory.name]
     about += [str(leaf.dtype) for leaf in jax.tree.leaves(llm.model.params)[:1]]
@@ -96,7 +115,31 @@ def served(llm: "LLM", name: str) -> Served:
         directory=llm._directory,
         defaults=generation_defaults(llm._directory),
         fingerprint="fp_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:12],
+        aliases=tuple(aliases),
+        takes_any_name=takes_any_name,
     )
+
+
+def tokenizer_info(served: Served) -> dict[str, Any]:
+    """Return the settings of a tokenizer, as tokenizer_config.json of a checkpoint has them.
+
+    Special tokens are texts. `eos_token` is there if any token ends a sequence, `chat_template` if there is a template.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if served.eos_token_ids:
+        found["eos_token"] = served.tokenizer.id_to_token(served.eos_token_ids[0])
+    if served.directory is not None:
+        path = served.directory / "tokenizer_config.json"
+        config = ConfigFile(path, None if path.is_file() else {})
+        tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config, name)) is not None}
+        found |= config.fields | tokens
+        template = served.directory / "chat_template.jinja"
+        if template.is_file():
+            found["chat_template"] = template.read_text(encoding="utf-8")
+    return found | {"model_max_length": served.max_length}
 
 
 def generation_defaults(directory: Path) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.server.fields import Fields
-from specjax.server.messages import MAX_NAME_LENGTH
+from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
+from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
@@ -15,6 +15,33 @@ MAX_DESCRIPTION_LENGTH = 2**14  # characters
 _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _OPENING = "<tool_call>"
 _PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls that are a whole answer
+
+NAME = Text(
+    MAX_NAME_LENGTH,
+    1,
+    pattern="[A-Za-z0-9_.-]+",
+    noun=f"1 to {MAX_NAME_LENGTH} letters, digits, points, hyphens and underscores",
+)
+FUNCTION = Object(
+    {
+        "name": NAME,
+        "description": Text(MAX_DESCRIPTION_LENGTH),
+        "parameters": Free(about="A JSON schema of the arguments."),
+        "strict": Boolean(about="The arguments of a tool that must be called always follow their schema."),
+    },
+    ["name"],
+)
+FUNCTION_TYPE = Choice(["function"])
+TOOL = Object({"type": FUNCTION_TYPE, "function": FUNCTION, "cache_control": IGNORED}, ["type", "function"])
+CHOSEN = Object({"type": FUNCTION_TYPE, "function": Object({"name": Text(MAX_NAME_LENGTH)}, ["name"])}, ["function"])
+TOOL_FIELDS: dict[str, Kind] = {
+    "tools": ListOf(TOOL, MAX_TOOLS, about="Functions that the model may call."),
+    "tool_choice": Either(
+        (Choice(["none", "auto", "required"]), CHOSEN),
+        about="Whether the answer calls a tool; default: auto.",
+    ),
+    "parallel_tool_calls": Boolean(about="Whether an answer may have several calls; default: true."),
+}
 
 
 class Tools(NamedTuple):
@@ -24,6 +51,7 @@ class Tools(NamedTuple):
     names: tuple[str, ...]  # names of those that the model may call
     forced: str | None = None  # name of the one tool that the answer calls: its text is the arguments
     is_required: bool = False  # whether the answer must call one of several: its text names it
+    is_single: bool = False  # whether only the first call of an answer counts
 
 
 class ToolCall(NamedTuple):
@@ -37,23 +65,25 @@ class ToolCall(NamedTuple):
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def read_tools(fields: Fields) -> tuple[Tools | None, dict[str, Any] | None]:
-    """Return the tools of a body, and the JSON schema that an answer which must call one follows, None for others.
+def choose_tools(given: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | None]:
+    """Return the tools of a request, and the JSON schema that an answer which must call one follows, None for others.
+
+    Args:
+        given: the fields of the request: `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        BadRequest: a tool, or the choice of one, is not what it must be.
+        BadRequest: two tools have the same name, or the choice is none of them.
     """
-    described = [_tool(tool) for tool in fields.readers("tools", MAX_TOOLS)]
+    described = [_described(tool["function"]) for tool in given.get("tools", ())]
     functions = {tool["function"]["name"]: tool["function"] for tool in described}
     if len(functions) != len(described):
-        raise fields.refuse("tools", "functions of different names")
-    fields.neutral("parallel_tool_calls", True)
-    choice = _choice(fields, list(functions))
+        raise refusal("tools", "functions of different names", given["tools"])
+    choice = _choice(given.get("tool_choice", "auto"), list(functions))
     if not described or choice == "none":
         return None, None
-    names = tuple(functions)
+    names, is_single = tuple(functions), not given.get("parallel_tool_calls", True)
     if choice == "auto":
-        return Tools(described, names), None
+        return Tools(described, names, is_single=is_single), None
     if choice == "required" and len(names) > 1:
         calls = [_call_schema(functions[name]) for name in names]
         return Tools(described, names, is_required=True), {"anyOf": calls}
@@ -61,43 +91,22 @@ def read_tools(fields: Fields) -> tuple[Tools | None, dict[str, Any] | None]:
     return Tools(described, (forced,), forced), _arguments_schema(functions[forced])
 
 
-def _tool(fields: Fields) -> dict[str, Any]:
-    fields.require("type", "'function'")
-    fields.choice("type", ["function"])
-    fields.require("function", "an object")
-    function = fields.fields("function")
-    assert function is not None
-    name = function.require("name", "a string")
-    if not (isinstance(name, str) and re.fullmatch(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME_LENGTH}}}", name)):
-        raise function.refuse("name", f"1 to {MAX_NAME_LENGTH} letters, digits, points, hyphens and underscores")
-    described: dict[str, Any] = {"name": name}
-    if (description := function.text("description", MAX_DESCRIPTION_LENGTH)) is not None:
-        described["description"] = description
-    if (parameters := function.object("parameters")) is not None:
-        described["parameters"] = parameters
-    function.boolean("strict")
-    function.finish()
-    fields.finish()
-    return {"type": "function", "function": described}
+def _described(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates take it."""
+    names = "name", "description", "parameters"
+    return {"type": "function", "function": {name: function[name] for name in names if name in function}}
 
 
-def _choice(fields: Fields, names: Sequence[str]) -> str:
+def _choice(choice: str | dict[str, Any], names: Sequence[str]) -> str:
     """Return "none", "auto", "required", or "function " and the name of the tool that must be called."""
-    value = fields.any("tool_choice")
-    if not isinstance(value, dict):
-        words = ["none", "auto", "required"]
-        choice = fields.choice("tool_choice", words) or "auto"
+    if isinstance(choice, str):
         if choice == "required" and not names:
-            raise fields.refuse("tool_choice", "none or auto where there are no tools")
+            raise refusal("tool_choice", "none or auto where there are no tools", choice)
         return choice
-    reader = Fields(value, fields.name("tool_choice"))
-    reader.choice("type", ["function"])
-    function = reader.fields("function") or Fields(None, reader.name("function"))
-    if function.require("name", "the name of a tool") not in names:
-        raise function.refuse("name", "the name of one of the tools")
-    function.finish()
-    reader.finish()
-    return f"function {function.any('name')}"
+    name = choice["function"]["name"]
+    if name not in names:
+        raise refusal("tool_choice.function.name", "the name of one of the tools", name)
+    return f"function {name}"
 
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
@@ -115,17 +124,19 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
     calls are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere, or such objects, one or a list of
     them, as the whole text; "parameters" stands for "arguments", too. Only names of the request's tools count. What is
-    no call stays text, and so does an answer that ended before its JSON did.
+    no call stays text, and so does an answer that ended before its JSON did. Where only one call may be, those after it
+    are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if _load(text) is not None else (text, [])
+    most = 1 if tools.is_single else None
     blocks = [_calls_of(match.group(1), tools) for match in _BLOCK.finditer(text)]
     if blocks and all(blocks):
-        return _BLOCK.sub("", text).strip(), [call for block in blocks for call in block]
+        return _BLOCK.sub("", text).strip(), [call for block in blocks for call in block][:most]
     whole = text.strip()
     for prefix in _PREFIXES:
         whole = whole.removeprefix(prefix)
-    calls = _calls_of(whole, tools)
+    calls = _calls_of(whole, tools)[:most]
     return ("", calls) if calls else (text, [])
 
 
@@ -160,3 +171,27 @@ def num_certain(text: str, tools: Tools) -> int:
         return text.index(_OPENING)
     held = (size for size in range(min(len(text), len(_OPENING) - 1), 0, -1) if _OPENING.startswith(text[-size:]))
     return len(text) - next(held, 0)
+
+
+class CallFinder:
+    """Part the text of an answer, as it comes, into text and calls of tools.
+
+    Args:
+        tools: the tools of the request, None where it has none: then all is text.
+    """
+
+    def __init__(self, tools: Tools | None):
+        self._tools = tools
+        self._text, self._num_given = "", 0  # characters of the text that have been returned
+
+    def feed(self, text: str) -> str:
+        """Take more of the answer, and return what is now certain to be text."""
+        self._text += text
+        size = len(self._text) if self._tools is None else num_certain(self._text, self._tools)
+        start, self._num_given = self._num_given, max(size, self._num_given)
+        return self._text[start : self._num_given]
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """Return the rest of the text, and the calls of the whole answer."""
+        rest = self._text[self._num_given :]
+        return (rest, []) if self._tools is None else find_calls(rest, self._tools)

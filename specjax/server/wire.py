@@ -24,7 +24,16 @@ from specjax.sampling import SamplingParams
 from specjax.server.served import Served
 
 TOLD = {kind.__name__: kind for kind in (QueueFull, CancelledError, ValueError)}  # errors that clients are told
-_VALUES = "name", "vocab_size", "max_length", "eos_token_ids", "defaults", "fingerprint"  # of `Served`
+_VALUES = (  # of `Served`
+    "name",
+    "vocab_size",
+    "max_length",
+    "eos_token_ids",
+    "defaults",
+    "fingerprint",
+    "aliases",
+    "takes_any_name",
+)
 
 
 def write_question(kind: str, number: int, *content: Any) -> bytes:
@@ -37,9 +46,11 @@ def read_question(data: bytes) -> tuple:
     return messages.decode(data, lambda call, leaf: None)
 
 
-def write_submission(number: int, prompt: Sequence[int], params: SamplingParams, priority: int) -> bytes:
+def write_submission(
+    number: int, prompt: Sequence[int], params: SamplingParams, priority: int, cache_salt: str
+) -> bytes:
     """Return the question for the answer to a prompt."""
-    return write_question("submit", number, np.asarray(prompt, np.int32), params, priority)
+    return write_question("submit", number, np.asarray(prompt, np.int32), params, priority, cache_salt)
 
 
 def write_news(news: list[list[Any]]) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.extras import needs
 from specjax.sampling.guided.tables import Grammar
 
 
@@ -31,7 +32,8 @@ def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequenc
         >>> (grammar.transitions[0, grammar.token_classes] >= 0).tolist()
         [True, True, True, False, False]
     """
-    from outlines_core import Index, Vocabulary
+    with needs("guided"):
+        from outlines_core import Index, Vocabulary
 
     # The library takes the leftmost-first match, so that "a|ab" would match only "a". With an end of text it must match
     # all of the text. It refuses patterns that may have the end at the beginning, so a byte is put in front, whose
@@ -68,8 +70,8 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
     Raises:
         ValueError: the schema is not supported, the vocabulary cannot make a text of it, or an id is wrong.
     """
-    # A compiled module, which pyright cannot see.
-    from outlines_core.json_schema import build_regex_from_schema  # pyright: ignore[reportMissingImports]
+    with needs("guided"):  # a compiled module, which pyright cannot see
+        from outlines_core.json_schema import build_regex_from_schema  # pyright: ignore[reportMissingImports]
 
     return from_regex(build_regex_from_schema(json.dumps(schema)), vocabulary, eos_token_ids)
 
