@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import specjax
+from specjax.terminal import shown, timed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_files()
     args = _parser().parse_args(argv)
     try:
-        with _interruptible():
+        with _interruptible(), shown(_level(args)):
             exit_code = _run(args)
             sys.stdout.flush()
         return exit_code
@@ -62,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     print(f"specjax: error: {message}", file=sys.stderr)
     return 2
+
+
+def _level(args: argparse.Namespace) -> int:
+    """Return the level of the log that a command shows; `generate` says on a terminal alone what it does meanwhile."""
+    is_told = args.command != "generate" or (sys.stderr.isatty() and not args.json)
+    return logging.INFO if is_told else logging.WARNING
 
 
 def _open_missing_files() -> None:
@@ -262,6 +270,7 @@ def _add_serve(commands: Any) -> None:
         metavar="S",
         help="seconds that running requests may take after SIGTERM; default: 30",
     )
+    add("--no-access-log", dest="access_log", action="store_false", help="log no requests, only the load")
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -281,6 +290,7 @@ def _serve(args: argparse.Namespace) -> int:
         api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
+        access_log=args.access_log,
     )
 
 
@@ -298,7 +308,7 @@ def _generate(args: argparse.Namespace) -> int:
     console = _console() if sys.stdout.isatty() and not args.json else None
     llm = _load(args)
     request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
-    with console.status("compiling") if console else contextlib.nullcontext():
+    with timed(console, "compiling") if console else contextlib.nullcontext():
         stream = llm.stream(request, params)
     write = _writer(console, args.json)
     compared, exit_code = None, 0

@@ -27,6 +27,7 @@ from specjax.server.calls import Disconnected, Submission, attended, cancel, in_
 from specjax.server.errors import ApiError, api_error
 from specjax.server.fields import Fields, check_tree
 from specjax.server.guard import Guard
+from specjax.server.log import note_end, note_result
 from specjax.server.messages import MAX_TEXT_LENGTH, encode_chat, read_messages, read_template_arguments
 from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
 from specjax.server.protocol import Call
@@ -48,6 +49,7 @@ class About:
 
     num_draft_tokens: int  # drafts of a step; 0 is plain decoding
     verifier: str  # name of the verifier
+    chats: bool = False  # whether the page offers a chat
 
 
 class App:
@@ -123,6 +125,7 @@ class App:
             "max_model_len": self._served.max_length,
             "num_draft_tokens": self._about.num_draft_tokens,
             "verifier": self._about.verifier,
+            "chat": self._about.chats,
         }
 
     async def _models(self, http: HttpRequest) -> Response:
@@ -179,6 +182,7 @@ class App:
     def _give_up(self, requests: Sequence[Pending]) -> None:
         cancel(requests)
         self._metrics.record_abort()
+        note_end()
 
 
 class _Answer:
@@ -194,6 +198,7 @@ class _Answer:
         results = list(await asyncio.gather(*(request.wait() for request in self._requests)))
         for result in results:
             self._metrics.record_result(result, time.perf_counter() - self._start)
+            note_result(result)
         return results
 
     async def body(self) -> dict[str, Any]:
