@@ -243,13 +243,14 @@ def check_generation(browser: Browser, num_drafts: int, is_chat: bool) -> list[s
 def check_looks(browser: Browser, screenshots: Path | None) -> list[str]:
     """Look at the page on a desktop and on a phone, in light and dark colours."""
     wrong = []
-    for name, size in (("server", DESKTOP), ("server-phone", PHONE)):
+    pictures = {(DESKTOP, False): "server.png", (PHONE, True): "server-phone.png"}
+    for size in (DESKTOP, PHONE):
         for is_dark in (False, True):
             browser.resize(size, is_phone=size is PHONE, is_dark=is_dark)
             browser.run("scrollTo(0, 0); explain(null); document.activeElement.blur()")
             where = f"on a screen {size[0]} wide, {'in the dark' if is_dark else 'in the light'}"
-            if screenshots is not None:
-                (screenshots / f"{name}{'-dark' if is_dark else ''}.png").write_bytes(browser.screenshot())
+            if screenshots is not None and (size, is_dark) in pictures:
+                (screenshots / pictures[size, is_dark]).write_bytes(browser.screenshot())
             wrong += [f"{id} is not in sight {where}" for id in browser.run(OUT_OF_SIGHT)]
             wrong += [
                 f"{name} has a contrast of {ratio:.1f} {where}"

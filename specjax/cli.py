@@ -33,7 +33,7 @@ SAME = (  # arguments that must be the same in all processes
     "max_length",
     "tensor_parallel",
 )
-STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
+STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
