@@ -63,9 +63,11 @@ class Bar(Lines):
 def _progress() -> "Progress":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    text = TextColumn("{task.description}", markup=False)
-    return Progress(BarColumn(24), TimeElapsedColumn(), text, console=Console(stderr=True), transient=True)
+    bar = BarColumn(24, complete_style="cyan", finished_style="cyan")
+    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    return Progress(bar, TimeElapsedColumn(), text, console=Console(stderr=True), transient=True)
 
 
 @contextmanager

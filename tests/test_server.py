@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -28,7 +29,7 @@ from test_llm import write_pair
 from test_protocol import TEMPLATE
 from test_tokenizer import make_tokenizer
 
-from specjax import Capacities, Engine, SamplingParams, cli, proposers
+from specjax import Capacities, Engine, SamplingParams, cli, models, proposers, verifiers
 from specjax.engine.engine import QueueFull
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
@@ -37,7 +38,7 @@ pytest.importorskip("uvicorn")
 from specjax.server import calls, guard
 from specjax.server.app import About, App
 from specjax.server.errors import ApiError, api_error
-from specjax.server.run import Server, default_num_slots
+from specjax.server.run import Server, _about, default_num_slots
 from specjax.server.served import Served
 
 VOCAB_SIZE, MAX_LENGTH, NUM_SLOTS, NUM_DRAFTS, MAX_WAITING = 300, 192, 3, 3, 6
@@ -182,6 +183,17 @@ def test_number_of_slots(platform, number, monkeypatch):
     assert default_num_slots() == number
 
 
+def test_chat_of_the_page(tmp_path, served):
+    """The embedded family has a template, but knows nothing that one could chat about."""
+
+    def chats(directory):
+        proposer = proposers.ngram(NUM_DRAFTS)
+        return _about(SimpleNamespace(_directory=directory, proposer=proposer, verifier=verifiers.block))
+
+    assert chats(served.directory) == About(NUM_DRAFTS, "block", chats=True)
+    assert chats(models.EMBEDDED / "target") == chats(tmp_path) == About(NUM_DRAFTS, "block", chats=False)
+
+
 class TestAnswers:
     def test_tokens_are_those_of_the_engine(self, client, engine, served):
         asked = {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
@@ -240,8 +252,15 @@ class TestAnswers:
         text = client.call("POST", "/detokenize", {"tokens": tokens})[2]["prompt"]
         assert "the cat" in text
         assert "version" in client.call("GET", "/version")[2]
+
+    def test_page(self, client):
         page = client.call("GET", "/")[2]
         assert "<textarea" in page and not re.search(r"(src|href)=\"(?!data:)|https?:", page)
+        assert set(re.findall(r"\$\(\"([\w-]+)\"\)", page)) <= set(re.findall(r"\bid=\"([\w-]+)\"", page))
+        terms = re.findall(r"<button type=\"button\" class=\"term\"([^>]*)>", page)
+        assert len(terms) == 12 and all(re.search(r"data-tip=\"[^\"]{20,}\"", term) for term in terms)
+        for kind in ("accepted", "recovered", "bonus", "target"):  # of tokens
+            assert re.search(rf"\b{kind}: \"", page)
 
     def test_metrics(self, client, engine):
         before = client.numbers()

@@ -90,7 +90,7 @@ class Programs:
             counts = self._num_ready, self._num_compiled
             logger.info("%d programs are ready, %d of them newly compiled, in %.1f s; %s", *counts, seconds, kept)
 
-    def _count(self, event: str, duration: float, **_: Any) -> None:
+    def _count(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in (COMPILED, READ):
             self._compiled_in[threading.get_ident()] += 1 if event == COMPILED else -1
 
