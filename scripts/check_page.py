@@ -206,12 +206,12 @@ def check_key(browser: Browser, key: str) -> list[str]:
 
 
 def check_generation(browser: Browser, num_drafts: int, is_chat: bool) -> list[str]:
-    """Generate a text or two answers, and look at what is said of them."""
+    """Generate two texts or answers of a chat, and look at what is said of them."""
     browser.run('document.querySelector(".example").click()')
     prompt = browser.run('$("prompt").value')
     wrong = [] if prompt else ["an example should become the prompt"]
     browser.run('$("tokens").value = 120; $("temperature").value = 0')
-    for number in range(1, 3 if is_chat else 2):
+    for number in (1, 2):
         cleared = browser.run(f"""
             $("prompt").value = {json.dumps(prompt)};
             $("start").click();
@@ -223,7 +223,7 @@ def check_generation(browser: Browser, num_drafts: int, is_chat: bool) -> list[s
         if not re.fullmatch(r"Done: \d+ tokens in \d+ steps\.", status):
             wrong.append(f"it says {status!r}")
         shown = browser.run('[...document.querySelectorAll("#text .prompt")].map(x => x.textContent)')
-        if shown != [prompt] * number:
+        if shown != [prompt] * (number if is_chat else 1):
             wrong.append(f"each prompt should stand above its text, got {shown}")
     kinds = browser.run('[...new Set([...document.querySelectorAll(".answer span")].map(x => x.className))]')
     if not {"accepted", "recovered", "bonus"} <= set(kinds):
