@@ -216,7 +216,9 @@ def main() -> int:
     args = parser.parse_args()
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--max-length", "256", "--num-slots", "8"]
     with subprocess.Popen(
-        [*command, "--max-waiting", "20", "--request-timeout", "60"], stdout=subprocess.PIPE, text=True
+        [*command, "--max-waiting", "20", "--request-timeout", "60", "--no-access-log"],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as server:
         try:
             port = int(server.stdout.readline().rsplit(":", 1)[1])

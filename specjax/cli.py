@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -17,6 +18,7 @@ import jax
 
 import specjax
 from specjax.extras import needs
+from specjax.terminal import shown, timed
 from specjax.validation import suggestion
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ SAME = (  # arguments that must be the same in all processes
     "max_length",
     "tensor_parallel",
 )
-STYLES = {"accepted": "green", "recovered": "red", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
+STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_files()
     args = _parser().parse_args(argv)
     try:
-        with _interruptible(), needs(args.extra):
+        with _interruptible(), needs(args.extra), shown(_level(args)):
             exit_code = _run(args)
             sys.stdout.flush()
         return exit_code
@@ -70,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"the memory of the device is full; {remedy}: {str(error).splitlines()[0]}"
     print(f"specjax: error: {message}", file=sys.stderr)
     return 2
+
+
+def _level(args: argparse.Namespace) -> int:
+    """Return the level of the log that a command shows; `generate` says on a terminal alone what it does meanwhile."""
+    is_told = args.command != "generate" or (sys.stderr.isatty() and not args.json)
+    return logging.INFO if is_told else logging.WARNING
 
 
 def _open_missing_files() -> None:
@@ -288,6 +296,7 @@ def _add_serve(commands: Any) -> None:
         metavar="S",
         help="seconds that running requests may take after SIGTERM; default: 30",
     )
+    add("--no-access-log", dest="access_log", action="store_false", help="log no requests, only the load")
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -309,6 +318,7 @@ def _serve(args: argparse.Namespace) -> int:
         api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
+        access_log=args.access_log,
     )
 
 
@@ -328,7 +338,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.compare and not llm.proposer.num_draft_tokens:
         raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
     request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
-    with console.status("compiling") if console else contextlib.nullcontext():
+    with timed(console, "compiling") if console else contextlib.nullcontext():
         stream = llm.stream(request, params)
     write = _writer(console, args.json)
     compared, exit_code = None, 0

@@ -65,7 +65,7 @@ class TestText:
         _, out, err = generate(PROMPT)
         assert "\x1b[32mo\x1b[0m" in out  # an accepted draft
         assert "\x1b[36m東\x1b[0m" in out  # a bonus token
-        assert "\x1b[32maccepted\x1b[0m \x1b[31mrecovered\x1b[0m \x1b[36mbonus\x1b[0m\n" in out
+        assert "\x1b[32maccepted\x1b[0m \x1b[33mrecovered\x1b[0m \x1b[36mbonus\x1b[0m\n" in out
         assert "acceptance rate" in err
 
     def test_compare(self, generate):

@@ -81,6 +81,7 @@ def through_a_desk(engine, served, **options):
     ours, theirs = socket.socketpair()
     about = {"num_draft_tokens": 2, "verifier": "rejection"}
     setup = {"served": wire.write_served(served), "about": about, "options": options, "shutdown_timeout": 5.0}
+    setup["access_log"] = False
     is_ready = threading.Event()
     with ours, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

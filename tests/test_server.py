@@ -20,7 +20,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -28,7 +30,7 @@ from test_llm import write_pair
 from test_protocol import TEMPLATE
 from test_tokenizer import make_tokenizer
 
-from specjax import Capacities, Engine, SamplingParams, cli, proposers
+from specjax import Capacities, Engine, SamplingParams, cli, models, proposers, verifiers
 from specjax.engine.engine import QueueFull
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
@@ -37,7 +39,7 @@ pytest.importorskip("uvicorn")
 from specjax.server import calls, guard
 from specjax.server.app import About, App
 from specjax.server.errors import ApiError, api_error
-from specjax.server.run import Server, default_num_slots
+from specjax.server.run import Server, _about, default_num_slots
 from specjax.server.served import Served
 
 VOCAB_SIZE, MAX_LENGTH, NUM_SLOTS, NUM_DRAFTS, MAX_WAITING = 300, 192, 3, 3, 6
@@ -136,10 +138,10 @@ def chat(content="the cat", **fields):
 
 
 @contextmanager
-def running(engine, served, shutdown_timeout=5.0, **options):
+def running(engine, served, shutdown_timeout=5.0, write=None, **options):
     """A server of an engine on a free port, in a thread."""
     app = App(engine, served, About(NUM_DRAFTS, "rejection"), **options)
-    server = Server(app, shutdown_timeout, lambda: None)
+    server = Server(app, shutdown_timeout, lambda: None, write)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -180,6 +182,17 @@ def is_running(engine):
 def test_number_of_slots(platform, number, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     assert default_num_slots() == number
+
+
+def test_chat_of_the_page(tmp_path, served):
+    """The embedded family has a template, but knows nothing that one could chat about."""
+
+    def chats(directory):
+        proposer = proposers.ngram(NUM_DRAFTS)
+        return _about(SimpleNamespace(_directory=directory, proposer=proposer, verifier=verifiers.block))
+
+    assert chats(served.directory) == About(NUM_DRAFTS, "block", chats=True)
+    assert chats(models.EMBEDDED / "target") == chats(tmp_path) == About(NUM_DRAFTS, "block", chats=False)
 
 
 class TestAnswers:
@@ -230,6 +243,7 @@ class TestAnswers:
         assert client.call("GET", "/health")[::2] == (200, {"status": "ok"})
         card = client.call("GET", "/v1/models")[2]["data"][0]
         assert (card["id"], card["max_model_len"], card["num_draft_tokens"]) == ("small", MAX_LENGTH, NUM_DRAFTS)
+        assert card["chat"] is False
         assert client.call("GET", "/v1/models/small")[2] == card
         assert client.call("GET", "/v1/models/large")[0] == 404
         tokens = client.call("POST", "/tokenize", {"prompt": "the cat"})[2]["tokens"]
@@ -239,8 +253,15 @@ class TestAnswers:
         text = client.call("POST", "/detokenize", {"tokens": tokens})[2]["prompt"]
         assert "the cat" in text
         assert "version" in client.call("GET", "/version")[2]
+
+    def test_page(self, client):
         page = client.call("GET", "/")[2]
         assert "<textarea" in page and not re.search(r"(src|href)=\"(?!data:)|https?:", page)
+        assert set(re.findall(r"\$\(\"([\w-]+)\"\)", page)) <= set(re.findall(r"\bid=\"([\w-]+)\"", page))
+        terms = re.findall(r"<button type=\"button\" class=\"term\"([^>]*)>", page)
+        assert len(terms) == 12 and all(re.search(r"data-tip=\"[^\"]{20,}\"", term) for term in terms)
+        for kind in ("accepted", "recovered", "bonus", "target"):  # of tokens
+            assert re.search(rf"\b{kind}: \"", page)
 
     def test_names_of_the_model(self, engine, served):
         with running(engine, replace(served, aliases=("other", "small"))) as client:
@@ -659,6 +680,34 @@ class TestDocs:
         assert len(names) == 18
         assert names == set(re.findall(r"^# TYPE specjax:(\w+) ", text, flags=re.MULTILINE))
 
+    def test_log(self, engine, served):
+        """A line for each request, with its tokens, and neither prompts nor keys."""
+        lines: list[str] = []
+        headers = JSON | {"authorization": "Bearer secret"}
+        with running(engine, served, write=lines.append, api_keys=["secret"]) as client:
+            call = partial(client.call, "POST", "/v1/completions")
+            assert call(completion(), headers)[0] == 200
+            assert call(completion(stream=True, n=2), headers)[0] == 200
+            assert call(completion(), JSON | {"authorization": "Bearer wrong-key"})[0] == 401
+            assert client.call("GET", "/metrics?key=secret", headers=headers)[0] == 200
+            with closing(
+                client.send("POST", "/v1/completions", completion(max_tokens=170, stream=True), headers)
+            ) as left:
+                left.getresponse().readline()
+            wait_until_idle(engine)
+            while len(lines) < 4:
+                time.sleep(0.01)
+        whole, stream, refused, early = lines
+        prompt = len(served.tokenizer.encode("the cat").ids)
+        assert whole.startswith(
+            f"127.0.0.1 POST /v1/completions 200 prompt_tokens={prompt} generated_tokens=8 first_token"
+        )
+        assert " seconds=" in whole and " id=" in whole
+        assert f"prompt_tokens={prompt} generated_tokens=16 " in stream
+        assert refused.startswith("127.0.0.1 POST /v1/completions 401 seconds=")
+        assert "generated_tokens" not in early and " ended=early " in early
+        assert not re.search("secret|wrong-key|cat", "".join(lines))
+
     def test_unit_and_container(self):
         unit = configparser.ConfigParser(strict=False, interpolation=None)
         unit.optionxform = str
@@ -739,6 +788,10 @@ class TestCommand:
                 started.terminate()
                 assert response.read().endswith(b"data: [DONE]\n\n")
             assert started.wait(timeout=60) == 0
+            log = started.stderr.read()
+            assert "specjax: program 9 of 9 " in log and "specjax: caches: " in log
+            assert re.search(r"127\.0\.0\.1 POST /v1/completions 200 prompt_tokens=\d+ generated_tokens=150 ", log)
+            assert "other" not in log
 
     def test_killed_in_the_middle_of_a_stream(self, pair):
         """The process that speaks HTTP tells its clients, and ends."""

@@ -61,6 +61,15 @@ def render(
         raise ValueError(f"the chat template of {directory} refuses the messages: {error}") from error
 
 
+def has_template(directory: Path) -> bool:
+    """Return whether a checkpoint has a chat template."""
+    try:
+        _read_template(directory)
+    except ValueError:
+        return False
+    return True
+
+
 def _read_template(directory: Path) -> tuple[str, dict[str, str]]:
     """Return the template, and the text of each special token that the template may use."""
     path = directory / "tokenizer_config.json"

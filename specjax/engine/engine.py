@@ -22,6 +22,7 @@ from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
 from specjax.engine.pending import Pending, wake
+from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Counts, Job, Scheduler
 from specjax.engine.slots import Slots
@@ -214,6 +215,7 @@ class Engine:
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
         device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, chunk_size=chunk_size, **sizes)
+        log_caches(device, pool)
         device.compile(chunk_size, short_chunks)
         self._scheduler = Scheduler(
             device,

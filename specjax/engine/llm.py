@@ -16,6 +16,7 @@ from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES
 from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.report import log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
@@ -152,6 +153,7 @@ class LLM:
         self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()
+        log_models(self.model, self.proposer)
 
     def plain(self) -> "LLM":
         """Return an LLM with the same target, sharing its weights, that decodes without drafts."""

@@ -11,6 +11,7 @@ token, and then its first step writes them again. What else a proposer keeps of 
 comes between the last chunk and `insert`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from specjax import decode, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
+from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
 from specjax.parallel import WHOLE, OnMesh, on_devices, put
@@ -38,6 +40,7 @@ from specjax.types import NO_PAGE, Array, Chunk, Context, Model, Proposer, PyTre
 from specjax.validation import is_integer
 
 COMPILED_AT_A_TIME = 2  # programs, while others are traced
+NAMES_OF_USES = {GREEDY: "greedy", CUT: "temperatures and cuts", EVERYTHING: "all parameters"}
 
 
 class Row(NamedTuple):
@@ -453,28 +456,46 @@ class Slots:
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
         # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
         are_early = jax.default_backend() == "cpu" and jax.process_count() == 1
-        with self._compiling_steps() if are_early else nullcontext():
+        with (
+            Programs(4 + len(short_chunks) + len(self._steps())) as programs,
+            self._compiling_steps(programs) if are_early else nullcontext(),
+        ):
             for log_probs in (False, True):
-                self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
+                with programs.making(name_of_chunks(1, chunk_size, log_probs=log_probs)):
+                    self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
             for num_rows, size in short_chunks:
-                self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
-            self.insert(0, row)
-            self.evict([0])
-        if not are_early:
-            for use, log_probs, num_draft_tokens in self._steps():
-                self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens)
+                with programs.making(name_of_chunks(num_rows, size)):
+                    self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
+            with programs.making("a request enters a slot"):
+                self.insert(0, row)
+            with programs.making("requests leave their slots"):
+                self.evict([0])
+            for use, log_probs, num_draft_tokens in () if are_early else self._steps():
+                with programs.making(self._name_of_step(use, log_probs, num_draft_tokens)):
+                    self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens)
 
     @contextmanager
-    def _compiling_steps(self) -> Iterator[None]:
+    def _compiling_steps(self, programs: Programs) -> Iterator[None]:
         """Trace the steps and compile them in other threads, until the end of the context. `step` then finds them."""
+
+        def compile_step(name: str, lowered: jax.stages.Lowered, seconds: float) -> None:
+            with programs.making(name, seconds):
+                lowered.compile()
+
         with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
             compiled = []
             for each in self._steps():
+                start = time.perf_counter()
                 arguments, options = self._step_arguments(*each)
-                compiled.append(executor.submit(_step.lower(*arguments, **options).compile))
+                lowered = _step.lower(*arguments, **options)
+                seconds = time.perf_counter() - start
+                compiled.append(executor.submit(compile_step, self._name_of_step(*each), lowered, seconds))
             yield
             for future in compiled:
                 future.result()
+
+    def _name_of_step(self, use: int, log_probs: bool, num_draft_tokens: int) -> str:
+        return name_of_step(NAMES_OF_USES[use], log_probs, num_draft_tokens, self.draft_lengths)
 
     def _steps(self) -> list[tuple[int, bool, int]]:
         """Return the arguments `use`, `log_probs` and `num_draft_tokens` of all programs of `step`."""

@@ -3,8 +3,10 @@
 import contextlib
 import fnmatch
 import importlib.util
+import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,10 @@ from specjax.models.torch_file import TorchFile, open_torch_file
 from specjax.types import Array
 
 CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, counted as float32
+LOG_SECONDS = 10.0  # between two lines of the log while tensors are read
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, with bytes per number
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,8 +150,9 @@ class Tensors:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
-        """Show a progress bar on standard error while reading, if it is a terminal and rich is installed."""
+        """Show a progress bar on standard error while reading, if it is a terminal and rich is installed; else log."""
         if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+            self._advance = self._logged(sum(self._unread.values()))
             yield
             return
         from rich.console import Console
@@ -157,6 +163,19 @@ class Tensors:
             task = bar.add_task(f"loading {self._directory.name}", total=sum(self._unread.values()))
             self._advance = lambda num_bytes: bar.advance(task, num_bytes)
             yield
+
+    def _logged(self, total: int) -> Callable[[int], None]:
+        """Return a function that is told of bytes that were read, and logs every `LOG_SECONDS` how many."""
+        num_read, logged = 0, time.monotonic()
+
+        def advance(num_bytes: int) -> None:
+            nonlocal num_read, logged
+            num_read += num_bytes
+            if time.monotonic() >= logged + LOG_SECONDS:
+                logged = time.monotonic()
+                logger.info("loading %s: %.2f of %.2f GB", self._directory.name, num_read / 1e9, total / 1e9)
+
+        return advance
 
     def _find(self, name: str) -> str:
         """Return the name of a tensor in the files."""

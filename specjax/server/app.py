@@ -26,6 +26,7 @@ from specjax.server.calls import Disconnected, Submission, attended, cancel, in_
 from specjax.server.docs_page import docs_page
 from specjax.server.errors import ApiError, api_error
 from specjax.server.guard import Guard
+from specjax.server.log import note_end, note_result
 from specjax.server.metrics import CONTENT_TYPE, ServerMetrics
 from specjax.server.operations import openapi, operations
 from specjax.server.protocol import Call
@@ -49,6 +50,7 @@ class About:
 
     num_draft_tokens: int  # drafts of a step; 0 is plain decoding
     verifier: str  # name of the verifier
+    chats: bool = False  # whether the page offers a chat
 
 
 class App:
@@ -143,6 +145,7 @@ class App:
             "max_model_len": self._served.max_length,
             "num_draft_tokens": self._about.num_draft_tokens,
             "verifier": self._about.verifier,
+            "chat": self._about.chats,
         }
 
     async def _models(self, http: HttpRequest) -> Response:
@@ -210,6 +213,7 @@ class App:
         results = list(await asyncio.gather(*(request.wait() for request in requests)))
         for result in results:
             self._metrics.record_result(result, time.perf_counter() - start)
+            note_result(result)
         return results
 
     async def _events(
@@ -242,6 +246,7 @@ class App:
     def _give_up(self, requests: Sequence[Pending]) -> None:
         cancel(requests)
         self._metrics.record_abort()
+        note_end()
 
 
 class _EventStream(Response):

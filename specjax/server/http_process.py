@@ -16,6 +16,7 @@ from typing import Any
 from specjax.processes.child import LENGTH
 from specjax.server import wire
 from specjax.server.app import About, App
+from specjax.server.log import Lines, watch_load
 from specjax.server.remote import RemoteEngine
 from specjax.server.run import Server
 
@@ -40,8 +41,11 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
     engine = RemoteEngine(lambda data: loop.call_soon_threadsafe(writer.write, data))
     app = App(engine, wire.read_served(setup["served"]), About(**setup["about"]), **setup["options"])
     listening = wire.write_question("listening", 0)
-    server = Server(app, setup["shutdown_timeout"], lambda: writer.write(listening))
+    lines = Lines(sys.stderr)
+    write = lines.write if setup["access_log"] else None
+    server = Server(app, setup["shutdown_timeout"], lambda: writer.write(listening), write)
     started = asyncio.Event()
+    watching = asyncio.create_task(_watch(started, engine, lines))
     receiving = asyncio.create_task(_receive(reader, engine, {"start": started.set, "end": server.end}))
     try:
         await started.wait()
@@ -49,8 +53,15 @@ async def serve(channel: socket.socket, listener: socket.socket) -> None:
             await server.serve(sockets=[listener])
     finally:
         receiving.cancel()
+        watching.cancel()
         engine.lose()  # threads may wait for it
         writer.close()
+        lines.close()
+
+
+async def _watch(started: asyncio.Event, engine: RemoteEngine, lines: Lines) -> None:
+    await started.wait()
+    await watch_load(engine, lines.write)
 
 
 async def _receive(

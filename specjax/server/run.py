@@ -16,12 +16,15 @@ from typing import Any
 import jax
 import uvicorn
 
+from specjax.engine.chat import has_template
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
+from specjax.models import EMBEDDED
 from specjax.sampling.capacities import Capacities
 from specjax.server.app import About, App
 from specjax.server.desk import Desk, http_process
 from specjax.server.guard import MAX_HEADER_BYTES
+from specjax.server.log import AccessLog, Write
 from specjax.server.served import Served, served
 from specjax.server.wire import write_served
 
@@ -46,6 +49,7 @@ def serve(
     api_keys: Sequence[str] = (),
     request_timeout: float,
     shutdown_timeout: float,
+    access_log: bool = True,
 ) -> int:
     """Serve an LLM until SIGINT or SIGTERM, and return the exit code: 0, or 1 where the engine failed.
 
@@ -61,6 +65,7 @@ def serve(
         api_keys: the keys that clients may use; without any, everybody may.
         request_timeout: seconds that a request may take.
         shutdown_timeout: seconds that requests may still take after the first signal; a second signal ends them.
+        access_log: whether standard error gets a line for each request.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -78,7 +83,7 @@ def serve(
         known = served(llm, name, aliases, takes_any_name=takes_any_name)
         setup = {"served": write_served(known), "about": asdict(_about(llm)), "options": options}
         with http_process(listener) as (process, channel):
-            desk = Desk(channel, setup | {"shutdown_timeout": shutdown_timeout})
+            desk = Desk(channel, setup | {"shutdown_timeout": shutdown_timeout, "access_log": access_log})
             with start_engine(llm, num_slots, max_waiting) as engine:
                 listener.close()  # it is the other process's now
                 with _signals(desk.end):
@@ -135,7 +140,9 @@ def make_app(engine: Engine, llm: LLM, known: Served, **options: Any) -> App:
 
 
 def _about(llm: LLM) -> About:
-    return About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"))
+    # The embedded family has a template, so that clients may send it messages, but goes on with source code alone.
+    chats = has_template(llm._directory) and EMBEDDED not in llm._directory.parents
+    return About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"), chats)
 
 
 def check(least: Mapping[str, tuple[float, float]], request_timeout: float, api_keys: Sequence[str]) -> None:
@@ -172,14 +179,15 @@ class Server(uvicorn.Server):
         app: the application.
         shutdown_timeout: seconds that requests may still take after a signal.
         greet: is called when it listens.
+        write: writes a line for each request; None is no log.
 
     Attributes:
         has_failed: whether it ended because the engine failed.
     """
 
-    def __init__(self, app: App, shutdown_timeout: float, greet: Callable[[], object]):
+    def __init__(self, app: App, shutdown_timeout: float, greet: Callable[[], object], write: Write | None = None):
         config = uvicorn.Config(
-            app.guard,
+            app.guard if write is None else AccessLog(app.guard, write),
             http="h11",  # which limits what it reads of a header
             ws="none",
             lifespan="off",

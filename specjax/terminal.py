@@ -1,0 +1,95 @@
+"""Show on standard error what the library logs while a command runs: a line a record, and a bar on a terminal."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+class Lines(logging.Handler):
+    """Write each record as a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return f"specjax: {level}{super().format(record)}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # nobody reads it
+            self.handleError(record)
+
+
+class Bar(Lines):
+    """Write each record as a line, but those of `specjax.engine.report.Programs` as a bar that goes when all are ready.
+
+    It needs rich, and a terminal.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._bar: Progress | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        num_ready, total = getattr(record, "programs", (0, 0))
+        if not total:
+            super().emit(record)
+            return
+        if self._bar is None:
+            self._bar = _progress()
+            self._bar.start()
+            self._task = self._bar.add_task("", total=total)
+        self._bar.update(self._task, completed=num_ready, total=total, description=record.getMessage())
+        if num_ready == total:
+            self.end()
+
+    def end(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        self.end()
+        super().close()
+
+
+def _progress() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    bar = BarColumn(24, complete_style="cyan", finished_style="cyan")
+    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    return Progress(bar, TimeElapsedColumn(), text, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def shown(level: int = logging.INFO) -> Iterator[None]:
+    """Show what the library logs at a level or above, until the end of the context."""
+    logger = logging.getLogger("specjax")
+    has_bar = sys.stderr.isatty() and find_spec("rich") is not None
+    handler, before = Bar() if has_bar else Lines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+
+def timed(console: "Console", text: str) -> "Progress":
+    """Return a context that shows on a console that something goes on, and for how long."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    progress = Progress(SpinnerColumn(), TextColumn(text), TimeElapsedColumn(), console=console, transient=True)
+    progress.add_task("")
+    return progress
