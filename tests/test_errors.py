@@ -201,5 +201,4 @@ def test_a_target_without_a_drafter(directory, monkeypatch, capsys, command, opt
     assert main([command, *arguments[command], *shared, *options]) == 2
     line = f"specjax: no --draft is given, so {directory} decodes plainly; give --draft ngram, a head trained for"
     err = capsys.readouterr().err
-    assert err.startswith(line) == is_said
-    assert err.count("\n") == 1 + is_said
+    assert [said.startswith(line) for said in err.splitlines() if "--draft" in said] == [True] * is_said

@@ -11,6 +11,7 @@ from specjax.server.fields import Kind
 from specjax.server.served import Served
 
 STRING, INTEGER, NUMBER, ANY = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {}
+BOOLEAN = {"type": "boolean"}
 STRINGS, INTEGERS = {"type": "array", "items": STRING}, {"type": "array", "items": INTEGER}
 
 
@@ -61,6 +62,7 @@ MODEL_CARD = record(
     max_model_len=INTEGER,
     num_draft_tokens=INTEGER,
     verifier=STRING,
+    chat=BOOLEAN,
 )
 USAGE = record(
     prompt_tokens=INTEGER,
