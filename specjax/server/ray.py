@@ -13,9 +13,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 from specjax import verifiers
 from specjax.engine.llm import LLM
+from specjax.server.connections import MAX_CONNECTIONS
 from specjax.server.errors import ApiError
 from specjax.server.replicas import Front, ReplicaLost, replies
-from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
+from specjax.server.run import check, make_app, start_engine
 from specjax.server.served import name_of
 from specjax.validation import is_integer
 
