@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax import proposers, verifiers
-from specjax.engine.grammar_compiler import GrammarCompiler
+from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
@@ -244,7 +244,12 @@ class Engine:
         self._thread.start()
 
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        client: str | None = None,
     ) -> Request:
         """Hand in a request, and return without waiting for it.
 
@@ -253,6 +258,8 @@ class Engine:
             params: the parameters; None is `SamplingParams()`. A request with a seed gives the same output whatever
                 else runs.
             priority: requests with a smaller number come first; equal ones in the order of their arrival.
+            client: a name of who asks, so that clients take turns in having grammars compiled. None is this program
+                itself, whose grammars have no limit.
 
         Raises:
             ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
@@ -264,6 +271,8 @@ class Engine:
             raise ValueError(f"params must be SamplingParams, got {params!r}")
         if not is_integer(priority):
             raise ValueError(f"priority must be an integer, got {priority!r}")
+        if not (client is None or isinstance(client, str)):
+            raise ValueError(f"client must be a string or None, got {client!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
 
         def tokenize(text: str) -> list[int]:
@@ -276,6 +285,8 @@ class Engine:
         request = Request(self, samples)
         for job in samples.jobs:
             job.owner = request
+        if request._source is not None and self._compiler.is_full(client):
+            raise QueueFull(f"{MAX_WAITING_OF_CLIENT} grammars of this client wait already")
         with self._changed:
             self._check_open()
             waiting = len(self._live) - len({job.owner for job in self._scheduler.running})
@@ -287,7 +298,7 @@ class Engine:
                 self._calls.append((self._add, (request,)))
                 self._changed.notify()
         if request._source is not None:
-            request._grammar = self._compiler.request(request._source)
+            request._grammar = self._compiler.request(request._source, client)
             request._grammar.add_done_callback(lambda _: self._send(self._compiled, request))
         return request
 
@@ -446,7 +457,7 @@ class Engine:
     def _end(self, request: Request) -> None:
         del self._live[request]
         if request._source is not None:
-            self._compiler.leave(request._source)
+            self._compiler.leave(request._source, request._grammar)
         self._num_finished += 1
         self._ended = self._ended.plus(request._samples.jobs)
 

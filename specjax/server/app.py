@@ -153,7 +153,7 @@ class App:
         body, start = await read_json(http), time.perf_counter()
         deadline = start + self._timeout
         has_kinds = _take_kinds(body)
-        call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
+        call, requests = await attended(http.receive, self._begin(body, parse, http.state.client), self._timeout)
         answer, seconds = _Answer(self, call, requests, has_kinds, start), deadline - time.perf_counter()
         try:
             if call.stream:
@@ -167,10 +167,10 @@ class App:
                 raise protocol.bad_parameter(error, call.constraint) from error
             raise
 
-    async def _begin(self, body: Any, parse: Callable[[Any, Served], Call]) -> tuple[Call, list[Pending]]:
+    async def _begin(self, body: Any, parse: Callable[[Any, Served], Call], client: str) -> tuple[Call, list[Pending]]:
         """Submit what a body asks for."""
         call = await in_thread(lambda: parse(body, self._served))
-        submissions = [Submission(prompt, call.params, call.priority) for prompt in call.prompts]
+        submissions = [Submission(prompt, call.params, call.priority, client) for prompt in call.prompts]
         try:
             return call, await submit(self.engine, submissions)
         except ValueError as error:

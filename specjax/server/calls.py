@@ -26,6 +26,7 @@ class Submission(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     priority: int
+    client: str | None  # who asks, as `guard` names it
 
 
 class Disconnected(Exception):
@@ -116,8 +117,8 @@ async def submit(engine: Engine | RemoteEngine, submissions: Sequence[Submission
     def submit_all() -> list[Pending]:
         requests: list[Pending] = []
         try:
-            for prompt, params, priority in submissions:
-                requests.append(engine.submit(prompt, params, priority=priority))
+            for prompt, params, priority, client in submissions:
+                requests.append(engine.submit(prompt, params, priority=priority, client=client))
         except BaseException:
             cancel(requests)
             raise

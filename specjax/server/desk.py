@@ -133,9 +133,9 @@ class Desk:
         finally:
             self._words.put("end")
 
-    def _submit(self, engine: Engine, number: int, prompt: Any, params: Any, priority: int) -> None:
+    def _submit(self, engine: Engine, number: int, prompt: Any, params: Any, priority: int, client: str | None) -> None:
         try:
-            request = engine.submit(prompt, params, priority=priority)
+            request = engine.submit(prompt, params, priority=priority, client=client)
         except Exception as error:
             self._tell("error", number, wire.write_error(error))
         else:

@@ -79,10 +79,12 @@ class RemoteEngine:
         """Whether it takes requests."""
         return self._failure is None
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> RemoteRequest:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, client: str | None = None
+    ) -> RemoteRequest:
         """Hand in a request, and return at once; what `Engine.submit` raises, `entered` of the request does."""
         request = RemoteRequest(self, number := next(self._numbers))
-        question = wire.write_submission(number, prompt, params, priority)
+        question = wire.write_submission(number, prompt, params, priority, client)
         with self._lock:
             self._check_running()
             self._live[number] = request

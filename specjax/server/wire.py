@@ -37,9 +37,11 @@ def read_question(data: bytes) -> tuple:
     return messages.decode(data, lambda call, leaf: None)
 
 
-def write_submission(number: int, prompt: Sequence[int], params: SamplingParams, priority: int) -> bytes:
+def write_submission(
+    number: int, prompt: Sequence[int], params: SamplingParams, priority: int, client: str | None
+) -> bytes:
     """Return the question for the answer to a prompt."""
-    return write_question("submit", number, np.asarray(prompt, np.int32), params, priority)
+    return write_question("submit", number, np.asarray(prompt, np.int32), params, priority, client)
 
 
 def write_news(news: list[list[Any]]) -> bytes:

@@ -1,0 +1,64 @@
+"""A process that answers one question at a time, and is ended where it takes too long."""
+
+import subprocess
+import threading
+from contextlib import suppress
+
+from specjax.processes.child import read_frame, start_child, write_frame
+
+
+class NoAnswer(Exception):
+    """The process has ended, or was ended, before it answered; the message says which."""
+
+
+class Worker:
+    """A process that runs `main` of a module, which answers each frame that it reads by one that it writes.
+
+    Args:
+        module: name of the module.
+    """
+
+    def __init__(self, module: str):
+        self._process = start_child(module, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may be asked."""
+        return self._process.poll() is None
+
+    def close(self) -> int:
+        """End it and return its code; who waits for an answer gets an error."""
+        self._process.kill()
+        code = self._process.wait()
+        for file in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of what it has not read
+                assert file is not None
+                file.close()
+        return code
+
+    def ask(self, question: bytes, seconds: float) -> bytes:
+        """Return the answer to a question.
+
+        Raises:
+            NoAnswer: there is none within these seconds, or the process has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_frame(self._process.stdin, question)
+            return read_frame(self._process.stdout)
+        except (EOFError, OSError, ValueError) as error:  # the last of a file that `close` has closed
+            code = self.close()
+            raise NoAnswer(
+                "no answer in time" if is_late.is_set() else f"the end of its process with code {code}"
+            ) from error
+        finally:
+            timer.cancel()
