@@ -123,11 +123,11 @@ def test_failures_are_known(pattern, message, compiler, workers):
     (first,) = ask(compiler, "a", pattern)
     with pytest.raises(ValueError, match=message):
         first.result(timeout=20)
+    compiler.leave(Regex(pattern), first)
     (again,) = ask(compiler, "b", pattern)
     assert again.done()
     with pytest.raises(ValueError, match=message):
         again.result()
-    compiler.leave(Regex(pattern), first)
     compiler.leave(Regex(pattern), again)
     assert workers.asked == [pattern]
 

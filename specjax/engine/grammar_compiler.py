@@ -6,8 +6,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from specjax.engine.grammar_worker import read_grammar, write_source, write_vocabulary
+from specjax.processes.child import start_child
 from specjax.processes.worker import NoAnswer, Worker
 from specjax.sampling.guided.sources import Source
 from specjax.sampling.guided.tables import Grammar
@@ -208,7 +210,7 @@ class GrammarCompiler:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed")
-            worker = Worker("specjax.engine.grammar_worker")
+            worker = Worker(partial(start_child, "specjax.engine.grammar_worker"))
             self._workers = [worker, *(other for other in self._workers if other.is_alive)]
         worker.ask(words, START_SECONDS)
         return worker

@@ -2,9 +2,10 @@
 
 import subprocess
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
-from specjax.processes.child import read_frame, start_child, write_frame
+from specjax.processes.child import read_frame, write_frame
 
 
 class NoAnswer(Exception):
@@ -12,14 +13,14 @@ class NoAnswer(Exception):
 
 
 class Worker:
-    """A process that runs `main` of a module, which answers each frame that it reads by one that it writes.
+    """A process that answers each frame that it reads by one that it writes.
 
     Args:
-        module: name of the module.
+        start: a function that starts it, with these options of `subprocess.Popen`.
     """
 
-    def __init__(self, module: str):
-        self._process = start_child(module, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, start: Callable[..., subprocess.Popen]):
+        self._process = start(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     @property
     def is_alive(self) -> bool:
@@ -55,10 +56,11 @@ class Worker:
         try:
             write_frame(self._process.stdin, question)
             return read_frame(self._process.stdout)
-        except (EOFError, OSError, ValueError) as error:  # the last of a file that `close` has closed
+        except BaseException as error:  # after an interruption the answer would be taken for that of the next question
             code = self.close()
-            raise NoAnswer(
-                "no answer in time" if is_late.is_set() else f"the end of its process with code {code}"
-            ) from error
+            if not isinstance(error, EOFError | OSError | ValueError):  # the last of a file that `close` has closed
+                raise
+            reason = "no answer in time" if is_late.is_set() else f"the end of its process with code {code}"
+            raise NoAnswer(reason) from error
         finally:
             timer.cancel()
