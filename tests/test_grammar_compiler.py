@@ -171,7 +171,7 @@ def test_the_next_client_does_not_wait_for_a_process_to_start(compiler, workers,
     (late,) = ask(compiler, "a", "late")
     wait([late], timeout=20)
     for _ in range(2000):
-        if workers.num_started == 2:
+        if workers.num_started == 2:  # the first has been ended
             return
         threading.Event().wait(0.01)
     raise AssertionError("no process has been started")

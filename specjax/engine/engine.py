@@ -100,9 +100,9 @@ class Request(Pending):
     iteration early does not end the request; `cancel` does.
     """
 
-    def __init__(self, engine: "Engine", samples: Samples):
+    def __init__(self, engine: "Engine", samples: Samples, client: str | None):
         super().__init__()
-        self._engine, self._samples = engine, samples
+        self._engine, self._samples, self._client = engine, samples, client
         grammar = samples.params.guided_decoding
         self._source = grammar if isinstance(grammar, Source) else None
         self._grammar: Future[Grammar] = Future()  # what it is compiled to
@@ -258,8 +258,8 @@ class Engine:
             params: the parameters; None is `SamplingParams()`. A request with a seed gives the same output whatever
                 else runs.
             priority: requests with a smaller number come first; equal ones in the order of their arrival.
-            client: a name of who asks, so that clients take turns in having grammars compiled. None is this program
-                itself, whose grammars have no limit.
+            client: a name of who asks. An eighth of the places of requests that wait is for other clients, and clients
+                take turns in having grammars compiled. None is this program itself, which may have all.
 
         Raises:
             ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
@@ -282,16 +282,20 @@ class Engine:
         key = key_data(params.seed, self._entropy)
         samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority)
         self._scheduler.check(samples.jobs[0])
-        request = Request(self, samples)
+        request = Request(self, samples, client)
         for job in samples.jobs:
             job.owner = request
         if request._source is not None and self._compiler.is_full(client):
             raise QueueFull(f"{MAX_WAITING_OF_CLIENT} grammars of this client wait already")
         with self._changed:
             self._check_open()
-            waiting = len(self._live) - len({job.owner for job in self._scheduler.running})
-            if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise QueueFull(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
+            waiting = self._live.keys() - {job.owner for job in self._scheduler.running}
+            if self._max_waiting is not None and len(waiting) >= self._max_waiting:
+                raise QueueFull(f"{len(waiting)} requests wait already, max_waiting is {self._max_waiting}")
+            if self._max_waiting is not None and client is not None:
+                own, most = sum(each._client == client for each in waiting), self._max_waiting - self._max_waiting // 8
+                if own >= most:
+                    raise QueueFull(f"{own} requests of this client wait already, the most is {most}")
             self._live[request] = None
             self._num_prompt_tokens += len(ids)
             if request._source is None:

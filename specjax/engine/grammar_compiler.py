@@ -141,7 +141,7 @@ class GrammarCompiler:
 
     def _work(self) -> None:
         """What a thread does: compile what is next, in a process that only this thread uses."""
-        worker = None
+        worker = self._replaced(None)
         while (found := self._next()) is not None:
             client, source, entry = found
             error = grammar = None
@@ -157,11 +157,7 @@ class GrammarCompiler:
                 entry.future.set_result(grammar)
             else:
                 entry.future.set_exception(error)
-            try:
-                if worker is not None and not worker.is_alive:  # the next client does not wait for what this one did
-                    worker = self._start()
-            except Exception:
-                worker = None  # the next one gets the error
+            worker = self._replaced(worker)  # in the turn of this client, so that the next one does not wait for it
             with self._changed:
                 if error is not None and not entry.num_waiting and self._entries.get(source) is entry:
                     del self._entries[source]  # all had left while it was compiled
@@ -203,6 +199,13 @@ class GrammarCompiler:
         grammar = read_grammar(answer[1:])
         self._check(grammar)
         return grammar
+
+    def _replaced(self, worker: Worker | None) -> Worker | None:
+        """Return a process, a new one where the old one has ended; None where it cannot start, as the next will say."""
+        try:
+            return worker if worker is not None and worker.is_alive else self._start()
+        except Exception:
+            return None
 
     def _start(self) -> Worker:
         """Return a process that has the vocabulary."""

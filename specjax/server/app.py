@@ -23,7 +23,7 @@ from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Piece, Result
 from specjax.server import answers, protocol
 from specjax.server.answers import ChoiceStream
-from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, read_json, submit
+from specjax.server.calls import Disconnected, Submission, Turns, attended, cancel, in_thread, read_json, submit
 from specjax.server.errors import ApiError, api_error
 from specjax.server.fields import Fields, check_tree
 from specjax.server.guard import Guard
@@ -79,7 +79,7 @@ class App:
     ):
         self.engine, self._served, self._about, self._timeout = engine, served, about, request_timeout
         self._started = int(time.time())
-        self._metrics = ServerMetrics(engine, served.name)
+        self._metrics, self._turns = ServerMetrics(engine, served.name), Turns()
         self._page = resources.files("specjax.server").joinpath("page.html").read_text(encoding="utf-8")
         routes = [
             Route("/", self._show_page),
@@ -135,12 +135,13 @@ class App:
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        tokens = await in_thread(lambda: _tokenized(body, self._served))
+        tokens = await self._turns.run(http.state.client, lambda: _tokenized(body, self._served))
         return JSONResponse({"count": len(tokens), "max_model_len": self._served.max_length, "tokens": tokens})
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        return JSONResponse({"prompt": await in_thread(lambda: _detokenized(body, self._served))})
+        text = await self._turns.run(http.state.client, lambda: _detokenized(body, self._served))
+        return JSONResponse({"prompt": text})
 
     async def _completions(self, http: HttpRequest) -> Response:
         return await self._answer(http, protocol.parse_completion)
@@ -169,7 +170,7 @@ class App:
 
     async def _begin(self, body: Any, parse: Callable[[Any, Served], Call], client: str) -> tuple[Call, list[Pending]]:
         """Submit what a body asks for."""
-        call = await in_thread(lambda: parse(body, self._served))
+        call = await self._turns.run(client, lambda: parse(body, self._served))
         submissions = [Submission(prompt, call.params, call.priority, client) for prompt in call.prompts]
         try:
             return call, await submit(self.engine, submissions)
@@ -350,7 +351,7 @@ def _tokenized(body: Any, served: Served) -> list[int]:
     prompt = fields.text("prompt", MAX_TEXT_LENGTH) or ""
     has_special = fields.boolean("add_special_tokens", True)
     fields.finish()
-    return served.tokenizer.encode(prompt, add_special_tokens=has_special).ids
+    return served.encode(prompt, add_special_tokens=has_special).ids
 
 
 def _detokenized(body: Any, served: Served) -> str:

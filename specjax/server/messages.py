@@ -153,7 +153,7 @@ def encode_chat(
 def _encode_parts(served: Served, text: str, mark: str) -> list[int]:
     """Return the token ids of the parts between the marks, one after the other."""
     parts = [part for part in text.split(mark) if part]
-    return [token for part in parts for token in served.tokenizer.encode(part, add_special_tokens=False).ids]
+    return [token for part in parts for token in served.encode(part, add_special_tokens=False).ids]
 
 
 def _protector(served: Served, mark: str) -> Callable[[str], str]:
@@ -168,7 +168,7 @@ def _protector(served: Served, mark: str) -> Callable[[str], str]:
     longest = max((len(content) for content in special.values()), default=0)
 
     def protect(text: str) -> str:
-        encoding = served.tokenizer.encode(text, add_special_tokens=False)
+        encoding = served.encode(text, add_special_tokens=False)
         places = []
         for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in special:

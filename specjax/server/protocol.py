@@ -219,7 +219,7 @@ def _read_prompts(fields: Fields, served: Served, echo: bool) -> tuple[list[list
     prompts, texts = [], []
     for prompt in given:
         if isinstance(prompt, str) and len(prompt) <= MAX_TEXT_LENGTH:
-            ids, text = served.tokenizer.encode(prompt).ids, prompt
+            ids, text = served.encode(prompt).ids, prompt
         elif isinstance(prompt, list) and all(type(each) is int and 0 <= each < served.vocab_size for each in prompt):
             ids, text = prompt, served.tokenizer.decode(prompt, skip_special_tokens=False) if echo else ""
         else:
