@@ -153,7 +153,7 @@ class GrammarCompiler:
                 error = raised
             if isinstance(error, ValueError):  # of the source: it would fail again
                 self._note_failure(source, str(error))
-            if error is None:
+            if grammar is not None:
                 entry.future.set_result(grammar)
             else:
                 entry.future.set_exception(error)
