@@ -6,6 +6,8 @@
 It starts `specjax serve` with the embedded family. Bodies are complete, cut off, random bytes, or have extreme fields.
 A known request is repeated between them and must always get the same answer. In the end no request may be
 without an answer, no answer an error of the server, no slot or page in use, and memory must not have grown.
+
+Then one client tries to hold the server up in several ways, one after the other, and another one must be answered.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 NUM_CLIENTS = 24
+MANY = 5000  # connections, more than the server takes
 SECONDS = 120.0  # in which an answer must have come
 KNOWN = {"model": "specjax", "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0.8, "seed": 7}
 EXTREMES = [None, True, False, 0, -1, 1, 2, 10**9, 10**400, -(2**63), 0.0, 1e-300, 1e300, -1e9, "", "x", "\ud800"]
@@ -179,6 +182,75 @@ async def attack(port: int, num_requests: int, seed: int, pids: list[int]) -> li
     return wrong
 
 
+async def hold(port: int, address: str, content: bytes, number: int) -> list[asyncio.StreamWriter]:
+    """Open connections from an address of this machine, send something on each, and read nothing."""
+    opened = []
+    for _ in range(number):
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0), limit=1024)
+            writer.write(content)
+            opened.append(writer)
+        except OSError:  # the server refuses or closes it, as it may
+            await asyncio.sleep(0)
+    return opened
+
+
+def post(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return head("POST", "/v1/completions", len(content)) + content
+
+
+async def seconds_of(port: int, content: bytes) -> float:
+    """Return how long a request takes that must succeed."""
+    start = time.monotonic()
+    answer = await ask(port, content)
+    assert answer is not None and answer[0] == 200, answer
+    return time.monotonic() - start
+
+
+async def hold_up(port: int) -> list[str]:
+    """Hold the server up from one address in several ways, and return where another one is not answered in time."""
+    costly = [post(KNOWN | {"guided_regex": f"(a|b)*a(a|b){{{18 + i}}}"}) for i in range(8)]
+    unread = post({"model": "specjax", "prompt": "x", "max_tokens": 200, "n": 4, "stream": True, "logprobs": 5})
+    long = post({"model": "specjax", "prompt": "x" * 10**6, "max_tokens": 1})
+    ways = {
+        "nothing is sent": [b""] * MANY,
+        "half a header": [b"GET /health HTTP/1.1\r\nhost: loc"] * MANY,
+        "half a body": [head("POST", "/v1/completions", 100) + b"{"] * MANY,
+        "streams that nobody reads": [unread] * 200,
+        "costly grammars": costly,
+        "long prompts": [long] * 100,
+        "many requests on a connection": [head("GET", "/metrics", 0).replace(b"close", b"keep-alive") * 1000] * 20,
+        "requests that leave": [post(KNOWN | {"max_tokens": 100})] * 500,
+    }
+    wrong = []
+    for way, contents in ways.items():
+        held = [
+            writer
+            for content in set(contents)
+            for writer in await hold(port, "127.0.0.2", content, contents.count(content))
+        ]
+        if way == "requests that leave":
+            for writer in held:
+                writer.transport.abort()
+        await asyncio.sleep(0.5)
+        times = []
+        for name, content in {
+            "health": head("GET", "/health", 0),
+            "a completion": post(KNOWN),
+            "a grammar": post(KNOWN | {"guided_regex": f"[a-z]{{{len(wrong) + len(way)}}}", "max_tokens": 4}),
+        }.items():
+            try:
+                times.append(f"{name} {await seconds_of(port, content):.2f} s")
+            except (AssertionError, TimeoutError, OSError, IndexError) as error:
+                wrong.append(f"{way}: {name} gets {error!r}")
+        print(f"{way}, {len(held)} times: {', '.join(times)}", flush=True)
+        for writer in held:
+            writer.transport.abort()
+        await asyncio.sleep(1)
+    return wrong + await check_idle(port)
+
+
 async def check_idle(port: int) -> list[str]:
     """Return what is still in use some time after the last request."""
     used: dict[str, float] = {}
@@ -223,6 +295,7 @@ def main() -> int:
         try:
             port = int(server.stdout.readline().rsplit(":", 1)[1])
             wrong = asyncio.run(attack(port, args.requests, args.seed, with_children(server.pid)))
+            wrong += asyncio.run(hold_up(port))
             server.terminate()
             if server.wait(timeout=60) != 0:
                 wrong.append(f"the server ended with {server.returncode}")

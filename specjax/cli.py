@@ -351,9 +351,9 @@ def _generate(args: argparse.Namespace) -> int:
         exit_code = 130
 
     if args.json:
-        print(_json_report(prompt, stream.result, compared))
+        _write(_json_report(prompt, stream.result, compared) + "\n")
     else:
-        print()
+        _write("\n")
         _print_summary(console, stream.result.metrics, compared, params.temperature)
     return exit_code
 
@@ -430,7 +430,16 @@ def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], An
         return lambda piece: None
     if console:
         return lambda piece: console.out(piece.text, style=STYLES[piece.kind], end="", highlight=False)
-    return lambda piece: print(piece.text, end="", flush=True)
+    return lambda piece: _write(piece.text)
+
+
+def _write(text: str) -> None:
+    """Write to standard output at once; an error names it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> dict[str, Any]:
@@ -521,6 +530,8 @@ def _batch(args: argparse.Namespace) -> int:
     from specjax.server import batch_files
     from specjax.server.served import name_of, served
 
+    if args.out.exists() and not args.out.is_file():
+        raise ValueError(f"--out must be a file, which later runs read again, got {args.out}")
     if args.out.exists() and args.out.samefile(args.requests):
         raise ValueError(f"--out must be another file than that of the requests, got {args.out}")
     batch_files.check_ids(args.requests)  # before models are loaded

@@ -1,6 +1,7 @@
 """Files of requests: every request has one result, whatever is wrong with it, and wherever a run was killed."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -194,6 +195,43 @@ def test_a_second_result_is_an_error(served, files):
     files[1].write_bytes(files[1].read_bytes() * 2)
     with pytest.raises(ValueError, match="line 2: a second result"):
         run(Engine(), served, files)
+
+
+def test_no_room_for_results(served, files, monkeypatch):
+    """The error names the file. What has been written stays, and the next run goes on."""
+    files[2]([line(number) for number in range(5)])
+    write, numbers = os.write, iter(range(2))
+
+    def write_or_fail(file, data):
+        if next(numbers, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[:100])
+
+    monkeypatch.setattr(batch_files.os, "write", write_or_fail)
+    with pytest.raises(OSError, match=f"No space left on device: .*{files[1].name}"):
+        run(Engine(), served, files)
+    monkeypatch.undo()
+    assert files[1].stat().st_size == 200
+    assert run(Engine(), served, files) == (5, 0, 0)
+
+
+def test_a_folder_that_vanishes(served, files):
+    files[2]([line(number) for number in range(5)])
+
+    class Removing(Engine):
+        async def generate(self, *args, **options):
+            files[1].unlink(missing_ok=True)
+            return await super().generate(*args, **options)
+
+    with pytest.raises(FileNotFoundError, match=f"has been deleted: .*{files[1].name}"):
+        run(Removing(), served, files)
+
+
+def test_results_go_into_a_file(tmp_path, capsys):
+    """A device has no end, and what went into a pipe is not there again."""
+    (tmp_path / "requests.jsonl").write_text("")
+    assert main(["batch", str(tmp_path / "requests.jsonl"), "--out", "/dev/null"]) == 2
+    assert "--out must be a file, which later runs read again, got /dev/null" in capsys.readouterr().err
 
 
 def test_one_run_at_a_time(served, files):

@@ -3,13 +3,16 @@
 import json
 import re
 import sys
+from types import MappingProxyType
 
 import pytest
 from test_tokenizer import make_tokenizer
 
 from specjax import models
+from specjax.engine import chat
 from specjax.engine.chat import render
 from specjax.extras import install_command
+from specjax.processes import worker
 
 MESSAGES = [
     {"role": "system", "content": 'Say "é" & no more'},
@@ -87,6 +90,54 @@ def test_bad_template(template, match, tmp_path, jinja2):
         render(tmp_path, [{"role": "tool", "content": "x"}])
 
 
+HELD = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "must end within 1 seconds"),
+        ("{{ 7 ** (7 ** 77) }}", "must end within 1 seconds"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "it writes more than 8388608 characters"),
+        ("{{ 'x' * 10 ** 12 }}", "it needs too much memory"),
+        (HELD, "it needs too much memory"),
+    ],
+    ids=["a loop", "a number", "a long text", "a longer text", "a text that is kept"],
+)
+def test_a_template_without_end(template, match, tmp_path, jinja2, monkeypatch):
+    """The next one is rendered."""
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1.0 if "within" in match else 60.0)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=match):
+        render(tmp_path, MESSAGES)
+    monkeypatch.undo()
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    write_config(tmp_path, **TOKENS)
+    assert render(tmp_path, MESSAGES) == EXPECTED
+
+
+def test_an_interruption(tmp_path, jinja2, monkeypatch):
+    """The answer that it does not wait for is not that of the next question."""
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+    def interrupt(file):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "read_frame", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        render(tmp_path, [{"role": "user", "content": "first"}])
+    monkeypatch.undo()
+    assert render(tmp_path, [{"role": "user", "content": "second"}]) == "second"
+
+
+def test_values_that_json_does_not_have(tmp_path, jinja2):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ messages[0].parts[1] }}")
+    message = MappingProxyType({"role": "user", "content": "\ud800", "parts": (1, 2)})
+    assert render(tmp_path, [message]) == "\ud8002"
+    with pytest.raises(ValueError, match="messages and tools must have values that JSON can write: got object"):
+        render(tmp_path, [{"role": "user", "content": object()}])
+
+
 @pytest.mark.parametrize("messages", [[], ["hello"], [{"content": "hello"}]])
 def test_bad_messages(messages, tmp_path):
     with pytest.raises(ValueError, match='messages must be mappings with "role" and "content"'):
@@ -94,7 +145,7 @@ def test_bad_messages(messages, tmp_path):
 
 
 def test_missing_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2.exceptions", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("chat", "jinja2"))) as error:
         render(tmp_path, MESSAGES)
     assert error.value.name == "jinja2"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +115,17 @@ def test_the_reader_of_the_output_leaves(model):
     ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, timeout=300)
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("arguments", [["--json"], []])
+def test_no_room_for_the_output(model, arguments):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "specjax", "generate", PROMPT, "--model", model, *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert ended.returncode == 2
+    assert ended.stderr == "specjax: error: [Errno 28] No space left on device: 'standard output'\n"
 
 
 @pytest.fixture

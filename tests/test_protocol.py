@@ -4,6 +4,8 @@ import importlib
 import json
 import math
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -437,6 +439,18 @@ def test_the_limits_are_those_of_the_page():
     assert len(rows) > 10
     for number, module, constant in rows:
         assert getattr(importlib.import_module(f"specjax.server.{module}"), constant) == int(number)
+
+
+def test_other_threads_run_while_a_long_prompt_is_encoded(served):
+    """Among them the one that answers all other clients."""
+    thread = threading.Thread(target=served.encode, args=("the cat " * 50_000,))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    assert num_turns > 5
+    assert served.encode("the cat").ids == served.tokenizer.encode("the cat").ids
 
 
 class TestTools:

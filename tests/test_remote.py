@@ -191,6 +191,12 @@ class TestAnswers:
         wait_until_idle(engine)
         assert engine.stats().num_tokens - before < 180 * MAX_WAITING  # where one is refused, none runs
 
+    def test_the_engine_learns_who_asks(self, client, engine, monkeypatch):
+        names = []
+        monkeypatch.setattr(engine._compiler, "is_full", lambda name: names.append(name) or True)
+        status, _, body = client.call("POST", "/v1/completions", completion(guided_regex="a"))
+        assert (status, body["error"]["code"], names) == (429, "queue_full", ["127.0.0.1 None"])
+
 
 class TestLosses:
     def test_everything_that_waits_fails(self):
@@ -243,7 +249,7 @@ def test_a_slow_process_gets_fewer_frames(engine):
         host.start()
         params = SamplingParams(seed=1, ignore_eos=True, max_tokens=150, logprobs=20)
         for number in range(3):
-            theirs.sendall(wire.write_submission(number, [5, 6], params, 0, ""))
+            theirs.sendall(wire.write_submission(number, [5, 6], params, 0, "", None))
         before = engine.stats().num_finished
         for _ in range(1000):
             if engine.stats().num_finished - before == 3:
@@ -347,9 +353,10 @@ class TestWire:
 
     def test_submissions(self):
         params = SamplingParams(logit_bias={7: 2.5}, stop=["a", "b"], guided_decoding=guided.Regex("a|b"), seed=2**63)
-        data = wire.write_submission(3, [5, 2**31 - 1], params, -2, "s")
-        kind, number, prompt, found, *rest = wire.read_question(data[8:])
-        assert (kind, number, prompt.tolist(), found, *rest) == ("submit", 3, [5, 2**31 - 1], params, -2, "s")
+        data = wire.write_submission(3, [5, 2**31 - 1], params, -2, "s", "192.0.2.7 0")
+        kind, number, prompt, found, *others = wire.read_question(data[8:])
+        assert (kind, number, prompt.tolist(), found) == ("submit", 3, [5, 2**31 - 1], params)
+        assert others == [-2, "s", "192.0.2.7 0"]
 
     def test_models(self, served):
         served = replace(served, aliases=("other",), takes_any_name=True)

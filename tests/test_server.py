@@ -436,6 +436,47 @@ class TestLimits:
         calls.cancel(requests)
         wait_until_idle(engine)
 
+    def test_one_client_does_not_take_all_places(self, engine, monkeypatch):
+        monkeypatch.setattr(engine, "_max_waiting", 16)
+        long = SamplingParams(max_tokens=MAX_LENGTH - 2, ignore_eos=True, n=100)
+        requests = [engine.submit([5], long)]
+        assert is_running(engine)
+        with pytest.raises(QueueFull, match="14 requests of this client wait already, the most is 14"):
+            while True:
+                requests.append(engine.submit([5], long, client="a"))
+        requests += [engine.submit([5], long, client="b") for _ in range(2)]
+        with pytest.raises(QueueFull, match="16 requests wait already"):
+            engine.submit([5], long, client="b")
+        calls.cancel(requests)
+        wait_until_idle(engine)
+
+    def test_one_client_does_not_take_all_threads(self):
+        begun, go_on = threading.Semaphore(0), threading.Event()
+
+        def wait():
+            begun.release()
+            assert go_on.wait(20)
+
+        async def call():
+            turns = calls.Turns()
+            waiting = [asyncio.create_task(turns.run("a", wait)) for _ in range(calls.THREADS_OF_CLIENT + 3)]
+            for _ in range(calls.THREADS_OF_CLIENT):
+                assert await turns.run("b", lambda: begun.acquire(timeout=20))
+            waiting[0].cancel()  # its thread goes on, and so its turn
+            assert await turns.run("b", lambda: 7) == 7
+            assert not begun.acquire(blocking=False)
+            go_on.set()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            del waiting
+            for _ in range(500):  # until nothing holds the turns any more
+                gc.collect()
+                if not turns._free:
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError("turns are kept")
+
+        asyncio.run(call())
+
     def test_all_or_none_of_several_prompts(self, client, engine):
         before = engine.stats().num_tokens
         many = completion(prompt=[[5]] * (NUM_SLOTS + MAX_WAITING + 40), max_tokens=180)
@@ -670,7 +711,8 @@ class TestDocs:
         rows = re.findall(r"^\| .* \| (\d+) \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), flags=re.MULTILINE)
         assert len(rows) > 15
         for number, module, name in rows:
-            found = getattr(importlib.import_module(f"specjax.server.{module}"), name)
+            package = "server" if (SERVER / f"{module}.py").exists() else "engine"
+            found = getattr(importlib.import_module(f"specjax.{package}.{module}"), name)
             assert float(number) == found, name
 
     def test_metrics_have_these_names(self, client):

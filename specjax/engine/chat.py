@@ -1,15 +1,25 @@
-"""Render conversations as prompts with the chat template of a checkpoint."""
+"""Render conversations as prompts with the chat template of a checkpoint, in processes that can be ended."""
 
-import datetime
+import atexit
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from queue import Empty, LifoQueue
+from typing import Any
 
+from specjax.engine import template_worker
 from specjax.engine.tokenizer import token_text
 from specjax.extras import needs
 from specjax.models.config_file import ConfigFile
+from specjax.processes.child import start_script
+from specjax.processes.worker import NoAnswer, Worker
 
+NUM_PROCESSES = 2  # templates that run at a time
+TEMPLATE_SECONDS = 5.0  # the most that a template may take
+START_SECONDS = 60.0  # the most that a process takes to start
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -33,32 +43,63 @@ def render(
 
     Raises:
         ModuleNotFoundError: jinja2 is not installed.
-        ValueError: messages is empty or holds something else than mappings with "role", the checkpoint has no chat
-            template, or the template refuses the messages.
+        ValueError: messages is empty or holds something else than mappings with "role", or values that JSON cannot
+            write; the checkpoint has no chat template; or the template refuses the messages, or takes too much time or
+            memory.
     """
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise ValueError(f'messages must be mappings with "role" and "content", at least one, got {messages!r}')
     with needs("chat"):
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    # A template is code that comes with the weights, so it runs in a sandbox. Published templates are written for these
-    # settings, filters and globals.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        if find_spec("jinja2") is None:
+            raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
     template, tokens = _read_template(directory)
+    values = variables | tokens | {"messages": messages, "tools": tools, "documents": None}
     try:
-        values = variables | tokens | {"messages": messages, "tools": tools, "documents": None}
-        return environment.from_string(template).render(values, add_generation_prompt=True)
-    except Exception as error:  # the template's code may raise anything
-        raise ValueError(f"the chat template of {directory} refuses the messages: {error}") from error
+        question = json.dumps([template, values | {"add_generation_prompt": True}], default=_plain).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"messages and tools must have values that JSON can write: {error}") from error
+    try:
+        answer = _ask(question)
+    except NoAnswer as error:
+        limits = f"{TEMPLATE_SECONDS:g} seconds and its memory"
+        raise ValueError(f"the chat template of {directory} must end within {limits}, got {error}") from error
+    if answer[:1] == b"E":
+        raise ValueError(f"the chat template of {directory} refuses the messages: {answer[1:].decode()}")
+    return answer[1:].decode("utf-8", "surrogatepass")
+
+
+def _plain(value: Any) -> Any:
+    """Return a mapping that is no dict as one, for JSON."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"got {type(value).__name__}")
+
+
+# The processes that run templates, each None before it has been started. The one that was used last comes first.
+_idle: LifoQueue[Worker | None] = LifoQueue()
+for _ in range(NUM_PROCESSES):
+    _idle.put(None)
+
+
+def _ask(question: bytes) -> bytes:
+    """Return the answer of a process that runs templates."""
+    worker = _idle.get()
+    try:
+        if worker is None or not worker.is_alive:
+            worker = Worker(partial(start_script, Path(template_worker.__file__)))
+            worker.ask(b"", START_SECONDS)
+        return worker.ask(question, TEMPLATE_SECONDS)
+    finally:
+        _idle.put(worker)
+
+
+@atexit.register
+def _close() -> None:
+    """End the processes that do nothing; others end with this process, as their input does."""
+    with suppress(Empty):
+        while True:
+            if (worker := _idle.get_nowait()) is not None:
+                worker.close()
 
 
 def has_template(directory: Path) -> bool:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax import proposers, verifiers
-from specjax.engine.grammar_compiler import GrammarCompiler
+from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
@@ -101,9 +101,9 @@ class Request(Pending):
     iteration early does not end the request; `cancel` does.
     """
 
-    def __init__(self, engine: "Engine", samples: Samples):
+    def __init__(self, engine: "Engine", samples: Samples, client: str | None):
         super().__init__()
-        self._engine, self._samples = engine, samples
+        self._engine, self._samples, self._client = engine, samples, client
         grammar = samples.params.guided_decoding
         self._source = grammar if isinstance(grammar, Source) else None
         self._grammar: Future[Grammar] = Future()  # what it is compiled to
@@ -252,6 +252,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        client: str | None = None,
     ) -> Request:
         """Hand in a request, and return without waiting for it.
 
@@ -262,6 +263,8 @@ class Engine:
             priority: requests with a smaller number come first; equal ones in the order of their arrival.
             cache_salt: the computed beginning of a prompt is found again by requests with the same text here alone, so
                 that others cannot tell by the time of an answer what was asked before.
+            client: a name of who asks. An eighth of the places of requests that wait is for other clients, and clients
+                take turns in having grammars compiled. None is this program itself, which may have all.
 
         Raises:
             ValueError: the prompt or a parameter is out of its range, or beyond the capacities of the engine.
@@ -275,6 +278,8 @@ class Engine:
             raise ValueError(f"priority must be an integer, got {priority!r}")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
+        if not (client is None or isinstance(client, str)):
+            raise ValueError(f"client must be a string or None, got {client!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
 
         def tokenize(text: str) -> list[int]:
@@ -284,21 +289,27 @@ class Engine:
         key = key_data(params.seed, self._entropy)
         samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority, cache_salt.encode())
         self._scheduler.check(samples.jobs[0])
-        request = Request(self, samples)
+        request = Request(self, samples, client)
         for job in samples.jobs:
             job.owner = request
+        if request._source is not None and self._compiler.is_full(client):
+            raise QueueFull(f"{MAX_WAITING_OF_CLIENT} grammars of this client wait already")
         with self._changed:
             self._check_open()
-            waiting = len(self._live) - len({job.owner for job in self._scheduler.running})
-            if self._max_waiting is not None and waiting >= self._max_waiting:
-                raise QueueFull(f"{waiting} requests wait already, max_waiting is {self._max_waiting}")
+            waiting = self._live.keys() - {job.owner for job in self._scheduler.running}
+            if self._max_waiting is not None and len(waiting) >= self._max_waiting:
+                raise QueueFull(f"{len(waiting)} requests wait already, max_waiting is {self._max_waiting}")
+            if self._max_waiting is not None and client is not None:
+                own, most = sum(each._client == client for each in waiting), self._max_waiting - self._max_waiting // 8
+                if own >= most:
+                    raise QueueFull(f"{own} requests of this client wait already, the most is {most}")
             self._live[request] = None
             self._num_prompt_tokens += len(ids)
             if request._source is None:
                 self._calls.append((self._add, (request,)))
                 self._changed.notify()
         if request._source is not None:
-            request._grammar = self._compiler.request(request._source)
+            request._grammar = self._compiler.request(request._source, client)
             request._grammar.add_done_callback(lambda _: self._send(self._compiled, request))
         return request
 
@@ -462,7 +473,7 @@ class Engine:
     def _end(self, request: Request) -> None:
         del self._live[request]
         if request._source is not None:
-            self._compiler.leave(request._source)
+            self._compiler.leave(request._source, request._grammar)
         self._num_finished += 1
         self._ended = self._ended.plus(request._samples.jobs)
 

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import IO, Any
 
 LENGTH = struct.Struct("<Q")  # bytes of a frame
@@ -20,10 +21,24 @@ def start_child(module: str, *arguments: str, **options: Any) -> subprocess.Pope
         *arguments: what its `sys.argv` has after the first.
         **options: those of `subprocess.Popen`.
     """
-    paths = [path or os.getcwd() for path in sys.path]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
-    return subprocess.Popen(command, env=environment, **options)
+    return subprocess.Popen(command, env=_environment(), **options)
+
+
+def start_script(path: Path, **options: Any) -> subprocess.Popen:
+    """Start another process that runs a file, without its folder among those of modules.
+
+    Args:
+        path: the file.
+        **options: those of `subprocess.Popen`.
+    """
+    return subprocess.Popen([sys.executable, "-P", str(path)], env=_environment(), **options)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a process that finds the modules that this one finds, and leaves the devices alone."""
+    paths = [path or os.getcwd() for path in sys.path]
+    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def frame(data: bytes) -> bytes:

@@ -22,7 +22,7 @@ from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Result
 from specjax.server import anthropic, protocol, responses
 from specjax.server.anthropic import MessageAnswer
-from specjax.server.calls import Disconnected, Submission, attended, cancel, in_thread, read_json, submit
+from specjax.server.calls import Disconnected, Submission, Turns, attended, cancel, in_thread, read_json, submit
 from specjax.server.docs_page import docs_page
 from specjax.server.errors import ApiError, api_error
 from specjax.server.guard import Guard
@@ -82,7 +82,7 @@ class App:
     ):
         self.engine, self._served, self._about, self._timeout = engine, served, about, request_timeout
         self._started = int(time.time())
-        self._metrics = ServerMetrics(engine, served.name)
+        self._metrics, self._turns = ServerMetrics(engine, served.name), Turns()
         self._page = resources.files("specjax.server").joinpath("page.html").read_text(encoding="utf-8")
         handlers = {
             "/": self._show_page,
@@ -160,11 +160,11 @@ class App:
 
     async def _tokenize(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        return JSONResponse(await in_thread(lambda: protocol.tokenize(body, self._served)))
+        return JSONResponse(await self._turns.run(http.state.client, lambda: protocol.tokenize(body, self._served)))
 
     async def _detokenize(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        return JSONResponse(await in_thread(lambda: protocol.detokenize(body, self._served)))
+        return JSONResponse(await self._turns.run(http.state.client, lambda: protocol.detokenize(body, self._served)))
 
     async def _tokenizer_info(self, http: HttpRequest) -> Response:
         return JSONResponse(await in_thread(lambda: tokenizer_info(self._served)))
@@ -186,13 +186,15 @@ class App:
 
     async def _count_tokens(self, http: HttpRequest) -> Response:
         body = await read_json(http)
-        return JSONResponse(await in_thread(lambda: anthropic.count_tokens(body, self._served)))
+        return JSONResponse(
+            await self._turns.run(http.state.client, lambda: anthropic.count_tokens(body, self._served))
+        )
 
     async def _answer(self, http: HttpRequest, parse: Parse, make: Callable[[Call, Served], Answer]) -> Response:
         """Return the answer to a request, of which `parse` reads the body, in the form that `make` writes."""
         body, start = await read_json(http), time.perf_counter()
         deadline = start + self._timeout
-        call, requests = await attended(http.receive, self._begin(body, parse), self._timeout)
+        call, requests = await attended(http.receive, self._begin(body, parse, http.state.client), self._timeout)
         answer, seconds = make(call, self._served), deadline - time.perf_counter()
         try:
             if call.stream:
@@ -234,10 +236,11 @@ class App:
             held = b""
         yield held + answer.finish(await self._results(requests, start))
 
-    async def _begin(self, body: Any, parse: Parse) -> tuple[Call, list[Pending]]:
+    async def _begin(self, body: Any, parse: Parse, client: str) -> tuple[Call, list[Pending]]:
         """Submit what a body asks for."""
-        call = await in_thread(lambda: parse(body, self._served))
-        submissions = [Submission(prompt, call.params, call.priority, call.cache_salt) for prompt in call.prompts]
+        call = await self._turns.run(client, lambda: parse(body, self._served))
+        asked = call.params, call.priority, call.cache_salt, client
+        submissions = [Submission(prompt, *asked) for prompt in call.prompts]
         try:
             return call, await submit(self.engine, submissions)
         except ValueError as error:

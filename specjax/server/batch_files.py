@@ -6,8 +6,10 @@ a last line without its end, and leaves out the requests that have a result.
 """
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -198,6 +200,7 @@ def run(engine: Generates, served: Served, requests: Path, results: Path, *, num
 
     Raises:
         ValueError: two requests have the same custom_id, or the file of results is of other requests.
+        OSError: the file of results cannot be written.
         RuntimeError: the engine has failed. What has been written stays.
     """
     keys = check_ids(requests)
@@ -219,10 +222,19 @@ def run(engine: Generates, served: Served, requests: Path, results: Path, *, num
 
 
 def _append(file: IO[bytes], result: dict[str, Any]) -> None:
-    """Write a line in one call, so that it is all that a kill can cut."""
+    """Write a line in one call, so that it is all that a kill can cut.
+
+    Raises:
+        OSError: it cannot be written, or the file has been deleted; the error names the file.
+    """
     line = json.dumps(result, allow_nan=False).encode() + b"\n"
-    file.write(line)
-    file.flush()
+    try:
+        if not os.fstat(file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "The file has been deleted")
+        while line:
+            line = line[os.write(file.fileno(), line) :]  # past the buffer, which would be written again as it closes
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _progress(is_shown: bool) -> "Progress":

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
@@ -16,6 +19,8 @@ from specjax.server.remote import RemoteEngine
 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 60.0  # in which a body must arrive
+_NUM_CORES = getattr(os, "process_cpu_count", os.cpu_count)() or 1
+THREADS_OF_CLIENT = min(32, _NUM_CORES + 4) // 2  # half of those that asyncio has
 
 T = TypeVar("T")
 
@@ -27,6 +32,7 @@ class Submission(NamedTuple):
     params: SamplingParams
     priority: int
     cache_salt: str
+    client: str | None  # who asks, as `guard` names it
 
 
 class Disconnected(Exception):
@@ -117,8 +123,9 @@ async def submit(engine: Engine | RemoteEngine, submissions: Sequence[Submission
     def submit_all() -> list[Pending]:
         requests: list[Pending] = []
         try:
-            for prompt, params, priority, salt in submissions:
-                requests.append(engine.submit(prompt, params, priority=priority, cache_salt=salt))
+            for prompt, params, priority, salt, client in submissions:
+                more = {"priority": priority, "cache_salt": salt, "client": client}
+                requests.append(engine.submit(prompt, params, **more))
         except BaseException:
             cancel(requests)
             raise
@@ -141,6 +148,29 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], object] = lam
     except asyncio.CancelledError:
         future.add_done_callback(lambda done: done.exception() or undo(done.result()))
         raise
+
+
+class Turns:
+    """Run functions in threads, of one client `THREADS_OF_CLIENT` at a time, so that others find a thread."""
+
+    def __init__(self):
+        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # as long as somebody waits
+
+    async def run(self, client: str, function: Callable[[], T]) -> T:
+        """Return what a function returns in a thread. It keeps its turn to its end, also where the caller leaves."""
+        loop, free = asyncio.get_running_loop(), self._free.get(client)
+        if free is None:
+            free = self._free[client] = asyncio.Semaphore(THREADS_OF_CLIENT)
+        await free.acquire()
+
+        def run() -> T:
+            try:
+                return function()
+            finally:
+                with suppress(RuntimeError):  # of a loop that has ended
+                    loop.call_soon_threadsafe(free.release)
+
+        return await in_thread(run)
 
 
 def cancel(requests: Sequence[Pending]) -> None:

@@ -133,9 +133,11 @@ class Desk:
         finally:
             self._words.put("end")
 
-    def _submit(self, engine: Engine, number: int, prompt: Any, params: Any, priority: int, salt: str) -> None:
+    def _submit(
+        self, engine: Engine, number: int, prompt: Any, params: Any, priority: int, salt: str, client: str | None
+    ) -> None:
         try:
-            request = engine.submit(prompt, params, priority=priority, cache_salt=salt)
+            request = engine.submit(prompt, params, priority=priority, cache_salt=salt, client=client)
         except Exception as error:
             self._tell("error", number, wire.write_error(error))
         else:

@@ -16,10 +16,12 @@ from typing import Any
 from specjax.processes.child import LENGTH
 from specjax.server import wire
 from specjax.server.app import About, App
+from specjax.server.connections import MAX_CONNECTIONS, NUM_EXTRA
 from specjax.server.log import Lines, watch_load
 from specjax.server.remote import RemoteEngine
 from specjax.server.run import Server
 
+OTHER_FILES = 256  # open files beside connections
 BUFFER = 2**20  # bytes of frames that wait to be read here; those after them wait at the engine
 
 
@@ -29,8 +31,20 @@ def main() -> None:
         signal.signal(each, signal.SIG_IGN)
     channel, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     gc.freeze()  # what has been loaded stays
+    _allow_files(MAX_CONNECTIONS + NUM_EXTRA + OTHER_FILES)
     with suppress(asyncio.IncompleteReadError, ConnectionError):  # the other process has ended before it was ready
         asyncio.run(serve(channel, listener))
+
+
+def _allow_files(number: int) -> None:
+    """Let the process open so many files, as far as the system allows."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY:
+            most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 async def serve(channel: socket.socket, listener: socket.socket) -> None:

@@ -197,14 +197,14 @@ def encode_chat(
 
 def encode_text(served: Served, text: str, add_special_tokens: bool) -> list[int]:
     """Return the token ids of a text, in which special tokens count."""
-    return served.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return served.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def _encode_parts(served: Served, text: str, mark: str, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of the parts between the marks, one after the other."""
     from tokenizers import Encoding
 
-    encode = partial(served.tokenizer.encode, add_special_tokens=False)
+    encode = partial(served.encode, add_special_tokens=False)
     joined = Encoding.merge([encode(part) for part in text.split(mark) if part])
     return served.tokenizer.post_process(joined, add_special_tokens=True).ids if add_special_tokens else joined.ids
 
@@ -221,7 +221,7 @@ def _protector(served: Served, mark: str) -> Callable[[str], str]:
     longest = max((len(content) for content in special.values()), default=0)
 
     def protect(text: str) -> str:
-        encoding = served.tokenizer.encode(text, add_special_tokens=False)
+        encoding = served.encode(text, add_special_tokens=False)
         places = []
         for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in special:

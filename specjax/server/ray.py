@@ -17,9 +17,10 @@ from specjax.validation import is_integer
 with needs("ray"):
     from starlette.types import ASGIApp, Message, Scope
 
+    from specjax.server.connections import MAX_CONNECTIONS
     from specjax.server.errors import ApiError
     from specjax.server.replicas import Front, ReplicaLost, replies
-    from specjax.server.run import MAX_CONNECTIONS, check, make_app, start_engine
+    from specjax.server.run import check, make_app, start_engine
     from specjax.server.served import name_of, served
 
     serve: Any = import_module("ray.serve")  # by its name: type checkers take the package ray for this file

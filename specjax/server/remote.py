@@ -80,11 +80,17 @@ class RemoteEngine:
         return self._failure is None
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        client: str | None = None,
     ) -> RemoteRequest:
         """Hand in a request, and return at once; what `Engine.submit` raises, `entered` of the request does."""
         request = RemoteRequest(self, number := next(self._numbers))
-        question = wire.write_submission(number, prompt, params, priority, cache_salt)
+        question = wire.write_submission(number, prompt, params, priority, cache_salt, client)
         with self._lock:
             self._check_running()
             self._live[number] = request

@@ -117,7 +117,7 @@ class Front:
         reply = _Reply(send)
         try:
             body = await read_body(receive)
-            told = {name: scope[name] for name in SCOPE}
+            told = {name: scope[name] for name in SCOPE} | {"client": scope.get("client")}
             await attended(receive, self._ask_some(told, body, reply), self._timeout)
         except Disconnected:
             return

@@ -22,13 +22,13 @@ from specjax.engine.llm import LLM
 from specjax.models import EMBEDDED
 from specjax.sampling.capacities import Capacities
 from specjax.server.app import About, App
+from specjax.server.connections import HEADER_SECONDS, Connection, Places
 from specjax.server.desk import Desk, http_process
 from specjax.server.guard import MAX_HEADER_BYTES
 from specjax.server.log import AccessLog, Write
 from specjax.server.served import Served, served
 from specjax.server.wire import write_served
 
-MAX_CONNECTIONS = 4096
 SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to the end of the process
 CAPACITIES = Capacities(grammars=16, grammar_states=16384)
 GRAMMAR_SECONDS = 10.0  # that a grammar may take to compile
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: App, shutdown_timeout: float, greet: Callable[[], object], write: Write | None = None):
         config = uvicorn.Config(
             app.guard if write is None else AccessLog(app.guard, write),
-            http="h11",  # which limits what it reads of a header
+            http=Connection,
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -196,11 +196,12 @@ class Server(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=math.ceil(HEADER_SECONDS),
             timeout_graceful_shutdown=SECONDS_TO_CLOSE,
             h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
         )
         super().__init__(config)
+        self.server_state = Places()
         self._app, self._timeout, self._deadline = app, shutdown_timeout, math.inf
         self._greet, self.has_failed = greet, False
 

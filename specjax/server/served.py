@@ -17,7 +17,7 @@ from specjax.models.config_file import ConfigFile
 from specjax.sampling import guided
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
     from specjax.engine.llm import LLM
 
@@ -66,6 +66,10 @@ class Served:
     def vocabulary(self) -> list[bytes]:
         """The bytes of every token, empty for special tokens."""
         return guided.vocabulary(self.tokenizer)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> "Encoding":
+        """Return the encoding of a text. Other threads run meanwhile, as they do not while `Tokenizer.encode` does."""
+        return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; of a special token, those of its name."""

@@ -47,10 +47,10 @@ def read_question(data: bytes) -> tuple:
 
 
 def write_submission(
-    number: int, prompt: Sequence[int], params: SamplingParams, priority: int, cache_salt: str
+    number: int, prompt: Sequence[int], params: SamplingParams, priority: int, cache_salt: str, client: str | None
 ) -> bytes:
     """Return the question for the answer to a prompt."""
-    return write_question("submit", number, np.asarray(prompt, np.int32), params, priority, cache_salt)
+    return write_question("submit", number, np.asarray(prompt, np.int32), params, priority, cache_salt, client)
 
 
 def write_news(news: list[list[Any]]) -> bytes:
