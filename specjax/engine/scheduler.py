@@ -375,7 +375,7 @@ class Scheduler:
         num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
         wants_log_probs = any(job.wants_log_probs for job in active)
         of_slots = [slot for slot, job in enumerate(self._slots) if job and job.is_active]
-        rows = None if wants_log_probs else self._device.rows_of(of_slots)
+        rows = self._device.rows_of(of_slots, wants_log_probs)
         options = {"log_probs": wants_log_probs, "num_draft_tokens": num_draft_tokens, "rows": rows}
         output = self._device.step(use, **options)
         jobs = [self._slots[slot] for slot in (range(len(self._slots)) if rows is None else of_slots)]

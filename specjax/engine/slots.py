@@ -13,7 +13,7 @@ comes between the last chunk and `insert`.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -476,22 +476,23 @@ class Slots:
         """
         token = np.zeros(1, np.int32)
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
-        # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
-        are_early = jax.default_backend() == "cpu" and jax.process_count() == 1
-        with self._compiling_steps() if are_early else nullcontext():
+        with self.compiling_steps():
             for log_probs in (False, True):
                 self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
             for num_rows, size in short_chunks:
                 self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
             self.insert(0, row)
             self.evict([0])
-        if not are_early:
-            for use, log_probs, num_draft_tokens, rows in self._steps():
-                self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
 
     @contextmanager
-    def _compiling_steps(self) -> Iterator[None]:
-        """Trace the steps and compile them in other threads, until the end of the context. `step` then finds them."""
+    def compiling_steps(self) -> Iterator[None]:
+        """Compile the programs of `step`, on CPUs in other threads while the context does something else."""
+        # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
+        if jax.default_backend() != "cpu" or jax.process_count() > 1:
+            yield
+            for use, log_probs, num_draft_tokens, rows in self._steps():
+                self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
+            return
         with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
             compiled = []
             for each in self._steps():
@@ -511,10 +512,13 @@ class Slots:
     def _no_rows(self, size: int) -> np.ndarray:
         return np.full(size, self.num_slots, np.int32)
 
-    def rows_of(self, slots: Sequence[int]) -> np.ndarray | None:
-        """Return the argument `rows` of the smallest step that computes these slots; None computes all slots."""
+    def rows_of(self, slots: Sequence[int], log_probs: bool = False) -> np.ndarray | None:
+        """Return the argument `rows` of the smallest step that computes these slots; None computes all slots.
+
+        A step of all slots alone has a program with log-probabilities.
+        """
         size = next(size for size in self.step_sizes if size >= len(slots))
-        if size == self.num_slots:
+        if size == self.num_slots or log_probs:
             return None
         rows = self._no_rows(size)
         rows[: len(slots)] = slots
@@ -598,7 +602,7 @@ class Slots:
         Args:
             use: as `step` takes it. A step of fewer rows than all computes everything, and so does one with
                 log-probabilities.
-            log_probs: whether to list the most likely tokens, as many as the capacities say; in steps of all rows.
+            log_probs: whether to list the most likely tokens, as many as the capacities say.
             num_draft_tokens: one of `draft_lengths`; None is the largest.
             rows: what `rows_of` returns for the active slots.
         """
@@ -610,11 +614,8 @@ class Slots:
         self, use: int, log_probs: bool, num_draft_tokens: int | None, rows: np.ndarray | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the function `step` in a call of the method."""
-        if rows is not None and (log_probs or len(rows) not in self.step_sizes[:-1]):
-            raise ValueError(
-                f"rows must be None with log_probs, and else have one of the sizes {self.step_sizes[:-1]}, got "
-                f"{len(rows)} rows and log_probs = {log_probs}"
-            )
+        if rows is not None and len(rows) not in self.step_sizes[:-1]:
+            raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
         proposer = self.proposer if num_draft_tokens is None else self._proposers[num_draft_tokens]
         functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
         num_logprobs = self.capacities.logprobs if log_probs else None
