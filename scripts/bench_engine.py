@@ -9,6 +9,8 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
   loop. Clients are streams: they see each token as its text becomes certain. With random weights they see ids alone,
   because most of their tokens have no text in the tokenizer of the embedded family.
+* sizes: closed loops of a few streams by an engine of as many slots as for loads, against an engine of as many slots as
+  there are streams.
 * full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
   slots are active, and of the whole run. With 8b-1b also for other numbers of slots, and with drafts that are accepted
   at given rates.
@@ -43,11 +45,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from bench_decode import drafter
 from bench_decode import load as load_models
 from jax.tree_util import Partial
 from load import (
     COLUMNS,
     COUNTS,
+    Load,
     Send,
     Work,
     closed_loop,
@@ -62,7 +66,7 @@ from load import (
 )
 
 import specjax
-from specjax import SamplingParams, decode, models, proposers, sampling, verifiers
+from specjax import SamplingParams, decode, models, sampling, verifiers
 from specjax.engine import engine as engine_module
 from specjax.engine.tokenizer import load_tokenizer
 
@@ -89,6 +93,7 @@ class Setting(NamedTuple):
     full_lengths: tuple[int, int]  # tokens of prompt and output
     long: int  # tokens of a long prompt
     requests: int = 64
+    rate: float | None = None  # at which drafts of loads are accepted, if set
 
 
 # The longest mixed lengths are those of full batches together, so that both have the same programs.
@@ -107,6 +112,7 @@ SETTINGS = {
     ),
 }
 SETTINGS["1b-100m"] = SETTINGS["8b-1b"]
+SETTINGS["8b-eagle3"] = SETTINGS["8b-1b"]._replace(num_drafts=3, rate=0.7, full=((1, 3, 0.7), (64, 3, 0.7)))
 
 
 class Compilations:
@@ -145,7 +151,7 @@ class Bench:
         self.compilations = Compilations()
 
     def proposer(self, num_drafts: int) -> Any:
-        return proposers.draft_model(self.draft, num_drafts) if num_drafts else proposers.none()
+        return drafter(self.draft, num_drafts)
 
     @contextmanager
     def engine(self, num_slots: int, max_length: int, num_drafts: int, rate: float | None = None, **options: Any):
@@ -304,18 +310,42 @@ def loads(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield the rows of closed loops and of Poisson arrivals."""
     setting, rate = bench.setting, math.nan
     works = make_works(setting.requests, setting.prompts, setting.outputs, bench.source)
-    with bench.engine(setting.num_slots, setting.prompts[1] + setting.outputs[1], setting.num_drafts) as engine:
+    max_length = setting.prompts[1] + setting.outputs[1]
+    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate) as engine:
+        print(f"(the start took {bench.compile_s:.1f} s)")
         for concurrency in setting.concurrency:
-            some = works[: max(concurrency * 2, setting.requests * concurrency // setting.concurrency[-1])]
             row: dict[str, Any] = {"load": f"closed loop, {concurrency}"}
-            with bench.measured(engine, row):
-                result = asyncio.run(closed_loop(streams(engine, bench.has_text), some, concurrency))
+            result = loop(bench, engine, works, concurrency, row)
             rate = len(result.traces) / result.seconds
             yield row | figures(result)
         row = {"load": f"Poisson, {UTILISATION * rate:.2f} a second"}
         with bench.measured(engine, row):
             result = asyncio.run(poisson(streams(engine, bench.has_text), works, UTILISATION * rate))
         yield row | figures(result)
+
+
+def loop(bench: Bench, engine: specjax.Engine, works: Sequence[Work], concurrency: int, row: dict[str, Any]) -> Load:
+    """Return what a closed loop gave, of fewer requests where there are fewer streams."""
+    setting = bench.setting
+    some = works[: max(concurrency * 2, setting.requests * concurrency // setting.concurrency[-1])]
+    with bench.measured(engine, row):
+        return asyncio.run(closed_loop(streams(engine, bench.has_text), some, concurrency))
+
+
+def sizes(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield rows of closed loops of few streams, by an engine of many slots and by one of as many slots as streams."""
+    setting = bench.setting
+    max_length = setting.prompts[1] + setting.outputs[1]
+    works = make_works(setting.requests, setting.prompts, setting.outputs, bench.source)
+    rows: list[dict[str, Any]] = [{"streams": n, "slots": setting.num_slots} for n in setting.concurrency[:-1]]
+    for number in (setting.num_slots, *(row["streams"] for row in rows)):
+        with bench.engine(number, max_length, setting.num_drafts, setting.rate) as engine:
+            for row in rows:
+                name = "tokens_per_s" if number == setting.num_slots else "own_tokens_per_s"
+                if number in (setting.num_slots, row["streams"]):
+                    speeds = (figures(loop(bench, engine, works, row["streams"], row)) for _ in range(REPEATS))
+                    row[name] = statistics.median(each["tokens_per_s"] for each in speeds)
+    yield from rows
 
 
 def full(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -482,6 +512,11 @@ def full_row(row: dict[str, Any]) -> str:
     )
 
 
+def sizes_row(row: dict[str, Any]) -> str:
+    own, whole = row["own_tokens_per_s"], row["tokens_per_s"]
+    return table_row([row["streams"], row["slots"], f"{whole:.0f}", f"{own:.0f}", f"{whole / own:.2f}", *checks(row)])
+
+
 def static_row(row: dict[str, Any]) -> str:
     ours, theirs = row["tokens_per_s"], row["static_tokens_per_s"]
     return table_row(
@@ -513,6 +548,11 @@ def checks(row: dict[str, Any]) -> list[Any]:
 CHECKS = ("compilations", "pages in use after")
 PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str], Callable[[dict[str, Any]], str]]] = {
     "loads": (loads, COLUMNS, load_row),
+    "sizes": (
+        sizes,
+        ("streams", "slots", "tokens/s", "an engine of as many slots as streams", "ratio", *CHECKS),
+        sizes_row,
+    ),
     "full": (
         full,
         (

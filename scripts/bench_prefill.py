@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from bench_decode import SHAPES, loop_slope, random_model
 
 import specjax
-from specjax import Context, Draft, Model, models, prompts, proposers, scorers
+from specjax import Context, Draft, Memory, Model, models, prompts, proposers, scorers
 
 PEAK = 7.9e14  # FLOP/s that a large matrix product reaches on an H200
 REPEATS, RUNS, LONG = 3, 4, 30_000  # repeats, runs in each, and the tokens from which on one run is enough
@@ -51,20 +51,20 @@ def how_often(row: str) -> tuple[int, int]:
     return (REPEATS, RUNS) if batch * width < LONG else (1, 1)
 
 
-def prompts_of(model: Model, batch: int, width: int, slots: int, page_size: int | None) -> tuple[Context, list]:
+def prompts_of(model: Model, batch: int, width: int, slots: int, page_size: int | None) -> tuple[Context, Memory]:
     """Return random prompts and an empty cache for them, dense or in pages."""
     tokens = jax.random.randint(jax.random.key(0), (batch, width), 0, model.vocab_size)
     context = Context(tokens, jnp.full(batch, width, jnp.int32), jnp.ones(batch, bool))
     if page_size is None:
-        return context, model.init_cache(batch, slots)
+        return context, model.init_memory(batch, batch, slots)
     width = -(-slots // page_size)
     table = jax.random.permutation(jax.random.key(1), batch * width).reshape(batch, width).astype(jnp.int32)
-    return context._replace(pages=table), model.init_cache(batch * width, page_size)
+    return context._replace(pages=table), model.init_memory(batch, batch * width, page_size)
 
 
 @partial(jax.jit, static_argnames="chunk_size", donate_argnums=2)
-def feed(model: Model, context: Context, cache: list, chunk_size: int | None) -> list:
-    return prompts.feed(model, proposers.none(), context, cache, (), chunk_size=chunk_size)[0]
+def feed(model: Model, context: Context, cache: Memory, chunk_size: int | None) -> Memory:
+    return prompts.feed(model, proposers.none(), context, cache, Memory(), chunk_size=chunk_size).cache
 
 
 def prefill_seconds(model: Model, row: str, page_size: int | None, chunk_size: int | None) -> float:

@@ -23,7 +23,18 @@ from specjax.log_probs import logprobs
 from specjax.pages import Pages
 from specjax.sampling import Sampling, SamplingParams, guided
 from specjax.sampling.capacities import Capacities
-from specjax.types import Categorical, Chunk, Context, Draft, Features, Model, ModelInput, ModelOutput, Verified
+from specjax.types import (
+    Categorical,
+    Chunk,
+    Context,
+    Draft,
+    Features,
+    Memory,
+    Model,
+    ModelInput,
+    ModelOutput,
+    Verified,
+)
 
 __all__ = [
     "LLM",
@@ -34,6 +45,7 @@ __all__ = [
     "Draft",
     "Engine",
     "Features",
+    "Memory",
     "Model",
     "ModelInput",
     "ModelOutput",

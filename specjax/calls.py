@@ -1,4 +1,4 @@
-"""Calls of a model, whose results are checked against the contract of `Model`."""
+"""Calls of a model, whose results are checked against the contract of `Model`, and of its three forms of a cache."""
 
 from typing import Any
 
@@ -6,33 +6,47 @@ import jax
 import jax.numpy as jnp
 
 from specjax import shards
-from specjax.types import Model, ModelInput, ModelOutput, PyTree
+from specjax.types import Memory, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import check_array
 
 
-def run(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
+def run(model: Model, inputs: ModelInput, memory: PyTree) -> tuple[ModelOutput, PyTree]:
     """Call a model on query tokens.
 
     Args:
         model: the model whose `apply` is called.
-        inputs: the query tokens, [B, T].
-        cache: the model's cache for this batch.
+        inputs: the query tokens, [R, T].
+        memory: what `model.init_memory` or an earlier call returned. A cache that `model.init_cache` returned is taken,
+            too, where the model has no `init_rows`; the call then has all rows of it.
 
     Returns:
-        The output and the new cache, as `apply` returns them.
+        The output, and the new memory or cache.
 
     Raises:
         ValueError: the inputs have pages and the model takes none, or `apply` does not return (ModelOutput, cache), its
-            logits are not floating numbers [B, T, V], or its cache has not the structure, dtypes and shapes of the one
+            logits are not floating numbers [R, T, V], or its cache has not the structure, dtypes and shapes of the one
             it was given. The error comes when the call is traced.
     """
     if inputs.pages is not None:
-        check_array("inputs.pages", inputs.pages, "[B, P]", (inputs.tokens.shape[0], None), jnp.integer)
-        if not model.takes_pages:
+        check_array("inputs.pages", inputs.pages, "[R, P]", (inputs.tokens.shape[0], None), jnp.integer)
+        inputs = inputs._replace(pages=jnp.asarray(inputs.pages, jnp.int32))
+    if not isinstance(memory, Memory):
+        if inputs.pages is not None and not model.takes_pages:
             raise ValueError(
                 f"inputs.pages must be None for a model whose takes_pages is False, got a table {inputs.pages.shape}"
             )
-        inputs = inputs._replace(pages=jnp.asarray(inputs.pages, jnp.int32))
+        return _apply(model, inputs, memory)
+    if model.init_rows is not None:
+        return _apply(model, inputs, memory)
+    if model.takes_pages:
+        output, pools = _apply(model, inputs, memory.pools)
+        return output, Memory(pools, memory.rows)
+    part = memory.take(inputs.rows)
+    output, rows = _apply(model, ModelInput(inputs.tokens, inputs.positions, inputs.mask), part.rows)
+    return output, memory.put(inputs.rows, Memory(rows=rows))
+
+
+def _apply(model: Model, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
     result = model.apply(model.params, inputs, cache)
     check_result(model, inputs, cache, result)
     return result

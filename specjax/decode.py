@@ -10,21 +10,24 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from specjax import log_probs, metrics, proposers, scorers, shards, verifiers
+from specjax import log_probs, metrics, proposers, scorers, shards, state_rows, verifiers
 from specjax.binding import as_pytree
+from specjax.drafters import in_memory
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
 from specjax.loops import as_carry
-from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, of_prompts
+from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, first_rows, one_page_a_row
 from specjax.parallel import WHOLE, OnMesh, on_devices
-from specjax.prompts import feed
+from specjax.prompts import Fed, feed
 from specjax.sampling import Sampling, guided, num_generated, process
+from specjax.scorers.mqa import fed
 from specjax.types import (
     NO_PAGE,
     Array,
     Categorical,
     Context,
     Draft,
+    Memory,
     Model,
     Proposer,
     PyTree,
@@ -32,7 +35,7 @@ from specjax.types import (
     Verified,
     Verifier,
 )
-from specjax.validation import is_integer, is_traced
+from specjax.validation import check_array, is_integer, is_traced
 from specjax.verifiers import core
 
 RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # values of State.finished
@@ -42,8 +45,8 @@ class State(NamedTuple):
     """Everything that the next step needs, except the weights."""
 
     context: Context
-    cache: PyTree  # the target's cache
-    proposer: PyTree  # the proposer's state
+    cache: Memory  # the target's
+    proposer: Memory  # the proposer's
     sampling: Sampling
     keys: Array  # [B] typed keys, one for each request
     finished: Array  # [B] int32, RUNNING or the reason why the row has ended
@@ -52,12 +55,12 @@ class State(NamedTuple):
 
 
 class Info(NamedTuple):
-    """The outcome of one step."""
+    """The outcome of one step, of its R rows: all B of the state, or those that the step was given, in their order."""
 
-    tokens: Array  # [B, K+1] int32, the committed tokens, then -1
-    num_drafts: Array  # [B] int32, number of draft tokens of the row
-    num_accepted: Array  # [B] int32; at this index stands the recovered token, or the bonus token after all drafts
-    log_probs: LogProbs | None = None  # of the committed tokens, fields [B, K+1, ...]; None if not asked for
+    tokens: Array  # [R, K+1] int32, the committed tokens, then -1
+    num_drafts: Array  # [R] int32, number of draft tokens of the row
+    num_accepted: Array  # [R] int32; at this index stands the recovered token, or the bonus token after all drafts
+    log_probs: LogProbs | None = None  # of the committed tokens, fields [R, K+1, ...]; None if not asked for
 
 
 def prefill(
@@ -111,7 +114,7 @@ def prefill(
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     rows = None if rows is None else jnp.asarray(rows)
-    proposer = proposer or proposers.none()
+    proposer = in_memory(proposer or proposers.none())
     batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
     if not (chunk_size is None or (is_integer(chunk_size) and chunk_size >= 1)):
         raise ValueError(f"chunk_size must be None or an integer >= 1, got {chunk_size!r}")
@@ -126,15 +129,13 @@ def prefill(
 
     lengths = jnp.array(lengths, jnp.int32)
     prompt = Context(prompts.astype(jnp.int32), lengths, jnp.ones(lengths.shape, bool), lengths)
-    buffer = None if num_logprobs is None else log_probs.zeros(prompts.shape[0], max_length, num_logprobs)
-    cache, proposer_state, table, filled = _feed_prompts(
+    buffer = None if num_logprobs is None else log_probs.zeros(batch_size, max_length, num_logprobs)
+    (cache, proposer_state, filled), table = _feed_prompts(
         model, proposer, prompt, rows, pages, max_length, chunk_size, buffer if prompt_logprobs else None
     )
     tokens = jnp.zeros((prompts.shape[0], max_length), jnp.int32).at[:, : prompts.shape[1]].set(prompt.tokens)
-    of_each = tokens, lengths, filled if prompt_logprobs else buffer
     if rows is not None:
-        of_each = jax.tree.map(lambda x: x[rows], of_each)
-    tokens, lengths, buffer = of_each
+        tokens, lengths = tokens[rows], lengths[rows]
     full = lengths >= max_length
     guided_state = None if sampling.guide is None else jnp.copy(sampling.guide.initial)
     return State(  # the state is donated, so no array may stand in it twice
@@ -145,7 +146,7 @@ def prefill(
         keys=keys,
         finished=jnp.where(full, BUFFER_FULL, RUNNING).astype(jnp.int32),
         totals=metrics.zeros(batch_size, proposer.num_draft_tokens),
-        log_probs=buffer,
+        log_probs=filled if prompt_logprobs else buffer,
     )
 
 
@@ -158,50 +159,53 @@ def _feed_prompts(
     max_length: int,
     chunk_size: int | None,
     log_probs: LogProbs | None,
-) -> tuple[PyTree, PyTree, Array | None, LogProbs | None]:
-    """Feed N prompts; return the cache, proposer's state and page table of B rows, and the log-probabilities of N."""
+) -> tuple[Fed, Array | None]:
+    """Feed N prompts; return the memories and log-probabilities of B rows, and the page table of these.
+
+    A prompt is fed to the first of its rows. The other rows get copies of what they do not share.
+    """
     num_prompts, width = prompt.tokens.shape
-    pool = None if pages is None else pages.pool
+    batch_size = num_prompts if rows is None else rows.shape[0]
     table = None if pages is None else jnp.array(pages.table, jnp.int32)
-
-    def init(size: int) -> tuple[PyTree, PyTree]:
-        cache = model.init_cache(*(size, max_length) if pool is None else pool)
-        return cache, proposer.init(size, max_length, pool)
-
-    own = table if rows is None or table is None else of_prompts(table, rows, num_prompts)
+    num_pages, page_size = (batch_size, max_length) if pages is None else pages.pool
+    sizes = batch_size, num_pages, page_size
+    memories = model.init_memory(*sizes), proposer.init_memory(*sizes)
     feed_rows = _feed_on_mesh if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None else feed
-    *caches, log_probs = feed_rows(
-        model, proposer, prompt._replace(pages=own), *init(num_prompts), chunk_size=chunk_size, log_probs=log_probs
+    if rows is None:
+        own = prompt._replace(pages=table)
+        return feed_rows(model, proposer, own, *memories, chunk_size=chunk_size, log_probs=log_probs), table
+    own = one_page_a_row(batch_size) if table is None else table
+    first = first_rows(rows, num_prompts)
+    prompt = prompt._replace(pages=own.at[first].get(mode="fill", fill_value=NO_PAGE))
+    *memories, log_probs = feed(
+        model, proposer, prompt, *memories, rows=first, chunk_size=chunk_size, log_probs=log_probs
     )
-    if rows is not None:
-        if pages is None or table is None:
-            caches = jax.tree.map(lambda leaf: leaf[rows], caches)
-        else:
-            caches = copy_to_rows(tuple(caches), init, table, rows, num_prompts, -(-width // pages.page_size))
-    return *caches, table, log_probs
+    num_copied = -(-width // page_size)
+    cache, proposer_state = (copy_to_rows(memory, own, first[rows], num_copied) for memory in memories)
+    return Fed(cache, proposer_state, jax.tree.map(lambda x: x[first[rows]], log_probs)), table
 
 
 def _feed_on_mesh(
     model: Model,
     proposer: Proposer,
     prompt: Context,
-    cache: PyTree,
-    proposer_state: PyTree,
+    cache: Memory,
+    proposer_state: Memory,
     *,
     chunk_size: int | None,
     log_probs: LogProbs | None,
-) -> tuple[PyTree, PyTree, LogProbs | None]:
+) -> Fed:
     """Feed prompts on the devices that have their rows, as `feed` does."""
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
         proposer, (prompt, proposer_state, log_probs) = operands
         given = model, proposer, prompt, cache, proposer_state
-        cache, *fed = feed(*given, chunk_size=chunk_size, log_probs=log_probs)
-        return cache, tuple(fed)
+        cache, *rest = feed(*given, chunk_size=chunk_size, log_probs=log_probs)
+        return cache, tuple(rest)
 
     rows, of_rows = (prompt, proposer_state, log_probs), model.apply.of_rows
-    cache, fed = on_devices(model, one_device, cache, (proposer, rows), (WHOLE, of_rows), of_rows)
-    return cache, *fed
+    cache, rest = on_devices(model, one_device, cache, (proposer, rows), (WHOLE, of_rows), of_rows)
+    return Fed(cache, *rest)
 
 
 def _check_request(
@@ -277,6 +281,7 @@ def step(
     proposer: Proposer | None,
     state: State,
     *,
+    rows: Array | None = None,
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
     num_logprobs: int | None = None,
@@ -290,6 +295,8 @@ def step(
         model: the target.
         proposer: the proposer that the state was made with; None is plain decoding.
         state: the state, from `prefill` or an earlier step.
+        rows: [R] int32, the rows that the step computes, no row twice; B, the number of rows, stands for none. The step
+            costs what a batch of R rows costs, and the other rows stay as they are. None computes all rows.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound by `jax.tree_util.Partial`.
         scorer: a scorer of `specjax.scorers` or your own.
         num_logprobs: how many of the most likely tokens `Info.log_probs` lists beside each committed one, static; None
@@ -299,18 +306,24 @@ def step(
         The new state, and what the step did.
 
     Raises:
-        ValueError: the proposer makes more drafts than the one that the state was made with, or a function returns
-            something else than its protocol says.
+        ValueError: the proposer makes more drafts than the one that the state was made with, `rows` are not integers
+            [R] or given where devices share the rows, or a function returns something else than its protocol says.
     """
-    proposer = proposer or proposers.none()
+    proposer = in_memory(proposer or proposers.none())
     most = state.totals.drafted_at.shape[1]
     if proposer.num_draft_tokens > most:
         raise ValueError(
             f"proposer must be the one that the state was made with, with at most its {most} draft tokens, got "
             f"{proposer.num_draft_tokens}"
         )
+    options: dict[str, Any] = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
     if isinstance(model.apply, OnMesh):
-        return _step_on_mesh(model, proposer, state, verifier, scorer, num_logprobs)
+        return _step_on_mesh(model, proposer, state, rows, options)
+    if rows is not None:
+        check_array("rows", rows, "[R]", (None,), jnp.integer)
+        rows = jnp.asarray(rows, jnp.int32)
+        part, info = step(model, proposer, state_rows.take(state, rows), **options)
+        return state_rows.put(state, rows, part), info
     axis_name = model.axis_name
     context = _without_pages_of_ended_rows(state.context)
     keys = positions(state.keys, context.length, proposer.num_draft_tokens)
@@ -322,6 +335,7 @@ def step(
     if not isinstance(verified, Verified):
         raise ValueError(f"verifier must return a Verified, got {type(verified).__name__}")
     proposer_state = proposer.update(context, verified, output.features, proposer_state)
+    cache, proposer_state = _keep(model, proposer, context, draft, verified, cache, proposer_state)
 
     num_drafts = _num_drafts(draft, context.active)
     new_context, tokens, finished = _commit(state, verified)
@@ -353,24 +367,49 @@ def step(
 
 
 def _step_on_mesh(
-    model: Model, proposer: Proposer, state: State, verifier: Verifier, scorer: Scorer, num_logprobs: int | None
+    model: Model, proposer: Proposer, state: State, rows: Array | None, options: dict[str, Any]
 ) -> tuple[State, Info]:
     """Step inside one `jax.shard_map`, so that kernels run on the parts and only what must be is exchanged."""
-    verifier, scorer = as_pytrees(verifier, scorer, None)
+    if rows is not None and model.apply.batch_axis is not None:
+        raise ValueError(f"rows must be None where devices share the rows, along {model.apply.batch_axis!r}, got rows")
+    functions = as_pytrees(options["verifier"], options["scorer"], None)
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
-        proposer, state, verifier, scorer = operands
-        options = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
-        state, info = step(model, proposer, state._replace(cache=cache), **options)
+        proposer, state, rows, (verifier, scorer) = operands
+        own = options | {"verifier": verifier, "scorer": scorer}
+        state, info = step(model, proposer, state._replace(cache=cache), rows=rows, **own)
         return state.cache, (state._replace(cache=None), info)
 
     model.apply.check_batch(state.context.length.shape[0])
     rest = state._replace(cache=None)
     specs = row_specs(rest, model.apply.of_rows)
-    operands = proposer, rest, verifier, scorer
+    operands = proposer, rest, rows, functions
     given = operands, (WHOLE, specs, WHOLE, WHOLE), (specs, model.apply.of_rows)
     cache, (rest, info) = on_devices(model, one_device, state.cache, *given)
     return rest._replace(cache=cache), info
+
+
+def _keep(
+    model: Model,
+    proposer: Any,
+    context: Context,
+    draft: Draft,
+    verified: Verified,
+    cache: Memory,
+    proposer_state: Memory,
+) -> tuple[Memory, Memory]:
+    """Have target and proposer keep the pending token and the accepted drafts, where overwriting does not suffice."""
+    commits = model.commit, getattr(proposer, "commit", None)
+    if commits == (None, None):
+        return cache, proposer_state
+    inputs = fed(context, draft)
+    path = jnp.broadcast_to(jnp.arange(inputs.tokens.shape[1], dtype=jnp.int32), inputs.tokens.shape)
+    count = jnp.where(context.active, verified.num_accepted + 1, 0).astype(jnp.int32)
+    memories = zip(commits, (cache, proposer_state), strict=True)
+    cache, proposer_state = (
+        memory if commit is None else commit(memory, inputs, path, count) for commit, memory in memories
+    )
+    return cache, proposer_state
 
 
 def row_specs(state: State, of_rows: PartitionSpec) -> State:

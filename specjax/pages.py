@@ -4,7 +4,6 @@ A cache is a pool of pages. Slot s of row b is `leaf[table[b, s // page_size], s
 number outside the pool stands for no page. A dense cache [B, S, ...] is a pool too, where row b owns page b alone.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import NO_PAGE, Array, Model, Proposer, PyTree
+from specjax.types import NO_PAGE, Array, Memory, Model, Proposer, PyTree
 from specjax.validation import check_array, is_integer, is_traced
 
 __all__ = ["Pages", "copy_pages", "read_slots", "write_slots"]
@@ -176,37 +175,32 @@ def check_pages_of_prompts(pages: Pages, prompts: Array, lengths: Array, rows: A
             )
 
 
-def of_prompts(table: Array, rows: Array, num_prompts: int) -> Array:
-    """Return the pages of the first row of each prompt, [N, P] int32; no page for a prompt that no row has.
+def one_page_a_row(batch_size: int) -> Array:
+    """Return the table of a dense cache, [B, 1] int32: row b owns page b."""
+    return jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+
+
+def first_rows(rows: Array, num_prompts: int) -> Array:
+    """Return the first row of each prompt, [N] int32; B, the number of rows, for a prompt that no row has.
 
     Args:
-        table: [B, P] int32, the pages of the rows.
         rows: [B] int32, the index of each row's prompt.
         num_prompts: N.
     """
     batch_size = rows.shape[0]
-    first = jnp.full(num_prompts, batch_size, jnp.int32).at[rows].min(jnp.arange(batch_size, dtype=jnp.int32))
-    return table.at[first].get(mode="fill", fill_value=NO_PAGE)
+    return jnp.full(num_prompts, batch_size, jnp.int32).at[rows].min(jnp.arange(batch_size, dtype=jnp.int32))
 
 
-def copy_to_rows(
-    caches: PyTree, init: Callable[[int], PyTree], table: Array, rows: Array, num_prompts: int, num_pages: int
-) -> PyTree:
-    """Give each row what was computed of its prompt: in pools copies of pages, elsewhere of rows.
+def copy_to_rows(memory: Memory, table: Array, source: Array, num_pages: int) -> Memory:
+    """Give each row what another row keeps: the pages that the two do not share, and the leaves of the row.
 
     Args:
-        caches: what was computed for the prompts, through the pages that `of_prompts` returns.
-        init: function of the number of rows that makes empty caches.
+        memory: the memory.
         table: [B, P] int32, the pages of the rows.
-        rows: [B] int32, the index of each row's prompt.
-        num_prompts: the number of prompts.
-        num_pages: how many pages of a row may hold tokens of its prompt.
+        source: [B] int32, the row that each row is a copy of, which may be itself.
+        num_pages: how many pages of a row are copied.
     """
-    # A leaf belongs to a pool if its size does not depend on the number of rows.
-    sizes = (jax.eval_shape(partial(init, size)) for size in (num_prompts, num_prompts + 1))
-    in_pool = jax.tree.map(lambda one, other: one.shape == other.shape, *sizes)
-    source, target = of_prompts(table, rows, num_prompts)[rows, :num_pages], table[:, :num_pages]
-    target = jnp.where(source == target, NO_PAGE, target)
-    return jax.tree.map(
-        lambda is_pool, leaf: copy_pages(leaf, source, target) if is_pool else leaf[rows], in_pool, caches
-    )
+    target = table[:, :num_pages]
+    pages = target[source]
+    pools = copy_pages(memory.pools, pages, jnp.where(pages == target, NO_PAGE, target))
+    return Memory(pools, memory.take(source).rows)

@@ -1,7 +1,7 @@
 """The records that every part of specjax passes around, and the contracts of models, proposers and scorers.
 
-Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows, W tokens of
-the longest prompt, S cache slots and P pages of a sequence.
+Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows or rows of a call, W
+tokens of the longest prompt, S cache slots and P pages of a sequence.
 """
 
 from collections.abc import Callable
@@ -67,17 +67,49 @@ class Verified(NamedTuple):
 
 
 class ModelInput(NamedTuple):
-    """The query tokens of one model call.
+    """The query tokens of one call of a model, or of a drafter's prefill: T tokens of each of R rows.
 
     With `pages`, the cache is a pool of pages: slot s of row b is `leaf[pages[b, s // page_size], s % page_size]` in
     every leaf. A number outside the pool stands for no page: what would be written there is dropped, and the logits of
-    a token that sees such a slot mean nothing. Without `pages`, row b of the batch owns row b of every leaf.
+    a token that sees such a slot mean nothing. Without `pages`, row b of the call owns page b of every leaf.
     """
 
-    tokens: Array  # [B, T] int32
-    positions: Array  # [B, T] int32, never negative
-    mask: Array | None = None  # [B, T, T] bool, which tokens of this call each of them sees (trees); None is causal
-    pages: Array | None = None  # [B, P] int32, the pages of each row in order; None is a dense cache
+    tokens: Array  # [R, T] int32
+    positions: Array  # [R, T] int32, never negative
+    mask: Array | None = None  # [R, T, T] bool, which tokens of this call each of them sees (trees); None is causal
+    pages: Array | None = None  # [R, P] int32, the pages of each row in order; None is a dense cache
+    num_tokens: Array | None = None  # [R] int32 in [0, T]: padding follows these tokens; None means T everywhere
+    rows: Array | None = None  # [R] int32, the row of the batch that each row is; B is no row; None: the rows in order
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "rows"], meta_fields=[])
+@dataclass(frozen=True)
+class Memory:
+    """The arrays that a model or a drafter keeps between calls.
+
+    A table of pages says which parts of the pools belong to a sequence. The other arrays have a row for each sequence.
+    """
+
+    pools: PyTree = ()  # leaves [num_pages, page_size, ...]; a dense cache is a pool of one page for each row
+    rows: PyTree = ()  # leaves [B, ...], such as recurrent states, features and lengths
+
+    def take(self, rows: Array | None) -> "Memory":
+        """Return the memory of some sequences: their rows, and the pools as they are.
+
+        Args:
+            rows: [R] int32; B, the number of rows, is no row, whose leaves are zeros. None takes all rows.
+        """
+        if rows is None:
+            return self
+        return Memory(self.pools, jax.tree.map(lambda leaf: leaf.at[rows].get(mode="fill", fill_value=0), self.rows))
+
+    def put(self, rows: Array | None, part: "Memory") -> "Memory":
+        """Return this memory with the pools of `part`, and its R rows in the places `rows`, as `take` has them."""
+        if rows is None:
+            return part
+        return Memory(
+            part.pools, jax.tree.map(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), self.rows, part.rows)
+        )
 
 
 class Features(NamedTuple):
@@ -110,21 +142,24 @@ class Context(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some tokens of each prompt, which follow those that were fed before."""
+    """Some tokens of each prompt, as a proposer without `takes_pages` gets them; they follow those fed before."""
 
     tokens: Array  # [B, T] int32; 0 past the end of a prompt
     following: Array  # [B, T] int32, the token after each, -1 where it is not known
     positions: Array  # [B, T] int32, consecutive
     num_tokens: Array  # [B] int32 in [0, T], number of prompt tokens in the chunk; padding follows them
-    pages: Array | None = None  # [B, P] int32, as in ModelInput
-    rows: Array | None = None  # [B] int32, where each row is in the batch, or the batch's size: nowhere; None: as here
+    pages: Array | None = None  # always None
+    rows: Array | None = None  # always None
     previous: PyTree = None  # [B, ...], features of the token before the chunk; zeros at the start of a prompt
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers", "axis_name"],
+    meta_fields=[
+        *("apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers", "axis_name"),
+        *("init_rows", "commit"),
+    ],
 )
 @dataclass(frozen=True)
 class Model:
@@ -136,7 +171,13 @@ class Model:
 
     Where `takes_pages` is true, `apply` finds the slots of a row by `inputs.pages`, and `init_cache(num_pages,
     page_size)` makes a pool whose leaves are [num_pages, page_size, ...]. A dense cache is such a pool too, with one
-    page for each row.
+    page for each row. Where `takes_pages` is false, the inputs of a call are tokens, positions and mask alone.
+
+    A model in pages that keeps more of a sequence than its slots, such as a recurrent state, has `init_rows`. Its
+    `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.
+
+    Overwriting forgets what a rejected draft left in a slot. A model that keeps a recurrent state has `commit`, which
+    the loop calls after each step: it keeps the tokens of the call that the sequence keeps, and no others.
 
     The functions should be module-level functions or frozen dataclasses with `__call__`. These compare by value, so a
     model that is built again is not traced again.
@@ -152,24 +193,43 @@ class Model:
     axis_name: str | None = (
         None  # mesh axis whose devices share it, where `apply` gives each its own part of the logits
     )
+    init_rows: Callable[[int], PyTree] | None = (
+        None  # (batch_size) -> leaves [B, ...] beside the slots; None: no leaves
+    )
+    # (memory, inputs of the call, path [R, D+1], count [R]) -> memory. The path has indices into the T tokens of the
+    # call; index 0 is the pending token, and a chain is arange. The first `count` of a row are kept; 0: it did not run.
+    commit: Callable[[Memory, ModelInput, Array, Array], Memory] | None = None
+
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        """Return the memory of a batch.
+
+        Args:
+            batch_size: B, the number of sequences.
+            num_pages: number of pages of each pool. A dense memory has B pages, one for each sequence.
+            page_size: slots of a page; of a dense memory, those of a sequence.
+        """
+        cache = self.init_cache(num_pages, page_size)
+        if not self.takes_pages:
+            return Memory(rows=cache)
+        return Memory(cache, () if self.init_rows is None else self.init_rows(batch_size))
 
 
 class Proposer(Protocol):
     """An object that makes drafts: a pytree dataclass with weights as leaves, static options and pure methods.
 
-    Every leaf of the state has the batch as its leading axis, but those of a cache in pages: they are a pool of the
-    proposer's own, which `init` makes where `pool` is (num_pages, page_size) and which is read through the table of
-    the target. What is kept in slot s may depend on tokens 0 to s alone, so that sequences with a common beginning can
-    share its pages.
+    Its state is a `Memory`. A pool is read through the table of the target, and slot s of a sequence may depend on
+    tokens 0 to s alone, so that sequences with a common beginning can share its pages.
 
-    `prefill` gets a prompt chunk by chunk, each after the target has run it. The rows of a chunk are those of the
-    batch, or `chunk.rows` says which they are: leaves with a row for each sequence are then written by
-    `.at[chunk.rows].set(..., mode="drop")`, and caches through `chunk.pages`. A proposer whose `takes_pages` is false,
-    or missing, gets neither rows nor pages.
+    `prefill` gets a prompt chunk by chunk, each after the target has run it. `inputs` says which rows of the batch the
+    chunk feeds: `state.take(inputs.rows)` are theirs, and `state.put(inputs.rows, part)` writes them back.
 
     `update` gets the context that the drafts were made for, before the verified tokens are committed, and the target's
     features of the last committed token and of the drafts; the `num_accepted` that it gets is 0 in rows that had no
     drafts of this proposer.
+
+    A proposer whose `takes_pages` is false, or missing, has a simpler form: `init(batch_size, max_length)` makes a
+    state of any leaves [B, ...], and `prefill(chunk, features, state)` gets a `Chunk` of the whole batch. It may also
+    have `commit`, as `Model` has.
     """
 
     @property
@@ -179,16 +239,28 @@ class Proposer(Protocol):
 
     @property
     def takes_pages(self) -> bool:
-        """Whether `init` takes a pool, and `prefill` chunks with rows and pages."""
+        """Whether pages may say where the slots of a row are."""
         ...
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree: ...
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        """Return the state of a batch; the arguments are those of `Model.init_memory`."""
+        ...
 
-    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree: ...
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        """Return the state after a chunk of prompts.
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]: ...
+        Args:
+            inputs: the chunk, [R, T], with `num_tokens`.
+            following: [R, T] int32, the token after each, -1 where it is not known.
+            previous: the features of the token before the chunk, [R, ...]; zeros at the start of a prompt.
+            features: the target's features of the chunk, [R, T, ...].
+            state: the state.
+        """
+        ...
 
-    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree: ...
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]: ...
+
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory: ...
 
 
 class Verifier(Protocol):

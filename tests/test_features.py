@@ -17,7 +17,7 @@ from paged import random_table
 from specjax import decode, prompts, sampling
 from specjax.pages import Pages, read_slots, write_slots
 from specjax.sampling import SamplingParams
-from specjax.types import NO_PAGE, Chunk, Draft, Model, ModelOutput
+from specjax.types import NO_PAGE, Draft, Memory, Model, ModelInput, ModelOutput
 
 VOCAB, MODULUS = 31, 97
 PAGE_SIZE, MAX_LENGTH = 4, 48
@@ -65,15 +65,15 @@ class Head:
     period: int = 3
     takes_pages = True
 
-    def init(self, batch_size, max_length, pool=None):
-        return cache_of(*pool or (batch_size, max_length))
+    def init_memory(self, batch_size, num_pages, page_size):
+        return Memory(cache_of(num_pages, page_size))
 
-    def prefill(self, chunk, features, state):
-        before = jnp.concatenate([chunk.previous["state"][:, None], features["state"][:, :-1]], axis=1)
-        return write_slots(state, chunk.positions, advance(before, chunk.tokens), chunk.pages)
+    def prefill(self, inputs, following, previous, features, state):
+        before = jnp.concatenate([previous["state"][:, None], features["state"][:, :-1]], axis=1)
+        return Memory(write_slots(state.pools, inputs.positions, advance(before, inputs.tokens), inputs.pages))
 
     def propose(self, keys, context, sampling, state):
-        held = read_slots(state, context.pages)
+        held = read_slots(state.pools, context.pages)
         length, tokens = context.length[:, None], []
         for i in range(self.num_draft_tokens):
             token = next_token(held, length + i)
@@ -88,7 +88,8 @@ class Head:
         index = jnp.arange(verified.tokens.shape[1])[None]
         is_kept = context.active[:, None] & (index <= verified.num_accepted[:, None])
         slots = jnp.where(is_kept, context.length[:, None] + index, NO_PAGE)
-        return write_slots(state, slots, advance(features["state"], verified.tokens), context.pages)
+        values = advance(features["state"], verified.tokens)
+        return Memory(write_slots(state.pools, slots, values, context.pages))
 
 
 prefill = jax.jit(decode.prefill, static_argnames=("max_length", "chunk_size"))
@@ -106,7 +107,7 @@ def states_of(tokens):
 def check(state, table=None):
     """The caches of target and head hold what the tokens of each row make of them, from scratch."""
     context = jax.device_get(state.context)
-    for name, cache, end in (("target", state.cache, 1), ("head", state.proposer, 0)):
+    for name, cache, end in (("target", state.cache.pools, 1), ("head", state.proposer.pools, 0)):
         held = np.asarray(read_slots(cache, None if table is None else jnp.asarray(table)))
         for b, length in enumerate(context.length.tolist()):
             expected = states_of(context.tokens[b, : length - end].tolist())
@@ -119,14 +120,14 @@ def decode_all(state, table=None):
     head, kinds, cut = Head(), set(), 0
     while state.context.active.any():
         before = jax.device_get(state.context)
-        ended = [] if table is None else np.setdiff1d(np.arange(len(state.cache)), table[before.active])
-        pools = [np.asarray(pool)[ended] for pool in (state.cache, state.proposer)]
+        ended = [] if table is None else np.setdiff1d(np.arange(len(state.cache.pools)), table[before.active])
+        pools = [np.asarray(memory.pools)[ended] for memory in (state.cache, state.proposer)]
         state, info = step(TARGET, head, state)
         planned = np.where(before.length % head.period == 0, 1, head.num_draft_tokens)
         assert (np.asarray(info.num_accepted)[before.active] == planned[before.active]).all()
         check(state, table)
-        for pool, expected in zip((state.cache, state.proposer), pools, strict=True):
-            np.testing.assert_array_equal(np.asarray(pool)[ended], expected)
+        for memory, expected in zip((state.cache, state.proposer), pools, strict=True):
+            np.testing.assert_array_equal(np.asarray(memory.pools)[ended], expected)
         kinds |= set(planned[before.active].tolist())
         cut += int((~np.asarray(state.context.active) & before.active).sum())
     assert kinds == {1, head.num_draft_tokens} and cut == len(before.active)
@@ -186,7 +187,7 @@ def test_a_prompt_starts_after_a_shared_prefix():
     table = random_table((5, MAX_LENGTH // PAGE_SIZE), 80)
     table[4, :4] = table[2, :4]
     state = start(ids, pages=Pages(jnp.asarray(table), 80, PAGE_SIZE))
-    cache, of_head = (jnp.zeros_like(pool) for pool in (state.cache, state.proposer))
+    kept = prompts.Fed(*jax.tree.map(jnp.zeros_like, (state.cache, state.proposer)), None)
     feed = jax.jit(prompts.feed_chunk)
     last, shared = None, None
     for b, first in ((0, 0), (1, 0), (2, 0), (3, 0), (4, 16)):
@@ -195,19 +196,17 @@ def test_a_prompt_starts_after_a_shared_prefix():
             tokens = np.zeros((1, size), np.int32)
             fed = ids[b, begin : min(begin + size, LENGTHS[b])]
             tokens[0, : len(fed)] = fed
-            chunk = Chunk(
+            inputs = ModelInput(
                 jnp.asarray(tokens),
-                jnp.full((1, size), -1),
                 begin + jnp.arange(size)[None],
-                jnp.array([len(fed)]),
-                jnp.asarray(table[b : b + 1]),
-                jnp.array([b]),
-                last,
+                pages=jnp.asarray(table[b : b + 1]),
+                num_tokens=jnp.array([len(fed)]),
+                rows=jnp.array([b]),
             )
-            cache, of_head, last, _ = feed(TARGET, head, chunk, cache, of_head)
+            kept, last = feed(TARGET, head, inputs, jnp.full((1, size), -1), last, kept)
             if (b, begin) == (2, 8):
                 shared = last
-    assert_decodes(state._replace(cache=cache, proposer=of_head), whole(ids), table)
+    assert_decodes(state._replace(cache=kept.cache, proposer=kept.proposer), whole(ids), table)
 
 
 def test_samples_of_a_prompt():
@@ -225,12 +224,12 @@ def test_a_stale_feature_shows(what):
     """The toy itself: it must find what it is there for."""
 
     class Stale(Head):
-        def prefill(self, chunk, features, state):
+        def prefill(self, inputs, following, previous, features, state):
             if what == "previous":
-                chunk = chunk._replace(previous=jax.tree.map(jnp.zeros_like, chunk.previous))
+                previous = jax.tree.map(jnp.zeros_like, previous)
             else:
                 features = jax.tree.map(lambda x: x.at[:, 2].set(0), features)
-            return super().prefill(chunk, features, state)
+            return super().prefill(inputs, following, previous, features, state)
 
     jax.tree_util.register_dataclass(Stale, [], ["num_draft_tokens", "period"])
     params = sampling.batch([SamplingParams(temperature=0, max_tokens=n) for n in MAX_TOKENS])

@@ -16,7 +16,7 @@ from specjax import decode, metrics, proposers, sampling, testing
 from specjax.pages import Pages, read_slots, write_slots
 from specjax.proposers.medusa import load_medusa as load
 from specjax.sampling import SamplingParams
-from specjax.types import Draft, Features, Model, ModelOutput
+from specjax.types import Draft, Features, Memory, Model, ModelOutput
 
 NUM_HEADS = 3
 TOKEN_MAP = np.random.default_rng(3).permutation(VOCAB)[:40]
@@ -206,10 +206,10 @@ class Sometimes:
     num_draft_tokens: int = 2
     takes_pages = True
 
-    def init(self, batch_size, max_length, pool=None):
-        return ()
+    def init_memory(self, batch_size, num_pages, page_size):
+        return Memory()
 
-    def prefill(self, chunk, features, state):
+    def prefill(self, inputs, following, previous, features, state):
         return state
 
     def propose(self, keys, context, sampling, state):

@@ -11,13 +11,13 @@ from choice import LOSSLESS, one_of
 from families import CONFIGS, tokens, write
 from paged import poisoned, random_table, trigram_model
 
-from specjax import decode, proposers, sampling, scorers, testing, verifiers
+from specjax import decode, proposers, sampling, testing, verifiers
 from specjax.calls import run
 from specjax.models import load
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages, check_pages_of_prompts, copy_pages, read_slots, write_slots
 from specjax.sampling import SamplingParams
-from specjax.types import NO_PAGE, Context, Draft, ModelInput
+from specjax.types import NO_PAGE, ModelInput
 
 VOCAB = 61
 TARGET = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 16, 512, windows=(5, None), attention_softcap=2.0)
@@ -259,11 +259,11 @@ class TestSamplesOfAPrompt:
         table[3, :4], table[4, :2] = table[1, :4], table[1, :2]
         proposer = proposers.draft_model(draft, 3)
         dense, paged = self.start(target, draft), self.start(target, draft, table)
-        for leaf, expected in zip(*(jax.tree.leaves((s.cache, s.proposer.cache)) for s in (paged, dense)), strict=True):
+        for leaf, expected in zip(*(jax.tree.leaves((s.cache, s.proposer.pools)) for s in (paged, dense)), strict=True):
             for b, row in enumerate(self.ROWS):
                 n = self.LENGTHS[row]
                 assert_same(np.asarray(leaf)[table[b]].reshape(-1, *leaf.shape[2:])[:n], expected[b, :n])
-        assert_same(paged.proposer.length, dense.proposer.length)
+        assert_same(paged.proposer.rows, dense.proposer.rows)
         unused = np.setdiff1d(np.arange(100), table)
         assert not any(np.asarray(leaf)[unused].any() for leaf in jax.tree.leaves(paged.cache))
         while dense.context.active.any():
@@ -374,13 +374,8 @@ class TestBadTables:
         inputs = ModelInput(*[jnp.zeros((2, 1), jnp.int32)] * 2, pages=jnp.zeros((2, 3), jnp.int32))
         with pytest.raises(ValueError, match=r"inputs.pages must be None for a model whose takes_pages is False"):
             run(plain, inputs, plain.init_cache(4, 4))
-        with pytest.raises(ValueError, match=r"inputs.pages must have shape \[B, P\] = \(2, any\), got \(3, 3\)"):
+        with pytest.raises(ValueError, match=r"inputs.pages must have shape \[R, P\] = \(2, any\), got \(3, 3\)"):
             run(target, inputs._replace(pages=jnp.zeros((3, 3), jnp.int32)), target.init_cache(4, 4))
-
-    def test_batch_expansion_refuses_pages(self, target):
-        context = Context(jnp.zeros((1, 4), jnp.int32), jnp.array([2]), jnp.array([True]), pages=jnp.array([[0]]))
-        with pytest.raises(ValueError, match=r"context.pages must be None for batch expansion, .* \(1, 1\)"):
-            scorers.batch_expansion(target, context, Draft(jnp.zeros((1, 2), jnp.int32)), target.init_cache(1, 4))
 
     def test_chunk_size(self, target):
         for size in (0, 2.5, True):
@@ -404,5 +399,5 @@ class TestBadTables:
             assert_same(state.context.tokens[0], good.context.tokens[0])
             assert_same(*(floats(s.cache, own) for s in (state, good)))
             others = np.setdiff1d(np.arange(paged.num_pages), table)
-            assert not any(pool.any() for pool in floats((state.cache, state.proposer.cache), others))
+            assert not any(pool.any() for pool in floats((state.cache, state.proposer.pools), others))
             good = start(target, proposer, pages=paged)

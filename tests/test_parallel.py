@@ -140,7 +140,7 @@ def test_rows_that_devices_share():
     expected = generated(model, proposer, verifiers.rejection, params)
     got = generated(with_shared_rows(model, 2), proposer, verifiers.rejection, params)
     np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
-    assert got.cache[0]["key"].addressable_shards[0].data.shape[0] == 2
+    assert got.cache.pools[0]["key"].addressable_shards[0].data.shape[0] == 2
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from specjax import decode, log_probs, prompts, proposers, sampling, testing
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages
 from specjax.sampling import SamplingParams
-from specjax.types import Chunk, Context
+from specjax.types import Context, ModelInput
 
 VOCAB, MAX_LENGTH, PAGE_SIZE = 61, 32, 4
 LENGTHS = np.array([5, 1, 22, 6, 22])
@@ -117,8 +117,9 @@ def test_chunks_and_groups_change_nothing(monkeypatch, in_pages, takes_pages):
     assert expected.log_probs.chosen[2].any()
     for name in ("chosen", "top"):
         np.testing.assert_allclose(getattr(state.log_probs, name), getattr(expected.log_probs, name), atol=1e-5)
-    assert state.proposer.length.tolist() == LENGTHS.tolist()
-    caches = ((s.cache, s.proposer.cache) for s in (state, expected))
+    assert state.proposer.rows[1].tolist() == LENGTHS.tolist()
+    # The caches of models without pages are rows of a memory, and the others pools.
+    caches = ((s.cache.pools, s.proposer.pools, s.proposer.rows[0]) for s in (state, expected))
     for leaf, other in zip(*map(jax.tree.leaves, caches), strict=True):
         leaf = np.asarray(leaf)[table()].reshape(other.shape) if in_pages else leaf
         for b, length in enumerate(LENGTHS):
@@ -135,25 +136,24 @@ def test_a_prompt_may_begin_at_any_chunk():
         pages = table()
         if not shared:
             pages[4] = np.setdiff1d(np.arange(60), pages)[: pages.shape[1]]
-        caches = target.init_cache(60, PAGE_SIZE), proposer.init(5, MAX_LENGTH, (60, PAGE_SIZE))
-        buffer, features = log_probs.zeros(5, MAX_LENGTH, 1), {}
+        memories = (each.init_memory(5, 60, PAGE_SIZE) for each in (target, proposer))
+        kept, features = prompts.Fed(*memories, log_probs.zeros(5, MAX_LENGTH, 1)), {}
         for b, begin in ((2, 0), (4, first)):
             last = features[2, begin - size] if begin else None
             for start in range(begin, 22, size):
                 fed = np.pad(ids[b, start : start + size + 1], (0, max(0, start + size + 1 - 22)), constant_values=-1)
-                chunk = Chunk(
+                inputs = ModelInput(
                     jnp.maximum(fed[None, :-1], 0),
-                    jnp.asarray(fed[None, 1:]),
                     jnp.arange(start, start + size)[None],
-                    jnp.array([min(size, 22 - start)]),
-                    jnp.asarray(pages[b : b + 1]),
-                    jnp.array([b]),
-                    last,
+                    pages=jnp.asarray(pages[b : b + 1]),
+                    num_tokens=jnp.array([min(size, 22 - start)]),
+                    rows=jnp.array([b]),
                 )
-                *caches, last, buffer = feed(target, proposer, chunk, *caches, buffer)
+                kept, last = feed(target, proposer, inputs, jnp.asarray(fed[None, 1:]), last, kept)
                 features[b, start] = last
-        leaves = [np.asarray(leaf)[pages[4]] for leaf in jax.tree.leaves((caches[0], caches[1].cache))]
-        return [leaf.reshape(-1, *leaf.shape[2:])[:22] for leaf in leaves], caches[1].length, features[4, 16], buffer
+        leaves = [np.asarray(leaf)[pages[4]] for leaf in jax.tree.leaves((kept.cache.pools, kept.proposer.pools))]
+        leaves = [leaf.reshape(-1, *leaf.shape[2:])[:22] for leaf in leaves]
+        return leaves, kept.proposer.rows[1], features[4, 16], kept.log_probs
 
     whole, split = run(False, 0), run(True, 16)
     buffers = whole[-1], split[-1]

@@ -15,7 +15,7 @@ from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.split import run_where
 from specjax.sampling import SamplingParams
-from specjax.types import Chunk, Context, Draft, Features
+from specjax.types import Context, Draft, Features, Memory, ModelInput
 
 VOCAB = 61
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128)
@@ -244,10 +244,10 @@ class Sometimes:
 
     takes_pages = True
 
-    def init(self, batch_size, max_length, pool=None):
-        return ()
+    def init_memory(self, batch_size, num_pages, page_size):
+        return Memory()
 
-    def prefill(self, chunk, features, state):
+    def prefill(self, inputs, following, previous, features, state):
         return state
 
     def propose(self, keys, context, sampling, state):
@@ -293,10 +293,10 @@ class TestFallback:
             context = state.context
             keys = streams.positions(state.keys, context.length, 3)
             positions = jnp.broadcast_to(jnp.arange(64), context.tokens.shape)
-            chunk = Chunk(context.tokens, jnp.full_like(positions, -1), positions, context.length)
-            fresh = second.prefill(chunk, None, second.init(2, 64))
+            inputs = ModelInput(context.tokens, positions, num_tokens=context.length)
+            fresh = second.prefill(inputs, jnp.full_like(positions, -1), None, None, second.init_memory(2, 2, 64))
             draft, both = proposer.propose(keys, context, state.sampling, state.proposer)
-            return draft.tokens, second.propose(keys, context, state.sampling, fresh)[0].tokens, both.is_first
+            return draft.tokens, second.propose(keys, context, state.sampling, fresh)[0].tokens, both.rows[2]
 
         step, counts = jax.jit(decode.step), np.zeros((2, 4), int)
         state = start(target, proposer, params, lengths)
@@ -353,15 +353,15 @@ def test_prompts_are_fed_to_their_slots(kind):
     tokens, count = rng.integers(0, 8, (3, 4), dtype=np.int32), np.array([4, 1, 3], np.int32)
     hidden, previous = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4, 8), (3, 8)))
     features = Features(hidden, hidden), Features(previous, previous)
-    every = Chunk(tokens, np.full_like(tokens, -1), np.tile(np.arange(4, dtype=np.int32), (3, 1)), count)
-    prefill = jax.jit(proposer.prefill)
-    state = jax.tree.map(lambda x: x + 7, proposer.init(3, 6))  # of the requests before
-    expected = prefill(every._replace(previous=features[1]), features[0], state)
+    every = ModelInput(tokens, np.tile(np.arange(4, dtype=np.int32), (3, 1)), num_tokens=count)
+    prefill, following = jax.jit(proposer.prefill), np.full_like(tokens, -1)
+    state = jax.tree.map(lambda x: x + 7, proposer.init_memory(3, 3, 6))  # of the requests before
+    expected = prefill(every, following, features[1], features[0], state)
     for rows in np.array([[2, 3], [1, 0]], np.int32):
         some, (own, before) = jax.tree.map(lambda x, rows=rows: x[np.minimum(rows, 2)], (every, features))
         count = np.where(rows < 3, some.num_tokens, 0)
-        some = some._replace(num_tokens=count, pages=rows[:, None], rows=rows, previous=before)
-        state = prefill(some, own, state)
+        some = some._replace(num_tokens=count, pages=rows[:, None], rows=rows)
+        state = prefill(some, following[:2], before, own, state)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), state, expected)
 
 

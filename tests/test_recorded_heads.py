@@ -13,7 +13,7 @@ from recorded_heads import CASES, GOLDENS, LENGTH, NUM_DRAFTS
 
 from specjax import proposers, sampling, training
 from specjax.sampling import SamplingParams
-from specjax.types import Chunk, Context, Features
+from specjax.types import Context, Features, ModelInput
 
 TOLERANCE = 1e-4
 
@@ -40,9 +40,9 @@ def draft_of(proposer):
     features = Features(jnp.zeros((1, LENGTH, heads.HIDDEN)), taps)
     length = jnp.array([LENGTH])
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    chunk = Chunk(tokens, following, jnp.arange(LENGTH)[None], length)
-    chunk = chunk._replace(previous=Features(none, jnp.zeros((1, taps.shape[-1]))))
-    state = proposer.prefill(chunk, features, proposer.init(1, 2 * LENGTH))
+    inputs = ModelInput(tokens, jnp.arange(LENGTH)[None], num_tokens=length)
+    previous = Features(none, jnp.zeros((1, taps.shape[-1])))
+    state = proposer.prefill(inputs, following, previous, features, proposer.init(1, 2 * LENGTH))
     padded = jnp.pad(tokens, ((0, 0), (0, LENGTH)))
     context = Context(padded, length, jnp.ones(1, bool), length)
     rows = sampling.batch([SamplingParams(temperature=1e-3, max_tokens=4)])

@@ -12,7 +12,6 @@ from jax.tree_util import Partial
 
 from specjax import (
     Categorical,
-    Chunk,
     Context,
     Draft,
     ModelInput,
@@ -576,8 +575,9 @@ class TestDecoding:
         rows = sampling.batch(MIXED, [EOS], V)
         context = make_context(PROMPTS, OUTPUTS, guided_state(rows, OUTPUTS))
         positions = jnp.broadcast_to(jnp.arange(context.tokens.shape[1]), context.tokens.shape)
-        chunk = Chunk(context.tokens, jnp.full_like(positions, -1), positions, context.length)
-        cache = jax.jit(proposer.prefill)(chunk, None, proposer.init(len(MIXED), BUFFER + 4))
+        inputs = ModelInput(context.tokens, positions, num_tokens=context.length)
+        memory = proposer.init(len(MIXED), BUFFER + 4)
+        cache = jax.jit(proposer.prefill)(inputs, jnp.full_like(positions, -1), None, None, memory)
         keys = jax.random.split(jax.random.key(0), (len(MIXED), 4))
         draft, _ = jax.jit(proposer.propose)(keys, context, rows, cache)
         history = [p + o + d for p, o, d in zip(PROMPTS, OUTPUTS, draft.tokens.tolist(), strict=True)]

@@ -71,7 +71,13 @@ class Device(Slots):
 
 
 def slots_of(target, pool):
-    sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
+    sizes = {
+        "num_slots": NUM_SLOTS,
+        "max_length": MAX_LENGTH,
+        "capacities": CAPACITIES,
+        "pool": pool,
+        "step_sizes": (2,),
+    }
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)  # most drafts are right
     return Device(target, make_proposer("reduced", replace(target, params=near)), **sizes)
 
@@ -349,7 +355,13 @@ def test_samples_compute_a_chunk_once(device, monkeypatch):
 def test_the_number_of_drafts_follows_the_load(target):
     """Under `match` the tokens stay those of the request alone, whatever is chosen before each step."""
     pool = PLENTY, PAGE_SIZE
-    sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
+    sizes = {
+        "num_slots": NUM_SLOTS,
+        "max_length": MAX_LENGTH,
+        "capacities": CAPACITIES,
+        "pool": pool,
+        "step_sizes": (2,),
+    }
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)
     proposer = make_proposer("draft_model", replace(target, params=near))
     device = Device(target, proposer, verifier=verifiers.match, draft_lengths=(0, 3), **sizes)
@@ -476,7 +488,7 @@ def called(device, monkeypatch):
         def call(*args, _name=name, **options):
             if _name == "prefill":
                 given, chunks, num_rows = args
-                calls.append((len(given), num_rows, chunks[0].tokens.shape[1]))
+                calls.append((len(given), num_rows, chunks[0].following.shape[1]))
             else:
                 calls.append(_name)
             return getattr(Slots, _name)(device, *args, **options)

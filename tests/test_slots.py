@@ -203,6 +203,7 @@ class Host:
         self.grammars = GrammarTables(CAPACITIES, VOCAB)
         self.num_together = 0  # prompts whose chunks one call fed
         self.varies, self.uses = varies, []  # whether steps compute less than everything, and what each computed
+        self.sizes = set()  # the numbers of slots that steps computed
 
     def run(self):
         while self.waiting or self.slot_of:
@@ -275,17 +276,24 @@ class Host:
         use = max(use_of(job.row) for job in active.values())
         use = use if self.varies and self.rng.random() < 0.8 else EVERYTHING
         self.uses.append(use)
+        slots = [int(slot) for slot in self.rng.permutation(list(active))]
+        rows = self.slots.rows_of(slots) if self.rng.random() < 0.8 else None
+        slots = slots if rows is not None else sorted(active)
+        self.sizes.add(self.slots.num_slots if rows is None else len(rows))
         with self.only_writes_to(active, lambda job: max(len(job.tokens) - 2, 0)):
             self.place()
-            output = jax.device_get(self.slots.step(use))
-        vacant = sorted(set(range(self.slots.num_slots)) - set(active))
+            output = jax.device_get(self.slots.step(use, rows=rows))
+        index = {slot: slot if rows is None else i for i, slot in enumerate(slots)}
+        vacant = sorted(set(range(len(output.tokens))) - set(index.values()))
         assert (output.tokens[vacant] == -1).all() and not output.num_accepted[vacant].any()
-        assert not output.finished[sorted(set(vacant) - set(self.slot_of))].any()
+        if rows is None:
+            assert not output.finished[sorted(set(vacant) - set(self.slot_of))].any()
         for slot, job in active.items():
-            job.generated += [token for token in output.tokens[slot].tolist() if token >= 0]
-            assert output.length[slot] == len(job.tokens)
-            job.finished = int(output.finished[slot])
-            job.totals = jax.tree.map(lambda x, slot=slot: x[slot], output.totals)
+            row = index[slot]
+            job.generated += [token for token in output.tokens[row].tolist() if token >= 0]
+            assert output.length[row] == len(job.tokens)
+            job.finished = int(output.finished[row])
+            job.totals = jax.tree.map(lambda x, row=row: x[row], output.totals)
             job.is_active = job.finished == decode.RUNNING
 
     def leave(self, slots):
@@ -346,24 +354,27 @@ def filled(state, value):
     return state._replace(cache=caches[0], proposer=caches[1])
 
 
-def make_slots(target, proposer, in_pages, verifier=verifiers.rejection, num_slots=NUM_SLOTS):
+def make_slots(target, proposer, in_pages, verifier=verifiers.rejection, num_slots=NUM_SLOTS, step_sizes=()):
     pool = (NUM_PAGES, PAGE_SIZE) if in_pages else None
     sizes = {"num_slots": num_slots, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
-    return Slots(target, proposer, verifier=verifier, **sizes)
+    return Slots(target, proposer, verifier=verifier, step_sizes=step_sizes, **sizes)
 
 
-def run_and_compare(target, proposer, name, in_pages, *, varies=True, kinds=(*KINDS[:2], *KINDS), seed=0):
+def run_and_compare(
+    target, proposer, name, in_pages, *, varies=True, kinds=(*KINDS[:2], *KINDS), seed=0, step_sizes=(2,)
+):
     """Run a random schedule with caches full of NaN, or in dense ones of large numbers, and compare each request.
 
     Returns:
         The reasons why requests have ended.
     """
     verifier = getattr(verifiers, name)
-    slots = make_slots(target, proposer, in_pages, verifier)
+    slots = make_slots(target, proposer, in_pages, verifier, step_sizes=step_sizes)
     slots.state = filled(slots.state, np.nan if in_pages else 100)
     host = Host(slots, some_jobs(9, seed, kinds), seed, in_pages, varies)
     host.run()
     assert set(host.uses) == ({GREEDY, CUT, EVERYTHING} if varies else {EVERYTHING})
+    assert host.sizes == {*step_sizes, NUM_SLOTS}
     assert max(job.num_evictions for job in host.jobs) > 1
     assert seed or host.num_together > 1  # other schedules may never have two short prompts at a time
     if in_pages:
@@ -388,7 +399,7 @@ def test_any_schedule_gives_each_request_its_tokens(target, draft):
     kinds = [replace(KINDS[2], temperature=temperature) for temperature in (0.8, 0, 1.1, 0.5)]
     kinds[1:3] = [replace(kind, guided_decoding=g) for kind, g in zip(kinds[1:3], GRAMMARS, strict=True)]
     given = target, make_proposer("draft_model", draft), "rejection", True
-    assert run_and_compare(*given, varies=False, kinds=kinds) == EVERY_END
+    assert run_and_compare(*given, varies=False, kinds=kinds, step_sizes=(1, 2)) == EVERY_END
 
 
 def test_beside_requests_of_every_use(target, draft):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 PAGE_SIZE = 64  # slots
 CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between two steps
 SHORT_CHUNKS, CPU_SHORT_CHUNKS = ((4, 64), (1, 256)), ((1, 32),)  # rows and tokens of calls that feed short prompts
+STEP_SIZES, CPU_STEP_SIZES = (1, 8, 32), (1,)  # slots that a step computes where few are active
 
 
 class Stats(NamedTuple):
@@ -161,6 +162,11 @@ class Engine:
             must be given where there are several. The tokens of a request then depend on the other requests, except
             under `verifiers.match`; the distribution that they are drawn from does not.
         grammar_seconds: the most seconds that the grammar of a request may take to compile.
+        step_sizes: numbers of slots below `num_slots`: a step computes the smallest of them that holds the active
+            slots, so that a few requests do not pay for vacant slots. Each is a program more for each of
+            `draft_lengths`. None is (1, 8, 32) on GPUs and (1,) on CPUs; () always computes all slots. With parameters
+            of 16 bits the number of slots may change the last bit of a logit, and then a seeded request may get other
+            tokens beside other numbers of requests; () keeps them equal.
 
     Raises:
         ValueError: a number is out of its range, or the pages do not fit into the memory of the device.
@@ -186,6 +192,7 @@ class Engine:
         draft_lengths: Sequence[int] | None = None,
         choose_draft_length: Callable[[int, float], int] | None = None,
         grammar_seconds: float = 10.0,
+        step_sizes: Sequence[int] | None = None,
     ):
         if chunk_size is None:
             chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
@@ -214,7 +221,10 @@ class Engine:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
-        device = Slots(model, proposer, verifier=verifier, draft_lengths=draft_lengths, chunk_size=chunk_size, **sizes)
+        if step_sizes is None:
+            step_sizes = CPU_STEP_SIZES if jax.default_backend() == "cpu" else STEP_SIZES
+        steps = {"verifier": verifier, "draft_lengths": draft_lengths, "step_sizes": step_sizes}
+        device = Slots(model, proposer, chunk_size=chunk_size, **steps, **sizes)
         log_caches(device, pool)
         device.compile(chunk_size, short_chunks)
         self._scheduler = Scheduler(

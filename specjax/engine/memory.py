@@ -1,6 +1,7 @@
 """How many pages of a cache the memory of a device has room for."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,12 +33,13 @@ def num_pages_that_fit(
     wanted, free = num_slots * pages_per_row, free_bytes()
     if free is None:
         return wanted
-    init_cache = model.apply.init_cache if isinstance(model.apply, OnMesh) else model.init_cache  # of one device
+    if isinstance(model.apply, OnMesh):  # each device has its part
+        model = replace(model, init_cache=model.apply.init_cache)
 
     def size(num_pages: int) -> int:
-        pool = num_pages, page_size
-        caches: Any = jax.eval_shape(lambda: (init_cache(*pool), proposer.init(num_slots, max_length, pool)))
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+        sizes = num_slots, num_pages, page_size
+        memories: Any = jax.eval_shape(lambda: (model.init_memory(*sizes), proposer.init_memory(*sizes)))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(memories))
 
     rows = max(num_slots * (proposer.num_draft_tokens + 1), chunk_size)
     page, one = size(2) - size(1), size(1)

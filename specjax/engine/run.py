@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,10 @@ MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as muc
 def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 1) -> int:
     """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`.
 
-    It is a multiple of `num_groups`, the number of devices that share the samples.
+    It is a multiple of `num_groups`, the number of devices that share the samples. Where they do, every step computes
+    all slots, and a single sample gets no more than it needs.
     """
-    if num_samples == 1:
+    if num_samples == 1 and num_groups > 1:
         return num_groups
     if num_slots is not None:
         return num_slots
@@ -53,9 +55,9 @@ def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 
 class Run:
     """Decode the requests of one call.
 
-    A single sample has a slot for itself; otherwise there are as many slots as the LLM says, and samples wait for one.
-    Sizes are rounded up, so that few programs are compiled: one that feeds prompts and one that takes steps, which
-    computes what the most demanding of the requests asks for.
+    There are as many slots as the LLM says, and samples wait for one. Sizes are rounded up, so that few programs are
+    compiled: one that feeds prompts, and those of steps of all slots and of a single one, which compute what the most
+    demanding of the requests asks for. A single sample needs no program that a batch has not.
 
     Args:
         llm: the models, tokenizer and limits.
@@ -166,6 +168,7 @@ class Run:
             chunk_size=chunk_size,
             use=max(use_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
+            num_samples=sum(p.num_samples for p in params),
         )
         num_rows, short_size = CPU_SHORT_CHUNKS if is_cpu else SHORT_CHUNKS
         scheduler = Scheduler(
@@ -224,27 +227,52 @@ def show_progress(run: Run) -> None:
 
 
 class _Device(Slots):
-    """Slots that take every step by the program `use`, and know the time of calls that may compile it."""
+    """Slots whose steps compute what `use` says, and which know the time of calls that may compile them."""
 
-    def __init__(self, *args: Any, use: int, log_probs: bool, **options: Any):
-        super().__init__(*args, **options)
-        self._use, self._log_probs = use, log_probs
-        self._compiled: set[int | None] = set()
+    def __init__(self, *args: Any, use: int, log_probs: bool, num_samples: int, **options: Any):
+        super().__init__(*args, step_sizes=(1,), **options)
+        self._use, self._log_probs, self._num_samples = use, log_probs, num_samples
+        self._compiled: set[tuple[int | None, bool]] = set()
         self.seconds_compiling = 0.0
-        self.evict([])  # compiles
+        start = time.perf_counter()
+        with self.compiling_steps(lambda *_: nullcontext()):
+            self.evict([])
+        self.seconds_compiling = time.perf_counter() - start
 
     def insert(self, slot: int, row: Row) -> None:
         super().insert(slot, row)
-        if self.num_slots == 1:  # so that the time of decoding begins when the prompt is computed
+        if self._num_samples == 1:  # so that the time of decoding begins when the prompt is computed
             jax.block_until_ready(self.state)
 
-    def step(self, use: int = 0, *, log_probs: bool = False, num_draft_tokens: int | None = None) -> Output:
+    def rows_of(self, slots: Sequence[int], log_probs: bool = False) -> np.ndarray | None:
+        return super().rows_of(slots)  # each size has its one program
+
+    def step(
+        self,
+        use: int = 0,
+        *,
+        log_probs: bool = False,
+        num_draft_tokens: int | None = None,
+        rows: np.ndarray | None = None,
+    ) -> Output:
         start = time.perf_counter()
-        output = super().step(self._use, log_probs=self._log_probs, num_draft_tokens=num_draft_tokens)
-        if num_draft_tokens not in self._compiled:
-            self._compiled.add(num_draft_tokens)
+        output = super().step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
+        if (num_draft_tokens, rows is None) not in self._compiled:
+            self._compiled.add((num_draft_tokens, rows is None))
             self.seconds_compiling += time.perf_counter() - start
         return output
+
+    def _steps(self) -> list[tuple[int, bool, int, np.ndarray | None]]:
+        """Return the programs that are compiled at the start; those of a draft length that may never come are not."""
+        sizes = [self._no_rows(size) for size in self.step_sizes[:-1]]
+        rows = sizes if self._num_samples == 1 and sizes else [*sizes, None]
+        return [(self._use, self._log_probs, k, each) for k in self.draft_lengths[:1] for each in rows]
+
+    def _step_arguments(
+        self, use: int, log_probs: bool, num_draft_tokens: int | None, rows: np.ndarray | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments, options = super()._step_arguments(self._use, self._log_probs, num_draft_tokens, rows)
+        return arguments, options | ({} if self._log_probs else {"use": self._use})
 
 
 def _num_slots(llm: "LLM", params: Sequence[SamplingParams]) -> int:

@@ -60,7 +60,7 @@ class Job:
     salt: bytes | None = b""
     owner: Any = None  # whatever the caller knows it by
     tokens: list[int] = field(default_factory=list)
-    counts: "tuple[Counts, int] | None" = None  # of all slots after its last step, and the index of its own
+    counts: "tuple[Counts, int] | None" = None  # of the rows of its last step, and the index of its own
     log_probs: list[LogProbs] = field(default_factory=list)
     prompt_log_probs: LogProbs | None = None
     kinds: list[str] = field(default_factory=list)
@@ -88,8 +88,8 @@ class Job:
         """The counts of its steps; None before the first is read."""
         if self.counts is None:
             return None
-        counts, slot = self.counts
-        return jax.tree.map(lambda x: np.array(x[slot]), counts.totals)
+        counts, index = self.counts
+        return jax.tree.map(lambda x: np.array(x[index]), counts.totals)
 
     @property
     def is_running(self) -> bool:
@@ -103,7 +103,7 @@ class Job:
 
 
 class Counts:
-    """The totals of all slots after a step, which are read from the device when somebody asks for them."""
+    """The totals of the rows of a step after it, which are read from the device when somebody asks for them."""
 
     def __init__(self, totals: Totals):
         self._on_device: Totals | None = totals
@@ -374,14 +374,18 @@ class Scheduler:
         use = max(job.use for job in active)
         num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
         wants_log_probs = any(job.wants_log_probs for job in active)
-        output = self._device.step(use, log_probs=wants_log_probs, num_draft_tokens=num_draft_tokens)
-        self._in_flight.append((output, [job if job and job.is_active else None for job in self._slots]))
+        of_slots = [slot for slot, job in enumerate(self._slots) if job and job.is_active]
+        rows = self._device.rows_of(of_slots, wants_log_probs)
+        options = {"log_probs": wants_log_probs, "num_draft_tokens": num_draft_tokens, "rows": rows}
+        output = self._device.step(use, **options)
+        jobs = [self._slots[slot] for slot in (range(len(self._slots)) if rows is None else of_slots)]
+        self._in_flight.append((output, [job if job and job.is_active else None for job in jobs]))
 
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
         if self._tables is None or job.pages is None:
             return True
-        unread = sum(jobs[job.slot] is job for _, jobs in self._in_flight if job.slot is not None)
+        unread = sum(any(one is job for one in jobs) for _, jobs in self._in_flight)
         room = min(len(job.tokens) + (unread + 1) * self._width, self._device.max_length)
         if room <= job.pages.stop * self._tables.page_size:
             return True
@@ -419,17 +423,18 @@ class Scheduler:
         tokens, finished, counts, log_probs, scores = read
         self._acceptance.update(*counts)
         totals = Counts(output.totals)
-        rows = zip(jobs, tokens.tolist(), finished.tolist(), *(each.tolist() for each in counts), strict=True)
-        for slot, (job, row, reason, num_drafts, num_accepted) in enumerate(rows):
+        # The fillers of a step follow its jobs.
+        rows = zip(jobs, tokens.tolist(), finished.tolist(), *(each.tolist() for each in counts), strict=False)
+        for index, (job, row, reason, num_drafts, num_accepted) in enumerate(rows):
             if job is None or job.is_done:
                 continue
             if job.scores:
                 job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
             committed = [token for token in row if token >= 0]
-            job.counts = totals, slot
+            job.counts = totals, index
             job.kinds += _kinds(num_drafts, num_accepted, len(committed))
             if log_probs is not None and job.wants_log_probs:
-                job.log_probs.append(_own(log_probs, slot, len(committed)))
+                job.log_probs.append(_own(log_probs, index, len(committed)))
             self._extend(job, committed, reason)
 
     def _extend(self, job: Job, committed: list[int], finished: int) -> None:
@@ -497,9 +502,9 @@ class _Queue:
             self._num_ended = 0
 
 
-def _own(log_probs: LogProbs, slot: int, width: int) -> LogProbs:
-    """Return a copy of the first log-probabilities of a slot."""
-    return jax.tree.map(lambda x: np.array(x[slot, :width]), log_probs)
+def _own(log_probs: LogProbs, row: int, width: int) -> LogProbs:
+    """Return a copy of the first log-probabilities of a row."""
+    return jax.tree.map(lambda x: np.array(x[row, :width]), log_probs)
 
 
 def _joined(parts: Sequence[LogProbs], length: int) -> LogProbs:

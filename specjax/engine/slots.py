@@ -14,7 +14,7 @@ comes between the last chunk and `insert`.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from specjax import decode, metrics, proposers, scorers, verifiers
 from specjax import keys as streams
+from specjax.drafters import in_memory
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
@@ -36,7 +37,7 @@ from specjax.prompts import run_chunk
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, placed, restrict
 from specjax.sampling.guided.tables import Guide
-from specjax.types import NO_PAGE, Array, Chunk, Context, Model, Proposer, PyTree, Scorer, Verifier
+from specjax.types import NO_PAGE, Array, Context, Memory, Model, ModelInput, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
 
 COMPILED_AT_A_TIME = 2  # programs, while others are traced
@@ -53,16 +54,24 @@ class Row(NamedTuple):
     sample: Array | None = None  # [B] uint32, the number of the sample among those of the request; None in a state
 
 
-class Output(NamedTuple):
-    """What the host reads of a step."""
+class Chunk(NamedTuple):
+    """Some tokens of each of R prompts, in host arrays."""
 
-    tokens: Array  # [B, K+1] int32, the committed tokens, then -1
-    length: Array  # [B] int32, number of tokens of the row with these; L in a vacant slot
-    finished: Array  # [B] int32, decode.RUNNING or the reason why the row has ended
-    num_drafts: Array  # [B] int32, number of draft tokens of the row
-    num_accepted: Array  # [B] int32, number of accepted ones; 0 in rows that were not active
+    inputs: ModelInput  # tokens and positions [R, T] int32, num_tokens [R] int32
+    following: Any  # [R, T] int32, the token after each, -1 where it is not known
+    previous: PyTree  # features of the token before the chunk, [R, ...]
+
+
+class Output(NamedTuple):
+    """What the host reads of a step, of its R rows: all B slots, or those that it was given, in their order."""
+
+    tokens: Array  # [R, K+1] int32, the committed tokens, then -1
+    length: Array  # [R] int32, number of tokens of the row with these; L in a vacant slot
+    finished: Array  # [R] int32, decode.RUNNING or the reason why the row has ended
+    num_drafts: Array  # [R] int32, number of draft tokens of the row
+    num_accepted: Array  # [R] int32, number of accepted ones; 0 in rows that were not active
     totals: metrics.Totals  # the counts of each row so far
-    log_probs: LogProbs | None  # of the committed tokens, fields [B, K+1, ...]; None if not asked for
+    log_probs: LogProbs | None  # of the committed tokens, fields [R, K+1, ...]; None if not asked for
 
 
 def empty(
@@ -88,7 +97,7 @@ def empty(
     Raises:
         ValueError: a number is out of its range, or the model or the proposer takes no pages.
     """
-    proposer = proposer or proposers.none()
+    proposer = in_memory(proposer or proposers.none())
     numbers = [("num_slots", num_slots, 1), ("max_length", max_length, 2)]
     if pool is not None:
         numbers += [("num_pages", pool[0], 1), ("page_size", pool[1], 1)]
@@ -115,10 +124,11 @@ def empty(
     guided_state = None if rows.guide is None else zeros
     tokens = jnp.zeros((num_slots, max_length), jnp.int32)
     context = Context(tokens, zeros, zeros > 0, zeros, guided_state, table)
+    sizes = num_slots, *((num_slots, max_length) if pool is None else pool)
     state = decode.State(
         context=context,
-        cache=model.init_cache(*((num_slots, max_length) if pool is None else pool)),
-        proposer=proposer.init(num_slots, max_length, pool),
+        cache=model.init_memory(*sizes),
+        proposer=proposer.init_memory(*sizes),
         sampling=rows,
         keys=jax.random.wrap_key_data(jnp.zeros((num_slots, 2), jnp.uint32), impl="threefry2x32"),
         finished=zeros,
@@ -217,41 +227,45 @@ def prefill_chunk(
         proposer: the proposer that the state was made with; None is plain decoding.
         state: the state.
         slots: [R] int32 in [0, B], no slot twice. B stands for none: of such a row nothing is kept.
-        chunk: the chunks, [R, T], without rows and pages, as `joined` returns them. `previous` is a tuple with the
-            features of each row, [1, ...]: those that the call before returned, and zeros (`no_features`) at the start
-            of the prompt.
+        chunk: the chunks, [R, T], as `joined` returns them. `previous` is a tuple with the features of each row, [1,
+            ...]: those that the call before returned, and zeros (`no_features`) at the start of the prompt.
         num_logprobs: how many of the most likely tokens to list beside the one that follows each token of the chunks,
             static; None reports no log-probabilities.
 
     Returns:
         The state, a tuple with the features of the last token of each chunk, [1, ...], and the log-probabilities of
-        `chunk.following` by the model's logits, fields [R, T, ...].
+        the tokens that follow by the model's logits, fields [R, T, ...].
     """
     proposer = proposer or proposers.none()
-    table = state.context.pages
     chunk = chunk._replace(previous=jax.tree.map(lambda *rows: jnp.concatenate(rows), *chunk.previous))
     if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
         cache, proposer_state, last, entries = _run_chunk_on_mesh(model, proposer, state, slots, chunk, num_logprobs)
-        return state._replace(cache=cache, proposer=proposer_state), _by_row(last, slots.shape[0]), entries
-    if table is not None:
-        chunk = chunk._replace(rows=slots, pages=table.at[slots].get(mode="fill", fill_value=NO_PAGE))
-        cache, proposer_state, last, logits = run_chunk(model, proposer, chunk, state.cache, state.proposer)
-    else:  # every leaf has a row for each slot: the prompts are fed in a batch of their own
-        whole = state.cache, state.proposer
-        own = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), whole)
-        *own, last, logits = run_chunk(model, proposer, chunk, *own)
-        cache, proposer_state = jax.tree.map(lambda x, rows: x.at[slots].set(rows, mode="drop"), whole, tuple(own))
-    entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
-    return state._replace(cache=cache, proposer=proposer_state), _by_row(last, slots.shape[0]), entries
+    else:
+        given = chunk, state.context.pages, slots, state.cache, state.proposer
+        cache, proposer_state, last, logits = _run_chunk(model, proposer, *given)
+        entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
+    own = tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], last) for row in range(slots.shape[0]))
+    return state._replace(cache=cache, proposer=proposer_state), own, entries
 
 
-def _by_row(features: PyTree, num_rows: int) -> tuple[PyTree, ...]:
-    return tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], features) for row in range(num_rows))
+def _run_chunk(
+    model: Model,
+    proposer: Proposer,
+    chunk: Chunk,
+    table: Array | None,
+    slots: Array,
+    cache: Memory,
+    proposer_state: Memory,
+) -> tuple[Memory, Memory, PyTree, Array]:
+    """Run chunks [R, T] in some slots; see `run_chunk`."""
+    pages = slots[:, None] if table is None else table.at[slots].get(mode="fill", fill_value=NO_PAGE)
+    inputs = chunk.inputs._replace(pages=pages, rows=slots)
+    return run_chunk(model, proposer, inputs, chunk.following, chunk.previous, cache, proposer_state)
 
 
 def _run_chunk_on_mesh(
     model: Model, proposer: Proposer, state: decode.State, slots: Array, chunk: Chunk, num_logprobs: int | None
-) -> tuple[PyTree, PyTree, PyTree, LogProbs | None]:
+) -> tuple[Memory, Memory, PyTree, LogProbs | None]:
     """Run chunks on devices that share the rows: all run them, and each keeps those of its slots."""
     shared = model.apply
     size = state.context.length.shape[0] // shared.num_row_groups  # rows of a device
@@ -261,10 +275,8 @@ def _run_chunk_on_mesh(
         own = slots - jax.lax.axis_index(shared.batch_axis) * size
         is_own = (own >= 0) & (own < size)
         own = jnp.where(is_own, own, size)  # out of range, which is read as zeros and not written
-        whole = cache, proposer_state
-        rows = jax.tree.map(lambda x: x.at[own].get(mode="fill", fill_value=0), whole)
-        *rows, last, logits = run_chunk(model, proposer, chunk, *rows)
-        cache, proposer_state = jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), whole, tuple(rows))
+        given = chunk, None, own, cache, proposer_state
+        cache, proposer_state, last, logits = _run_chunk(model, proposer, *given)
         entries = None
         if num_logprobs is not None:
             entries = logprobs(logits, chunk.following, num_logprobs, axis_name=model.axis_name)
@@ -284,6 +296,7 @@ def step(
     model: Model,
     proposer: Proposer | None,
     state: decode.State,
+    rows: Array | None = None,
     *,
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
@@ -296,6 +309,7 @@ def step(
         model: the target.
         proposer: the proposer that the state was made with; None is plain decoding.
         state: the state. Each active row has pages for its next K + 1 tokens.
+        rows: [R] int32, all active rows and any others, no row twice; B is none. None computes all B rows.
         verifier: a verifier of `specjax.verifiers` or your own.
         scorer: a scorer of `specjax.scorers` or your own.
         use: what the active rows need of the sampling parameters, static: the largest `capacities.use_of` of them.
@@ -303,12 +317,17 @@ def step(
         num_logprobs: how many of the most likely tokens to list beside each committed one, static; None reports no
             log-probabilities.
     """
-    active, sampling = state.context.active, state.sampling
-    restricted = state._replace(sampling=restrict(sampling, use))
-    state, info = decode.step(model, proposer, restricted, verifier=verifier, scorer=scorer, num_logprobs=num_logprobs)
+    sampling, options = state.sampling, {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
+    before = state._replace(sampling=restrict(sampling, use))
+    state, info = decode.step(model, proposer, before, rows=rows, **options)
+    counts: Any = before.context.active, state.context.length, state.finished, state.totals
+    if rows is not None:
+        active, *others = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), counts)
+        counts = active & (rows < before.context.active.shape[0]), *others
+    active, length, finished, totals = counts
     num_accepted = jnp.where(active, jnp.minimum(info.num_accepted, info.num_drafts), 0)
-    counts = state.context.length, state.finished, info.num_drafts, num_accepted, state.totals
-    return state._replace(sampling=sampling), Output(info.tokens, *counts, info.log_probs)
+    output = Output(info.tokens, length, finished, info.num_drafts, num_accepted, totals, info.log_probs)
+    return state._replace(sampling=sampling), output
 
 
 def request(
@@ -370,19 +389,19 @@ def request(
 
 
 def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
-    """Return the chunk [1, size] of tokens [length] int32 that begins at `start`, padded to `size`."""
+    """Return the chunk of `size` tokens that begins at `start` in tokens [length] int32, padded at their end."""
     part, following = (np.full((1, size), fill, np.int32) for fill in (0, -1))
     own, later = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
     part[0, : len(own)], following[0, : len(later)] = own, later
     positions = np.arange(start, start + size, dtype=np.int32)[None]
-    arrays: Any = part, following, positions, np.array([len(own)], np.int32)
-    return Chunk(*arrays, previous=previous)
+    inputs: Any = {"tokens": part, "positions": positions, "num_tokens": np.array([len(own)], np.int32)}
+    return Chunk(ModelInput(**inputs), following, previous)
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Return chunks of one row, which `chunk_at` returns, as the rows of one, for `prefill_chunk`."""
-    arrays: Any = (np.concatenate(rows) for rows in zip(*(chunk[:4] for chunk in chunks), strict=True))
-    return Chunk(*arrays, previous=tuple(chunk.previous for chunk in chunks))
+    """Return chunks of one row as the rows of one, for `prefill_chunk`."""
+    arrays = [(chunk.inputs, chunk.following) for chunk in chunks]
+    return Chunk(*jax.tree.map(lambda *rows: np.concatenate(rows), *arrays), tuple(each.previous for each in chunks))
 
 
 def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:
@@ -407,10 +426,13 @@ class Slots:
         verifier, scorer: as `step` takes them.
         draft_lengths: the numbers of draft tokens K that a step may have; None is the proposer's alone.
         chunk_size: as `no_features` takes it.
+        step_sizes: numbers of slots below `num_slots` that a step may compute in place of all; each is a program. There
+            are none where devices share the rows.
 
     Attributes:
         state: the state. The next call reuses its arrays.
         draft_lengths: the numbers of draft tokens, the largest first.
+        step_sizes: the numbers of slots of a step, the smallest first and `num_slots` last.
         no_features: features of the token before a prompt, for the first chunk.
     """
 
@@ -427,6 +449,7 @@ class Slots:
         scorer: Scorer = scorers.mqa,
         draft_lengths: Sequence[int] | None = None,
         chunk_size: int = 1,
+        step_sizes: Sequence[int] = (),
     ):
         self.model, self.proposer = model, proposer or proposers.none()
         self._proposers = {self.proposer.num_draft_tokens: self.proposer}
@@ -435,10 +458,12 @@ class Slots:
             self.proposer = next(iter(self._proposers.values()))
         self.draft_lengths = tuple(self._proposers)
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
+        self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         for each in self._proposers.values():
             self._functions = decode.as_pytrees(verifier, scorer, each)
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
         more = {"draft_lengths": None if draft_lengths is None else tuple(draft_lengths), "chunk_size": chunk_size}
+        more["step_sizes"] = self.step_sizes[:-1]
         self.calls: Calls | None
         with repeated(self, proposer or proposers.none(), verifier, scorer, sizes | more):
             self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
@@ -454,11 +479,9 @@ class Slots:
         """
         token = np.zeros(1, np.int32)
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
-        # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
-        are_early = jax.default_backend() == "cpu" and jax.process_count() == 1
         with (
             Programs(4 + len(short_chunks) + len(self._steps())) as programs,
-            self._compiling_steps(programs) if are_early else nullcontext(),
+            self.compiling_steps(programs.making),
         ):
             for log_probs in (False, True):
                 with programs.making(name_of_chunks(1, chunk_size, log_probs=log_probs)):
@@ -470,16 +493,25 @@ class Slots:
                 self.insert(0, row)
             with programs.making("requests leave their slots"):
                 self.evict([0])
-            for use, log_probs, num_draft_tokens in () if are_early else self._steps():
-                with programs.making(self._name_of_step(use, log_probs, num_draft_tokens)):
-                    self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens)
 
     @contextmanager
-    def _compiling_steps(self, programs: Programs) -> Iterator[None]:
-        """Trace the steps and compile them in other threads, until the end of the context. `step` then finds them."""
+    def compiling_steps(self, making: Callable[..., AbstractContextManager]) -> Iterator[None]:
+        """Compile the programs of `step`, on CPUs in other threads while the context does something else.
+
+        Args:
+            making: function of the name of a program, and of the seconds that it has taken, which returns a context for
+                what is left of the compilation, such as `Programs.making`.
+        """
+        # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
+        if jax.default_backend() != "cpu" or jax.process_count() > 1:
+            yield
+            for use, log_probs, num_draft_tokens, rows in self._steps():
+                with making(self._name_of_step(use, log_probs, num_draft_tokens, rows)):
+                    self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
+            return
 
         def compile_step(name: str, lowered: jax.stages.Lowered, seconds: float) -> None:
-            with programs.making(name, seconds):
+            with making(name, seconds):
                 lowered.compile()
 
         with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
@@ -494,13 +526,31 @@ class Slots:
             for future in compiled:
                 future.result()
 
-    def _name_of_step(self, use: int, log_probs: bool, num_draft_tokens: int) -> str:
-        return name_of_step(NAMES_OF_USES[use], log_probs, num_draft_tokens, self.draft_lengths)
+    def _name_of_step(self, use: int, log_probs: bool, num_draft_tokens: int, rows: np.ndarray | None) -> str:
+        size = self.num_slots if rows is None else len(rows)
+        return name_of_step(NAMES_OF_USES[use], size, log_probs, num_draft_tokens, self.draft_lengths)
 
-    def _steps(self) -> list[tuple[int, bool, int]]:
-        """Return the arguments `use`, `log_probs` and `num_draft_tokens` of all programs of `step`."""
-        uses = (GREEDY, False), (CUT, False), (EVERYTHING, False), (EVERYTHING, True)
-        return [(*use, num_draft_tokens) for num_draft_tokens in self.draft_lengths for use in uses]
+    def _steps(self) -> list[tuple[int, bool, int, np.ndarray | None]]:
+        """Return the arguments `use`, `log_probs`, `num_draft_tokens` and `rows` of all programs of `step`."""
+        uses: list[Any] = [(GREEDY, False, None), (CUT, False, None), (EVERYTHING, False, None)]
+        uses += [(EVERYTHING, False, self._no_rows(size)) for size in self.step_sizes[:-1]]
+        uses.append((EVERYTHING, True, None))
+        return [(use, log_probs, k, rows) for k in self.draft_lengths for use, log_probs, rows in uses]
+
+    def _no_rows(self, size: int) -> np.ndarray:
+        return np.full(size, self.num_slots, np.int32)
+
+    def rows_of(self, slots: Sequence[int], log_probs: bool = False) -> np.ndarray | None:
+        """Return the argument `rows` of the smallest step that computes these slots; None computes all slots.
+
+        A step of all slots alone has a program with log-probabilities.
+        """
+        size = next(size for size in self.step_sizes if size >= len(slots))
+        if size == self.num_slots or log_probs:
+            return None
+        rows = self._no_rows(size)
+        rows[: len(slots)] = slots
+        return rows
 
     @replayed
     def insert(self, slot: int, row: Row) -> None:
@@ -559,7 +609,7 @@ class Slots:
         num_free = num_rows - len(slots)
         if num_free < 0 or len(chunks) != len(slots):
             raise ValueError(f"slots and chunks must be at most {num_rows}, got {len(slots)} and {len(chunks)}")
-        nothing = chunk_at(np.zeros(0, np.int32), 0, chunks[0].tokens.shape[1], self.no_features)
+        nothing = chunk_at(np.zeros(0, np.int32), 0, chunks[0].following.shape[1], self.no_features)
         rows = np.array([*slots, *[self.num_slots] * num_free], np.int32)
         given = self.model, self.proposer, self.state, rows, joined([*chunks, *[nothing] * num_free])
         num_logprobs = self.capacities.logprobs if log_probs else None
@@ -567,29 +617,52 @@ class Slots:
         return features, entries
 
     @replayed
-    def step(self, use: int = EVERYTHING, *, log_probs: bool = False, num_draft_tokens: int | None = None) -> Output:
+    def step(
+        self,
+        use: int = EVERYTHING,
+        *,
+        log_probs: bool = False,
+        num_draft_tokens: int | None = None,
+        rows: np.ndarray | None = None,
+    ) -> Output:
         """Take a step in all active rows; see `step`.
 
-        With `log_probs` it computes everything, and lists as many of the most likely tokens as the capacities say.
-        `num_draft_tokens` is one of `draft_lengths`; None is the largest.
+        Args:
+            use: as `step` takes it. A step of fewer rows than all computes everything, and so does one with
+                log-probabilities.
+            log_probs: whether to list the most likely tokens, as many as the capacities say.
+            num_draft_tokens: one of `draft_lengths`; None is the largest.
+            rows: what `rows_of` returns for the active slots.
         """
-        arguments, options = self._step_arguments(use, log_probs, num_draft_tokens)
+        arguments, options = self._step_arguments(use, log_probs, num_draft_tokens, rows)
         self.state, output = _step(*arguments, **options)
         return output
 
     def _step_arguments(
-        self, use: int, log_probs: bool, num_draft_tokens: int | None
+        self, use: int, log_probs: bool, num_draft_tokens: int | None, rows: np.ndarray | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the function `step` gets in a call of the method."""
+        """Return the arguments of the function `step` in a call of the method."""
+        if rows is not None and len(rows) not in self.step_sizes[:-1]:
+            raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
         proposer = self.proposer if num_draft_tokens is None else self._proposers[num_draft_tokens]
         functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
         num_logprobs = self.capacities.logprobs if log_probs else None
-        options = {"use": EVERYTHING if log_probs else use, "num_logprobs": num_logprobs}
-        return (self.model, proposer, self.state), functions | options
+        computes_all = log_probs or rows is not None
+        options = {"use": EVERYTHING if computes_all else use, "num_logprobs": num_logprobs}
+        return (self.model, proposer, self.state, rows), functions | options
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot must be in [0, {self.num_slots}), got {slot}")
+
+
+def _step_sizes(model: Model, num_slots: int, given: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of slots that steps compute, the smallest first and all of them last."""
+    if not all(is_integer(size) and size >= 1 for size in given):
+        raise ValueError(f"step_sizes must be integers >= 1, got {given!r}")
+    if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
+        return (num_slots,)
+    return (*sorted({size for size in given if size < num_slots}), num_slots)
 
 
 def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[decode.State, Sharding]:

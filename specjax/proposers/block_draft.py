@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from specjax.drafters import InMemory
 from specjax.models.attention import update_cache
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import rotate, rotation
@@ -20,7 +21,7 @@ from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, on
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth
 from specjax.sampling import Sampling
-from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
+from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
@@ -179,7 +180,7 @@ class BlockHead:
     meta_fields=["head", "num_draft_tokens", "is_greedy"],
 )
 @dataclass(frozen=True)
-class BlockDraft:
+class BlockDraft(InMemory):
     """A proposer that runs its network once for all drafts of a step.
 
     With `min_confidence`, the drafts of a row end before the first one with less confidence.
@@ -192,31 +193,29 @@ class BlockDraft:
     temperature: Array | None = None  # [] or [B] float32
     min_confidence: Array | None = None  # [] float32
     is_greedy: bool = False
-    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> list:
-        sizes = (batch_size, max_length) if pool is None else pool
-        return self.head.init_cache(*sizes, self.params["embedding"].dtype)
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        return Memory(self.head.init_cache(num_pages, page_size, self.params["embedding"].dtype))
 
-    def prefill(self, chunk: Chunk, features: Any, state: list) -> list:
-        inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
-        return self.head.write_features(self.params, features, inputs, state)
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        return Memory(self.head.write_features(self.params, features, inputs, state.pools))
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: list) -> tuple[Draft, list]:
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         head, width = self.head, self.num_draft_tokens + self.head.block_shift
         pending = last_token(context)
         masks = jnp.full((pending.shape[0], width - 1), head.mask_token, jnp.int32)
         positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         block = ModelInput(jnp.concatenate([pending, masks], axis=1), positions, pages=context.pages)
-        output, state = head.run_block(self.params, block, state)
+        output, pools = head.run_block(self.params, block, state.pools)
         drawer = drawer_of(self, keys, context, sampling, self.reduced, is_partial=head.num_candidates > 0)
-        return only_in(has_feature(context), self._draw(drawer, output[:, head.block_shift :], pending)), state
+        draft = self._draw(drawer, output[:, head.block_shift :], pending)
+        return only_in(has_feature(context), draft), Memory(pools)
 
-    def update(self, context: Context, verified: Verified, features: Any, state: list) -> list:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         index = jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
         positions = jnp.maximum(context.length - 1, 0)[:, None] + index
         inputs = ModelInput(verified.tokens, positions, pages=context.pages)
-        return self.head.write_features(self.params, features, inputs, state)
+        return Memory(self.head.write_features(self.params, features, inputs, state.pools))
 
     def _draw(self, drawer: Drawer, output: Array, pending: Array) -> Draft:
         """Draw the drafts of a block, given the output of their rows [B, K, h] and the pending token [B, 1]."""

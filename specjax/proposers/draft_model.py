@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax.calls import run
+from specjax.drafters import InMemory
 from specjax.keys import DRAFT, stream
 from specjax.loops import as_carry
 from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
@@ -15,9 +16,9 @@ from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling
 from specjax.types import (
     Array,
-    Chunk,
     Context,
     Draft,
+    Memory,
     Model,
     ModelInput,
     ModelOutput,
@@ -29,21 +30,18 @@ from specjax.validation import is_integer
 CATCH_UP = 16  # tokens in each call that feeds what was committed while the draft model did not run
 
 
-class Fed(NamedTuple):
-    """The state of the draft model."""
-
-    cache: PyTree
-    length: Array  # [B] int32, number of committed tokens, from the first on, that the cache holds
-
-
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["model", "temperature"],
     meta_fields=["num_draft_tokens", "max_length", "is_greedy", "speculate_below", "may_pause"],
 )
 @dataclass(frozen=True)
-class DraftModel:
-    """A proposer that draws K tokens from a draft model, by the sampling parameters of each request."""
+class DraftModel(InMemory):
+    """A proposer that draws K tokens from a draft model, by the sampling parameters of each request.
+
+    The rows of its memory are a pair: the rows of the draft model's memory, and [B] int32, the number of committed
+    tokens, from the first on, that the draft model has been fed.
+    """
 
     model: Model
     num_draft_tokens: int
@@ -57,18 +55,21 @@ class DraftModel:
     def takes_pages(self) -> bool:
         return self.model.takes_pages
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Fed:
-        limit = max_length if self.max_length is None else min(max_length, self.max_length)
-        cache = self.model.init_cache(*((batch_size, limit) if pool is None else pool))
-        return Fed(cache, jnp.zeros(batch_size, jnp.int32))
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        if self.max_length is not None:
+            page_size = min(page_size, self.max_length)  # no row has slots past the limit
+        memory = self.model.init_memory(batch_size, num_pages, page_size)
+        return _joined(memory, jnp.zeros(batch_size, jnp.int32))
 
-    def prefill(self, chunk: Chunk, features: Any, state: Fed) -> Fed:
-        cache = self._run(ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages), state.cache)[1]
-        rows = jnp.arange(state.length.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
-        length = jnp.where(chunk.num_tokens > 0, chunk.positions[:, 0] + chunk.num_tokens, state.length.at[rows].get())
-        return Fed(cache, state.length.at[rows].set(length, mode="drop"))
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        memory, length = _parts(state)
+        memory = self._run(inputs, memory)[1]
+        held, num_tokens = Memory(rows=length), inputs.num_tokens
+        assert num_tokens is not None, "a chunk has it"
+        own = jnp.where(num_tokens > 0, inputs.positions[:, 0] + num_tokens, held.take(inputs.rows).rows)
+        return _joined(memory, held.put(inputs.rows, Memory(rows=own)).rows)
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Fed) -> tuple[Draft, Fed]:
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         num_drafts = self.num_draft_tokens
         speculates, may_skip = rows_to_draft(context, num_drafts, self.max_length, self.speculate_below)
         if self.may_pause:
@@ -82,50 +83,62 @@ class DraftModel:
             draft, state = self._draft(*operands)
         return only_in(speculates, draft), state
 
-    def update(self, context: Context, verified: Verified, features: Any, state: Fed) -> Fed:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
+        memory, fed = _parts(state)
         kept = jnp.minimum(verified.num_accepted, self.num_draft_tokens - 1)  # the last draft has not been fed
-        length = jnp.where(state.length == context.length, context.length + kept, state.length)
-        return state._replace(length=length)
+        return _joined(memory, jnp.where(fed == context.length, context.length + kept, fed))
 
-    def _catch_up(self, context: Context, speculates: Array, state: Fed) -> Fed:
+    def _catch_up(self, context: Context, speculates: Array, state: Memory) -> Memory:
         """Feed the tokens that were committed while a row did not speculate, once it speculates again."""
 
-        def is_behind(state: Fed) -> Array:
-            return jnp.any(speculates & (state.length < context.length - 2))
+        def is_behind(state: Memory) -> Array:
+            return jnp.any(speculates & (_parts(state)[1] < context.length - 2))
 
-        def feed(state: Fed) -> Fed:
-            cache = self._run(_committed(context, state.length, CATCH_UP), state.cache)[1]
-            return Fed(cache, jnp.minimum(state.length + CATCH_UP, context.length))
+        def feed(state: Memory) -> Memory:
+            memory, fed = _parts(state)
+            memory = self._run(_committed(context, fed, CATCH_UP), memory)[1]
+            return _joined(memory, jnp.minimum(fed + CATCH_UP, context.length))
 
         return jax.lax.while_loop(is_behind, feed, as_carry(feed, state, context.length))
 
-    def _run(self, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
+    def _run(self, inputs: ModelInput, memory: Memory) -> tuple[ModelOutput, Memory]:
         """Call the draft model. It has no pages for what lies past its limit: no row reads there, so none writes."""
-        leaves = jax.tree.leaves(cache)
+        leaves = jax.tree.leaves(memory.pools)
         if inputs.pages is not None and self.max_length is not None and leaves:
             num_pages = -(-self.max_length // leaves[0].shape[1])
             inputs = inputs._replace(pages=inputs.pages[:, :num_pages])
-        return run(self.model, inputs, cache)
+        return run(self.model, inputs, memory)
 
-    def _draft(self, keys: Array, context: Context, sampling: Sampling, state: Fed) -> tuple[Draft, Fed]:
+    def _draft(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         """Draw K tokens for every row, and return the draft and the new state.
 
         The first call feeds the last two committed tokens, the others feed one draft each. Two tokens are needed
         because the last draft is not fed: if it is accepted, the cache lacks it and the token that follows.
         """
+        memory, fed = _parts(state)
         start = jnp.maximum(context.length - 2, 0)
-        output, cache = self._run(_committed(context, start, 2), state.cache)
+        output, memory = self._run(_committed(context, start, 2), memory)
         last = (context.length - 1 - start)[:, None, None]  # a context of one token has its only token first
         logits = jnp.take_along_axis(output.logits, last, axis=1)
 
-        def advance(token: Array, index: Array, cache: PyTree) -> tuple[Array, PyTree]:
+        def advance(token: Array, index: Array, memory: Memory) -> tuple[Array, Memory]:
             inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
-            output, cache = self._run(inputs, cache)
-            return output.logits, cache
+            output, memory = self._run(inputs, memory)
+            return output.logits, memory
 
-        draft, cache = Drawer(keys, context, sampling, self.is_greedy).chain(logits, advance, cache)
-        length = jnp.where(state.length >= context.length - 2, context.length, state.length)
-        return draft, Fed(cache, length)
+        draft, memory = Drawer(keys, context, sampling, self.is_greedy).chain(logits, advance, memory)
+        return draft, _joined(memory, jnp.where(fed >= context.length - 2, context.length, fed))
+
+
+def _joined(memory: Memory, fed: Array) -> Memory:
+    """Return the memory of the draft model with the number of tokens [B] that it has been fed."""
+    return Memory(memory.pools, (memory.rows, fed))
+
+
+def _parts(state: Memory) -> tuple[Memory, Array]:
+    """Return what `_joined` has put together."""
+    rows, fed = state.rows
+    return Memory(state.pools, rows), fed
 
 
 def _committed(context: Context, start: Array, num_tokens: int) -> ModelInput:

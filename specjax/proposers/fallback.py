@@ -2,30 +2,23 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax import distributions
+from specjax.drafters import InMemory, in_memory
 from specjax.proposers.draft_model import DraftModel
 from specjax.proposers.p_eagle import ParallelEagle
 from specjax.proposers.split import run_where
-from specjax.types import Array, Categorical, Chunk, Context, Draft, Proposer, PyTree, Verified
+from specjax.types import Array, Categorical, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
 from specjax.verifiers.core import canonical, num_drafts
-
-
-class Both(NamedTuple):
-    """The states of both proposers."""
-
-    first: PyTree
-    second: PyTree
-    is_first: Array  # [B] bool, whether the last drafts of the row came from the first proposer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=[])
 @dataclass(frozen=True)
-class Fallback:
+class Fallback(InMemory):
     """A proposer that drafts with `first`, and with `second` in the rows where `first` has no drafts."""
 
     first: Proposer
@@ -39,41 +32,57 @@ class Fallback:
     def takes_pages(self) -> bool:
         return all(getattr(proposer, "takes_pages", False) for proposer in (self.first, self.second))
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Both:
-        first, second = (proposer.init(batch_size, max_length, pool) for proposer in (self.first, self.second))
-        return Both(first, second, jnp.zeros(batch_size, bool))
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        first, second = (own.init_memory(batch_size, num_pages, page_size) for own in self._both)
+        return _joined(first, second, jnp.zeros(batch_size, bool))
 
-    def prefill(self, chunk: Chunk, features: Any, state: Both) -> Both:
-        first = self.first.prefill(chunk, features, state.first)
-        return Both(first, self.second.prefill(chunk, features, state.second), state.is_first)
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        *states, is_first = _parts(state)
+        given = inputs, following, previous, features
+        first, second = (own.prefill(*given, memory) for own, memory in zip(self._both, states, strict=True))
+        return _joined(first, second, is_first)
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: Both) -> tuple[Draft, Both]:
-        draft, first = self._propose(self.first, keys, context, sampling, state.first)
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]:
+        (one, two), (first, second, _) = self._both, _parts(state)
+        draft, first = self._propose(one, keys, context, sampling, first)
         if draft.distribution is not None:
             raise ValueError("first must make deterministic drafts, whose distribution is None, got a distribution")
         is_first = num_drafts(draft) > 0
         rest = context._replace(active=context.active & ~is_first)
-        propose = partial(self._propose, self.second)
-        other, second = run_where(rest.active, propose, keys, rest, sampling, state.second)
+        propose = partial(self._propose, two)
+        other, second = run_where(rest.active, propose, keys, rest, sampling, second)
         tokens = jnp.where(rest.active[:, None], other.tokens, draft.tokens)
         num_tokens = jnp.where(rest.active, num_drafts(other), num_drafts(draft))
         distribution = other.distribution
         if distribution is not None:
             temperature = 1.0 if distribution.temperature is None else distribution.temperature
             distribution = distribution._replace(temperature=jnp.where(is_first, 0, temperature).astype(jnp.float32))
-        return Draft(tokens, distribution, num_tokens), Both(first, second, is_first)
+        return Draft(tokens, distribution, num_tokens), _joined(first, second, is_first)
 
-    def update(self, context: Context, verified: Verified, features: Any, state: Both) -> Both:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         def only(rows: Array) -> Verified:
             return verified._replace(num_accepted=jnp.where(rows, verified.num_accepted, 0))
 
-        first = self.first.update(context, only(state.is_first), features, state.first)
-        second = self.second.update(context, only(~state.is_first), features, state.second)
-        return state._replace(first=first, second=second)
+        (one, two), (first, second, is_first) = self._both, _parts(state)
+        first = one.update(context, only(is_first), features, first)
+        second = two.update(context, only(~is_first), features, second)
+        return _joined(first, second, is_first)
+
+    def commit(self, state: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
+        *states, is_first = _parts(state)
+        kept = (
+            own.commit(memory, inputs, path, count) if hasattr(own, "commit") else memory
+            for own, memory in zip(self._both, states, strict=True)
+        )
+        return _joined(*kept, is_first)
+
+    @property
+    def _both(self) -> tuple[Any, Any]:
+        return in_memory(self.first), in_memory(self.second)
 
     def _propose(
-        self, proposer: Proposer, keys: Array, context: Context, sampling: Any, state: PyTree
-    ) -> tuple[Draft, PyTree]:
+        self, proposer: Proposer, keys: Array, context: Context, sampling: Any, state: Memory
+    ) -> tuple[Draft, Memory]:
         """Make the draft of one proposer, padded to the number of drafts of the wider proposer."""
         narrow, width = proposer.num_draft_tokens, self.num_draft_tokens
         draft, state = proposer.propose(keys[:, : narrow + 1], context, sampling, state)
@@ -83,6 +92,17 @@ class Fallback:
         if distribution is not None and narrow < width:
             distribution = _widened(distribution, width)
         return Draft(tokens, distribution, draft.num_tokens), state
+
+
+def _joined(first: Memory, second: Memory, is_first: Array) -> Memory:
+    """Return one memory of both proposers, and whether the last drafts of each row [B] came from the first."""
+    return Memory((first.pools, second.pools), (first.rows, second.rows, is_first))
+
+
+def _parts(state: Memory) -> tuple[Memory, Memory, Array]:
+    """Return what `_joined` has put together."""
+    first, second, is_first = state.rows
+    return Memory(state.pools[0], first), Memory(state.pools[1], second), is_first
 
 
 def _widened(distribution: Categorical, width: int) -> Categorical:
@@ -113,7 +133,7 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
         >>> proposer = proposers.fallback(proposers.ngram(2, min_n=2), proposers.ngram(3))
         >>> context = Context(jnp.array([[5, 6, 7, 5, 6], [1, 5, 9, 2, 5]]), jnp.array([5, 5]), jnp.array([True] * 2))
         >>> keys = jax.random.split(jax.random.key(0), (2, 4))
-        >>> proposer.propose(keys, context, None, proposer.init(2, 5))[0].tokens
+        >>> proposer.propose(keys, context, None, proposer.init_memory(2, 2, 5))[0].tokens
         Array([[ 7,  5, -1],
                [ 9,  2,  5]], dtype=int32)
     """

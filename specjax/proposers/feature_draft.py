@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from specjax.drafters import InMemory
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.sampling import Sampling
-from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
+from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 
 
 class Head(Protocol):
@@ -46,24 +47,18 @@ class Head(Protocol):
         ...
 
 
-class HeadState(NamedTuple):
-    """The state of a head."""
-
-    cache: PyTree  # slot s holds what the head keeps of token s and the feature of token s - 1
-    output: Array  # [B, h], what the head made of the last committed token
-
-
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "reduced", "temperature"],
     meta_fields=["head", "num_draft_tokens", "is_greedy"],
 )
 @dataclass(frozen=True)
-class FeatureDraft:
+class FeatureDraft(InMemory):
     """A proposer whose head runs over the committed tokens with the target's features, and over drafts with its own.
 
     After verification one call feeds the accepted tokens with their true features. Its last output gives the first
-    draft of the next step.
+    draft of the next step. Slot s of the pools holds what the head keeps of token s and the feature of token s - 1; the
+    rows are [B, h], what the head made of the last committed token.
     """
 
     head: Head
@@ -72,45 +67,57 @@ class FeatureDraft:
     reduced: Reduced | None = None
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
-    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> HeadState:
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         dtype = self.params["embedding"].dtype
-        cache = self.head.init_cache(*((batch_size, max_length) if pool is None else pool), dtype)
-        return HeadState(cache, jnp.zeros((batch_size, self.head.hidden_size), dtype))
+        cache = self.head.init_cache(num_pages, page_size, dtype)
+        return Memory(cache, jnp.zeros((batch_size, self.head.hidden_size), dtype))
 
-    def prefill(self, chunk: Chunk, features: Any, state: HeadState) -> HeadState:
-        feature = self.head.feature(self.params, before(chunk, features))
-        inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
-        output, cache = self.head(self.params, inputs, feature, state.cache)
-        rows = jnp.arange(state.output.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
-        last = row_of(output, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
-        last = jnp.where((chunk.num_tokens > 0)[:, None], last, state.output.at[rows].get(mode="fill", fill_value=0))
-        return HeadState(cache, state.output.at[rows].set(last, mode="drop"))
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        feature = self.head.feature(self.params, before(previous, features))
+        output, cache = self.head(self.params, inputs, feature, state.pools)
+        last = last_fed(inputs, output, state.take(inputs.rows).rows)
+        return state.put(inputs.rows, Memory(cache, last))
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: HeadState) -> tuple[Draft, HeadState]:
-        def advance(token: Array, index: Array, carry: HeadState) -> tuple[Array, HeadState]:
-            feature = self.head.recurrent(self.params, carry.output[:, None])
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+        def advance(token: Array, index: Array, carry: Memory) -> tuple[Array, Memory]:
+            feature = self.head.recurrent(self.params, carry.rows[:, None])
             inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
-            output, cache = self.head(self.params, inputs, feature, carry.cache)
-            return self.head.logits(self.params, output), HeadState(cache, output[:, 0])
+            output, cache = self.head(self.params, inputs, feature, carry.pools)
+            return self.head.logits(self.params, output), Memory(cache, output[:, 0])
 
-        logits = self.head.logits(self.params, state.output[:, None])
+        logits = self.head.logits(self.params, state.rows[:, None])
         drawer = drawer_of(self, keys, context, sampling, self.reduced)
         draft, last = drawer.chain(logits, advance, state)
-        return only_in(has_feature(context), draft), state._replace(cache=last.cache)
+        return only_in(has_feature(context), draft), Memory(last.pools, state.rows)
 
-    def update(self, context: Context, verified: Verified, features: Any, state: HeadState) -> HeadState:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         inputs, last = committed(context, verified)
-        output, cache = self.head(self.params, inputs, self.head.feature(self.params, features), state.cache)
-        return HeadState(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.output))
+        output, cache = self.head(self.params, inputs, self.head.feature(self.params, features), state.pools)
+        return Memory(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.rows))
 
 
-def before(chunk: Chunk, features: Any) -> Any:
-    """Return the target's features of the token before each token of a chunk."""
-    return jax.tree.map(
-        lambda previous, x: jnp.concatenate([previous[:, None], x[:, :-1]], axis=1), chunk.previous, features
-    )
+def before(previous: PyTree, features: Any) -> Any:
+    """Return the target's features of the token before each token of a chunk.
+
+    Args:
+        previous: the features of the token before the chunk, [R, ...].
+        features: those of the chunk, [R, T, ...].
+    """
+    return jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], axis=1), previous, features)
+
+
+def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
+    """Return the value [R, h] of the last token of each row of a chunk, and `held` [R, h] where the row has none.
+
+    Args:
+        inputs: the chunk, [R, T].
+        values: of its tokens, [R, T, h].
+        held: what stands for a row without tokens.
+    """
+    num_tokens = inputs.num_tokens
+    assert num_tokens is not None, "a chunk has it"
+    return jnp.where((num_tokens > 0)[:, None], row_of(values, jnp.maximum(num_tokens - 1, 0))[:, 0], held)
 
 
 def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:

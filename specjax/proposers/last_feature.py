@@ -11,25 +11,25 @@ import jax.numpy as jnp
 
 from specjax.proposers.feature_draft import committed, row_of
 from specjax.proposers.trunk import hidden_of
-from specjax.types import Array, Chunk, Context, Verified
+from specjax.types import Context, Memory, ModelInput, PyTree, Verified
 
 
-def prefill(chunk: Chunk, features: Any, state: Array) -> Array:
+def prefill(inputs: ModelInput, previous: PyTree, features: Any, state: Memory) -> Memory:
     """Return the hidden state [B, H] of the token before the last one of each prompt, as far as it has been fed."""
-    hidden = hidden_of(features, state.shape[-1])
-    index = chunk.num_tokens - 2
+    held, num_tokens = state.take(inputs.rows).rows, inputs.num_tokens
+    assert num_tokens is not None, "a chunk has it"
+    hidden = hidden_of(features, held.shape[-1])
+    index = num_tokens - 2
     inside = row_of(hidden, jnp.maximum(index, 0))[:, 0]
-    last = jnp.where(index[:, None] >= 0, inside, chunk.previous.hidden).astype(state.dtype)
-    rows = jnp.arange(state.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
-    last = jnp.where(chunk.num_tokens[:, None] > 0, last, state.at[rows].get(mode="fill", fill_value=0))
-    return state.at[rows].set(last, mode="drop")
+    last = jnp.where(index[:, None] >= 0, inside, previous.hidden).astype(held.dtype)
+    return state.put(inputs.rows, Memory(rows=jnp.where(num_tokens[:, None] > 0, last, held)))
 
 
-def update(context: Context, verified: Verified, features: Any, state: Array) -> Array:
+def update(context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
     """Return the hidden state [B, H] of the last token that was fed and committed: the last accepted draft.
 
     The verified tokens say which it is, whoever drafted them.
     """
-    hidden = hidden_of(features, state.shape[-1])
-    last = row_of(hidden, committed(context, verified)[1])[:, 0].astype(state.dtype)
-    return jnp.where(context.active[:, None], last, state)
+    hidden = hidden_of(features, state.rows.shape[-1])
+    last = row_of(hidden, committed(context, verified)[1])[:, 0].astype(state.rows.dtype)
+    return Memory(rows=jnp.where(context.active[:, None], last, state.rows))

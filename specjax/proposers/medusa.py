@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.drafters import InMemory
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
-from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
+from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import check_array
 
 if TYPE_CHECKING:
@@ -30,33 +31,32 @@ if TYPE_CHECKING:
     meta_fields=["is_greedy"],
 )
 @dataclass(frozen=True)
-class Medusa:
+class Medusa(InMemory):
     """A proposer that draws draft i from head i, independently of the drafts before it."""
 
     heads: list[PyTree]  # for each draft: "blocks", a list of {"weight" [H, H], "bias" [H]}, and "head" [D, H]
     reduced: Reduced | None = None  # the vocabulary of the heads; None is the target's
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
-    takes_pages = True
 
     @property
     def num_draft_tokens(self) -> int:
         return len(self.heads)
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Array:
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         head = self.heads[0]["head"]
-        return jnp.zeros((batch_size, head.shape[1]), head.dtype)
+        return Memory(rows=jnp.zeros((batch_size, head.shape[1]), head.dtype))
 
-    def prefill(self, chunk: Chunk, features: Any, state: Array) -> Array:
-        return last_feature.prefill(chunk, features, state)
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        return last_feature.prefill(inputs, previous, features, state)
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
-        hidden = state[:, None]
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+        hidden = state.rows[:, None]
         logits = jnp.concatenate([head_logits(head, hidden) for head in self.heads], axis=1)
         draft = drawer_of(self, keys, context, sampling, self.reduced).parallel(logits)
         return only_in(has_feature(context), draft), state
 
-    def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return last_feature.update(context, verified, features, state)
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from specjax.drafters import InMemory
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, expect, open_directory, refuse_unread, target_weights
 from specjax.sampling import Sampling
-from specjax.types import Array, Chunk, Context, Draft, Model, PyTree, Verified
+from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import check_array
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ EPSILON = 1e-6  # of the norms
     meta_fields=["num_draft_tokens", "scale_input", "is_greedy"],
 )
 @dataclass(frozen=True)
-class MLPSpeculator:
+class MLPSpeculator(InMemory):
     """A proposer that draws each draft from a state, which every token before it changes."""
 
     steps: list[PyTree]  # of the trained depth: "embedding", "projection", "norm", "norm_bias" and "head" of each draft
@@ -40,22 +41,21 @@ class MLPSpeculator:
     scale_input: bool = False  # whether the target's hidden state is first brought to a root mean square of 1 / sqrt(2)
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
-    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Array:
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         projection = self.steps[0]["projection"]
-        return jnp.zeros((batch_size, projection.shape[1]), projection.dtype)
+        return Memory(rows=jnp.zeros((batch_size, projection.shape[1]), projection.dtype))
 
-    def prefill(self, chunk: Chunk, features: Any, state: Array) -> Array:
-        return last_feature.prefill(chunk, features, state)
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        return last_feature.prefill(inputs, previous, features, state)
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Array) -> tuple[Draft, Array]:
-        logits, carry = self.next_logits(last_token(context), 0, self.first(state[:, None]))
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+        logits, carry = self.next_logits(last_token(context), 0, self.first(state.rows[:, None]))
         drawer = drawer_of(self, keys, context, sampling)
         draft, _ = drawer.chain(logits, self.next_logits, carry, is_static=True)
         return only_in(has_feature(context), draft), state
 
-    def update(self, context: Context, verified: Verified, features: Any, state: Array) -> Array:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return last_feature.update(context, verified, features, state)
 
     def first(self, hidden: Array) -> Array:

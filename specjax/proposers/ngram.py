@@ -7,34 +7,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Chunk, Context, Draft, PyTree, Verified
+from specjax.drafters import InMemory
+from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 from specjax.validation import is_integer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_draft_tokens", "min_n", "max_n"])
 @dataclass(frozen=True)
-class NGram:
+class NGram(InMemory):
     """A proposer that copies the tokens after an earlier occurrence of the last n tokens; drafts are deterministic."""
 
     num_draft_tokens: int
     min_n: int
     max_n: int
-    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree:
-        return ()
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        return Memory()
 
-    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree:
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         return state
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]:
         lookup = partial(look_up, num_draft_tokens=self.num_draft_tokens, min_n=self.min_n, max_n=self.max_n)
         tokens, num_tokens = jax.vmap(lookup)(context.tokens, context.length)
         num_tokens = jnp.where(context.active, num_tokens, 0)
         is_draft = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None] < num_tokens[:, None]
         return Draft(jnp.where(is_draft, tokens, -1), None, num_tokens), state
 
-    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return state
 
 

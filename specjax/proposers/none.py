@@ -7,27 +7,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Chunk, Context, Draft, PyTree, Verified
+from specjax.drafters import InMemory
+from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
 @dataclass(frozen=True)
-class NoDrafts:
+class NoDrafts(InMemory):
     """A proposer that makes no drafts: K is 0."""
 
     num_draft_tokens = 0
-    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree:
-        return ()
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        return Memory()
 
-    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree:
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         return state
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]:
         return Draft(jnp.zeros((context.length.shape[0], 0), jnp.int32)), state
 
-    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return state
 
 

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.drafters import InMemory
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.eagle3 import Eagle3Head
-from specjax.proposers.feature_draft import before, committed, has_feature, row_of
+from specjax.proposers.feature_draft import before, committed, has_feature, last_fed, row_of
 from specjax.sampling import Sampling
-from specjax.types import Array, Chunk, Context, Draft, ModelInput, PyTree, Verified
+from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 from specjax.validation import is_integer
 
 
 class Pending(NamedTuple):
-    """The state of the head. The last committed tokens may not have been fed yet; their features wait here."""
+    """The rows of the head's memory: the last committed tokens may not have been fed yet; their features wait here."""
 
-    cache: PyTree  # slot s holds what the head keeps of token s and the feature of token s - 1
     features: Array  # [B, W, h] of the tokens before those that wait
     count: Array  # [B] int32 in [1, W], number of last tokens that wait
 
@@ -29,7 +29,7 @@ class Pending(NamedTuple):
     meta_fields=["head", "mask_token", "num_draft_tokens", "is_greedy", "may_pause"],
 )
 @dataclass(frozen=True)
-class ParallelEagle:
+class ParallelEagle(InMemory):
     """A proposer whose head runs once in each step: over the accepted tokens, then over K - 1 rows of a mask token."""
 
     head: Eagle3Head
@@ -40,48 +40,40 @@ class ParallelEagle:
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
     may_pause: bool = False  # steps may pass without `propose`; tokens are then fed as soon as they are verified
-    takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> Pending:
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         dtype, width = self.params["embedding"].dtype, 1 if self.may_pause else self.num_draft_tokens + 1
-        cache = self.head.init_cache(*((batch_size, max_length) if pool is None else pool), dtype)
         features = jnp.zeros((batch_size, width, self.head.hidden_size), dtype)
-        return Pending(cache, features, jnp.ones(batch_size, jnp.int32))
+        cache = self.head.init_cache(num_pages, page_size, dtype)
+        return Memory(cache, Pending(features, jnp.ones(batch_size, jnp.int32)))
 
-    def prefill(self, chunk: Chunk, features: Any, state: Pending) -> Pending:
-        feature = self.head.feature(self.params, before(chunk, features))
-        inputs = ModelInput(chunk.tokens, chunk.positions, pages=chunk.pages)
-        _, cache = self.head(self.params, inputs, feature, state.cache)
-        rows = jnp.arange(state.count.shape[0], dtype=jnp.int32) if chunk.rows is None else chunk.rows
-        last = row_of(feature, jnp.maximum(chunk.num_tokens - 1, 0))[:, 0]
-        held = state.features.at[rows, 0].get(mode="fill", fill_value=0)
-        last = jnp.where((chunk.num_tokens > 0)[:, None], last, held)
-        return Pending(
-            cache, state.features.at[rows, 0].set(last, mode="drop"), state.count.at[rows].set(1, mode="drop")
-        )
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
+        feature = self.head.feature(self.params, before(previous, features))
+        _, cache = self.head(self.params, inputs, feature, state.pools)
+        held = state.take(inputs.rows).rows
+        own = held.features.at[:, 0].set(last_fed(inputs, feature, held.features[:, 0]))
+        return state.put(inputs.rows, Memory(cache, Pending(own, jnp.ones_like(held.count))))
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Pending) -> tuple[Draft, Pending]:
+    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         width = self.num_draft_tokens
-        inputs, feature = self._rows(context, state)
-        output, cache = self.head(self.params, inputs, feature, state.cache)
-        index = jnp.maximum(state.count - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        inputs, feature = self._rows(context, state.rows)
+        output, cache = self.head(self.params, inputs, feature, state.pools)
+        index = jnp.maximum(state.rows.count - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         logits = self.head.logits(self.params, jnp.take_along_axis(output, index[..., None], axis=1))
         draft = drawer_of(self, keys, context, sampling, self.reduced).parallel(logits)
-        return only_in(has_feature(context), draft), state._replace(cache=cache)
+        return only_in(has_feature(context), draft), Memory(cache, state.rows)
 
-    def update(self, context: Context, verified: Verified, features: Any, state: Pending) -> Pending:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         feature = self.head.feature(self.params, features)
         inputs, last = committed(context, verified)
+        held, is_active = state.rows, context.active[:, None, None]
         if self.may_pause:
-            _, cache = self.head(self.params, inputs, feature, state.cache)
-            feature = jnp.where(context.active[:, None, None], row_of(feature, last), state.features)
-            return Pending(cache, feature, state.count)
-        is_active = context.active[:, None, None]
-        return Pending(
-            state.cache,
-            jnp.where(is_active, feature, state.features),
-            jnp.where(context.active, last + 1, state.count).astype(jnp.int32),
-        )
+            _, cache = self.head(self.params, inputs, feature, state.pools)
+            feature = jnp.where(is_active, row_of(feature, last), held.features)
+            return Memory(cache, Pending(feature, held.count))
+        feature = jnp.where(is_active, feature, held.features)
+        count = jnp.where(context.active, last + 1, held.count).astype(jnp.int32)
+        return Memory(state.pools, Pending(feature, count))
 
     def _rows(self, context: Context, state: Pending) -> tuple[ModelInput, Array]:
         """Return the tokens that wait, then mask tokens, and what each reads of the target's features.

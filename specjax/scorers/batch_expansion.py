@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from specjax.scorers.mqa import mqa
-from specjax.types import Context, Draft, Model, ModelOutput, PyTree
+from specjax.pages import read_slots, write_slots
+from specjax.scorers.mqa import fed, mqa
+from specjax.types import Array, Context, Draft, Memory, Model, ModelOutput, PyTree
 
 
 def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[ModelOutput, PyTree]:
@@ -17,29 +18,36 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
         model: the target.
         context: the sequences; the last committed token of each has not been fed yet.
         draft: the draft, tokens [B, K].
-        cache: the target's cache.
+        cache: the target's memory, or its dense cache as `model.init_cache` makes it.
 
     Returns:
-        ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the cache of
-        the copies that were fed all drafts.
-
-    Raises:
-        ValueError: the context has pages, which no copy of a sequence may write.
+        ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the memory or
+        cache with what the copies that were fed all drafts have written.
     """
-    if context.pages is not None:
-        shape = context.pages.shape
-        raise ValueError(
-            f"context.pages must be None for batch expansion, which copies cache rows, got a table {shape}"
-        )
+    if not isinstance(cache, Memory):
+        memory = Memory(cache) if model.takes_pages else Memory(rows=cache)
+        output, memory = batch_expansion(model, context, draft, memory)
+        return output, memory.pools if model.takes_pages else memory.rows
     batch_size, num_draft_tokens = draft.tokens.shape
     num_copies = num_draft_tokens + 1
-    context, cache = jax.tree.map(lambda x: jnp.repeat(x, num_copies, axis=0), (context, cache))
+    slots = jax.tree.map(lambda pool: read_slots(pool, context.pages), cache.pools)
+    copies = jax.tree.map(
+        lambda x: jnp.repeat(x, num_copies, axis=0), (context._replace(pages=None), Memory(slots, cache.rows))
+    )
     copy = jnp.tile(jnp.arange(num_copies, dtype=jnp.int32), batch_size)
     is_fed = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None] < copy[:, None]
     tokens = jnp.where(is_fed, jnp.repeat(draft.tokens, num_copies, axis=0), -1)
-    output, cache = mqa(model, context, Draft(tokens), cache)
+    output, copies = mqa(model, copies[0], Draft(tokens), copies[1])
 
     def last(x: jax.Array) -> jax.Array:
         return x[jnp.arange(batch_size * num_copies), copy].reshape(batch_size, num_copies, *x.shape[2:])
 
-    return jax.tree.map(last, output), jax.tree.map(lambda x: x[num_draft_tokens::num_copies], cache)
+    whole = jax.tree.map(lambda x: x[num_draft_tokens::num_copies], copies)
+    written = fed(context, draft).positions
+
+    def keep(pool: Array, own: Array) -> Array:
+        """Write to the pool what the call has written to the slots [B, S, ...] of each sequence."""
+        index = jnp.minimum(written, own.shape[1] - 1).reshape(*written.shape, *[1] * (own.ndim - 2))
+        return write_slots(pool, written, jnp.take_along_axis(own, index, axis=1), context.pages)
+
+    return jax.tree.map(last, output), Memory(jax.tree.map(keep, cache.pools, whole.pools), whole.rows)

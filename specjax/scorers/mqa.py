@@ -18,9 +18,14 @@ def mqa(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[Mo
     Returns:
         ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the cache.
     """
+    return run(model, fed(context, draft), cache)
+
+
+def fed(context: Context, draft: Draft) -> ModelInput:
+    """Return what the target is fed in a step: the last committed token of each sequence, and its drafts."""
     num_tokens = draft.tokens.shape[1] + 1
     start = jnp.maximum(context.length - 1, 0)[:, None]
     last = jnp.take_along_axis(context.tokens, start, axis=1)
     tokens = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
     positions = start + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    return run(model, ModelInput(tokens, positions, pages=context.pages), cache)
+    return ModelInput(tokens, positions, pages=context.pages)

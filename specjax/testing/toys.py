@@ -13,10 +13,10 @@ from specjax.keys import DRAFT, stream
 from specjax.types import (
     Array,
     Categorical,
-    Chunk,
     Context,
     Draft,
     Features,
+    Memory,
     Model,
     ModelInput,
     ModelOutput,
@@ -64,13 +64,13 @@ class BigramProposer:
     is_ragged: bool = False  # whether a row of length n has n modulo (K+1) drafts, in place of K
     takes_pages = True
 
-    def init(self, batch_size: int, max_length: int, pool: tuple[int, int] | None = None) -> PyTree:
-        return ()
+    def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
+        return Memory()
 
-    def prefill(self, chunk: Chunk, features: Any, state: PyTree) -> PyTree:
+    def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         return state
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: PyTree) -> tuple[Draft, PyTree]:
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]:
         token = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
         drawn = []
         for i in range(self.num_draft_tokens):
@@ -83,7 +83,7 @@ class BigramProposer:
         logits = jnp.concatenate([reported.logits for _, reported in drawn], axis=1)
         return Draft(tokens, Categorical(logits), num_tokens), state
 
-    def update(self, context: Context, verified: Verified, features: Any, state: PyTree) -> PyTree:
+    def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return state
 
 

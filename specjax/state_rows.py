@@ -1,0 +1,79 @@
+"""Rows of a decoding state: some of them taken out for a step of their number, and put back after it.
+
+The pools of caches stay where they are. A filler, the row number B, is a row that is not active: nothing is kept of it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+
+from specjax.sampling import Sampling
+from specjax.types import NO_PAGE, Array
+
+if TYPE_CHECKING:
+    from specjax.decode import State
+
+
+def take(state: "State", rows: Array) -> "State":
+    """Return the state of some rows.
+
+    Args:
+        state: a state of B rows.
+        rows: [R] int32, no row twice; B is a filler.
+    """
+    table, batch_size = state.context.pages, state.context.length.shape[0]
+
+    def read(x: Array) -> Array:
+        return x.at[rows].get(mode="clip")
+
+    context = jax.tree.map(read, state.context._replace(pages=None))
+    pages = rows[:, None] if table is None else table.at[rows].get(mode="fill", fill_value=NO_PAGE)
+    numbers = state.keys, state.finished, state.totals, state.log_probs
+    keys, finished, totals, log_probs = jax.tree.map(read, numbers)
+    return state._replace(
+        context=context._replace(active=context.active & (rows < batch_size), pages=pages),
+        cache=state.cache.take(rows),
+        proposer=state.proposer.take(rows),
+        sampling=take_sampling(state.sampling, read),
+        keys=keys,
+        finished=finished,
+        totals=totals,
+        log_probs=log_probs,
+    )
+
+
+def put(state: "State", rows: Array, part: "State") -> "State":
+    """Return a state with what a step has changed in the rows that `take` has taken out; a step draws no new keys."""
+
+    def write(x: Array, new: Array) -> Array:
+        return x.at[rows].set(new, mode="drop")
+
+    context, finished, totals, log_probs = jax.tree.map(write, _changed(state), _changed(part))
+    return state._replace(
+        context=context._replace(pages=state.context.pages),
+        cache=state.cache.put(rows, part.cache),
+        proposer=state.proposer.put(rows, part.proposer),
+        finished=finished,
+        totals=totals,
+        log_probs=log_probs,
+    )
+
+
+def _changed(state: "State") -> tuple:
+    """Return what a step changes of a state, beside the memories."""
+    return state.context._replace(pages=None), state.finished, state.totals, state.log_probs
+
+
+def take_sampling(sampling: Sampling, read: Callable[[Array], Array]) -> Sampling:
+    """Return the parameters with `read` of every array that has a row for each request.
+
+    The tables of grammars and what is bound to logits processors are of all rows.
+    """
+    guide, processors = sampling.guide, sampling.logits_processors
+    taken = jax.tree.map(read, sampling._replace(guide=None, logits_processors=None))
+    if guide is not None:
+        guide = guide._replace(grammar=read(guide.grammar), initial=read(guide.initial))
+    if processors is not None:
+        processors = tuple((function, read(uses)) for function, uses in processors)
+    return taken._replace(guide=guide, logits_processors=processors)

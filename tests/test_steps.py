@@ -1,0 +1,171 @@
+"""Steps of some rows of a batch, and what a model keeps of a step where overwriting does not suffice."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import decode, proposers, sampling, scorers, testing, verifiers
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.pages import Pages
+from specjax.sampling import SamplingParams
+from specjax.types import Draft, Memory, Model, ModelOutput
+
+VOCAB, MAX_LENGTH, PAGE_SIZE, LENGTHS = 29, 32, 4, (5, 2, 9, 1)
+CONFIG = DecoderConfig(
+    vocab_size=VOCAB, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, mlp_size=16, max_length=64
+)
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=n, presence_penalty=0.3)
+    for t, n in ((0.8, 12), (0, 9), (1, 14), (0.6, 11))
+]
+prefill = jax.jit(decode.prefill, static_argnames=("max_length", "chunk_size"))
+step = jax.jit(decode.step, static_argnames="verifier")
+
+
+def decoder(seed=0):
+    return decoder_model(CONFIG, jax.tree.map(lambda x: 4 * x, init_params(CONFIG, seed)))
+
+
+def prompts():
+    return np.random.default_rng(0).integers(0, VOCAB, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
+
+
+def start(target, proposer, pages=None, **options):
+    keys = jax.random.split(jax.random.key(1), len(LENGTHS))
+    given = target, proposer, prompts(), np.array(LENGTHS), sampling.batch(PARAMS), keys
+    return prefill(*given, max_length=MAX_LENGTH, pages=pages, **options)
+
+
+def random_pages():
+    table = np.random.default_rng(0).permutation(40)[: len(LENGTHS) * MAX_LENGTH // PAGE_SIZE]
+    return Pages(jnp.asarray(table.reshape(len(LENGTHS), -1), jnp.int32), 40, PAGE_SIZE)
+
+
+@pytest.mark.parametrize("form", ["dense", "pages", "no pages"])
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_rows_in_any_order_and_number(form, verifier):
+    """Each row gets the tokens of steps of all rows, and what a step does not compute stays as it is."""
+    target, draft = decoder(0), decoder(1)
+    if form == "no pages":
+        target, draft = (replace(model, takes_pages=False) for model in (target, draft))
+    proposer, pages = proposers.draft_model(draft, 2), random_pages() if form == "pages" else None
+    whole = state = start(target, proposer, pages)
+    while whole.context.active.any():
+        whole, _ = step(target, proposer, whole, verifier=getattr(verifiers, verifier))
+    rng = np.random.default_rng(0)
+    while state.context.active.any():
+        size = int(rng.integers(1, 4))
+        rows = rng.permutation(len(LENGTHS) + 1)[:size]  # one of them is no row
+        before = jax.device_get(state.context)
+        active = before.active[np.minimum(rows, 3)] & (rows < 4)
+        state, info = step(target, proposer, state, rows=jnp.asarray(rows), verifier=getattr(verifiers, verifier))
+        after = jax.device_get(state.context)
+        others = np.setdiff1d(np.arange(4), rows)
+        np.testing.assert_array_equal(after.length[others], before.length[others])
+        counts = (np.asarray(info.tokens) >= 0).sum(axis=1)
+        assert info.tokens.shape[0] == size and not counts[~active].any() and counts[active].all()
+        np.testing.assert_array_equal((after.length - before.length)[rows[active]], counts[active])
+    np.testing.assert_array_equal(state.context.tokens, whole.context.tokens)
+    jax.tree.map(np.testing.assert_array_equal, (state.totals, state.finished), (whole.totals, whole.finished))
+
+
+def test_rows_must_be_integers():
+    target = decoder()
+    with pytest.raises(ValueError, match=r"rows must have shape \[R\]"):
+        decode.step(target, None, start(target, None), rows=jnp.array([[0]]))
+    with pytest.raises(ValueError, match="rows"):
+        decode.step(target, None, start(target, None), rows=jnp.array([0.0]))
+
+
+def test_batch_expansion_in_pages():
+    """It writes what one call with all drafts writes, to the pages of each row alone."""
+    target = decoder()
+    dense, paged = (start(target, None, pages) for pages in (None, random_pages()))
+    draft = Draft(jnp.array([[3, 4, 5], [6, -1, -1], [7, 8, -1], [-1, -1, -1]]))
+    expected, _ = jax.jit(scorers.mqa)(target, dense.context, draft, dense.cache)
+    output, cache = jax.jit(scorers.batch_expansion)(target, paged.context, draft, paged.cache)
+    _, one = jax.jit(scorers.mqa)(target, paged.context, draft, paged.cache)
+    for b, num_drafts in enumerate((3, 1, 2, 0)):
+        np.testing.assert_allclose(output.logits[b, : num_drafts + 1], expected.logits[b, : num_drafts + 1], atol=2e-5)
+    table = np.asarray(random_pages().table)
+    for leaf, other, before in zip(*map(jax.tree.leaves, (cache.pools, one.pools, paged.cache.pools)), strict=True):
+        for b, (length, num_drafts) in enumerate(zip(LENGTHS, (3, 1, 2, 0), strict=True)):
+            held = (np.asarray(x)[table[b]].reshape(-1, *x.shape[2:])[: length + num_drafts] for x in (leaf, other))
+            np.testing.assert_allclose(*held, atol=2e-5)
+        unused = np.setdiff1d(np.arange(40), table)
+        np.testing.assert_array_equal(np.asarray(leaf)[unused], np.asarray(before)[unused])
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A model whose logits depend on a sum over all tokens so far, in the rows of its memory or as its cache.
+
+    A call leaves the sums after each of its tokens beside the one it began with, and `commit` chooses among them.
+    """
+
+    in_pages: bool
+
+    def __call__(self, params, inputs, memory):
+        held = memory.take(inputs.rows).rows if self.in_pages else memory
+        index = jnp.arange(inputs.tokens.shape[1])[None]
+        is_fed = index < (inputs.tokens.shape[1] if inputs.num_tokens is None else inputs.num_tokens[:, None])
+        begin = jnp.where(inputs.positions[:, 0] == 0, 0, held["sum"])
+        sums = begin[:, None] + jnp.cumsum(jnp.where(is_fed, inputs.tokens + 1, 0), axis=1)
+        width = held["after"].shape[1]
+        # A prompt is kept whole but for its last token, which the first step feeds again.
+        last = sums[:, -1] - jnp.where(is_fed, inputs.tokens + 1, 0)[:, -1]
+        after = jnp.pad(sums, ((0, 0), (0, max(0, width - sums.shape[1]))))[:, :width]
+        new = {"sum": last if sums.shape[1] > width else begin, "after": after}
+        output = ModelOutput(params[sums % VOCAB])
+        if self.in_pages:
+            return output, memory.put(inputs.rows, Memory((), new))
+        return output, new
+
+
+def keep_sum(memory, inputs, path, count):
+    """`Model.commit` of `Recurrent`: the sum after the last token that is kept, where the row ran."""
+    held = memory.rows
+    last = jnp.take_along_axis(path, jnp.maximum(count - 1, 0)[:, None], axis=1)
+    kept = jnp.take_along_axis(held["after"], last, axis=1)[:, 0]
+    return Memory(memory.pools, held | {"sum": jnp.where(count > 0, kept, held["sum"])})
+
+
+def sums(batch_size, max_length=0):
+    return {"sum": jnp.zeros(batch_size, jnp.int32), "after": jnp.zeros((batch_size, 3), jnp.int32)}
+
+
+def no_pools(num_pages, page_size):
+    return ()
+
+
+def recurrent(in_pages):
+    table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)) * 2
+    if in_pages:
+        return Model(table, Recurrent(True), no_pools, VOCAB, takes_pages=True, init_rows=sums, commit=keep_sum)
+    return Model(table, Recurrent(False), sums, VOCAB, commit=keep_sum)
+
+
+@pytest.mark.parametrize("in_pages", [True, False])
+def test_a_recurrent_state_follows_what_is_accepted(in_pages):
+    """Greedy tokens are those of a loop over the sum, whatever was drafted, in steps of all rows and of some."""
+    target = recurrent(in_pages)
+    proposer = testing.BigramProposer(jax.random.normal(jax.random.key(3), (VOCAB, VOCAB)), 2, is_ragged=True)
+    lengths, ids = (1, 1, 1), np.array([[3], [8], [20]], np.int32)
+    params = sampling.batch([SamplingParams(temperature=0, max_tokens=12)] * 3)
+    state = prefill(target, proposer, ids, np.array(lengths), params, jax.random.key(0), max_length=16)
+    state = state._replace(cache=Memory((), sums(3)))
+    accepted = 0
+    for i in range(40):
+        rows = None if i % 3 == 0 else jnp.array([i % 3, 3, (i + 1) % 3])
+        state, info = step(target, proposer, state, rows=rows)
+        accepted += int(info.num_accepted.sum())
+    table = np.asarray(target.params)
+    for row, first in zip(np.asarray(state.context.tokens), ids[:, 0].tolist(), strict=True):
+        expected, total = [first], first + 1
+        for _ in range(12):
+            expected.append(int(table[total % VOCAB].argmax()))
+            total += expected[-1] + 1
+        assert row[:13].tolist() == expected
