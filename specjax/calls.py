@@ -42,7 +42,8 @@ def run(model: Model, inputs: ModelInput, memory: PyTree) -> tuple[ModelOutput, 
         output, pools = _apply(model, inputs, memory.pools)
         return output, Memory(pools, memory.rows)
     part = memory.take(inputs.rows)
-    output, rows = _apply(model, ModelInput(inputs.tokens, inputs.positions, inputs.mask), part.rows)
+    own = ModelInput(inputs.tokens, inputs.positions, inputs.mask, num_tokens=inputs.num_tokens)
+    output, rows = _apply(model, own, part.rows)
     return output, memory.put(inputs.rows, Memory(rows=rows))
 
 

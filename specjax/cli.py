@@ -287,6 +287,13 @@ def _add_serve(commands: Any) -> None:
         help="key that clients must send; may be repeated; default: those in SPECJAX_API_KEY, with spaces between them",
     )
     add("--num-slots", type=int, metavar="N", help="samples that run at a time; default: 16, on CPUs 8")
+    add(
+        "--step-sizes",
+        type=int,
+        nargs="*",
+        metavar="N",
+        help="slots that a step computes where few are active; none: always all; default: 1 8 32, on CPUs 1",
+    )
     add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait for a slot; default: 256")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds of a request; default: 600")
     add(
@@ -314,6 +321,7 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         num_slots=args.num_slots,
+        step_sizes=args.step_sizes,
         max_waiting=args.max_waiting,
         api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
         request_timeout=args.request_timeout,
@@ -547,6 +555,7 @@ def _batch(args: argparse.Namespace) -> int:
         eos_token_ids=llm.eos_token_ids,
         verifier=llm.verifier,
         capacities=specjax.Capacities(grammars=batch_files.GRAMMARS),
+        step_sizes=(),  # nearly all steps are full
     ) as engine:
         files = args.requests, args.out
         numbers = batch_files.run(engine, known, *files, num_slots=args.num_slots, progress=True)

@@ -123,7 +123,8 @@ def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int,
         raise ValueError(f"pages must be None or Pages(table, num_pages, page_size), got {type(pages).__name__}")
     for name, taker in (("model", model), ("proposer", proposer)):
         if not getattr(taker, "takes_pages", False):
-            raise ValueError(f"pages must be None for a {name} whose takes_pages is False, got Pages")
+            other = "" if taker is model else ", or that has no init_memory"
+            raise ValueError(f"pages must be None for a {name} whose takes_pages is False{other}, got Pages")
     for name in ("num_pages", "page_size"):
         number = getattr(pages, name)
         if not (is_integer(number) and number >= 1):

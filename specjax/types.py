@@ -171,7 +171,7 @@ class Model:
 
     Where `takes_pages` is true, `apply` finds the slots of a row by `inputs.pages`, and `init_cache(num_pages,
     page_size)` makes a pool whose leaves are [num_pages, page_size, ...]. A dense cache is such a pool too, with one
-    page for each row. Where `takes_pages` is false, the inputs of a call are tokens, positions and mask alone.
+    page for each row. Where `takes_pages` is false, the inputs of a call have neither pages nor rows.
 
     A model in pages that keeps more of a sequence than its slots, such as a recurrent state, has `init_rows`. Its
     `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.

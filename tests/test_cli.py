@@ -180,6 +180,14 @@ def interrupt_after(monkeypatch, calls):
     monkeypatch.setattr(Slots, "step", step_or_interrupt)
 
 
+@pytest.mark.parametrize("given, expected", [([], None), (["--step-sizes"], []), (["--step-sizes", "1", "4"], [1, 4])])
+def test_step_sizes_of_a_server(model, monkeypatch, given, expected):
+    found = []
+    monkeypatch.setattr("specjax.server.run.serve", lambda *args, step_sizes, **options: found.append(step_sizes) or 0)
+    assert main(["serve", "--model", str(model), "--no-compilation-cache", *given]) == 0
+    assert found == [expected]
+
+
 class TestJson:
     def test_figures(self, generate):
         exit_code, out, err = generate(PROMPT, "--json", "--compare")

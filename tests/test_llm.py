@@ -318,13 +318,13 @@ class TestCompany:
 
     @pytest.mark.parametrize(
         "platform, on_one, on_three",
-        [("cpu", [1, 8, 8, 32, 32], [3, 9, 33]), ("gpu", [1, 64, 64, 64, 64], [3, 66, 66])],
+        [("cpu", [8, 8, 8, 32, 32], [3, 9, 33]), ("gpu", [64, 64, 64, 64, 64], [3, 66, 66])],
     )
     def test_number_of_slots(self, platform, on_one, on_three, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: platform)
         assert [run.choose_num_slots(None, n) for n in (1, 2, 63, 64, 1000)] == on_one
         assert [run.choose_num_slots(None, n, 3) for n in (1, 2, 64)] == on_three
-        assert [run.choose_num_slots(5, n) for n in (1, 2, 1000)] == [1, 5, 5]
+        assert [run.choose_num_slots(5, n) for n in (1, 2, 1000)] == [5, 5, 5]
 
     @pytest.mark.slow
     def test_devices_that_share_the_target(self, llm, pair):

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from specjax import decode, proposers, sampling, scorers, testing, verifiers
+from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.pages import PageTables
+from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.slots import Slots
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages
 from specjax.sampling import SamplingParams
+from specjax.sampling.capacities import of_request
 from specjax.types import Draft, Memory, Model, ModelOutput
 
 VOCAB, MAX_LENGTH, PAGE_SIZE, LENGTHS = 29, 32, 4, (5, 2, 9, 1)
@@ -101,40 +106,44 @@ def test_batch_expansion_in_pages():
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A model whose logits depend on a sum over all tokens so far, in the rows of its memory or as its cache.
+    """A model whose logits depend on a sum over all tokens so far, in the rows of its memory or in its cache.
 
-    A call leaves the sums after each of its tokens beside the one it began with, and `commit` chooses among them.
+    It keeps the sums before and after the last token that stays. A step leaves the sums around each of its tokens
+    beside them, among which `commit` chooses.
     """
 
     in_pages: bool
 
     def __call__(self, params, inputs, memory):
         held = memory.take(inputs.rows).rows if self.in_pages else memory
-        index = jnp.arange(inputs.tokens.shape[1])[None]
-        is_fed = index < (inputs.tokens.shape[1] if inputs.num_tokens is None else inputs.num_tokens[:, None])
-        begin = jnp.where(inputs.positions[:, 0] == 0, 0, held["sum"])
-        sums = begin[:, None] + jnp.cumsum(jnp.where(is_fed, inputs.tokens + 1, 0), axis=1)
-        width = held["after"].shape[1]
-        # A prompt is kept whole but for its last token, which the first step feeds again.
-        last = sums[:, -1] - jnp.where(is_fed, inputs.tokens + 1, 0)[:, -1]
-        after = jnp.pad(sums, ((0, 0), (0, max(0, width - sums.shape[1]))))[:, :width]
-        new = {"sum": last if sums.shape[1] > width else begin, "after": after}
-        output = ModelOutput(params[sums % VOCAB])
-        if self.in_pages:
-            return output, memory.put(inputs.rows, Memory((), new))
-        return output, new
+        start = inputs.positions[:, 0]
+        first = jnp.where(start == held["length"], held["last"][:, 1], held["last"][:, 0])
+        first = jnp.where(start > 0, first, 0)[:, None]
+        sums = jnp.concatenate([first, first + jnp.cumsum(inputs.tokens + 1, axis=1)], axis=1)
+        if inputs.num_tokens is None:
+            new = held | {"step": held["step"].at[:, : sums.shape[1]].set(sums)}
+        else:
+            new = keep(held, sums, start, inputs.num_tokens)
+        output = ModelOutput(params[sums[:, 1:] % VOCAB])
+        return output, memory.put(inputs.rows, Memory((), new)) if self.in_pages else new
 
 
-def keep_sum(memory, inputs, path, count):
-    """`Model.commit` of `Recurrent`: the sum after the last token that is kept, where the row ran."""
-    held = memory.rows
-    last = jnp.take_along_axis(path, jnp.maximum(count - 1, 0)[:, None], axis=1)
-    kept = jnp.take_along_axis(held["after"], last, axis=1)[:, 0]
-    return Memory(memory.pools, held | {"sum": jnp.where(count > 0, kept, held["sum"])})
+def keep(held, sums, start, count):
+    index = jnp.maximum(jnp.stack([count - 1, count], axis=1), 0)
+    last = jnp.take_along_axis(sums, index, axis=1)
+    return held | {
+        "last": jnp.where(count[:, None] > 0, last, held["last"]),
+        "length": jnp.where(count > 0, start + count, held["length"]),
+    }
 
 
-def sums(batch_size, max_length=0):
-    return {"sum": jnp.zeros(batch_size, jnp.int32), "after": jnp.zeros((batch_size, 3), jnp.int32)}
+def commit(memory, inputs, path, count):
+    return Memory(memory.pools, keep(memory.rows, memory.rows["step"], inputs.positions[:, 0], count))
+
+
+def sums_of_rows(batch_size, max_length=0):
+    shapes = {"last": (batch_size, 2), "length": (batch_size,), "step": (batch_size, 4)}
+    return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
 
 
 def no_pools(num_pages, page_size):
@@ -144,28 +153,57 @@ def no_pools(num_pages, page_size):
 def recurrent(in_pages):
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)) * 2
     if in_pages:
-        return Model(table, Recurrent(True), no_pools, VOCAB, takes_pages=True, init_rows=sums, commit=keep_sum)
-    return Model(table, Recurrent(False), sums, VOCAB, commit=keep_sum)
+        return Model(table, Recurrent(True), no_pools, VOCAB, takes_pages=True, init_rows=sums_of_rows, commit=commit)
+    return Model(table, Recurrent(False), sums_of_rows, VOCAB, commit=commit)
+
+
+def greedy(target, prompt, num_tokens):
+    """The tokens of a loop over the sum."""
+    table, total, found = np.asarray(target.params), sum(prompt) + len(prompt), []
+    for _ in range(num_tokens):
+        found.append(int(table[total % VOCAB].argmax()))
+        total += found[-1] + 1
+    return found
+
+
+def bigrams():
+    return testing.BigramProposer(jax.random.normal(jax.random.key(3), (VOCAB, VOCAB)), 2, is_ragged=True)
 
 
 @pytest.mark.parametrize("in_pages", [True, False])
 def test_a_recurrent_state_follows_what_is_accepted(in_pages):
-    """Greedy tokens are those of a loop over the sum, whatever was drafted, in steps of all rows and of some."""
-    target = recurrent(in_pages)
-    proposer = testing.BigramProposer(jax.random.normal(jax.random.key(3), (VOCAB, VOCAB)), 2, is_ragged=True)
-    lengths, ids = (1, 1, 1), np.array([[3], [8], [20]], np.int32)
-    params = sampling.batch([SamplingParams(temperature=0, max_tokens=12)] * 3)
-    state = prefill(target, proposer, ids, np.array(lengths), params, jax.random.key(0), max_length=16)
-    state = state._replace(cache=Memory((), sums(3)))
-    accepted = 0
-    for i in range(40):
-        rows = None if i % 3 == 0 else jnp.array([i % 3, 3, (i + 1) % 3])
+    """Greedy tokens are those of a loop, whatever was drafted, in steps of all rows and of some."""
+    target, proposer = recurrent(in_pages), bigrams()
+    params = sampling.batch([SamplingParams(temperature=0, max_tokens=12)] * 4)
+    given = target, proposer, prompts(), np.array(LENGTHS), params, jax.random.key(0)
+    state, accepted = prefill(*given, max_length=MAX_LENGTH, chunk_size=4), 0
+    for i in range(60):
+        rows = None if i % 3 == 0 else jnp.array([i % 4, 4, (i + 1) % 4])
         state, info = step(target, proposer, state, rows=rows)
         accepted += int(info.num_accepted.sum())
-    table = np.asarray(target.params)
-    for row, first in zip(np.asarray(state.context.tokens), ids[:, 0].tolist(), strict=True):
-        expected, total = [first], first + 1
-        for _ in range(12):
-            expected.append(int(table[total % VOCAB].argmax()))
-            total += expected[-1] + 1
-        assert row[:13].tolist() == expected
+    assert accepted > 0 and not state.context.active.any()
+    for row, prompt, length in zip(np.asarray(state.context.tokens), prompts().tolist(), LENGTHS, strict=True):
+        assert row[length : length + 12].tolist() == greedy(target, prompt[:length], 12)
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+def test_prompts_of_recurrent_models_share_no_pages():
+    """The second prompt begins as the first, whose pages hold nothing of the state."""
+    target, chunk = recurrent(True), 8
+    slots = Slots(target, bigrams(), num_slots=2, max_length=MAX_LENGTH, pool=(16, PAGE_SIZE), chunk_size=chunk)
+    scheduler = Scheduler(slots, PageTables(16, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, chunk), chunk)
+    prompt, jobs = [*range(16), 3], []
+    for last in (1, 2, 1):
+        params = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
+        output = Detokenizer(Letters(), [*prompt, last], params)
+        row = of_request(params, slots.capacities, (), VOCAB)
+        jobs.append(Job([*prompt, last], row, np.zeros(2, np.uint32), output))
+        scheduler.add(jobs[-1])
+    while scheduler.advance():
+        pass
+    for job, last in zip(jobs, (1, 2, 1), strict=True):
+        assert job.output.token_ids == greedy(target, [*prompt, last], 9)

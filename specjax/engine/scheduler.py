@@ -261,7 +261,9 @@ class Scheduler:
         if self._tables is None:
             return True
         tokens = np.array(job.tokens, np.int32)
-        job.pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt, takes=job.is_scored)
+        # The pages of others hold no state of a model that keeps more of a sequence than its slots.
+        salt = job.salt if self._device.model.init_rows is None else None
+        job.pages = self._tables.insert(tokens, self._room(len(tokens)), salt, takes=job.is_scored)
         if job.pages is None:
             return False
         job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value

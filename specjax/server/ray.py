@@ -43,6 +43,7 @@ def application(
     any_model_name: bool = False,
     verifier: str = "rejection",
     num_slots: int = 16,
+    step_sizes: Sequence[int] | None = None,
     num_replicas: int = 1,
     autoscaling: Mapping[str, Any] | None = None,
     resources: Mapping[str, Any] | None = None,
@@ -66,6 +67,7 @@ def application(
         any_model_name: whether clients may use any other name, too.
         verifier: "rejection", "block" or "match".
         num_slots: number of samples that run at a time in each replica.
+        step_sizes: as `Engine` takes them.
         num_replicas: number of replicas, where `autoscaling` is None.
         autoscaling: the `autoscaling_config` of Ray Serve, with `min_replicas` and `max_replicas`. The requests that
             each replica should have, waiting ones among them, `target_ongoing_requests`, are `num_slots` unless it says
@@ -110,7 +112,9 @@ def application(
         graceful_shutdown_timeout_s=shutdown_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
-    ).bind(model, draft, names, any_model_name, verifier=verifier, num_slots=num_slots, **options)
+    ).bind(
+        model, draft, names, any_model_name, verifier=verifier, num_slots=num_slots, step_sizes=step_sizes, **options
+    )
     front = serve.deployment(
         serve.ingress()(FrontReplica),
         name=FRONT,
@@ -152,10 +156,11 @@ class Replica:
         *,
         verifier: str,
         num_slots: int,
+        step_sizes: Sequence[int] | None = None,
         **options: Any,
     ):
         llm = LLM(model, draft, verifier=getattr(verifiers, verifier), **options)
-        self._engine = start_engine(llm, num_slots, max_waiting=None)  # Ray bounds the requests
+        self._engine = start_engine(llm, num_slots, None, step_sizes)  # Ray bounds the requests that wait
         self._app = make_app(self._engine, llm, served(llm, names[0], names[1:], takes_any_name=any_model_name))
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:

@@ -45,6 +45,7 @@ def serve(
     host: str,
     port: int,
     num_slots: int | None,
+    step_sizes: Sequence[int] | None = None,
     max_waiting: int,
     api_keys: Sequence[str] = (),
     request_timeout: float,
@@ -61,6 +62,7 @@ def serve(
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
         num_slots: number of samples that run at a time; None is 16, and 8 on CPUs.
+        step_sizes: as `Engine` takes them.
         max_waiting: the most requests that wait for a slot.
         api_keys: the keys that clients may use; without any, everybody may.
         request_timeout: seconds that a request may take.
@@ -84,7 +86,7 @@ def serve(
         setup = {"served": write_served(known), "about": asdict(_about(llm)), "options": options}
         with http_process(listener) as (process, channel):
             desk = Desk(channel, setup | {"shutdown_timeout": shutdown_timeout, "access_log": access_log})
-            with start_engine(llm, num_slots, max_waiting) as engine:
+            with start_engine(llm, num_slots, max_waiting, step_sizes) as engine:
                 listener.close()  # it is the other process's now
                 with _signals(desk.end):
                     desk.serve(engine, lambda: print(f"specjax: {name} is ready at {address}", flush=True))
@@ -110,7 +112,7 @@ def _signals(end: Callable[[], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
+def start_engine(llm: LLM, num_slots: int, max_waiting: int | None, step_sizes: Sequence[int] | None = None) -> Engine:
     """Start an engine for the requests of clients; the arguments are those of `Engine`.
 
     Tracing makes many objects that stay, so garbage is not searched for until it is ready.
@@ -128,6 +130,7 @@ def start_engine(llm: LLM, num_slots: int, max_waiting: int | None) -> Engine:
             capacities=CAPACITIES,
             grammar_seconds=GRAMMAR_SECONDS,
             max_waiting=max_waiting,
+            step_sizes=step_sizes,
         )
     finally:
         gc.freeze()
