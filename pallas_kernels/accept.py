@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import Leaf, Ref, call, runtime_zero
-from pallas_kernels.rows import Batch, Rows, count_drafts, exp, finite, inverse
+from pallas_kernels.rows import Batch, Rows, count_drafts, exp, finite, inverse, log_prob_of
 from pallas_kernels.rules import Evidence, log_ratio
 from pallas_kernels.statistics import Statistics
 from pallas_kernels.triton import plgpu
@@ -156,10 +156,7 @@ def _weigh(
     is_greedy = temperature == 0
     target, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
     token_logit = _load(statistics.token, sequence, lane, num_drafts)
-    log_prob = (token_logit - target.top) * inverse(temperature)
-    log_prob = log_prob - target.log_mass
-    # In a row without mass this is NaN, which a minimum may drop.
-    log_prob = jnp.where(target.log_mass > -jnp.inf, log_prob, -jnp.inf)
+    log_prob = log_prob_of(token_logit, target.top, inverse(temperature), target.log_mass)
     draft, draft_log_prob = None, jnp.zeros_like(log_prob)
     if batch.draft is not None:
         draft_temperature = batch.draft.load_temperature(sequence)

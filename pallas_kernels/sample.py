@@ -32,6 +32,7 @@ from pallas_kernels.rows import (
     in_blocks,
     in_parts,
     inverse,
+    log_prob_of,
     over_blocks,
     tile_of_blocks,
 )
@@ -268,7 +269,7 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
         if drawn.log_probs is not None:
             log_mass = jnp.log(jnp.sum(mass * jnp.exp(distance)))
             logit = rows.load(at, jnp.maximum(emitted, 0), emitted >= 0)
-            log_prob = (logit - top) * inverse(temperature) - log_mass
+            log_prob = log_prob_of(logit, top, inverse(temperature), log_mass)
             # The temperature is 0 here, and stands for that number: a select between Python scalars does not lower.
             greedy = jnp.where(emitted == token, temperature, -jnp.inf)
             plgpu.store(drawn.log_probs.at[sequence, row], jnp.where(temperature == 0, greedy, log_prob))
@@ -286,7 +287,7 @@ def _load_masses(masses: _Masses[Ref], sequence: Array, row: Array) -> tuple[Arr
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
     tops = plgpu.load(masses.top.at[sequence, row, block], mask=block < num_blocks, other=-jnp.inf)
     mass = plgpu.load(masses.mass.at[sequence, row, block], mask=block < num_blocks, other=0)
-    return jnp.where(mass > 0, tops, -jnp.inf), jnp.where(mass > 0, mass, 0)  # leaves out blocks with a NaN
+    return tops, mass
 
 
 def _block_scores(
@@ -381,7 +382,7 @@ def _choice_kernel(inputs, out):
         logit = _of_best(scores, logits)
         if is_bonus is not None:
             logit = jnp.where(is_bonus, functools.reduce(jnp.maximum, logits), logit)
-        log_prob = (logit - highest) * scale - jnp.log(functools.reduce(jnp.add, own))
+        log_prob = log_prob_of(logit, highest, scale, jnp.log(functools.reduce(jnp.add, own)))
         # The temperature is 0 here, and stands for that number: a select between Python scalars does not lower.
         greedy = jnp.where(emitted == token, temperature, -jnp.inf)
         return jnp.where(where, jnp.where(temperature == 0, greedy, log_prob), 0)

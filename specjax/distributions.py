@@ -1,6 +1,7 @@
 """Operations on a `Categorical`: the probabilities of tokens, and draws from rows and residuals.
 
 All work of size V is done here, on whole batches of rows, and no array of the size of the logits is written to memory.
+A logit of NaN counts as -inf.
 
 Where `axis_name` is given, each device along this axis of a `jax.shard_map` holds a part of the vocabulary, and V is
 the size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
@@ -74,10 +75,20 @@ def take(distribution: Categorical, index: Array) -> Categorical:
 
 
 def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
-    """Return the logits [B, T, V], in at least float32, with -inf below the cut.
+    """Return the logits [B, T, V], in at least float32, with -inf below the cut and for NaN.
 
     With `ids` [B, T, N] they are the logits [B, T, N] of these tokens.
     """
+    return numbers(_cut_logits(distribution, ids))
+
+
+def numbers(logits: Array) -> Array:
+    """Return logits with -inf in place of NaN."""
+    return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+
+
+def _cut_logits(distribution: Categorical, ids: Array | None) -> Array:
+    """Return what `kept_logits` does, but NaN may stay: CPUs write the result of a select before exp to memory."""
     logits, min_logit, rows = distribution.logits, distribution.min_logit, distribution.rows
     if ids is not None and rows is not None:
         logits = logits[rows[..., None], ids]
@@ -99,23 +110,64 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
     which may be 0, or on request.
     """
     stored = _stored(distribution)
-    # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
-    best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
+    has_best = argmax or distribution.temperature is not None
     if distribution.log_normalizer is not None:
         log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
         shift = jnp.zeros_like(log_mass)
+        best = _argmax(numbers(stored.logits)) if has_best else None
         if axis_name is not None and best is not None:
-            top = jnp.max(widen(stored.logits), axis=-1)
+            top = jnp.max(numbers(widen(stored.logits)), axis=-1)
             best = _best_of_shards(top, best, stored.logits.shape[-1], axis_name)
     else:
-        top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
+        mass, top, best = _statistics(stored, None, has_best)
         shift = jnp.where(jnp.isfinite(top), top, 0)
-        mass = jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1)
         if axis_name is not None:
             shift, mass, best = _join_shards(stored, top, mass, best, axis_name)
         log_mass = jnp.where(mass == 0, -jnp.inf, jnp.log(jnp.where(mass == 0, 1, mass)))
     best = None if best is None else _by_row(distribution, best)
     return Law(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best, axis_name)
+
+
+def argmax(distribution: Categorical) -> Array:
+    """Return the lowest id [B, T] int32 of the largest logit of every row."""
+    return _by_row(distribution, _argmax(numbers(_stored(distribution).logits)))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _statistics(stored: Categorical, block_size: int | None, has_best: bool) -> tuple[Array, Array, Array | None]:
+    """Return masses, largest logits and, where `has_best`, argmax of rows, with NaN as -inf.
+
+    A NaN shows in the mass, whatever a maximum makes of it. So rows without NaN are not read once more to find that out,
+    and CPUs are spared a select, which would take as long as the masses.
+
+    Args:
+        stored: the rows.
+        block_size: tokens of a block of the vocabulary; None is all, which gives masses without an axis of blocks.
+        has_best: whether the argmax is wanted.
+    """
+    found = _of_numbers(stored, block_size, has_best)
+    return jax.lax.cond(
+        jnp.any(jnp.isnan(found[0])),
+        lambda: _of_numbers(stored._replace(logits=numbers(stored.logits)), block_size, has_best),
+        lambda: found,
+    )
+
+
+@_statistics.defjvp
+def _statistics_jvp(block_size: int | None, has_best: bool, primals: tuple, tangents: tuple) -> tuple:
+    (stored,) = primals  # the derivative of a branch would keep arrays of the size of the logits for the other one
+    stored = stored._replace(logits=numbers(stored.logits))
+    return jax.jvp(lambda stored: _of_numbers(stored, block_size, has_best), (stored,), tangents)
+
+
+def _of_numbers(stored: Categorical, block_size: int | None, has_best: bool) -> tuple[Array, Array, Array | None]:
+    """Return what `_statistics` does for rows without NaN, with the masses relative to the finite `top`, or to 0."""
+    # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
+    best = _argmax(stored.logits) if has_best else None
+    top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
+    shift = jnp.where(jnp.isfinite(top), top, 0)
+    weights = jnp.exp(_kept_exponents(stored, shift[..., None]))
+    return jnp.sum(weights, axis=-1) if block_size is None else _block_sums(weights, block_size), top, best
 
 
 def _join_shards(
@@ -133,7 +185,6 @@ def _join_shards(
     tops, masses, *ids = jnp.moveaxis(shards.table(jnp.stack([x.astype(top.dtype) for x in own]), axis_name), 1, 0)
     shifts, highest = jnp.where(jnp.isfinite(tops), tops, 0), jnp.max(tops, axis=0)
     shift = jnp.where(jnp.isfinite(highest), highest, 0)
-    # A part without mass may lie above the others only where its logits are not numbers.
     factor = jnp.exp(jax.vmap(lambda x: _tempered(stored, (x - shift)[..., None])[..., 0])(shifts))
     mass = jnp.sum(jnp.where(masses == 0, 0, masses * factor), axis=0)
     return shift, mass, _first_best(tops, ids[0]) if ids else None
@@ -241,7 +292,11 @@ def log_probs(law: Law, ids: Array | None = None) -> Array:
 
     At temperature 0 the argmax has probability 1. In a row without mass every token has probability 0.
     """
-    logits = kept_logits(law.distribution, ids)
+    return _log_probs_of(law, kept_logits(law.distribution, ids), ids)
+
+
+def _log_probs_of(law: Law, logits: Array, ids: Array | None) -> Array:
+    """Return the log-probabilities of all tokens, or of those with these indices, given their logits."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
     return _log_probs(law, logits, _whole_id(ids, law.distribution.logits.shape[-1], law.axis_name))
 
@@ -254,6 +309,12 @@ def _log_probs(law: Law, logits: Array, tokens: Array) -> Array:
         return log_prob
     one_hot = jnp.where(tokens == law.argmax[..., None], 0, -jnp.inf)
     return jnp.where(law.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
+
+
+def probs(law: Law, ids: Array | None = None) -> Array:
+    """Return the probabilities [B, T, V], or [B, T, N], of what `log_probs` gives the logarithms of."""
+    weights = jnp.exp(_log_probs_of(law, _cut_logits(law.distribution, ids), ids))
+    return jnp.where(weights > 0, weights, 0)  # not for NaN
 
 
 def token_log_prob(law: Law, tokens: Array) -> Array:
@@ -290,14 +351,15 @@ def _with_gradient_jvp(primals: tuple[Array, Categorical, Array], tangents: tupl
 
 def entropy(law: Law) -> Array:
     """Return the entropy [B, T] of every row in nats, where 0 log 0 = 0."""
-    log_prob = log_probs(law)
-    own = jnp.sum(jnp.exp(log_prob) * jnp.where(log_prob > -jnp.inf, log_prob, 0), axis=-1)
+    log_prob = _log_probs_of(law, _cut_logits(law.distribution, None), None)
+    weights = jnp.exp(log_prob)
+    own = jnp.sum(jnp.where(weights > 0, weights * log_prob, 0), axis=-1)
     return -shards.total(own, law.axis_name)
 
 
 def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
     """Return the mass [B, T] of max(scale * target - draft, 0), with `scale` [B, T]."""
-    difference = scale[..., None] * jnp.exp(log_probs(target)) - jnp.exp(log_probs(draft))
+    difference = scale[..., None] * probs(target) - probs(draft)
     return shards.total(jnp.sum(jnp.maximum(difference, 0), axis=-1), target.axis_name)
 
 
@@ -307,11 +369,11 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
     Where `plain` [B] is true they are the weights of the target row itself.
     """
     window = None if ids is None else ids[:, None]
-    weight = target = jnp.exp(log_probs(residual.target, window)[:, 0])
+    weight = target = probs(residual.target, window)[:, 0]
     if residual.draft is not None:
         assert residual.has_draft is not None, "has_draft is given with draft"
         scaled = target if residual.scale is None else residual.scale[:, None] * target
-        difference = jnp.maximum(scaled - jnp.exp(log_probs(residual.draft, window)[:, 0]), 0)
+        difference = jnp.maximum(scaled - probs(residual.draft, window)[:, 0], 0)
         weight = jnp.where(residual.has_draft[:, None], difference, target)
     if residual.without is not None:
         ids = jnp.arange(weight.shape[-1], dtype=jnp.int32)[None] if ids is None else ids
@@ -412,9 +474,8 @@ def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     stored = _stored(distribution)
-    top = jnp.max(widen(stored.logits), axis=-1)
+    masses, top, best = _statistics(stored, block_size, distribution.temperature is not None)
     shift = jnp.where(jnp.isfinite(top), top, 0)
-    masses = _block_sums(jnp.exp(_kept_exponents(stored, shift[..., None])), block_size)
     if distribution.rows is not None:
         shift, masses = shift[distribution.rows, 0], masses[distribution.rows, 0]
     num_blocks = masses.shape[-1]
@@ -425,10 +486,10 @@ def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None
     block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
     ids = block * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
     logits = kept_logits(distribution, jnp.minimum(ids, vocab_size - 1)) - shift[..., None]
-    logits = _tempered(distribution, jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf))
-    best = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
-    token = jnp.minimum(block[..., 0] * block_size + best, vocab_size - 1)
-    best = None if distribution.temperature is None else _by_row(distribution, _argmax(stored.logits))
+    logits = _tempered(distribution, jnp.where(ids < vocab_size, logits, -jnp.inf))
+    inside = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
+    token = jnp.minimum(block[..., 0] * block_size + inside, vocab_size - 1)
+    best = None if best is None else _by_row(distribution, best)
     if axis_name is not None:
         own = jnp.max(scores, axis=-1), _by_row(distribution, top), token, best
         token, best = _draw_of_shards(distribution, *own, axis_name)

@@ -204,9 +204,7 @@ class Drawer:
             logits = widen(logits, self.reduced)
         row = process(self.sampling, logits, self.context, drafts, first)
         if self.is_greedy:
-            best = distributions.normalize(row, argmax=True).argmax
-            assert best is not None, "it was asked for"
-            token, kept = best, None
+            token, kept = distributions.argmax(row), None
         else:
             token, kept = distributions.sample(keys, row), row._replace(temperature=None)
         if reads_ids and (self.is_partial or self.reduced is not None):
