@@ -30,9 +30,10 @@ from pallas_kernels.rows import (
     first_above,
     in_blocks,
     inverse,
-    log_prob_of,
+    marked,
     over_blocks,
     tile_of_blocks,
+    token_log_prob,
 )
 from pallas_kernels.rules import accept_prefix
 from pallas_kernels.statistics import Statistics
@@ -470,8 +471,8 @@ def _emit(
     temperature = target.rows.load_temperature(sequence)
     logit = logit_of(last)
     # The temperature is 0 here, and stands for that number: a select between two Python scalars does not lower.
-    greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)
-    last_log_prob = log_prob_of(logit, top, target.scale, log_mass)
+    greedy_log_prob = jnp.where((last == drawn) & (logit > -jnp.inf), temperature, -jnp.inf)
+    last_log_prob = token_log_prob(logit, top, target.scale, log_mass)
     last_log_prob = jnp.where(temperature == 0, greedy_log_prob, last_log_prob)
     log_prob = plgpu.load(inputs.decision.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
     log_prob = jnp.where(lane == num_accepted, last_log_prob, log_prob)
@@ -485,7 +486,7 @@ def _recovered(
     draw: Callable[[Array, Array, Array, Array], Array],
     best: Callable[[Array], Array],
 ) -> tuple[Array, Array, Array]:
-    """Return the token that is drawn from `source`, and the `top` and `log_mass` of its row, as in `_Density`.
+    """Return the `marked` token that is drawn from `source`, and the `top` and `log_mass` of its row, as in `_Density`.
 
     Args:
         inputs: of the kernel.
@@ -498,13 +499,18 @@ def _recovered(
         return _drawn(inputs, masses, source, draw)
     return jax.lax.cond(
         source.wants_best,
-        lambda: (
-            best(jax.lax.argmax(_load_blocks(masses.top, source, -jnp.inf), 0, jnp.int32)),
-            source.target.top,
-            source.target.log_mass,
-        ),
+        lambda: _best_of_blocks(masses, source, best),
         lambda: _drawn(inputs, masses, source, draw),
     )
+
+
+def _best_of_blocks(
+    masses: _Masses[Ref], source: _Source, best: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
+    """Return what `_recovered` does, of the argmax."""
+    tops = _load_blocks(masses.top, source, -jnp.inf)
+    token = best(jax.lax.argmax(tops, 0, jnp.int32))
+    return marked(token, jnp.max(tops) == -jnp.inf), source.target.top, source.target.log_mass
 
 
 def _drawn(
@@ -519,8 +525,9 @@ def _drawn(
     weights, plain = (_load_blocks(field, source, 0) * factors for field in (masses.residual, masses.plain))
     is_plain = ~(jnp.sum(weights) > 0)
     block = first_above(jnp.where(is_plain, plain, weights), uniforms[sequence, num_drafts])
-    token = draw(block, is_plain, top, uniforms[sequence, num_drafts + 1])
-    return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
+    token, mass = draw(block, is_plain, top, uniforms[sequence, num_drafts + 1]), jnp.sum(plain)
+    token = marked(token, is_plain & ~(mass > 0))
+    return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, mass))
 
 
 def _draw(source: _Source, block: Array, is_plain: Array, top: Array, uniform: Array) -> Array:

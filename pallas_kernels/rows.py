@@ -98,7 +98,7 @@ class Batch(NamedTuple, Generic[Leaf]):
 class Verdict(NamedTuple, Generic[Leaf]):
     """What the verification of a batch emits for its K+1 rows a sequence."""
 
-    tokens: Leaf  # [B, K+1] int32: accepted drafts, one more token, then -1
+    tokens: Leaf  # [B, K+1] int32: accepted drafts, one more token, which is `marked`, then -1
     num_accepted: Leaf | None  # [B] int32 number of accepted drafts
     log_probs: Leaf | None  # [B, K+1] float32 log-probability of each token under the target
 
@@ -182,6 +182,19 @@ def inverse(temperature: Array) -> Array:
     return 1 / jnp.where(temperature > 0, temperature, 1)
 
 
+def marked(token: Array, is_empty: Array) -> Array:
+    """Return a token, as a number below -1 where its row is empty: no token counts there, and this one is some id.
+
+    No draft equals such a number, and verifications tell by it that the row was empty.
+    """
+    return jnp.where(is_empty, -2 - token, token)
+
+
+def unmarked(token: Array) -> Array:
+    """Return the token that was `marked`."""
+    return jnp.where(token < -1, -2 - token, token)
+
+
 def finite(top: Array) -> Array:
     """Return a maximum that can be subtracted from logits without giving NaN: 0 where it is infinite.
 
@@ -190,7 +203,7 @@ def finite(top: Array) -> Array:
     return jnp.where(jnp.abs(top) < jnp.inf, top, 0)
 
 
-def log_prob_of(logit: Array, top: Array, scale: Array, log_mass: Array) -> Array:
+def token_log_prob(logit: Array, top: Array, scale: Array, log_mass: Array) -> Array:
     """Return the log-probability of a token, given its logit and the normalizer of its row; -inf without mass."""
     log_prob = (logit - top) * scale - log_mass
     return jnp.where(log_mass > -jnp.inf, log_prob, -jnp.inf)

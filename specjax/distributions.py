@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import sample as kernels
-from pallas_kernels.rows import BLOCK_SIZE, Batch, unsupported_dtype
+from pallas_kernels.rows import BLOCK_SIZE, Batch, marked, unmarked, unsupported_dtype
 from specjax import keys as streams
 from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
@@ -137,8 +137,8 @@ def argmax(distribution: Categorical) -> Array:
 def _statistics(stored: Categorical, block_size: int | None, has_best: bool) -> tuple[Array, Array, Array | None]:
     """Return masses, largest logits and, where `has_best`, argmax of rows, with NaN as -inf.
 
-    A NaN shows in the mass, whatever a maximum makes of it. So rows without NaN are not read once more to find that out,
-    and CPUs are spared a select, which would take as long as the masses.
+    A NaN shows in the mass, whatever a maximum makes of it. So rows without NaN are not read once more for it, and CPUs
+    are spared a select, which would take as long as the masses.
 
     Args:
         stored: the rows.
@@ -307,7 +307,7 @@ def _log_probs(law: Law, logits: Array, tokens: Array) -> Array:
     log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
     if law.argmax is None or law.distribution.temperature is None:
         return log_prob
-    one_hot = jnp.where(tokens == law.argmax[..., None], 0, -jnp.inf)
+    one_hot = jnp.where((tokens == law.argmax[..., None]) & (logits > -jnp.inf), 0, -jnp.inf)
     return jnp.where(law.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
 
 
@@ -396,7 +396,7 @@ def residual_probs(residual: Residual) -> Array:
 
 
 def pick(residual: Residual, uniforms: Array) -> Array:
-    """Draw a token [B] int32 in [0, V) for every sequence from its residual, by inverse CDF.
+    """Draw a `marked` token [B] int32 for every sequence from its residual, by inverse CDF.
 
     The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it. One float32
     uniform over a whole vocabulary is too coarse: it would never draw most of the rare tokens.
@@ -410,18 +410,20 @@ def pick(residual: Residual, uniforms: Array) -> Array:
         return own if axis_name is None else jnp.concatenate(shards.table(own, axis_name), axis=-1)
 
     masses = block_masses()
-    plain = ~(jnp.sum(masses, axis=-1) > 0)
+    plain = is_empty = ~(jnp.sum(masses, axis=-1) > 0)
     if residual.draft is not None or residual.without is not None:
         masses = jax.lax.cond(
             jnp.any(plain), lambda: jnp.where(plain[:, None], block_masses(plain), masses), lambda: masses
         )
+        is_empty = ~(jnp.sum(masses, axis=-1) > 0)
     block = _first_above(masses, uniforms[:, 0]) - shards.first_id(num_blocks, axis_name)
     is_own = (block >= 0) & (block < num_blocks)
     block = jnp.clip(block, 0, num_blocks - 1)
     ids = block[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None]
     weights = residual_weights(residual, jnp.minimum(ids, size - 1), plain)
     index = block * block_size + _first_above(jnp.where(ids < size, weights, 0), uniforms[:, 1])
-    return shards.of_owner(_whole_id(jnp.minimum(index, size - 1), size, axis_name), is_own, axis_name)
+    token = shards.of_owner(_whole_id(jnp.minimum(index, size - 1), size, axis_name), is_own, axis_name)
+    return marked(token, is_empty)
 
 
 def sample(
@@ -459,18 +461,19 @@ def sample(
             return "the kernels take whole vocabularies"
         return unsupported_dtype("logits", distribution.logits)
 
-    return dispatch(
+    tokens = dispatch(
         (keys, distribution),
-        xla=partial(_sample, axis_name=axis_name),
+        xla=partial(draw, axis_name=axis_name),
         pallas=by_kernels,
         reason=reason,
         is_worthwhile=lambda keys, distribution: distribution.logits.shape[-1] >= SMALL_VOCAB,
         implementation=implementation,
     )
+    return unmarked(tokens)
 
 
-def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None) -> Array:
-    """Draw as `sample` does, by XLA."""
+def draw(keys: Array, distribution: Categorical, axis_name: str | None = None) -> Array:
+    """Draw `marked` tokens as `sample` does, by XLA."""
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
     stored = _stored(distribution)
@@ -489,19 +492,19 @@ def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None
     logits = _tempered(distribution, jnp.where(ids < vocab_size, logits, -jnp.inf))
     inside = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
     token = jnp.minimum(block[..., 0] * block_size + inside, vocab_size - 1)
-    best = None if best is None else _by_row(distribution, best)
+    best, score = None if best is None else _by_row(distribution, best), jnp.max(scores, axis=-1)
     if axis_name is not None:
-        own = jnp.max(scores, axis=-1), _by_row(distribution, top), token, best
-        token, best = _draw_of_shards(distribution, *own, axis_name)
-    if best is None or distribution.temperature is None:
-        return token
-    return jnp.where(distribution.temperature[:, None] == 0, best, token)
+        own = score, _by_row(distribution, top), token, best
+        score, token, best = _draw_of_shards(distribution, *own, axis_name)
+    if best is not None and distribution.temperature is not None:
+        token = jnp.where(distribution.temperature[:, None] == 0, best, token)
+    return marked(token, score == -jnp.inf)
 
 
 def _draw_of_shards(
     distribution: Categorical, score: Array, top: Array, token: Array, best: Array | None, axis_name: str
-) -> tuple[Array, Array | None]:
-    """Return the draw and the argmax of whole rows [B, T], in one exchange.
+) -> tuple[Array, Array, Array | None]:
+    """Return the score, the draw and the argmax of whole rows [B, T], in one exchange.
 
     Args:
         distribution: the distribution that is drawn from.
@@ -518,7 +521,9 @@ def _draw_of_shards(
     highest = jnp.max(jnp.where(scores > -jnp.inf, shifts, -jnp.inf), axis=0)
     distance = jnp.where(scores > -jnp.inf, shifts - highest[None], 0)
     tempered = jax.vmap(lambda x: _tempered(distribution, x[..., None])[..., 0])(distance)
-    return _first_best(scores + tempered, tokens), _first_best(tops, bests[0]) if bests else None
+    scores = scores + tempered
+    best = _first_best(tops, bests[0]) if bests else None
+    return jnp.max(scores, axis=0), _first_best(scores, tokens), best
 
 
 def _block_sums(weights: Array, block_size: int) -> Array:
