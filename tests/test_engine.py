@@ -126,7 +126,7 @@ def test_a_request_ends_alone_where_no_token_can_follow(target, proposer):
         return replace(model, params=model.params | {"embedding": model.params["embedding"].at[9].set(jnp.nan)})
 
     broken, proposer = broken_of(target), replace(proposer, model=broken_of(proposer.model))
-    requests = [request for request in seeded(9, 2) if 9 not in request.prompt]
+    requests = [request for request in seeded(5, 2) if 9 not in request.prompt]
     with engine_of(broken, proposer) as engine:
         failing = [engine.submit([3, 9, 5], SamplingParams(temperature=t, max_tokens=8)) for t in (0, 1)]
         calls = [engine.submit(request.prompt.tolist(), request.params) for request in requests]

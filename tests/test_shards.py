@@ -88,6 +88,7 @@ def test_tokens_of_one_device(name, number, case):
     got = on_shards(number, partial(verify, axis_name="vocab"), *case)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(got.is_empty, expected.is_empty)
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
     assert len(np.unique(expected.num_accepted)) > 1
 
@@ -109,6 +110,7 @@ def test_kernels_of_parts_emit_the_tokens_of_one_device(name, number, case):
     got = on_shards(number, partial(verify, axis_name="vocab", implementation="interpret"), *case)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(got.is_empty, expected.is_empty)
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 
