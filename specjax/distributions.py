@@ -18,6 +18,8 @@ from pallas_kernels.rows import BLOCK_SIZE, Batch, marked, unmarked, unsupported
 from specjax import keys as streams
 from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
+from specjax.reductions import block_sums, first_of_largest, in_memory_order, numbers, row_masses, tempered
+from specjax.reductions import widen as widen
 from specjax.types import Array, Categorical
 
 
@@ -82,11 +84,6 @@ def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
     return numbers(_cut_logits(distribution, ids))
 
 
-def numbers(logits: Array) -> Array:
-    """Return logits with -inf in place of NaN."""
-    return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-
-
 def _cut_logits(distribution: Categorical, ids: Array | None) -> Array:
     """Return what `kept_logits` does, but NaN may stay: CPUs write the result of a select before exp to memory."""
     logits, min_logit, rows = distribution.logits, distribution.min_logit, distribution.rows
@@ -109,17 +106,17 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
     No pass is needed where the distribution has a `log_normalizer`. The argmax is computed if there are temperatures,
     which may be 0, or on request.
     """
-    stored = _stored(distribution)
+    stored = in_memory_order(distribution)
     has_best = argmax or distribution.temperature is not None
     if distribution.log_normalizer is not None:
         log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
         shift = jnp.zeros_like(log_mass)
-        best = _argmax(numbers(stored.logits)) if has_best else None
+        best = first_of_largest(numbers(stored.logits)) if has_best else None
         if axis_name is not None and best is not None:
             top = jnp.max(numbers(widen(stored.logits)), axis=-1)
             best = _best_of_shards(top, best, stored.logits.shape[-1], axis_name)
     else:
-        mass, top, best = _statistics(stored, None, has_best)
+        mass, top, best = row_masses(stored, None, has_best)
         shift = jnp.where(jnp.isfinite(top), top, 0)
         if axis_name is not None:
             shift, mass, best = _join_shards(stored, top, mass, best, axis_name)
@@ -130,44 +127,7 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
 
 def argmax(distribution: Categorical) -> Array:
     """Return the lowest id [B, T] int32 of the largest logit of every row."""
-    return _by_row(distribution, _argmax(numbers(_stored(distribution).logits)))
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _statistics(stored: Categorical, block_size: int | None, has_best: bool) -> tuple[Array, Array, Array | None]:
-    """Return masses, largest logits and, where `has_best`, argmax of rows, with NaN as -inf.
-
-    A NaN shows in the mass, whatever a maximum makes of it. So rows without NaN are not read once more for it, and CPUs
-    are spared a select, which would take as long as the masses.
-
-    Args:
-        stored: the rows.
-        block_size: tokens of a block of the vocabulary; None is all, which gives masses without an axis of blocks.
-        has_best: whether the argmax is wanted.
-    """
-    found = _of_numbers(stored, block_size, has_best)
-    return jax.lax.cond(
-        jnp.any(jnp.isnan(found[0])),
-        lambda: _of_numbers(stored._replace(logits=numbers(stored.logits)), block_size, has_best),
-        lambda: found,
-    )
-
-
-@_statistics.defjvp
-def _statistics_jvp(block_size: int | None, has_best: bool, primals: tuple, tangents: tuple) -> tuple:
-    (stored,) = primals  # the derivative of a branch would keep arrays of the size of the logits for the other one
-    stored = stored._replace(logits=numbers(stored.logits))
-    return jax.jvp(lambda stored: _of_numbers(stored, block_size, has_best), (stored,), tangents)
-
-
-def _of_numbers(stored: Categorical, block_size: int | None, has_best: bool) -> tuple[Array, Array, Array | None]:
-    """Return what `_statistics` does for rows without NaN, with the masses relative to the finite `top`, or to 0."""
-    # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
-    best = _argmax(stored.logits) if has_best else None
-    top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
-    shift = jnp.where(jnp.isfinite(top), top, 0)
-    weights = jnp.exp(_kept_exponents(stored, shift[..., None]))
-    return jnp.sum(weights, axis=-1) if block_size is None else _block_sums(weights, block_size), top, best
+    return _by_row(distribution, first_of_largest(numbers(in_memory_order(distribution).logits)))
 
 
 def _join_shards(
@@ -185,7 +145,7 @@ def _join_shards(
     tops, masses, *ids = jnp.moveaxis(shards.table(jnp.stack([x.astype(top.dtype) for x in own]), axis_name), 1, 0)
     shifts, highest = jnp.where(jnp.isfinite(tops), tops, 0), jnp.max(tops, axis=0)
     shift = jnp.where(jnp.isfinite(highest), highest, 0)
-    factor = jnp.exp(jax.vmap(lambda x: _tempered(stored, (x - shift)[..., None])[..., 0])(shifts))
+    factor = jnp.exp(jax.vmap(lambda x: tempered(stored, (x - shift)[..., None])[..., 0])(shifts))
     mass = jnp.sum(jnp.where(masses == 0, 0, masses * factor), axis=0)
     return shift, mass, _first_best(tops, ids[0]) if ids else None
 
@@ -206,54 +166,6 @@ def _first_best(values: Array, ids: Array) -> Array:
 def _whole_id(index: Array, size: int, axis_name: str | None) -> Array:
     """Return the ids of tokens, given their index in this device's part of `size` tokens."""
     return index + shards.first_id(size, axis_name)
-
-
-def _stored(distribution: Categorical) -> Categorical:
-    """Return the rows in the order in which they lie in memory, each with its temperature.
-
-    A function that reads all rows then need not gather them.
-    """
-    if distribution.rows is None:
-        return distribution
-    temperature, rows = distribution.temperature, distribution.rows
-    if temperature is not None:
-        num_rows = distribution.logits.shape[0]
-        spread = jnp.broadcast_to(temperature[:, None], rows.shape)
-        temperature = jnp.ones(num_rows, temperature.dtype).at[rows].set(spread, mode="drop")
-    min_logit = distribution.min_logit if distribution.min_logit is None else distribution.min_logit[:, None]
-    return Categorical(distribution.logits[:, None], temperature, min_logit)
-
-
-def _kept_exponents(stored: Categorical, shift: Array) -> Array:
-    """Return (logits - shift) / temperature, with -inf below the cut.
-
-    The cut is made by arithmetic because XLA on CPUs writes the result of a select to memory. It has no gradient: the
-    token that lies on the cut would get half the largest float from the arithmetic.
-    """
-    logits = widen(stored.logits)
-    exponents = _tempered(stored, logits - shift)
-    if stored.min_logit is None:
-        return exponents
-    limits = jnp.finfo(logits.dtype)
-    cut = jnp.maximum(stored.min_logit.astype(logits.dtype), limits.min)[..., None]
-    return exponents + jax.lax.stop_gradient(jnp.minimum(logits - cut, 0) * limits.max)
-
-
-def _argmax(logits: Array) -> Array:
-    """Return the lowest id of the largest logit of every row [..., V].
-
-    The block with the maximum is found first, because XLA's argmax over whole rows is slow on CPUs.
-    """
-    vocab_size = logits.shape[-1]
-    block_size = min(BLOCK_SIZE, vocab_size)
-    unpadded = [(0, 0)] * (logits.ndim - 1)
-    padded = jnp.pad(widen(logits), [*unpadded, (0, -vocab_size % block_size)], constant_values=-jnp.inf)
-    block_tops = jnp.max(padded.reshape(*logits.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
-    block = jnp.argmax(block_tops, axis=-1, keepdims=True).astype(jnp.int32)
-    inside = jnp.arange(block_size, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (-1,))
-    ids = jnp.minimum(block * block_size + inside, vocab_size - 1)
-    best = jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1).astype(jnp.int32)
-    return jnp.minimum(block[..., 0] * block_size + best, vocab_size - 1)
 
 
 def of_drafts(distribution: Categorical, axis_name: str | None = None) -> Law:
@@ -304,7 +216,7 @@ def _log_probs_of(law: Law, logits: Array, ids: Array | None) -> Array:
 def _log_probs(law: Law, logits: Array, tokens: Array) -> Array:
     """Return the log-probabilities [B, T, N] of tokens, given their logits [B, T, N], -inf where they are not kept."""
     log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
-    log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
+    log_prob = tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
     if law.argmax is None or law.distribution.temperature is None:
         return log_prob
     one_hot = jnp.where((tokens == law.argmax[..., None]) & (logits > -jnp.inf), 0, -jnp.inf)
@@ -406,7 +318,7 @@ def pick(residual: Residual, uniforms: Array) -> Array:
     num_blocks = -(-size // block_size)  # of this device
 
     def block_masses(plain: Array | None = None) -> Array:
-        own = _block_sums(residual_weights(residual, plain=plain), block_size)
+        own = block_sums(residual_weights(residual, plain=plain), block_size)
         return own if axis_name is None else jnp.concatenate(shards.table(own, axis_name), axis=-1)
 
     masses = block_masses()
@@ -476,8 +388,8 @@ def draw(keys: Array, distribution: Categorical, axis_name: str | None = None) -
     """Draw `marked` tokens as `sample` does, by XLA."""
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
-    stored = _stored(distribution)
-    masses, top, best = _statistics(stored, block_size, distribution.temperature is not None)
+    stored = in_memory_order(distribution)
+    masses, top, best = row_masses(stored, block_size, distribution.temperature is not None)
     shift = jnp.where(jnp.isfinite(top), top, 0)
     if distribution.rows is not None:
         shift, masses = shift[distribution.rows, 0], masses[distribution.rows, 0]
@@ -489,7 +401,7 @@ def draw(keys: Array, distribution: Categorical, axis_name: str | None = None) -
     block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
     ids = block * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
     logits = kept_logits(distribution, jnp.minimum(ids, vocab_size - 1)) - shift[..., None]
-    logits = _tempered(distribution, jnp.where(ids < vocab_size, logits, -jnp.inf))
+    logits = tempered(distribution, jnp.where(ids < vocab_size, logits, -jnp.inf))
     inside = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
     token = jnp.minimum(block[..., 0] * block_size + inside, vocab_size - 1)
     best, score = None if best is None else _by_row(distribution, best), jnp.max(scores, axis=-1)
@@ -520,49 +432,14 @@ def _draw_of_shards(
     shifts = jnp.where(jnp.isfinite(tops), tops, 0)
     highest = jnp.max(jnp.where(scores > -jnp.inf, shifts, -jnp.inf), axis=0)
     distance = jnp.where(scores > -jnp.inf, shifts - highest[None], 0)
-    tempered = jax.vmap(lambda x: _tempered(distribution, x[..., None])[..., 0])(distance)
-    scores = scores + tempered
+    scores = scores + jax.vmap(lambda x: tempered(distribution, x[..., None])[..., 0])(distance)
     best = _first_best(tops, bests[0]) if bests else None
     return jnp.max(scores, axis=0), _first_best(scores, tokens), best
-
-
-def _block_sums(weights: Array, block_size: int) -> Array:
-    """Return the sums [..., ceil(V / block_size)] over blocks of weights [..., V]."""
-    unpadded = [(0, 0)] * (weights.ndim - 1)
-    padded = jnp.pad(weights, [*unpadded, (0, -weights.shape[-1] % block_size)])
-    return jnp.sum(padded.reshape(*weights.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
-
-
-def widen(array: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Return the array in float64 if `dtype` is float64, else in float32. None is the dtype of the array."""
-    return array.astype(jnp.float64 if (dtype or array.dtype) == jnp.float64 else jnp.float32)
 
 
 def _by_row(distribution: Categorical, field: Array) -> Array:
     """Return a field of a distribution as [B, T]; it is [B, T], or [R] or [R, 1] where the logits are packed."""
     return field if distribution.rows is None else field.reshape(-1)[distribution.rows]
-
-
-def _tempered(distribution: Categorical, logits: Array) -> Array:
-    """Divide logits by the temperature, except in rows of temperature 0, which callers handle themselves."""
-    if distribution.temperature is None:
-        return logits
-    temperature = distribution.temperature[:, None, None]
-    return _divide(logits, jnp.where(temperature > 0, temperature, 1).astype(logits.dtype))
-
-
-@jax.custom_jvp
-def _divide(logits: Array, temperature: Array) -> Array:
-    """Return logits / temperature. Logits of -inf add 0 to the temperature's gradient, not the NaN of the quotient."""
-    return logits / temperature
-
-
-@_divide.defjvp
-def _divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (logits, temperature), (logits_tangent, temperature_tangent) = primals, tangents
-    finite = jnp.where(jnp.isfinite(logits), logits, 0)
-    quotient = logits / temperature
-    return quotient, (logits_tangent - finite / temperature * temperature_tangent) / temperature
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:
