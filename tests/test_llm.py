@@ -365,8 +365,9 @@ class TestCompany:
             raise UnicodeError("no such letter")
 
         monkeypatch.setattr(Detokenizer, "extend", fail)
-        with pytest.raises(UnicodeError, match="no such letter"):
+        with pytest.raises(GenerationError, match=r"prompts\[0\]: no such letter, and 2 other prompts") as caught:
             llm.generate(PROMPTS, GREEDY)
+        assert isinstance(caught.value.__cause__, UnicodeError) and caught.value.results == [None] * 3
 
 
 class TestEnds:

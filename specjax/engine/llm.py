@@ -215,7 +215,7 @@ class LLM:
         while not run.is_done:
             run.advance()
         if run.errors:
-            raise GenerationError(run.errors, run.results)
+            raise GenerationError(run.errors, run.results) from run.errors[min(run.errors)]
         return [result for result in run.results if result is not None]
 
     def chat(
