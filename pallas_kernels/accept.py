@@ -14,7 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import Leaf, Ref, call, runtime_zero
-from pallas_kernels.rows import Batch, Rows, count_drafts, exp, finite, inverse
+from pallas_kernels.rows import Batch, Rows, count_drafts, exp, finite, inverse, token_log_prob
 from pallas_kernels.rules import Evidence, log_ratio
 from pallas_kernels.statistics import Statistics
 from pallas_kernels.triton import plgpu
@@ -156,10 +156,7 @@ def _weigh(
     is_greedy = temperature == 0
     target, entropy = _combine(statistics, sequence, lane, num_drafts, 0, temperature)
     token_logit = _load(statistics.token, sequence, lane, num_drafts)
-    log_prob = (token_logit - target.top) * inverse(temperature)
-    log_prob = log_prob - target.log_mass
-    # In a row without mass this is NaN, which a minimum may drop.
-    log_prob = jnp.where(target.log_mass > -jnp.inf, log_prob, -jnp.inf)
+    log_prob = token_log_prob(token_logit, target.top, inverse(temperature), target.log_mass)
     draft, draft_log_prob = None, jnp.zeros_like(log_prob)
     if batch.draft is not None:
         draft_temperature = batch.draft.load_temperature(sequence)
@@ -176,6 +173,7 @@ def _weigh(
             is_lower = beats < jnp.broadcast_to(token[:, None], tops.shape)
             beats = ((tops > logit) | ((tops == logit) & is_lower)).astype(jnp.float32)
         is_beaten = jnp.max(beats, axis=1) > 0
+        is_beaten |= token_logit == -jnp.inf
         log_prob = jnp.where(is_greedy, jnp.where(is_beaten, -jnp.inf, 0), log_prob)
         entropy = None if entropy is None else jnp.where(is_greedy, 0, entropy)
     return is_greedy, target, draft, Evidence(log_prob, draft_log_prob, entropy, lane)

@@ -30,8 +30,10 @@ from pallas_kernels.rows import (
     first_above,
     in_blocks,
     inverse,
+    marked,
     over_blocks,
     tile_of_blocks,
+    token_log_prob,
 )
 from pallas_kernels.rules import accept_prefix
 from pallas_kernels.statistics import Statistics
@@ -225,20 +227,18 @@ class _Source(NamedTuple):
     joint: Array
     interpret: bool
 
+    def load_target(self, ids: Array) -> Array:
+        """Load the logits of tokens under the target."""
+        target = self.target.rows
+        return target.load(target.locate(self.sequence, self.position), ids)
+
     def load(self, ids: Array) -> tuple[Array, Array | None]:
         """Load the logits of tokens under the target, and under the draft distribution where drafts have one."""
-        target, draft = self.target.rows, self.draft
-        logits = target.load(target.locate(self.sequence, self.position), ids)
+        logits, draft = self.load_target(ids), self.draft
         if draft is None:
             return logits, None
         at = draft.rows.locate(self.sequence, jnp.minimum(self.position, draft.rows.shape[1] - 1))
         return logits, draft.rows.load(at, ids, self.has_draft)
-
-    def load_ordered(self, ids: Array) -> Array:
-        """Load the logits of tokens under the target, NaN as -inf."""
-        target = self.target.rows
-        logits = target.load(target.locate(self.sequence, self.position), ids)
-        return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
 
     def weigh(self, logits: tuple[Array, Array | None], ids: Array, top: Array) -> tuple[Array, Array]:
         """Return the weights of tokens in the target row, and in max(joint * target - draft, 0).
@@ -381,7 +381,7 @@ def _store_masses(source: _Source, tile: Array, out: _Masses[Ref], tile_size: in
 
     @pl.when(source.wants_best)
     def _():
-        plgpu.store(out.top.at[at], block_max([source.load_ordered(ids) for ids in parts]))
+        plgpu.store(out.top.at[at], block_max([source.load_target(ids) for ids in parts]))
 
 
 def _store_candidates(inputs: _Inputs[Ref], source: _Source, tile: Array, out: Candidates[Ref], tile_size: int):
@@ -399,9 +399,8 @@ def _store_candidates(inputs: _Inputs[Ref], source: _Source, tile: Array, out: C
     chosen = jnp.where(over_blocks(residual, ids) > 0, weights, plain)
     inner = _first_above_of_blocks(chosen, inputs.uniforms[source.sequence, inputs.uniforms.shape[1] - 1], inside)
     if source.wants_best is not None:
-        ordered = jnp.where(jnp.isnan(logits[0]), -jnp.inf, logits[0])
-        highest = block_max([ordered])
-        lowest = jnp.min(jnp.where(ordered == over_blocks(highest, ids), inside, BLOCK_SIZE), axis=1)
+        highest = block_max([logits[0]])
+        lowest = jnp.min(jnp.where(logits[0] == over_blocks(highest, ids), inside, BLOCK_SIZE), axis=1)
         top, inner = jnp.where(source.wants_best, highest, top), jnp.where(source.wants_best, lowest, inner)
     plgpu.store(out.masses.top.at[at], top)
     first = tile * tile_size + jax.lax.iota(jnp.int32, num_blocks) * BLOCK_SIZE
@@ -472,8 +471,9 @@ def _emit(
     temperature = target.rows.load_temperature(sequence)
     logit = logit_of(last)
     # The temperature is 0 here, and stands for that number: a select between two Python scalars does not lower.
-    greedy_log_prob = jnp.where(last == drawn, temperature, -jnp.inf)
-    last_log_prob = jnp.where(temperature == 0, greedy_log_prob, (logit - top) * target.scale - log_mass)
+    greedy_log_prob = jnp.where((last == drawn) & (logit > -jnp.inf), temperature, -jnp.inf)
+    last_log_prob = token_log_prob(logit, top, target.scale, log_mass)
+    last_log_prob = jnp.where(temperature == 0, greedy_log_prob, last_log_prob)
     log_prob = plgpu.load(inputs.decision.log_prob.at[sequence, lane], mask=lane < num_accepted, other=0)
     log_prob = jnp.where(lane == num_accepted, last_log_prob, log_prob)
     plgpu.store(out.log_probs.at[sequence, lane], log_prob, mask=lane <= num_drafts)
@@ -486,7 +486,7 @@ def _recovered(
     draw: Callable[[Array, Array, Array, Array], Array],
     best: Callable[[Array], Array],
 ) -> tuple[Array, Array, Array]:
-    """Return the token that is drawn from `source`, and the `top` and `log_mass` of its row, as in `_Density`.
+    """Return the `marked` token that is drawn from `source`, and the `top` and `log_mass` of its row, as in `_Density`.
 
     Args:
         inputs: of the kernel.
@@ -499,13 +499,18 @@ def _recovered(
         return _drawn(inputs, masses, source, draw)
     return jax.lax.cond(
         source.wants_best,
-        lambda: (
-            best(jax.lax.argmax(_load_blocks(masses.top, source, -jnp.inf), 0, jnp.int32)),
-            source.target.top,
-            source.target.log_mass,
-        ),
+        lambda: _best_of_blocks(masses, source, best),
         lambda: _drawn(inputs, masses, source, draw),
     )
+
+
+def _best_of_blocks(
+    masses: _Masses[Ref], source: _Source, best: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
+    """Return what `_recovered` does, of the argmax."""
+    tops = _load_blocks(masses.top, source, -jnp.inf)
+    token = best(jax.lax.argmax(tops, 0, jnp.int32))
+    return marked(token, jnp.max(tops) == -jnp.inf), source.target.top, source.target.log_mass
 
 
 def _drawn(
@@ -520,8 +525,9 @@ def _drawn(
     weights, plain = (_load_blocks(field, source, 0) * factors for field in (masses.residual, masses.plain))
     is_plain = ~(jnp.sum(weights) > 0)
     block = first_above(jnp.where(is_plain, plain, weights), uniforms[sequence, num_drafts])
-    token = draw(block, is_plain, top, uniforms[sequence, num_drafts + 1])
-    return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, jnp.sum(plain)))
+    token, mass = draw(block, is_plain, top, uniforms[sequence, num_drafts + 1]), jnp.sum(plain)
+    token = marked(token, is_plain & ~(mass > 0))
+    return token, top, target.log_mass + jnp.log(jnp.where(source.is_rejected, 1, mass))
 
 
 def _draw(source: _Source, block: Array, is_plain: Array, top: Array, uniform: Array) -> Array:
@@ -535,7 +541,7 @@ def _draw(source: _Source, block: Array, is_plain: Array, top: Array, uniform: A
 def _best(source: _Source, block: Array) -> Array:
     """Return the lowest id of the largest target logit of a block."""
     first = block * BLOCK_SIZE
-    logits = source.load_ordered(first + jax.lax.iota(jnp.int32, BLOCK_SIZE))
+    logits = source.load_target(first + jax.lax.iota(jnp.int32, BLOCK_SIZE))
     return jnp.minimum(first + jax.lax.argmax(logits, 0, jnp.int32), source.target.rows.vocab_size - 1)
 
 

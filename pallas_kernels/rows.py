@@ -58,8 +58,8 @@ class Rows(NamedTuple, Generic[Leaf]):
     def load(self: "Rows[Ref]", at: tuple[Array, ...], ids: Array, where: Array | None = None) -> Array:
         """Load the logits of tokens of the row `at`, in float32.
 
-        They are -inf for ids outside the vocabulary, or this part of it, for tokens that are not kept, and where
-        `where` is false.
+        They are -inf for ids outside the vocabulary, or this part of it, for tokens that are not kept, for NaN, and
+        where `where` is false.
         """
         mask = None
         if self.first_id is not None:
@@ -69,7 +69,7 @@ class Rows(NamedTuple, Generic[Leaf]):
             mask = also if mask is None else mask if also is None else mask & also
         logits = plgpu.load(self.logits.at[*at, ids], mask=mask, other=-jnp.inf).astype(jnp.float32)
         if self.min_logit is None:
-            return logits
+            return jnp.where(jnp.isnan(logits), -jnp.inf, logits)
         cut = plgpu.load(self.min_logit.at[at]).astype(jnp.float32)
         return jnp.where(logits >= cut, logits, -jnp.inf)
 
@@ -98,7 +98,7 @@ class Batch(NamedTuple, Generic[Leaf]):
 class Verdict(NamedTuple, Generic[Leaf]):
     """What the verification of a batch emits for its K+1 rows a sequence."""
 
-    tokens: Leaf  # [B, K+1] int32: accepted drafts, one more token, then -1
+    tokens: Leaf  # [B, K+1] int32: accepted drafts, one more token, which is `marked`, then -1
     num_accepted: Leaf | None  # [B] int32 number of accepted drafts
     log_probs: Leaf | None  # [B, K+1] float32 log-probability of each token under the target
 
@@ -144,12 +144,8 @@ def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array
 
 
 def block_max(parts: Sequence[Array]) -> Array:
-    """Return the maximum [N] of each block of parts [N, width].
-
-    In a block that holds a NaN, it is the maximum of the other numbers on a GPU, and -inf in an interpreted kernel.
-    """
-    top = jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
-    return jnp.where(top > -jnp.inf, top, -jnp.inf)
+    """Return the maximum [N] of each block of parts [N, width]."""
+    return jnp.max(functools.reduce(jnp.maximum, parts), axis=1)
 
 
 def block_sum(parts: Sequence[Array]) -> Array:
@@ -186,12 +182,31 @@ def inverse(temperature: Array) -> Array:
     return 1 / jnp.where(temperature > 0, temperature, 1)
 
 
+def marked(token: Array, is_empty: Array) -> Array:
+    """Return a token, as a number below -1 where its row is empty: no token counts there, and this one is some id.
+
+    No draft equals such a number, and verifications tell by it that the row was empty.
+    """
+    return jnp.where(is_empty, -2 - token, token)
+
+
+def unmarked(token: Array) -> Array:
+    """Return the token that was `marked`."""
+    return jnp.where(token < -1, -2 - token, token)
+
+
 def finite(top: Array) -> Array:
     """Return a maximum that can be subtracted from logits without giving NaN: 0 where it is infinite.
 
     The maximum of no logits is -inf, and that of a row where one token takes all the mass may be inf.
     """
     return jnp.where(jnp.abs(top) < jnp.inf, top, 0)
+
+
+def token_log_prob(logit: Array, top: Array, scale: Array, log_mass: Array) -> Array:
+    """Return the log-probability of a token, given its logit and the normalizer of its row; -inf without mass."""
+    log_prob = (logit - top) * scale - log_mass
+    return jnp.where(log_mass > -jnp.inf, log_prob, -jnp.inf)
 
 
 def exp(logits: Array, scale: Array, log_mass: Array | float = 0, *, flush: bool = False) -> Array:

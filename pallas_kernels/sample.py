@@ -32,8 +32,10 @@ from pallas_kernels.rows import (
     in_blocks,
     in_parts,
     inverse,
+    marked,
     over_blocks,
     tile_of_blocks,
+    token_log_prob,
 )
 from pallas_kernels.triton import plgpu
 
@@ -47,7 +49,7 @@ class _Masses(NamedTuple, Generic[Leaf]):
 
 
 class _Drawn(NamedTuple, Generic[Leaf]):
-    tokens: Leaf  # [B, T] int32
+    tokens: Leaf  # [B, T] int32, `marked`
     log_probs: Leaf | None  # [B, T] float32
 
 
@@ -260,7 +262,7 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
         distance = (tops - top) * inverse(temperature)
         scores = _block_scores(rows, key, temperature, tops, jnp.log(mass) + distance)
         token = _draw_of_block(rows, at, key, temperature, top, jax.lax.argmax(scores, 0, jnp.int32))
-        emitted = token
+        emitted = token = marked(token, jnp.max(tops) == -jnp.inf)
         if batch.bonus_tokens is not None:
             is_last_row = row == count
             emitted = jnp.where(is_last_row, plgpu.load(batch.bonus_tokens.at[sequence]).astype(jnp.int32), token)
@@ -268,9 +270,9 @@ def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, inte
         if drawn.log_probs is not None:
             log_mass = jnp.log(jnp.sum(mass * jnp.exp(distance)))
             logit = rows.load(at, jnp.maximum(emitted, 0), emitted >= 0)
-            log_prob = (logit - top) * inverse(temperature) - log_mass
+            log_prob = token_log_prob(logit, top, inverse(temperature), log_mass)
             # The temperature is 0 here, and stands for that number: a select between Python scalars does not lower.
-            greedy = jnp.where(emitted == token, temperature, -jnp.inf)
+            greedy = jnp.where((emitted == token) & (token >= 0), temperature, -jnp.inf)
             plgpu.store(drawn.log_probs.at[sequence, row], jnp.where(temperature == 0, greedy, log_prob))
 
     if verdict is not None:
@@ -286,7 +288,7 @@ def _load_masses(masses: _Masses[Ref], sequence: Array, row: Array) -> tuple[Arr
     block = jax.lax.iota(jnp.int32, pl.next_power_of_2(num_blocks))
     tops = plgpu.load(masses.top.at[sequence, row, block], mask=block < num_blocks, other=-jnp.inf)
     mass = plgpu.load(masses.mass.at[sequence, row, block], mask=block < num_blocks, other=0)
-    return jnp.where(mass > 0, tops, -jnp.inf), jnp.where(mass > 0, mass, 0)  # leaves out blocks with a NaN
+    return tops, mass
 
 
 def _block_scores(
@@ -370,6 +372,7 @@ def _choice_kernel(inputs, out):
         for moved, score, top in zip(is_moved, scores, tops, strict=True)
     ]
     token = _of_best(scores, of_parts(parts.token)).astype(jnp.int32)
+    token = marked(token, functools.reduce(jnp.maximum, scores) == -jnp.inf)
     emitted, is_bonus = token, None
     if batch.bonus_tokens is not None:
         is_bonus = lane == count_drafts(batch, sequence)
@@ -381,9 +384,9 @@ def _choice_kernel(inputs, out):
         logit = _of_best(scores, logits)
         if is_bonus is not None:
             logit = jnp.where(is_bonus, functools.reduce(jnp.maximum, logits), logit)
-        log_prob = (logit - highest) * scale - jnp.log(functools.reduce(jnp.add, own))
+        log_prob = token_log_prob(logit, highest, scale, jnp.log(functools.reduce(jnp.add, own)))
         # The temperature is 0 here, and stands for that number: a select between Python scalars does not lower.
-        greedy = jnp.where(emitted == token, temperature, -jnp.inf)
+        greedy = jnp.where((emitted == token) & (token >= 0), temperature, -jnp.inf)
         return jnp.where(where, jnp.where(temperature == 0, greedy, log_prob), 0)
 
     if verdict is not None:
@@ -427,7 +430,6 @@ def _store_match(
     end: int,
 ):
     """Emit the draws up to the first that differs from its draft, of which those before `end` are given in lanes.
-
     `log_prob_of` is a function of a mask to their log-probabilities, 0 where it is false.
     """
     assert batch.tokens is not None and out.num_accepted is not None, "without drafts nothing agrees"

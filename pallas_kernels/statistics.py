@@ -173,7 +173,7 @@ def _reduce_tile(
     @pl.when(is_needed)
     def _():
         temperature = rows.load_temperature(sequence)
-        top = jnp.max(logits if rows.first_id is None else jnp.where(jnp.isnan(logits), -jnp.inf, logits))
+        top = jnp.max(logits)
         distance = logits - finite(top)
         weights = exp(distance, inverse(temperature), flush=not interpret)
         mass = jnp.sum(weights)

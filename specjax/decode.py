@@ -38,7 +38,7 @@ from specjax.types import (
 from specjax.validation import check_array, is_integer, is_traced
 from specjax.verifiers import core
 
-RUNNING, STOP, MAX_TOKENS, BUFFER_FULL = range(4)  # values of State.finished
+RUNNING, STOP, MAX_TOKENS, BUFFER_FULL, NO_TOKEN = range(5)  # values of State.finished
 
 
 class State(NamedTuple):
@@ -289,7 +289,8 @@ def step(
     """Propose, score, verify and commit once, which gives every active row between 1 and K+1 tokens.
 
     A row ends at the first stop token among the verified tokens, at its `max_tokens`, or at the end of the buffer. No
-    token after the end is committed.
+    token after the end is committed. It also ends, by `NO_TOKEN`, before a place for which no token counts: the model
+    gave no finite logit there, or the masks of the request leave none.
 
     Args:
         model: the target.
@@ -462,17 +463,17 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
     stop_count = jnp.min(jnp.where(is_stop, index + 1, width + 1), axis=1)  # tokens up to and with the first stop token
     left = sampling.max_tokens - num_generated(context)
     room = buffer_size - context.length
-    count = jnp.minimum(jnp.minimum(verified.num_accepted + 1, stop_count), jnp.minimum(left, room))
+    is_empty = jnp.zeros_like(context.active) if verified.is_empty is None else verified.is_empty
+    given = verified.num_accepted + 1 - is_empty.astype(jnp.int32)
+    count = jnp.minimum(jnp.minimum(given, stop_count), jnp.minimum(left, room))
     count = jnp.where(context.active, count, 0).astype(jnp.int32)
 
     tokens = jnp.where(index < count[:, None], verified.tokens, -1)
     slot = jnp.where(tokens >= 0, context.length[:, None] + index, buffer_size)
     buffer = context.tokens.at[jnp.arange(batch_size)[:, None], slot].set(tokens, mode="drop")
-    reason = jnp.where(
-        count == stop_count,
-        STOP,
-        jnp.where(count == left, MAX_TOKENS, jnp.where(count == room, BUFFER_FULL, RUNNING)),
-    )
+    reason = jnp.where(is_empty, NO_TOKEN, RUNNING)
+    for is_end, why in ((count == room, BUFFER_FULL), (count == left, MAX_TOKENS), (count == stop_count, STOP)):
+        reason = jnp.where(is_end, why, reason)
     finished = jnp.where(context.active, reason, state.finished).astype(jnp.int32)
     guided_state = context.guided_state
     if guided_state is not None and sampling.guide is not None:

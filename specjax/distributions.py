@@ -1,6 +1,7 @@
 """Operations on a `Categorical`: the probabilities of tokens, and draws from rows and residuals.
 
 All work of size V is done here, on whole batches of rows, and no array of the size of the logits is written to memory.
+A logit of NaN counts as -inf.
 
 Where `axis_name` is given, each device along this axis of a `jax.shard_map` holds a part of the vocabulary, and V is
 the size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
@@ -13,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import sample as kernels
-from pallas_kernels.rows import BLOCK_SIZE, Batch, unsupported_dtype
+from pallas_kernels.rows import BLOCK_SIZE, Batch, marked, unmarked, unsupported_dtype
 from specjax import keys as streams
 from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
+from specjax.reductions import block_sums, first_of_largest, in_memory_order, numbers, row_masses, tempered
+from specjax.reductions import widen as widen
 from specjax.types import Array, Categorical
 
 
@@ -74,10 +77,15 @@ def take(distribution: Categorical, index: Array) -> Categorical:
 
 
 def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
-    """Return the logits [B, T, V], in at least float32, with -inf below the cut.
+    """Return the logits [B, T, V], in at least float32, with -inf below the cut and for NaN.
 
     With `ids` [B, T, N] they are the logits [B, T, N] of these tokens.
     """
+    return numbers(_cut_logits(distribution, ids))
+
+
+def _cut_logits(distribution: Categorical, ids: Array | None) -> Array:
+    """Return what `kept_logits` does, but NaN may stay: CPUs write the result of a select before exp to memory."""
     logits, min_logit, rows = distribution.logits, distribution.min_logit, distribution.rows
     if ids is not None and rows is not None:
         logits = logits[rows[..., None], ids]
@@ -98,24 +106,28 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
     No pass is needed where the distribution has a `log_normalizer`. The argmax is computed if there are temperatures,
     which may be 0, or on request.
     """
-    stored = _stored(distribution)
-    # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
-    best = _argmax(stored.logits) if argmax or distribution.temperature is not None else None
+    stored = in_memory_order(distribution)
+    has_best = argmax or distribution.temperature is not None
     if distribution.log_normalizer is not None:
         log_mass = widen(distribution.log_normalizer, stored.logits.dtype)
         shift = jnp.zeros_like(log_mass)
+        best = first_of_largest(numbers(stored.logits)) if has_best else None
         if axis_name is not None and best is not None:
-            top = jnp.max(widen(stored.logits), axis=-1)
+            top = jnp.max(numbers(widen(stored.logits)), axis=-1)
             best = _best_of_shards(top, best, stored.logits.shape[-1], axis_name)
     else:
-        top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))
+        mass, top, best = row_masses(stored, None, has_best)
         shift = jnp.where(jnp.isfinite(top), top, 0)
-        mass = jnp.sum(jnp.exp(_kept_exponents(stored, shift[..., None])), axis=-1)
         if axis_name is not None:
             shift, mass, best = _join_shards(stored, top, mass, best, axis_name)
         log_mass = jnp.where(mass == 0, -jnp.inf, jnp.log(jnp.where(mass == 0, 1, mass)))
     best = None if best is None else _by_row(distribution, best)
     return Law(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best, axis_name)
+
+
+def argmax(distribution: Categorical) -> Array:
+    """Return the lowest id [B, T] int32 of the largest logit of every row."""
+    return _by_row(distribution, first_of_largest(numbers(in_memory_order(distribution).logits)))
 
 
 def _join_shards(
@@ -133,8 +145,7 @@ def _join_shards(
     tops, masses, *ids = jnp.moveaxis(shards.table(jnp.stack([x.astype(top.dtype) for x in own]), axis_name), 1, 0)
     shifts, highest = jnp.where(jnp.isfinite(tops), tops, 0), jnp.max(tops, axis=0)
     shift = jnp.where(jnp.isfinite(highest), highest, 0)
-    # A part without mass may lie above the others only where its logits are not numbers.
-    factor = jnp.exp(jax.vmap(lambda x: _tempered(stored, (x - shift)[..., None])[..., 0])(shifts))
+    factor = jnp.exp(jax.vmap(lambda x: tempered(stored, (x - shift)[..., None])[..., 0])(shifts))
     mass = jnp.sum(jnp.where(masses == 0, 0, masses * factor), axis=0)
     return shift, mass, _first_best(tops, ids[0]) if ids else None
 
@@ -155,54 +166,6 @@ def _first_best(values: Array, ids: Array) -> Array:
 def _whole_id(index: Array, size: int, axis_name: str | None) -> Array:
     """Return the ids of tokens, given their index in this device's part of `size` tokens."""
     return index + shards.first_id(size, axis_name)
-
-
-def _stored(distribution: Categorical) -> Categorical:
-    """Return the rows in the order in which they lie in memory, each with its temperature.
-
-    A function that reads all rows then need not gather them.
-    """
-    if distribution.rows is None:
-        return distribution
-    temperature, rows = distribution.temperature, distribution.rows
-    if temperature is not None:
-        num_rows = distribution.logits.shape[0]
-        spread = jnp.broadcast_to(temperature[:, None], rows.shape)
-        temperature = jnp.ones(num_rows, temperature.dtype).at[rows].set(spread, mode="drop")
-    min_logit = distribution.min_logit if distribution.min_logit is None else distribution.min_logit[:, None]
-    return Categorical(distribution.logits[:, None], temperature, min_logit)
-
-
-def _kept_exponents(stored: Categorical, shift: Array) -> Array:
-    """Return (logits - shift) / temperature, with -inf below the cut.
-
-    The cut is made by arithmetic because XLA on CPUs writes the result of a select to memory. It has no gradient: the
-    token that lies on the cut would get half the largest float from the arithmetic.
-    """
-    logits = widen(stored.logits)
-    exponents = _tempered(stored, logits - shift)
-    if stored.min_logit is None:
-        return exponents
-    limits = jnp.finfo(logits.dtype)
-    cut = jnp.maximum(stored.min_logit.astype(logits.dtype), limits.min)[..., None]
-    return exponents + jax.lax.stop_gradient(jnp.minimum(logits - cut, 0) * limits.max)
-
-
-def _argmax(logits: Array) -> Array:
-    """Return the lowest id of the largest logit of every row [..., V].
-
-    The block with the maximum is found first, because XLA's argmax over whole rows is slow on CPUs.
-    """
-    vocab_size = logits.shape[-1]
-    block_size = min(BLOCK_SIZE, vocab_size)
-    unpadded = [(0, 0)] * (logits.ndim - 1)
-    padded = jnp.pad(widen(logits), [*unpadded, (0, -vocab_size % block_size)], constant_values=-jnp.inf)
-    block_tops = jnp.max(padded.reshape(*logits.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
-    block = jnp.argmax(block_tops, axis=-1, keepdims=True).astype(jnp.int32)
-    inside = jnp.arange(block_size, dtype=jnp.int32).reshape((1,) * (logits.ndim - 1) + (-1,))
-    ids = jnp.minimum(block * block_size + inside, vocab_size - 1)
-    best = jnp.argmax(jnp.take_along_axis(logits, ids, axis=-1), axis=-1).astype(jnp.int32)
-    return jnp.minimum(block[..., 0] * block_size + best, vocab_size - 1)
 
 
 def of_drafts(distribution: Categorical, axis_name: str | None = None) -> Law:
@@ -241,7 +204,11 @@ def log_probs(law: Law, ids: Array | None = None) -> Array:
 
     At temperature 0 the argmax has probability 1. In a row without mass every token has probability 0.
     """
-    logits = kept_logits(law.distribution, ids)
+    return _log_probs_of(law, kept_logits(law.distribution, ids), ids)
+
+
+def _log_probs_of(law: Law, logits: Array, ids: Array | None) -> Array:
+    """Return the log-probabilities of all tokens, or of those with these indices, given their logits."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
     return _log_probs(law, logits, _whole_id(ids, law.distribution.logits.shape[-1], law.axis_name))
 
@@ -249,11 +216,17 @@ def log_probs(law: Law, ids: Array | None = None) -> Array:
 def _log_probs(law: Law, logits: Array, tokens: Array) -> Array:
     """Return the log-probabilities [B, T, N] of tokens, given their logits [B, T, N], -inf where they are not kept."""
     log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
-    log_prob = _tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
+    log_prob = tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
     if law.argmax is None or law.distribution.temperature is None:
         return log_prob
-    one_hot = jnp.where(tokens == law.argmax[..., None], 0, -jnp.inf)
+    one_hot = jnp.where((tokens == law.argmax[..., None]) & (logits > -jnp.inf), 0, -jnp.inf)
     return jnp.where(law.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
+
+
+def probs(law: Law, ids: Array | None = None) -> Array:
+    """Return the probabilities [B, T, V], or [B, T, N], of what `log_probs` gives the logarithms of."""
+    weights = jnp.exp(_log_probs_of(law, _cut_logits(law.distribution, ids), ids))
+    return jnp.where(weights > 0, weights, 0)  # not for NaN
 
 
 def token_log_prob(law: Law, tokens: Array) -> Array:
@@ -290,14 +263,15 @@ def _with_gradient_jvp(primals: tuple[Array, Categorical, Array], tangents: tupl
 
 def entropy(law: Law) -> Array:
     """Return the entropy [B, T] of every row in nats, where 0 log 0 = 0."""
-    log_prob = log_probs(law)
-    own = jnp.sum(jnp.exp(log_prob) * jnp.where(log_prob > -jnp.inf, log_prob, 0), axis=-1)
+    log_prob = _log_probs_of(law, _cut_logits(law.distribution, None), None)
+    weights = jnp.exp(log_prob)
+    own = jnp.sum(jnp.where(weights > 0, weights * log_prob, 0), axis=-1)
     return -shards.total(own, law.axis_name)
 
 
 def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
     """Return the mass [B, T] of max(scale * target - draft, 0), with `scale` [B, T]."""
-    difference = scale[..., None] * jnp.exp(log_probs(target)) - jnp.exp(log_probs(draft))
+    difference = scale[..., None] * probs(target) - probs(draft)
     return shards.total(jnp.sum(jnp.maximum(difference, 0), axis=-1), target.axis_name)
 
 
@@ -307,11 +281,11 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
     Where `plain` [B] is true they are the weights of the target row itself.
     """
     window = None if ids is None else ids[:, None]
-    weight = target = jnp.exp(log_probs(residual.target, window)[:, 0])
+    weight = target = probs(residual.target, window)[:, 0]
     if residual.draft is not None:
         assert residual.has_draft is not None, "has_draft is given with draft"
         scaled = target if residual.scale is None else residual.scale[:, None] * target
-        difference = jnp.maximum(scaled - jnp.exp(log_probs(residual.draft, window)[:, 0]), 0)
+        difference = jnp.maximum(scaled - probs(residual.draft, window)[:, 0], 0)
         weight = jnp.where(residual.has_draft[:, None], difference, target)
     if residual.without is not None:
         ids = jnp.arange(weight.shape[-1], dtype=jnp.int32)[None] if ids is None else ids
@@ -334,7 +308,7 @@ def residual_probs(residual: Residual) -> Array:
 
 
 def pick(residual: Residual, uniforms: Array) -> Array:
-    """Draw a token [B] int32 in [0, V) for every sequence from its residual, by inverse CDF.
+    """Draw a `marked` token [B] int32 for every sequence from its residual, by inverse CDF.
 
     The first of the uniforms [B, 2] chooses a block of the vocabulary, the second a token inside it. One float32
     uniform over a whole vocabulary is too coarse: it would never draw most of the rare tokens.
@@ -344,22 +318,24 @@ def pick(residual: Residual, uniforms: Array) -> Array:
     num_blocks = -(-size // block_size)  # of this device
 
     def block_masses(plain: Array | None = None) -> Array:
-        own = _block_sums(residual_weights(residual, plain=plain), block_size)
+        own = block_sums(residual_weights(residual, plain=plain), block_size)
         return own if axis_name is None else jnp.concatenate(shards.table(own, axis_name), axis=-1)
 
     masses = block_masses()
-    plain = ~(jnp.sum(masses, axis=-1) > 0)
+    plain = is_empty = ~(jnp.sum(masses, axis=-1) > 0)
     if residual.draft is not None or residual.without is not None:
         masses = jax.lax.cond(
             jnp.any(plain), lambda: jnp.where(plain[:, None], block_masses(plain), masses), lambda: masses
         )
+        is_empty = ~(jnp.sum(masses, axis=-1) > 0)
     block = _first_above(masses, uniforms[:, 0]) - shards.first_id(num_blocks, axis_name)
     is_own = (block >= 0) & (block < num_blocks)
     block = jnp.clip(block, 0, num_blocks - 1)
     ids = block[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None]
     weights = residual_weights(residual, jnp.minimum(ids, size - 1), plain)
     index = block * block_size + _first_above(jnp.where(ids < size, weights, 0), uniforms[:, 1])
-    return shards.of_owner(_whole_id(jnp.minimum(index, size - 1), size, axis_name), is_own, axis_name)
+    token = shards.of_owner(_whole_id(jnp.minimum(index, size - 1), size, axis_name), is_own, axis_name)
+    return marked(token, is_empty)
 
 
 def sample(
@@ -397,24 +373,24 @@ def sample(
             return "the kernels take whole vocabularies"
         return unsupported_dtype("logits", distribution.logits)
 
-    return dispatch(
+    tokens = dispatch(
         (keys, distribution),
-        xla=partial(_sample, axis_name=axis_name),
+        xla=partial(draw, axis_name=axis_name),
         pallas=by_kernels,
         reason=reason,
         is_worthwhile=lambda keys, distribution: distribution.logits.shape[-1] >= SMALL_VOCAB,
         implementation=implementation,
     )
+    return unmarked(tokens)
 
 
-def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None) -> Array:
-    """Draw as `sample` does, by XLA."""
+def draw(keys: Array, distribution: Categorical, axis_name: str | None = None) -> Array:
+    """Draw `marked` tokens as `sample` does, by XLA."""
     vocab_size = distribution.logits.shape[-1]
     block_size = min(BLOCK_SIZE, vocab_size)
-    stored = _stored(distribution)
-    top = jnp.max(widen(stored.logits), axis=-1)
+    stored = in_memory_order(distribution)
+    masses, top, best = row_masses(stored, block_size, distribution.temperature is not None)
     shift = jnp.where(jnp.isfinite(top), top, 0)
-    masses = _block_sums(jnp.exp(_kept_exponents(stored, shift[..., None])), block_size)
     if distribution.rows is not None:
         shift, masses = shift[distribution.rows, 0], masses[distribution.rows, 0]
     num_blocks = masses.shape[-1]
@@ -425,22 +401,22 @@ def _sample(keys: Array, distribution: Categorical, axis_name: str | None = None
     block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
     ids = block * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None]
     logits = kept_logits(distribution, jnp.minimum(ids, vocab_size - 1)) - shift[..., None]
-    logits = _tempered(distribution, jnp.where((ids < vocab_size) & ~jnp.isnan(logits), logits, -jnp.inf))
-    best = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
-    token = jnp.minimum(block[..., 0] * block_size + best, vocab_size - 1)
-    best = None if distribution.temperature is None else _by_row(distribution, _argmax(stored.logits))
+    logits = tempered(distribution, jnp.where(ids < vocab_size, logits, -jnp.inf))
+    inside = jnp.argmax(logits + noise[..., :block_size].astype(logits.dtype), axis=-1).astype(jnp.int32)
+    token = jnp.minimum(block[..., 0] * block_size + inside, vocab_size - 1)
+    best, score = None if best is None else _by_row(distribution, best), jnp.max(scores, axis=-1)
     if axis_name is not None:
-        own = jnp.max(scores, axis=-1), _by_row(distribution, top), token, best
-        token, best = _draw_of_shards(distribution, *own, axis_name)
-    if best is None or distribution.temperature is None:
-        return token
-    return jnp.where(distribution.temperature[:, None] == 0, best, token)
+        own = score, _by_row(distribution, top), token, best
+        score, token, best = _draw_of_shards(distribution, *own, axis_name)
+    if best is not None and distribution.temperature is not None:
+        token = jnp.where(distribution.temperature[:, None] == 0, best, token)
+    return marked(token, score == -jnp.inf)
 
 
 def _draw_of_shards(
     distribution: Categorical, score: Array, top: Array, token: Array, best: Array | None, axis_name: str
-) -> tuple[Array, Array | None]:
-    """Return the draw and the argmax of whole rows [B, T], in one exchange.
+) -> tuple[Array, Array, Array | None]:
+    """Return the score, the draw and the argmax of whole rows [B, T], in one exchange.
 
     Args:
         distribution: the distribution that is drawn from.
@@ -456,47 +432,14 @@ def _draw_of_shards(
     shifts = jnp.where(jnp.isfinite(tops), tops, 0)
     highest = jnp.max(jnp.where(scores > -jnp.inf, shifts, -jnp.inf), axis=0)
     distance = jnp.where(scores > -jnp.inf, shifts - highest[None], 0)
-    tempered = jax.vmap(lambda x: _tempered(distribution, x[..., None])[..., 0])(distance)
-    return _first_best(scores + tempered, tokens), _first_best(tops, bests[0]) if bests else None
-
-
-def _block_sums(weights: Array, block_size: int) -> Array:
-    """Return the sums [..., ceil(V / block_size)] over blocks of weights [..., V]."""
-    unpadded = [(0, 0)] * (weights.ndim - 1)
-    padded = jnp.pad(weights, [*unpadded, (0, -weights.shape[-1] % block_size)])
-    return jnp.sum(padded.reshape(*weights.shape[:-1], padded.shape[-1] // block_size, block_size), axis=-1)
-
-
-def widen(array: Array, dtype: jnp.dtype | None = None) -> Array:
-    """Return the array in float64 if `dtype` is float64, else in float32. None is the dtype of the array."""
-    return array.astype(jnp.float64 if (dtype or array.dtype) == jnp.float64 else jnp.float32)
+    scores = scores + jax.vmap(lambda x: tempered(distribution, x[..., None])[..., 0])(distance)
+    best = _first_best(tops, bests[0]) if bests else None
+    return jnp.max(scores, axis=0), _first_best(scores, tokens), best
 
 
 def _by_row(distribution: Categorical, field: Array) -> Array:
     """Return a field of a distribution as [B, T]; it is [B, T], or [R] or [R, 1] where the logits are packed."""
     return field if distribution.rows is None else field.reshape(-1)[distribution.rows]
-
-
-def _tempered(distribution: Categorical, logits: Array) -> Array:
-    """Divide logits by the temperature, except in rows of temperature 0, which callers handle themselves."""
-    if distribution.temperature is None:
-        return logits
-    temperature = distribution.temperature[:, None, None]
-    return _divide(logits, jnp.where(temperature > 0, temperature, 1).astype(logits.dtype))
-
-
-@jax.custom_jvp
-def _divide(logits: Array, temperature: Array) -> Array:
-    """Return logits / temperature. Logits of -inf add 0 to the temperature's gradient, not the NaN of the quotient."""
-    return logits / temperature
-
-
-@_divide.defjvp
-def _divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (logits, temperature), (logits_tangent, temperature_tangent) = primals, tangents
-    finite = jnp.where(jnp.isfinite(logits), logits, 0)
-    quotient = logits / temperature
-    return quotient, (logits_tangent - finite / temperature * temperature_tangent) / temperature
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:

@@ -64,6 +64,7 @@ class Verified(NamedTuple):
     num_accepted: Array  # [B] int32, number of accepted drafts; the recovered or bonus token does not count
     log_probs: Array | None = None  # [B, K+1] float32, log-probability of each emitted token under its target row
     is_accepted: Array | None = None  # [B, K] bool, the outcome of each draft's own test; False where there is no draft
+    is_empty: Array | None = None  # [B] bool, whether the row of the last token has none that counts, and it is some id
 
 
 class ModelInput(NamedTuple):

@@ -43,6 +43,12 @@ CONFIGS = {
     "llama": LLAMA | {"model_type": "llama", "num_key_value_heads": 4, "rope_theta": 10000.0},
     "llama3": LLAMA
     | {"model_type": "llama", "rope_scaling": LLAMA3_SCALING, "head_dim": 16, "tie_word_embeddings": True},
+    "llama3_beside": LLAMA
+    | {
+        "model_type": "llama",
+        "rope_scaling": LLAMA3_SCALING | {"original_max_position_embeddings": 32},
+        "original_max_position_embeddings": 16,
+    },
     "llama_linear": LLAMA | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama_bias": LLAMA | {"model_type": "llama", "attention_bias": True},
     "llama_mlp_bias": LLAMA | {"model_type": "llama", "mlp_bias": True},
@@ -61,6 +67,7 @@ CONFIGS = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 8.0,
     },
+    "gemma2_gelu": GEMMA | {"model_type": "gemma2", "hidden_activation": "gelu", "sliding_window": 5},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},

@@ -14,7 +14,8 @@ D2T = np.sort(np.random.default_rng(0).permutation(VOCAB)[:REDUCED]) - np.arange
 LAYERS = heads.FIELDS | {"num_hidden_layers": 2}
 EAGLE3 = {"eagle_aux_hidden_state_layer_ids": LAYER_IDS, "draft_vocab_size": REDUCED}
 BLOCKS = {"aux_hidden_state_layer_ids": LAYER_IDS, "block_size": BLOCK, "mask_token_id": MASK}
-WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32, "use_sliding_window": True}
+DSPARK = BLOCKS | {"block_size": 3, "draft_vocab_size": REDUCED, "markov_rank": 6}
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}
 
 CASES = {  # of each: the kind, the kind of layers, their other fields, and the fields of the head
     "eagle3": ("eagle3", "llama", {"num_hidden_layers": 1}, EAGLE3 | {"norm_before_residual": True}),
@@ -33,7 +34,15 @@ CASES = {  # of each: the kind, the kind of layers, their other fields, and the 
         {},
         BLOCKS | {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 5, "conv_group_size": 8},
     ),
-    "dspark": ("dspark", "qwen3", {}, BLOCKS | {"block_size": 3, "draft_vocab_size": REDUCED, "markov_rank": 6}),
+    "dflash2 in windows": (
+        "dflash2",
+        "qwen3",
+        WINDOW,
+        BLOCKS | {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 5, "conv_group_size": 8},
+    ),
+    "dspark": ("dspark", "qwen3", {}, DSPARK),
+    "dspark in windows": ("dspark", "qwen3", WINDOW, DSPARK),
+    "dspark both ways": ("dspark", "qwen3", WINDOW, DSPARK | {"sliding_window_non_causal": True}),
 }
 
 

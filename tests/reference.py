@@ -1,5 +1,7 @@
 """The models of transformers on torch, with the weights of families.py. Only where both are installed."""
 
+import copy
+
 import families
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ transformers.logging.disable_progress_bar()
 
 def config(fields: dict) -> transformers.PretrainedConfig:
     """The config of these fields, among them `model_type`."""
-    return transformers.AutoConfig.for_model(**fields)
+    return transformers.AutoConfig.for_model(**copy.deepcopy(fields))  # it writes into the tables that it is given
 
 
 def make_model(fields: dict) -> transformers.PreTrainedModel:

@@ -14,7 +14,7 @@ from specjax.models.decoder import DecoderConfig
 from specjax.proposers import trunk
 from specjax.sampling import SamplingParams
 from specjax.testing.enumeration import completed_law, enumerate_outcomes, product_law, total_variation
-from specjax.types import Categorical, Draft
+from specjax.types import Categorical, Draft, Features
 
 NUM_LAYERS, BLOCK, MASK, RANK, REDUCED = 2, 4, 5, 6, 40
 LAYERS = heads.FIELDS | {"model_type": "qwen3", "num_hidden_layers": NUM_LAYERS, "tie_word_embeddings": False}
@@ -46,15 +46,11 @@ def shapes_of(rows=VOCAB, own_tables=False, rank=0, confidence=0, has_bias=False
     return shapes
 
 
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 CASES = {  # config, shapes of the tensors, layers of the target, whether the pending token gives the first draft
     "authors": (AUTHORS, shapes_of(has_bias=True), (1, 2), False),
-    "window": (
-        AUTHORS
-        | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True},
-        shapes_of(),
-        (1, 2),
-        False,
-    ),
+    "window": (AUTHORS | WINDOW, shapes_of(), (1, 2), False),
+    "open window": (AUTHORS | WINDOW | {"sliding_window": 3, "is_causal": False}, shapes_of(), (1, 2), False),
     "flat": (FLAT, shapes_of(own_tables=True), (0, 2), True),
     "dspark": (DSPARK, shapes_of(own_tables=True, rank=RANK, confidence=HIDDEN + RANK), (0, 2), True),
     "speculators": (SPECULATORS, shapes_of(REDUCED, own_tables=True), (1, 2), False),
@@ -97,7 +93,8 @@ def outputs(tensors, config, target, tokens, taps, from_anchor, count):
         mask = np.ones((width, seen + width), bool)
         if config.get("layer_types", [None] * 9)[i] == "sliding_attention":
             distance = block[:, None] - np.arange(seen + width)[None]
-            mask = (distance >= 0) & (distance < config["sliding_window"])
+            mask = np.abs(distance) < config["sliding_window"]
+            mask &= (distance >= 0) | (config.get("is_causal") is False)
         attended = heads.attend(query, np.concatenate(keys), np.concatenate(values), mask)
         x = heads.after_attention(tensors, name, x, attended)
     return heads.rms(x, tensors["norm.weight"])[0 if from_anchor else 1 :]
@@ -122,7 +119,7 @@ def reference(tensors, case, target):
     return logits
 
 
-SLOW = "window", "flat", "dspark", "speculators"
+SLOW = "window", "open window", "flat", "dspark", "speculators"
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -132,6 +129,49 @@ def test_parity(tmp_path, targets, case):
     assert proposers.feature_layers(tmp_path, target) == CASES[case][2]
     proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
     heads.follow(target, proposer, reference(tensors, case, target), in_pages=case in ("authors", "dspark"))
+
+
+def test_windows_are_counted_from_each_token(tmp_path, targets):
+    """In all layouts but that of speculators; the window is shorter than the block."""
+    case = "open window"
+    target, tensors = targets[case], write(tmp_path, case)
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    state = heads.start(target, proposer)
+    context, draft = jax.device_get((state.context, heads.propose(proposer, state)))
+    taps, logits = np.asarray(heads.features_of(target, context.tokens).taps), reference(tensors, case, target)
+    for b, length in enumerate(context.length):
+        features = Features(None, taps[b, : length - 1])
+        if length > 1:
+            expected = logits(context.tokens[b, :length], features, draft.tokens[b])
+            np.testing.assert_allclose(draft.distribution.logits[b], expected, rtol=1e-4, atol=1e-4)
+
+
+OPEN = {"transformer_layer_config": WINDOW, "sliding_window_non_causal": True}
+IN_TABLE = {"use_swa": True, "swa_window_size": 5}
+
+
+@pytest.mark.parametrize(
+    "case, changes, windows, is_causal, from_anchor",
+    [
+        ("authors", WINDOW, (6, None), None, False),
+        ("authors", WINDOW | {"is_causal": False}, (6, None), False, False),
+        ("authors", WINDOW | {"dflash_config": {"causal": False}}, (6, None), False, False),
+        ("authors", WINDOW | {"is_causal": True, "dflash_config": {"causal": False}}, (6, None), True, False),
+        ("authors", {"dflash_config": IN_TABLE}, (5, 5), False, False),
+        ("authors", {"layer_types": ["full_attention"] * 2, "dflash_config": IN_TABLE}, (5, 5), False, False),
+        ("authors", {"dflash_config": IN_TABLE | {"causal": True}}, (5, 5), True, False),
+        ("authors", WINDOW | {"dflash_config": IN_TABLE}, (5, None), None, False),
+        ("speculators", {}, None, None, False),
+        ("speculators", {"transformer_layer_config": WINDOW}, (6, None), None, True),
+        ("speculators", OPEN, (6, None), False, True),
+    ],
+)
+def test_windows_in_each_layout(tmp_path, targets, case, changes, windows, is_causal, from_anchor):
+    own = CASES[case][0]
+    nested = {name: own[name] | values for name, values in changes.items() if isinstance(values, dict)}
+    write(tmp_path, case, **changes | nested)
+    head = proposers.load(tmp_path, targets[case], num_draft_tokens=3).head
+    assert (head.config.windows, head.is_causal, head.window_from_anchor) == (windows, is_causal, from_anchor)
 
 
 def confidences_of(tensors, target, tokens, taps, drafts):

@@ -66,6 +66,26 @@ def outputs(state) -> list[list[int]]:
     return [t[p:n].tolist() for t, p, n in zip(context.tokens, context.prompt_length, context.length, strict=True)]
 
 
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_a_row_ends_where_no_token_can_follow(name):
+    """Nothing is committed for a place whose logits are all NaN or -inf, unless the row has ended before it."""
+    table = np.full((8, 8), np.nan, np.float32)
+    for token, following in ((0, 1), (1, 2), (2, 3), (4, 5), (5, 4), (7, 3)):
+        table[token, following] = 0
+    table[6] = -np.inf
+    target = testing.bigram_model(jnp.asarray(table))
+    drafter = testing.bigram_model(jnp.asarray(np.where(np.isnan(table), -9, table)))  # drafts go on past the end
+    params = [{}, {}, {"stop_token_ids": [3]}, {"max_tokens": 3}, {}, {"temperature": 0}, {"temperature": 0}]
+    rows = sampling.batch([SamplingParams(**{"temperature": 1.0, "max_tokens": 9} | each) for each in params])
+    prompts = jnp.array([[0], [4], [0], [0], [6], [2], [3]])
+    for proposer in (None, proposers.draft_model(drafter, 2)):
+        state = prefill(target, proposer, prompts, jnp.ones(7, int), rows, jax.random.key(0), max_length=16)
+        state = decode.generate(target, proposer, state, verifier=one_of(name))
+        assert outputs(state) == [[1, 2, 3], [5, 4] * 4 + [5], [1, 2, 3], [1, 2, 3], [], [3], []]
+        none, full = decode.NO_TOKEN, decode.MAX_TOKENS
+        assert state.finished.tolist() == [none, full, decode.STOP, full, none, none, none]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])

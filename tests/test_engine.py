@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_scheduler import Letters, alone, replace_params
@@ -40,6 +41,7 @@ from specjax import Capacities, SamplingParams, guided, verifiers
 from specjax.engine import grammar_compiler, memory
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
+from specjax.engine.scheduler import NoTokenError
 
 
 class Tokenizer(Letters):
@@ -116,6 +118,26 @@ def test_callers_in_several_threads(engine, target, proposer):
         assert results[i].metrics.num_tokens == len(results[i].token_ids)
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.pages.num_used) == (0, 0, 0)
+
+
+def test_a_request_ends_alone_where_no_token_can_follow(target, proposer):
+    """One of its tokens has an embedding of NaN; all others get a logit of NaN for it, and never draw it."""
+
+    def broken_of(model):
+        return replace(model, params=model.params | {"embedding": model.params["embedding"].at[9].set(jnp.nan)})
+
+    broken, proposer = broken_of(target), replace(proposer, model=broken_of(proposer.model))
+    requests = [request for request in seeded(5, 2) if 9 not in request.prompt]
+    with engine_of(broken, proposer) as engine:
+        failing = [engine.submit([3, 9, 5], SamplingParams(temperature=t, max_tokens=8)) for t in (0, 1)]
+        calls = [engine.submit(request.prompt.tolist(), request.params) for request in requests]
+        for call in failing:
+            with pytest.raises(NoTokenError, match="the model gave no finite logit for the token after 3 tokens, or"):
+                call.result(timeout=120)
+        for call, request in zip(calls, requests, strict=True):
+            found = call.result(timeout=120).token_ids
+            assert found == expected(broken, proposer, request) and 9 not in found
+        assert engine.stats().pages.num_used == 0
 
 
 def test_asynchronous_callers(engine, target, proposer):

@@ -122,12 +122,23 @@ def test_every_field_that_transformers_writes(case, reference, tmp_path):
 
 
 def test_gelu_of_gemma_is_its_tanh_approximation(goldens, tmp_path):
-    """The first releases say gelu, and transformers has read that in more than one way."""
+    """The first releases say gelu; whatever hidden_activation says is not read."""
     directory = write(tmp_path / "gemma", "gemma")
-    (directory / "config.json").write_text(
-        json.dumps(CONFIGS["gemma"] | {"hidden_act": "gelu", "hidden_activation": None})
-    )
+    for act, activation in (("gelu", None), ("gelu", "gelu"), (None, "silu")):
+        fields = {"hidden_act": act, "hidden_activation": activation}
+        (directory / "config.json").write_text(json.dumps(CONFIGS["gemma"] | fields))
+        assert load(directory).apply.config.activation == "gelu_tanh"
     assert difference(whole_logits(load(directory)), goldens["gemma"]) <= TOLERANCE / 10
+
+
+def test_gelu_of_gemma2_is_what_hidden_activation_says(goldens, tmp_path):
+    gelu = load(write(tmp_path / "gelu", "gemma2_gelu"))
+    assert difference(whole_logits(gelu), goldens["gemma2_gelu"]) <= TOLERANCE / 10
+    directory = write(tmp_path / "gemma2", "gemma2")
+    for activation, expected in (("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), (None, "gelu_tanh")):
+        fields = {"hidden_act": "gelu" if activation is None else "silu", "hidden_activation": activation}
+        (directory / "config.json").write_text(json.dumps(CONFIGS["gemma2"] | fields))
+        assert load(directory).apply.config.activation == expected
 
 
 def test_heads_of_opt_must_be_even_parts(tmp_path):

@@ -137,6 +137,37 @@ def test_kernels_emit_the_tokens_of_xla(verifier, options):
         assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 
+@pytest.mark.parametrize("verifier", ["rejection", "match", *slow("block", "typical", "synthetic")])
+@pytest.mark.parametrize("normalised", [False, *slow(True)])
+def test_nan_counts_as_minus_infinity(verifier, normalised):
+    """In the target and in the draft; row 0 of the last sequence has nothing else. All say what they do of -inf."""
+    options = {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9)}
+    for seed in range(2):
+        draft, target = random_case(seed, normalised=normalised, **options)
+        assert draft.distribution is not None
+        keys = jax.random.split(jax.random.key(seed), 2)
+
+        def holes(logits, key):
+            hidden = jax.random.bernoulli(key, 0.3, logits.shape)  # and the best one, which a greedy row takes
+            return hidden.at[-1, 0].set(True) | (logits == jnp.max(logits, axis=-1, keepdims=True))
+
+        rows = [
+            (target, holes(target.logits, keys[0])),
+            (draft.distribution, holes(draft.distribution.logits, keys[1])),
+        ]
+        verified = {}
+        for value in (jnp.nan, -jnp.inf):
+            scored, drawn_from = (each._replace(logits=jnp.where(mask, value, each.logits)) for each, mask in rows)
+            arguments = jax.random.key(seed + 10), draft._replace(distribution=drawn_from), scored
+            for implementation in ("xla", on_this_device()):
+                verified[value, implementation] = run(verifier, implementation, *arguments, log_probs=True)
+        for found in verified.values():
+            assert_same(found, verified[-jnp.inf, "xla"])
+            assert found.is_empty.tolist() == verified[-jnp.inf, "xla"].is_empty.tolist()
+            assert found.is_empty[-1] or verifier == "synthetic"  # which accepts whatever the target says
+            assert jnp.all((found.tokens >= -1) & (found.tokens < 3000) & (found.tokens[:, :1] >= 0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "block", "match"])
 def test_one_draft(verifier):

@@ -180,6 +180,25 @@ def test_a_draft_row_without_mass(name, known):
     np.testing.assert_allclose(distribution, np.exp(target), atol=1e-6)
 
 
+def with_nan(tables):
+    """The tables with NaN in some entries, the largest of a row among them, but not in all of a row."""
+    rng, result = np.random.default_rng(5), []
+    for table in tables:
+        hidden = rng.random(table.shape) < 0.5
+        hidden[..., 0] &= ~hidden.all(axis=-1)
+        result.append(np.where(hidden, np.nan, table))
+    return result
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7, 0.0])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_nan_counts_as_minus_infinity(name, temperature):
+    """In the target, in the draft and in both."""
+    target, draft = random_tables(1, 3), random_tables(2, 2)
+    for rows in ((with_nan(target), draft), (target, with_nan(draft)), (with_nan(target), with_nan(draft))):
+        assert error(getattr(verifiers, name), *rows, temperature) < 1e-6
+
+
 @pytest.mark.parametrize("name", verifiers.LOSSY)
 def test_lossy_verifiers_are_lossy(name):
     options = {"acceptance_length": 2.0} if name == "synthetic" else {}

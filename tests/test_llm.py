@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from specjax import proposers, verifiers
 from specjax.engine import run, slots
 from specjax.engine.detokenizer import Detokenizer
-from specjax.engine.llm import LLM, Completion, Piece
+from specjax.engine.llm import LLM, Completion, GenerationError, Piece
+from specjax.engine.scheduler import NoTokenError
 from specjax.models import load
 from specjax.sampling import SamplingParams, guided
 
@@ -139,6 +140,21 @@ def texts(results):
 
 def tokens(results):
     return [result.token_ids for result in results]
+
+
+def test_a_prompt_ends_alone_where_no_token_can_follow(chain):
+    """A token of the sentence has an embedding of NaN, and so no finite logit after it."""
+    ids, broken = chain.sentence_ids, chain.plain()
+    embedding = broken.model.params["embedding"].at[ids[3]].set(np.nan)
+    broken.model = replace(broken.model, params=broken.model.params | {"embedding": embedding})
+    message = r"prompts\[1\]: the model gave no finite logit for the token after 4 tokens, or the parameters of the"
+    with pytest.raises(GenerationError, match=message) as caught:
+        broken.generate([ids[5:6], ids[:1]], SamplingParams(temperature=0, max_tokens=40))
+    result, missing = caught.value.results
+    assert result.token_ids == ids[6:] and missing is None and list(caught.value.errors) == [1]
+    stream = broken.stream(ids[:1], SamplingParams(temperature=0, max_tokens=40))
+    with pytest.raises(NoTokenError, match="no finite logit"):
+        list(stream)
 
 
 class TestGenerate:
@@ -349,8 +365,9 @@ class TestCompany:
             raise UnicodeError("no such letter")
 
         monkeypatch.setattr(Detokenizer, "extend", fail)
-        with pytest.raises(UnicodeError, match="no such letter"):
+        with pytest.raises(GenerationError, match=r"prompts\[0\]: no such letter, and 2 other prompts") as caught:
             llm.generate(PROMPTS, GREEDY)
+        assert isinstance(caught.value.__cause__, UnicodeError) and caught.value.results == [None] * 3
 
 
 class TestEnds:

@@ -20,6 +20,7 @@ from test_tokenizer import make_tokenizer
 from specjax import Capacities, Engine, SamplingParams, guided, proposers
 from specjax.engine.engine import QueueFull
 from specjax.engine.requests import Metrics
+from specjax.engine.scheduler import NoTokenError
 from specjax.processes.child import read_frame
 
 pytest.importorskip("uvicorn")
@@ -342,6 +343,7 @@ class TestWire:
             (QueueFull("9 wait"), QueueFull),
             (CancelledError("over"), CancelledError),
             (ValueError("no"), ValueError),
+            (NoTokenError("none"), NoTokenError),
             (RuntimeError("the engine has failed"), RuntimeError),
             (NotImplementedError("odd"), Exception),
         ],
@@ -349,7 +351,7 @@ class TestWire:
     def test_errors(self, error, kind):
         found = wire.read_error(json.loads(json.dumps(wire.write_error(error))))
         assert (type(found), str(found)) == (kind, str(error))
-        assert (found.__cause__ is None) == (kind in (QueueFull, CancelledError, ValueError))
+        assert (found.__cause__ is None) == (kind in (QueueFull, CancelledError, ValueError, NoTokenError))
 
     def test_submissions(self):
         params = SamplingParams(logit_bias={7: 2.5}, stop=["a", "b"], guided_decoding=guided.Regex("a|b"), seed=2**63)

@@ -36,6 +36,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
 pytest.importorskip("uvicorn")
 
+from specjax.engine.scheduler import NoTokenError
 from specjax.server import calls, guard
 from specjax.server.app import About, App
 from specjax.server.errors import ApiError, api_error
@@ -1035,3 +1036,8 @@ class TestHostileInputs:
         wait_until_idle(engine)
         gc.collect()
         assert not client.server._app.guard.tasks
+
+
+def test_a_client_is_told_that_no_token_can_follow():
+    error = api_error(NoTokenError("the model gave no finite logit"))
+    assert (error.status, error.code, error.message) == (500, "no_token", "the model gave no finite logit")

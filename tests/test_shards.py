@@ -56,12 +56,13 @@ def on_cpus():
 
 @pytest.fixture(scope="module")
 def case(on_cpus):
-    """Rows of every kind: greedy, cut, short, without drafts, almost equal to the draft, without mass."""
+    """Rows of every kind: greedy, cut, short, without drafts, almost equal to the draft, without mass, with NaN."""
     rng = np.random.default_rng(0)
     target = rng.normal(0, 3, (BATCH, DRAFTS + 1, VOCAB)).astype(np.float32)
     target[3, 1], target[4, 0, :600] = -np.inf, -np.inf
     drafted = target[:, :DRAFTS] + rng.normal(0, 0.5, (BATCH, DRAFTS, VOCAB)).astype(np.float32)
     drafted[3, 1] = 0
+    target[3, 1, :600], target[5:9, :, 100:1900], drafted[7:11, :, ::2] = np.nan, np.nan, np.nan
     temperature = rng.choice([0, 0.6, 1, 1.7], BATCH).astype(np.float32)
     draft_law = Categorical(jnp.asarray(drafted), jnp.where(temperature == 0, 1, temperature))
     tokens = distributions.sample(jax.random.split(jax.random.key(1), (BATCH, DRAFTS)), draft_law)
@@ -87,6 +88,7 @@ def test_tokens_of_one_device(name, number, case):
     got = on_shards(number, partial(verify, axis_name="vocab"), *case)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(got.is_empty, expected.is_empty)
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
     assert len(np.unique(expected.num_accepted)) > 1
 
@@ -108,6 +110,7 @@ def test_kernels_of_parts_emit_the_tokens_of_one_device(name, number, case):
     got = on_shards(number, partial(verify, axis_name="vocab", implementation="interpret"), *case)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(got.is_empty, expected.is_empty)
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 

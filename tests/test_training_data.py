@@ -137,6 +137,8 @@ def test_what_is_written_is_read(name, layout, on_one_gpu, target, tmp_path, mon
     monkeypatch.setattr(Tensors, "on_one_gpu", on_one_gpu)
     kind, options = CASES[name]
     layers = options.get("layers", {}) | {"transposed": on_one_gpu}
+    if "windows" in layers:  # the layouts count them from different tokens
+        options = options | {"window_from_anchor": layout == "speculators"}
     made = drafter(kind, target, **options | {"layers": layers})
     training.save_pretrained(made, tmp_path, target=target, layout=None if layout == "own" else layout)
     assert proposers.kind_of(tmp_path) == kind
@@ -163,6 +165,10 @@ def test_drafters_that_have_no_layout(target, tmp_path):
             training.save_pretrained(
                 drafter("dflash", target, **options), tmp_path, target=target, layout="speculators"
             )
+    for layout, from_anchor in (("speculators", False), ("dflash", True)):
+        one = drafter("dflash", target, layers={"windows": (4, None)}, window_from_anchor=from_anchor)
+        with pytest.raises(ValueError, match=f"'speculators' must be given a head with window_from_.* {from_anchor}$"):
+            training.save_pretrained(one, tmp_path, target=target, layout=layout)
     sizes = {"layers": {"windows": (4, 5)}}
     with pytest.raises(ValueError, match=r"config\.windows must be of one size to be written, got \(4, 5\)"):
         training.save_pretrained(drafter("dflash", target, **sizes), tmp_path, target=target)

@@ -146,12 +146,13 @@ def block_head(from_anchor=False, **options):
 
 BLOCK_HEADS = {
     "dflash": block_head(),
+    "anchored": block_head(window_from_anchor=True),
     "causal": block_head(is_causal=True, from_anchor=True),
     "dspark": block_head(from_anchor=True, markov_rank=5),
 }
 
 
-@pytest.mark.parametrize("name", ["dflash", *(pytest.param(name, marks=slow) for name in ("causal", "dspark"))])
+@pytest.mark.parametrize("name", ["dflash", "anchored", *(pytest.param(x, marks=slow) for x in ("causal", "dspark"))])
 def test_blocks_are_those_of_decoding(name, target):
     head = BLOCK_HEADS[name]
     params = params_of(head)

@@ -33,6 +33,21 @@ from specjax.validation import is_integer, suggestion
 __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
 
+class GenerationError(RuntimeError):
+    """Some prompts of a call have no result.
+
+    Attributes:
+        errors: what ended them, by the index of the prompt.
+        results: the result of each prompt, None where there is none.
+    """
+
+    def __init__(self, errors: dict[int, Exception], results: "list[Result | None]"):
+        first, error = min(errors.items())
+        others = f", and {len(errors) - 1} other prompts have no result either" if len(errors) > 1 else ""
+        super().__init__(f"prompts[{first}]: {error}{others}")
+        self.errors, self.results = errors, results
+
+
 class LLM:
     """Generate text with a target model (`model`), its `tokenizer`, and a `proposer` that drafts for it.
 
@@ -185,6 +200,7 @@ class LLM:
         Raises:
             ValueError: an argument has a wrong type; a prompt is empty, leaves no room for one more token, or has ids
                 outside the vocabulary; or the number of params differs from the number of prompts.
+            GenerationError: a request has no result, as where the model gave no finite logit. The others have theirs.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -205,6 +221,8 @@ class LLM:
             show_progress(run)
         while not run.is_done:
             run.advance()
+        if run.errors:
+            raise GenerationError(run.errors, run.results) from run.errors[min(run.errors)]
         return [result for result in run.results if result is not None]
 
     def chat(
@@ -255,7 +273,8 @@ class LLM:
             An iterator over `Piece`. Its `result` covers the pieces that it has given so far.
 
         Raises:
-            ValueError: an argument is wrong, as in `generate`, or params ask for more than one sample.
+            ValueError: an argument is wrong, as in `generate`, or params ask for more than one sample. The iteration
+                raises NoTokenError where the model gave no finite logit.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):

@@ -68,6 +68,7 @@ class Run:
 
     Attributes:
         results: the result of each request that has ended, else None.
+        errors: what ended requests without a result, by their index.
         live: the requests that have begun and not ended, by their index.
 
     Raises:
@@ -89,6 +90,7 @@ class Run:
         self._device, self._scheduler = self._make_scheduler(llm, prompt_ids, params)
         self._coming = enumerate(zip(prompts, prompt_ids, params, key_data, strict=True))
         self.results: list[Result | None] = [None] * len(params)
+        self.errors: dict[int, Exception] = {}
         self.live: dict[int, Samples] = {}
         self._num_left = len(params)
         self._num_tokens, self._most_tokens = 0, sum(p.max_tokens * p.num_samples for p in params)
@@ -105,10 +107,10 @@ class Run:
         clock = time.perf_counter() - self._device.seconds_compiling
         for i, samples in list(self.live.items()):
             samples.update(clock)
-            for job in samples.jobs:
-                if job.error is not None:
-                    raise job.error
-            if samples.is_done:
+            error = next((job.error for job in samples.jobs if job.error is not None), None)
+            if error is not None:
+                self._fail(i, error)
+            elif samples.is_done:
                 self._end(i)
         self._add()
 
@@ -137,6 +139,15 @@ class Run:
         self._num_tokens += num_tokens
         self._most_tokens += num_tokens - samples.params.max_tokens * len(samples.jobs)
         self.results[i] = samples.result()
+
+    def _fail(self, i: int, error: Exception) -> None:
+        """End a request without a result."""
+        samples = self.live.pop(i)
+        for job in samples.jobs:
+            self._scheduler.cancel(job)
+        self._num_left -= 1
+        self._most_tokens -= samples.params.max_tokens * len(samples.jobs)
+        self.errors[i] = error
 
     def _make_scheduler(
         self, llm: "LLM", prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -211,6 +222,8 @@ class Stream:
                 yield next(pieces)
             else:
                 self._run.advance()
+        if 0 in self._run.errors:
+            raise self._run.errors[0]
 
 
 def show_progress(run: Run) -> None:

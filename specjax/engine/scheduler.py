@@ -30,6 +30,10 @@ BURST = 8  # chunks between two steps while more prompts wait to be fed than sam
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
 
+class NoTokenError(ArithmeticError):
+    """No token can follow: the model gave no finite logit, or the parameters of the request forbid what it gave."""
+
+
 @dataclass(eq=False)
 class Job:
     """One sample of a request, from its arrival to its end.
@@ -43,7 +47,7 @@ class Job:
         kinds: how each output token came about, as in `Piece.kind`.
         use: what a step must compute for it, as `capacities.use_of` says.
         is_done: whether it has ended, for whatever reason.
-        error: what ended it, where its own text or row could not be made.
+        error: what ended it, where its own text or row could not be made, or no token can follow.
         num_preempted: how often it gave its slot up to others, to be computed anew.
         num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
     """
@@ -444,9 +448,14 @@ class Scheduler:
         job.tokens += committed
         try:
             job.output.extend(committed)
+            if job.output.finish_reason is None and finished == decode.NO_TOKEN:
+                raise NoTokenError(
+                    f"the model gave no finite logit for the token after {len(job.tokens)} tokens, or the parameters "
+                    "of the request forbid all that have one"
+                )
             if job.output.finish_reason is None and finished != decode.RUNNING:
                 job.output.finish(finished == decode.STOP, self._eos)
-        except Exception as error:  # of the tokenizer: it ends this job alone
+        except Exception as error:  # of the tokenizer or for want of a token: it ends this job alone
             job.error = error
         if job.error is not None or job.output.finish_reason is not None:
             job.is_done = True

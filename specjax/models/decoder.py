@@ -18,7 +18,11 @@ from specjax.models.linear import Norm, linear, rms_norm
 from specjax.models.rope import RopeScaling, Rotation, rotate, rotation
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,13 @@ class Layer(nnx.Module):
 
     def _gate(self, x: Array) -> Array:
         """Return activation(gate projection of x) * (up projection of x)."""
-        activation, norm = ACTIVATIONS[self.config.activation], self._norm("mlp_norm")
-        if not self.config.mlp_bias:
-            return self._product(x, self.gate_up, norm=norm, activation=activation)
-        # `linear` adds its residual after the activation, but a bias comes before it.
-        gate, up = jnp.split(
-            self._product(x, self.gate_up, norm=norm, residual=self.gate_up_bias[...][None, None]), 2, axis=-1
-        )
+        activation, product = ACTIVATIONS[self.config.activation], partial(self._product, x, self.gate_up)
+        norm, has_bias = self._norm("mlp_norm"), self.config.mlp_bias
+        if not has_bias and self.config.activation != "gelu":
+            return product(norm=norm, activation=activation)
+        # `linear` adds its residual after the activation, a bias comes before it. Its kernels have no error function.
+        bias = self.gate_up_bias[...][None, None] if has_bias else None
+        gate, up = jnp.split(product(norm=norm, residual=bias), 2, axis=-1)
         return activation(gate) * up
 
     def _product(self, x: Array, weight: nnx.Param, **options: Any) -> Array:

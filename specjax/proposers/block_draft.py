@@ -4,12 +4,13 @@ The cache holds keys and values of the target's features, token s in slot s, at 
 stands after them, from the pending token on, and its own keys and values are overwritten by the next features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from specjax.drafters import InMemory
@@ -43,6 +44,7 @@ class BlockHead:
     mask_token: int  # id in the target's vocabulary
     from_anchor: bool = False
     is_causal: bool | None = None  # whether the tokens of a block see none after them; None: in layers with a window
+    window_from_anchor: bool = False  # whether all tokens of a block see the same window: the positions before them all
     markov_rank: int = 0  # numbers by which the token before a draft changes its logits
     confidence: str | None = None  # what the confidence reads: "hidden", or "both" that and the token before
     conv_taps: int = 0  # tokens that the convolutions around attention and MLP read; 0: there are none
@@ -113,16 +115,12 @@ class BlockHead:
 
     def run_block(self, params: PyTree, inputs: ModelInput, cache: list) -> tuple[Array, list]:
         """Return the normalised output [B, T, h] of every token of a block, and the cache."""
-        config, new_cache = self.config, []
-        batch_size, width = inputs.tokens.shape
-        open_mask = jnp.ones((batch_size, width, width), bool)
-        calls = {}
+        config, new_cache, calls = self.config, [], {}
         with trunk.in_full_precision(params):
             x = params["embedding"][inputs.tokens]
             for i, window in enumerate(config.windows or (None,) * config.num_layers):
                 if window not in calls:
-                    block = inputs if self.sees_causally(window) else inputs._replace(mask=open_mask)
-                    calls[window] = trunk.call_of(config, block, cache, window, num_hidden=0)
+                    calls[window] = self._call(inputs, cache, window)
                 layer = params["layers"][i]
                 norm = layer["attention_norm"], config.norm_eps
                 if self.conv_taps:
@@ -131,6 +129,26 @@ class BlockHead:
                     x, one = trunk.run_layer(config, layer, x, x, calls[window], cache[i], norm)
                 new_cache.append(one)
             return rms_norm(x, (params["norm"], config.norm_eps)), new_cache
+
+    def sees(self, width: int, window: int | None) -> np.ndarray:
+        """Return which tokens of a block each of them sees, [T, T] bool, in a layer with this window."""
+        place = np.arange(width)
+        after = place[:, None] - place[None]
+        seen = after >= 0 if self.sees_causally(window) else np.ones_like(after, bool)
+        return seen if window is None or self.window_from_anchor else seen & (np.abs(after) < window)
+
+    def _call(self, inputs: ModelInput, cache: list, window: int | None) -> trunk.Call:
+        """Return what the layers with this window share."""
+        batch_size, width = inputs.tokens.shape
+        block = inputs
+        if not self.sees_causally(window) or (window is not None and self.window_from_anchor):
+            block = inputs._replace(mask=jnp.broadcast_to(self.sees(width, window), (batch_size, width, width)))
+        call = trunk.call_of(self.config, block, cache, window, num_hidden=0)
+        if window is None or not self.window_from_anchor or not isinstance(cache[0], dict):
+            return call
+        # The tokens are siblings at the place of the first one, which takes one position of the window itself.
+        siblings = block._replace(positions=jnp.broadcast_to(inputs.positions[:, :1], (batch_size, width)))
+        return replace(trunk.call_of(self.config, siblings, cache, window + 1, num_hidden=0), turns=call.turns)
 
     def logits(self, params: PyTree, output: Array) -> Array:
         """Return logits [B, T, D] float32, without what the token before each draft adds to them."""

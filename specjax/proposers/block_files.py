@@ -3,7 +3,8 @@
 The authors of DFlash write a config of Qwen3 with the table `dflash_config`, and each mask token gives the draft at its
 own place. DeepSpec writes all fields flat, and the pending token gives the first draft. speculators keeps the sizes of
 the layers in `transformer_layer_config` and says by `sample_from_anchor` which of the two it is; where it does not,
-only blocks of DSpark are of the second kind.
+only blocks of DSpark are of the second kind. Its windows are the positions before a block, the same for all tokens of
+the block; all others are counted from each token.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ CHANGING = (
     "*confidence*",
     "*swa*",
     "*sink*",
-    "causal",
+    "*causal",
     "*conv*",
     "selector*",
     "*gru*",
@@ -188,22 +189,37 @@ def _read_head(
     rank = of("markov_rank").get("markov_rank", int, 0)
     of("enable_confidence_head").ignore("enable_confidence_head")
     reads_token = of("confidence_head_with_markov").get("confidence_head_with_markov", bool, has_markov)
-    is_causal = of("causal").get("causal", bool, None)
-    if configs.whole.get("sliding_window_non_causal", bool, kind == "dflash2"):
-        is_causal = False
+    layers = _read_layers(configs, tensors, target, rope_theta)
     return BlockHead(
-        config=_read_layers(configs, tensors, target, rope_theta),
+        config=layers,
         num_taps=num_taps,
         target_size=size,
         target_vocab=target.vocab_size,
         block_size=of("block_size").size("block_size"),
         mask_token=of("mask_token_id").get("mask_token_id", int),
         from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, is_anchored),
-        is_causal=is_causal,
+        is_causal=_is_causal(configs, kind),
+        window_from_anchor=layers.windows is not None and "speculators_model_type" in configs.whole,
         markov_rank=rank if has_markov else 0,
         confidence=("both" if reads_token else "hidden") if has_confidence else None,
         **_of_dflash2(configs, tensors),
     )
+
+
+def _is_causal(configs: _Configs, kind: str) -> bool | None:
+    """Return whether tokens of a block see none after them; None where only those in layers with a window do not."""
+    if configs.whole.get("sliding_window_non_causal", bool, kind == "dflash2"):
+        return False
+    own = configs.of("causal").get("causal", bool, None)
+    is_causal = configs.of("is_causal").get("is_causal", bool, own)
+    # Where `use_swa` gives windows to layers whose type is not that of a window, their blocks are open.
+    return False if is_causal is None and _has_window_everywhere(configs) else is_causal
+
+
+def _has_window_everywhere(configs: _Configs) -> bool:
+    """Return whether `use_swa` gives all layers a window, because no layer has the type of a window."""
+    types = configs.layers.get("layer_types", list, None)
+    return configs.of("use_swa").get("use_swa", bool, False) and "sliding_attention" not in (types or [])
 
 
 def _of_dflash2(configs: _Configs, tensors: "Tensors") -> dict[str, int]:
@@ -253,7 +269,8 @@ def _windows(configs: _Configs) -> tuple[int | None, ...] | None:
     if own.get("use_swa", bool, False):
         layers.ignore("sliding_window")
         window, count = own.size("swa_window_size"), layers.size("num_hidden_layers")
-        types = types or ["sliding_attention"] * count
+        if _has_window_everywhere(configs):
+            return (window,) * count
         if len(types) != count:
             raise ValueError(f"{layers.where('layer_types')} must name {count} layers, got {len(types)}")
         return tuple(window if kind == "sliding_attention" else None for kind in types)

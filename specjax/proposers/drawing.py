@@ -212,9 +212,7 @@ class Drawer:
                 is_possible = jnp.any(logits > -jnp.inf, axis=-1)
         row = with_cut(self.sampling, logits)
         if self.is_greedy:
-            best = distributions.normalize(row, argmax=True).argmax
-            assert best is not None, "it was asked for"
-            token, kept = best, None
+            token, kept = distributions.argmax(row), None
         else:
             token, kept = distributions.sample(keys, row), row._replace(temperature=None)
         if self.reduced is not None:

@@ -34,7 +34,7 @@ def process(
     """Return the distributions that requests sample from, given the model's logits and the tokens before each row.
 
     A draft that a mask forbids keeps its place and gets probability 0. If everything is forbidden, a row is all -inf,
-    and verifiers and samplers return some id in range for it.
+    verifiers and samplers return some id in range for it, and the decoding loop ends the row there.
 
     Args:
         sampling: the sampling parameters of the batch.

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from specjax.engine.engine import QueueFull
+from specjax.engine.scheduler import NoTokenError
 from specjax.server.fields import BadRequest
 
 MAX_MESSAGE = 600  # characters
@@ -97,6 +98,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(error.status, error.message, param=error.param, code=error.code)
         case QueueFull():
             return ApiError(429, f"too many requests: {error}", code="queue_full", headers={"retry-after": "1"})
+        case NoTokenError():
+            return ApiError(500, str(error), code="no_token")
         case TimeoutError():
             return ApiError(503, "the request took longer than this server allows", code="timeout")
         case asyncio.CancelledError() | concurrent.futures.CancelledError():

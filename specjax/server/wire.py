@@ -18,12 +18,14 @@ import numpy as np
 from specjax.engine.engine import QueueFull, Stats
 from specjax.engine.pages import PageStats
 from specjax.engine.requests import Completion, Metrics, Piece, Result, TokenLogProbs
+from specjax.engine.scheduler import NoTokenError
 from specjax.processes import messages
 from specjax.processes.child import frame
 from specjax.sampling import SamplingParams
 from specjax.server.served import Served
 
-TOLD = {kind.__name__: kind for kind in (QueueFull, CancelledError, ValueError)}  # errors that clients are told
+# Errors that clients are told.
+TOLD = {kind.__name__: kind for kind in (QueueFull, NoTokenError, CancelledError, ValueError)}
 _VALUES = (  # of `Served`
     "name",
     "vocab_size",

@@ -284,12 +284,11 @@ def completed_law(tokens: Array, weight: np.ndarray, target: Sequence[Table]) ->
 def probabilities(logits: Table, temperature: float | None = None, min_logit: float | None = None) -> np.ndarray:
     """Compute the softmax of logits / temperature over the last axis, in float64.
 
-    Temperature 0 puts all mass on the largest logit, on the lowest id where several tie. Logits below `min_logit` are
-    excluded.
+    Temperature 0 puts all mass on the largest logit, on the lowest id where several tie. Logits below `min_logit` and
+    NaN are excluded.
     """
     logits = np.asarray(logits, np.float64)
-    if min_logit is not None:
-        logits = np.where(logits >= min_logit, logits, -np.inf)
+    logits = np.where(logits >= (-np.inf if min_logit is None else min_logit), logits, -np.inf)
     if temperature == 0:
         return np.eye(logits.shape[-1])[np.argmax(logits, axis=-1)]
     logits = logits / (1.0 if temperature is None else temperature)

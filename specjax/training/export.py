@@ -46,7 +46,8 @@ def save_pretrained(
         target_name: name or path of the target, which the layout "speculators" records.
 
     Raises:
-        ValueError: the drafter is of another kind, or its kind has no such layout.
+        ValueError: the drafter is of another kind, its kind has no such layout, or the layout cannot say what a head
+            does, such as where its windows begin.
     """
     from safetensors.numpy import save_file
 
@@ -211,6 +212,11 @@ def _eagle3(
 
 def _block(proposer: BlockDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
     head, params, is_dspark = proposer.head, proposer.params, _kind_of(proposer) == "dspark"
+    if head.config.windows is not None and head.window_from_anchor != is_nested:
+        raise ValueError(
+            f"{'layout' if is_nested else 'only layout'} 'speculators' must be given a head with window_from_anchor = "
+            f"True, because it counts windows from the anchor, and no other layout does; got {head.window_from_anchor}"
+        )
     tensors = {
         "fc.weight": np.ascontiguousarray(_outputs_first(head.config, params["fc"])),
         "hidden_norm.weight": np.asarray(params["hidden_norm"]),

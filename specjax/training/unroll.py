@@ -252,7 +252,7 @@ def block_unroll(head: BlockHead, params: PyTree, batch: Batch, anchors: Array) 
     context = head.write_features(params, features, ModelInput(batch.tokens, place), context)
     windows = head.config.windows or (None,) * head.config.num_layers
     layers = [
-        Blocks(batch.segments, start, one["key"], one["value"], width, window, head.sees_causally(window))
+        Blocks(batch.segments, start, one["key"], one["value"], head, window)
         for one, window in zip(context, windows, strict=True)
     ]
     tokens = jnp.full((batch_size, count, width), head.mask_token, jnp.int32)
@@ -379,20 +379,19 @@ class Blocks(NamedTuple):
     anchors: Array  # [B, count] int32
     key: Array  # [B, L, kv heads, head size]
     value: Array
-    width: int  # tokens of a block
-    window: int | None  # number of positions that a token sees, its own included
-    is_causal: bool  # whether a token of a block sees none of the block after it
+    head: BlockHead
+    window: int | None  # of the layer
 
     def attend(self, query: Array, key: Array, value: Array) -> tuple[Array, "Blocks"]:
         """Attend from the tokens of all blocks [B, count * width, heads, head size]."""
         batch_size, _, num_heads, size = query.shape
-        count, width = self.anchors.shape[1], self.width
+        count, width = self.anchors.shape[1], self.head.block_size
         dtype = jnp.promote_types(query.dtype, jnp.float32)
         key, value = (x.reshape(batch_size, count, width, *x.shape[2:]) for x in (key, value))
         grouped = query.reshape(batch_size, count, width, key.shape[3], -1, size)
         to_context = jnp.einsum("bctkgd,bskd->bctkgs", grouped, self.key, preferred_element_type=dtype)
         to_own = jnp.einsum("bctkgd,bcskd->bctkgs", grouped, key, preferred_element_type=dtype)
-        of_context, of_own = self._sees()
+        of_context, of_own = self._sees(width)
         hidden = jnp.finfo(dtype).min
         scores = jnp.concatenate(
             [
@@ -407,18 +406,17 @@ class Blocks(NamedTuple):
         attended += jnp.einsum("bctkgs,bcskd->bctkgd", weights[..., length:], value)
         return attended.reshape(batch_size, -1, num_heads, size), self
 
-    def _sees(self) -> tuple[Array, Array]:
+    def _sees(self, width: int) -> tuple[Array, Array]:
         """Return what tokens see of the context, [B, count, width, L] bool, and of their block, [width, width]."""
         other = jnp.arange(self.key.shape[1], dtype=jnp.int32)[None, None]
-        place = jnp.arange(self.width, dtype=jnp.int32)
         seen = other < self.anchors[..., None]
         if self.segments is not None:
             own = jnp.take_along_axis(self.segments, self.anchors, axis=1)
             seen &= own[..., None] == self.segments[:, None]
-        after = place[:, None] - place[None]
-        of_own = after >= 0 if self.is_causal else jnp.ones_like(after, bool)
-        seen = jnp.repeat(seen[:, :, None], self.width, axis=2)
+        seen = jnp.repeat(seen[:, :, None], width, axis=2)
         if self.window is not None:
-            distance = (self.anchors[..., None] + place[None, None])[..., None] - other[:, :, None]
-            seen, of_own = seen & (distance < self.window), of_own & (after < self.window)
-        return seen, of_own
+            # The window's last position, relative to the anchor.
+            end = jnp.full(width, -1) if self.head.window_from_anchor else jnp.arange(width)
+            end = self.anchors[..., None] + end.astype(jnp.int32)[None, None]
+            seen &= other[:, :, None] > end[..., None] - self.window
+        return seen, jnp.asarray(self.head.sees(width, self.window))

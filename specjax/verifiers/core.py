@@ -11,6 +11,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import rules
+from pallas_kernels.rows import unmarked
 from specjax import distributions, shards
 from specjax import keys as streams
 from specjax.dispatch import dispatch
@@ -26,6 +27,9 @@ from specjax.verifiers import kernels
 
 class Draw(Protocol):
     """The random choices of a verifier. `KeyDraw` makes them with keys; `specjax.testing` enumerates them instead.
+
+    Where no token of a row counts, because all logits are -inf or NaN, the draw is -2 - id for some id in range, which
+    no draft equals. `from_core` emits the id, and says so by `Verified.is_empty`.
 
     Every call has noise of its own. Calls are told apart by a number that is counted in Python. A function that JAX
     traces by itself, such as the body of a loop, is counted once however often it runs. There a call needs `index`, an
@@ -99,7 +103,7 @@ class KeyDraw:
     def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
         keys = streams.numbered(self.keys, self._calls.next("sample", index))
         keys = streams.stream(keys, streams.TARGET)
-        return distributions.sample(keys, target, implementation="xla", axis_name=self._axis_name)
+        return distributions.draw(keys, target, self._axis_name)
 
 
 def from_core(
@@ -143,7 +147,7 @@ def from_core(
         _check_supported(core, rare)
         run = _core_or_kernel(core, kernel, options, rare, implementation)
         # The choice of tokens has no gradient, but their log-probabilities have one.
-        verified = _with_auto_axes(run, *jax.lax.stop_gradient(operands))
+        verified = _unmarked(_with_auto_axes(run, *jax.lax.stop_gradient(operands)))
         if verified.log_probs is None or axis_name is not None:
             return verified
         log_prob = distributions.with_gradient(verified.log_probs, operands[2], verified.tokens)
@@ -153,6 +157,12 @@ def from_core(
     del attributes["__wrapped__"]  # help() shows what callers pass, not what the core takes
     attributes.update(__signature__=_public_signature(core, verify), core=core, check_options=check_options)
     return verify
+
+
+def _unmarked(verified: Verified) -> Verified:
+    """Return what a core or kernel gave with ids in range, and with `is_empty`."""
+    is_empty = jnp.any(verified.tokens < -1, axis=1)
+    return verified._replace(tokens=unmarked(verified.tokens), is_empty=is_empty)
 
 
 def _checked(
@@ -352,7 +362,7 @@ def recovery(
 def take_row(values: Array, index: Array) -> Array:
     """Return values[b, index[b]] of each row b, or -1 where the index is past the end."""
     inside = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == index[:, None]
-    return jnp.max(jnp.where(inside, values, -1), axis=1, initial=-1)
+    return jnp.where(index < values.shape[1], jnp.sum(jnp.where(inside, values, 0), axis=1), -1).astype(jnp.int32)
 
 
 def emit(
@@ -380,5 +390,5 @@ def emit(
     tokens = jnp.where(index == num_accepted[:, None], last[:, None], tokens).astype(jnp.int32)
     log_prob = None
     if law is not None:
-        log_prob = jnp.where(tokens >= 0, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32)
+        log_prob = jnp.where(tokens != -1, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32)
     return Verified(tokens, num_accepted, log_prob, accepted)

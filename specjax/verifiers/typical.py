@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.rows import marked
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_number
@@ -98,7 +99,8 @@ def typical(
     num_accepted = common.count_accepted(draft, accepted)
     bonus = draw.pick(distributions.Residual(distributions.take_law(law, common.num_drafts(draft))))
     assert law.argmax is not None, "it was asked for"
-    best = jnp.take_along_axis(law.argmax, num_accepted[:, None], axis=1)[:, 0]
+    best = marked(law.argmax, law.log_mass == -jnp.inf)
+    best = jnp.take_along_axis(best, num_accepted[:, None], axis=1)[:, 0]
     last = jnp.where(num_accepted == common.num_drafts(draft), bonus, best)
     return common.emit(
         draft, num_accepted, last, law if log_probs else None, bonus_tokens, accepted if outcomes else None

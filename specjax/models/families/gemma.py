@@ -10,13 +10,13 @@ from specjax.types import Model
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma checkpoint."""
-    return decoder(config, tensors)
+    # Early checkpoints say gelu for its tanh approximation. transformers does not read hidden_activation here.
+    config.choice("hidden_act", ("gelu", "gelu_pytorch_tanh"), default="gelu_pytorch_tanh")
+    return decoder(config, tensors, activation="gelu_tanh")
 
 
 def decoder(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
     """Build a model with everything that Gemma and Gemma 2 share; `options` are further options of `llama.decoder`."""
-    for name in ("hidden_act", "hidden_activation"):  # early checkpoints say gelu for its tanh approximation
-        config.choice(name, ("gelu", "gelu_pytorch_tanh"), default="gelu_pytorch_tanh")
     config.only("attention_bias", False)
     config.only("use_bidirectional_attention", False)
     return llama.decoder(
@@ -25,7 +25,6 @@ def decoder(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
         head_size=256,
         tie_embeddings=True,
         norm_offset=1.0,
-        activation="gelu_tanh",
         scale_embedding=True,
         **options,
     )

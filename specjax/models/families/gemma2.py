@@ -11,14 +11,18 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma 2 checkpoint."""
+    # transformers does not read hidden_act here.
+    activation = config.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")
     return gemma.decoder(
         config,
         tensors,
         norms=NORMS,
+        activation=ACTIVATIONS[activation],
         post_norms=True,
         windows=llama.windows(config, lambda layer: layer % 2 == 0),
         attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,

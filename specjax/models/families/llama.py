@@ -145,8 +145,9 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | N
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
-    length = config.size("max_position_embeddings")
-    return Llama3Scaling(factor, low, high, rope.size("original_max_position_embeddings", length))
+    length = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
+    length = config.size("original_max_position_embeddings", length)  # beside the table it goes first
+    return Llama3Scaling(factor, low, high, length)
 
 
 def layer_params(
