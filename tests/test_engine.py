@@ -123,10 +123,11 @@ def test_callers_in_several_threads(engine, target, proposer):
 def test_a_request_ends_alone_where_no_token_can_follow(target, proposer):
     """One of its tokens has an embedding of NaN; all others get a logit of NaN for it, and never draw it."""
 
-    def broken_of(model):
-        return replace(model, params=model.params | {"embedding": model.params["embedding"].at[9].set(jnp.nan)})
+    def without_9(params):
+        return params | {"embedding": params["embedding"].at[9].set(jnp.nan)}
 
-    broken, proposer = broken_of(target), replace(proposer, model=broken_of(proposer.model))
+    broken = replace(target, params=without_9(target.params))
+    proposer = replace(proposer, params=proposer.params | {"model": without_9(proposer.params["model"])})
     requests = [request for request in seeded(5, 2) if 9 not in request.prompt]
     with engine_of(broken, proposer) as engine:
         failing = [engine.submit([3, 9, 5], SamplingParams(temperature=t, max_tokens=8)) for t in (0, 1)]
