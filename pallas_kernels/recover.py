@@ -227,14 +227,17 @@ class _Source(NamedTuple):
     joint: Array
     interpret: bool
 
-    def load_target(self, ids: Array) -> Array:
-        """Load the logits of tokens under the target."""
+    def load_target(self, ids: Array, *, keeps_nan: bool = False) -> Array:
+        """Load the logits of tokens under the target, as `Rows.load` does."""
         target = self.target.rows
-        return target.load(target.locate(self.sequence, self.position), ids)
+        return target.load(target.locate(self.sequence, self.position), ids, keeps_nan=keeps_nan)
 
-    def load(self, ids: Array) -> tuple[Array, Array | None]:
-        """Load the logits of tokens under the target, and under the draft distribution where drafts have one."""
-        logits, draft = self.load_target(ids), self.draft
+    def load(self, ids: Array, *, keeps_nan: bool = False) -> tuple[Array, Array | None]:
+        """Load the logits of tokens under the target, and under the draft distribution where drafts have one.
+
+        `keeps_nan` is for the target alone: `weigh` gives a NaN of the target no weight.
+        """
+        logits, draft = self.load_target(ids, keeps_nan=keeps_nan), self.draft
         if draft is None:
             return logits, None
         at = draft.rows.locate(self.sequence, jnp.minimum(self.position, draft.rows.shape[1] - 1))
@@ -364,8 +367,11 @@ def _store_masses(source: _Source, tile: Array, out: _Masses[Ref], tile_size: in
     parts, blocks = in_blocks(tile, tile_size, source.target.rows.logits.dtype)
     at = source.sequence, source.row, blocks
 
+    # On a GPU a maximum leaves NaN out, so that nobody has to look for it.
+    keeps_nan = not source.interpret
+
     def store_weights():
-        logits = [source.load(ids) for ids in parts]
+        logits = [source.load(ids, keeps_nan=keeps_nan) for ids in parts]
         top = jnp.where(source.is_rejected, source.target.top, block_max([target for target, _ in logits]))
         plgpu.store(out.top.at[at], top)
         weights = [
@@ -381,7 +387,7 @@ def _store_masses(source: _Source, tile: Array, out: _Masses[Ref], tile_size: in
 
     @pl.when(source.wants_best)
     def _():
-        plgpu.store(out.top.at[at], block_max([source.load_target(ids) for ids in parts]))
+        plgpu.store(out.top.at[at], block_max([source.load_target(ids, keeps_nan=keeps_nan) for ids in parts]))
 
 
 def _store_candidates(inputs: _Inputs[Ref], source: _Source, tile: Array, out: Candidates[Ref], tile_size: int):

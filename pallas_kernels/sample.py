@@ -36,6 +36,7 @@ from pallas_kernels.rows import (
     over_blocks,
     tile_of_blocks,
     token_log_prob,
+    twice_where_nan,
 )
 from pallas_kernels.triton import plgpu
 
@@ -229,15 +230,18 @@ def _block_mass_kernel(inputs, out: _Masses[Ref], *, first: int, tile_size: int,
     if num_accepted is not None or rows.rows is not None:
         may_read = is_needed  # otherwise a row is loaded before it is known to be needed: that saves a load's latency
     at = rows.locate(sequence, row)
-    logits = [rows.load(at, rows.whole_ids(ids), may_read) for ids in parts]
+    loaded = [rows.load(at, rows.whole_ids(ids), may_read, keeps_nan=True) for ids in parts]
+
+    def reduce(logits: list[Array]) -> tuple[Array, ...]:
+        top, scale = block_max(logits), inverse(temperature)
+        weights = [exp(part - over_blocks(finite(top), part), scale, flush=not interpret) for part in logits]
+        return top, block_sum(weights)
 
     @pl.when(is_needed)
     def _():
-        top = block_max(logits)
-        scale = inverse(temperature)
-        weights = [exp(part - over_blocks(finite(top), part), scale, flush=not interpret) for part in logits]
+        top, mass = twice_where_nan(reduce, loaded, lambda _, mass: jnp.sum(mass))
         plgpu.store(out.top.at[sequence, row, blocks], top)
-        plgpu.store(out.mass.at[sequence, row, blocks], block_sum(weights))
+        plgpu.store(out.mass.at[sequence, row, blocks], mass)
 
 
 def _draw_kernel(inputs, out, *, first: int, end: int, purpose: int | None, interpret: bool):

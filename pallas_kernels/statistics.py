@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import threefry
 from pallas_kernels.launch import Leaf, Ref, call
-from pallas_kernels.rows import Batch, Rows, count_drafts, default_tile_size, exp, finite, inverse
+from pallas_kernels.rows import Batch, Rows, count_drafts, default_tile_size, exp, finite, inverse, twice_where_nan
 from pallas_kernels.triton import plgpu
 
 
@@ -168,24 +168,32 @@ def _reduce_tile(
     sequence, position, row, tile = place
     ids = rows.whole_ids(tile * tile_size + jax.lax.iota(jnp.int32, tile_size))
     at = rows.locate(sequence, position)
-    logits = rows.load(at, ids, is_needed if rows.rows is not None else may_read)
+    may_read = is_needed if rows.rows is not None else may_read
+    loaded = rows.load(at, ids, may_read, keeps_nan=True)
 
     @pl.when(is_needed)
     def _():
         temperature = rows.load_temperature(sequence)
-        top = jnp.max(logits)
-        distance = logits - finite(top)
-        weights = exp(distance, inverse(temperature), flush=not interpret)
-        mass = jnp.sum(weights)
+
+        def reduce(parts: list[Array]) -> tuple[Array, ...]:
+            (logits,) = parts
+            top = jnp.max(logits)
+            top = jnp.where(top > -jnp.inf, top, -jnp.inf)
+            distance = logits - finite(top)
+            weights = exp(distance, inverse(temperature), flush=not interpret)
+            if out.weighted is None:
+                return top, jnp.sum(weights)
+            exponent = distance * inverse(temperature)
+            return top, jnp.sum(weights), jnp.sum(jnp.where(weights > 0, weights * exponent, 0))
+
+        top, mass, *weighted = twice_where_nan(reduce, [loaded], lambda top, mass, *_: mass)
         if rows.temperature is not None:
-            greedy_mass = partial(_greedy_mass, rows, at, token, logits, ids, top)
+            greedy_mass = partial(_greedy_mass, rows, at, token, loaded, ids, top)
             mass = jax.lax.cond(temperature == 0, greedy_mass, lambda: mass)
         plgpu.store(out.top.at[sequence, row, tile], top)
         plgpu.store(out.mass.at[sequence, row, tile], mass)
         if out.weighted is not None:
-            exponent = distance * inverse(temperature)
-            weighted = jnp.sum(jnp.where(weights > 0, weights * exponent, 0))
-            plgpu.store(out.weighted.at[sequence, row, tile], weighted)
+            plgpu.store(out.weighted.at[sequence, row, tile], *weighted)
 
 
 def _greedy_mass(rows: Rows[Ref], at: tuple[Array, ...], token: Array, logits: Array, ids: Array, top: Array) -> Array:
