@@ -38,7 +38,7 @@ class DenseProposer(InMemory):
         return Memory(rows=self.proposer.init(batch_size, page_size))
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
-        chunk = Chunk(inputs.tokens, following, inputs.positions, inputs.num_tokens, previous=previous)
+        chunk = Chunk(inputs.tokens, following, inputs.positions, inputs.counts, previous=previous)
         rows = self.proposer.prefill(chunk, features, state.take(inputs.rows).rows)
         return state.put(inputs.rows, Memory(rows=rows))
 

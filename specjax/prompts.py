@@ -79,13 +79,12 @@ def run_chunk(
     if previous is None:
         previous = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), output.features)
     proposer_state = in_memory(proposer).prefill(inputs, following, previous, output.features, proposer_state)
-    num_tokens = inputs.num_tokens
-    assert num_tokens is not None, "a chunk has it"
-    index = jnp.maximum(num_tokens - 1, 0)
+    counts = inputs.counts
+    index = jnp.maximum(counts - 1, 0)
 
     def last(features: Array, previous: Array) -> Array:
         fed = features[jnp.arange(index.shape[0]), index]
-        has_any = (num_tokens > 0).reshape(-1, *[1] * (fed.ndim - 1))
+        has_any = (counts > 0).reshape(-1, *[1] * (fed.ndim - 1))
         return jnp.where(has_any, fed, previous)
 
     return cache, proposer_state, jax.tree.map(last, output.features, previous), output.logits

@@ -82,6 +82,12 @@ class ModelInput(NamedTuple):
     num_tokens: Array | None = None  # [R] int32 in [0, T]: padding follows these tokens; None means T everywhere
     rows: Array | None = None  # [R] int32, the row of the batch that each row is; B is no row; None: the rows in order
 
+    @property
+    def counts(self) -> Array:
+        """The number of tokens of each row, [R] int32, also where `num_tokens` is None."""
+        num_rows, num_tokens = self.tokens.shape
+        return jnp.full(num_rows, num_tokens, jnp.int32) if self.num_tokens is None else self.num_tokens
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pools", "rows"], meta_fields=[])
 @dataclass(frozen=True)

@@ -401,7 +401,8 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Return chunks of one row as the rows of one, for `prefill_chunk`."""
     arrays = [(chunk.inputs, chunk.following) for chunk in chunks]
-    return Chunk(*jax.tree.map(lambda *rows: np.concatenate(rows), *arrays), tuple(each.previous for each in chunks))
+    inputs, following = jax.tree.map(lambda *rows: np.concatenate(rows), *arrays)
+    return Chunk(inputs, following, tuple(chunk.previous for chunk in chunks))
 
 
 def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:

@@ -64,9 +64,8 @@ class DraftModel(InMemory):
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         memory, length = _parts(state)
         memory = self._run(inputs, memory)[1]
-        held, num_tokens = Memory(rows=length), inputs.num_tokens
-        assert num_tokens is not None, "a chunk has it"
-        own = jnp.where(num_tokens > 0, inputs.positions[:, 0] + num_tokens, held.take(inputs.rows).rows)
+        held, counts = Memory(rows=length), inputs.counts
+        own = jnp.where(counts > 0, inputs.positions[:, 0] + counts, held.take(inputs.rows).rows)
         return _joined(memory, held.put(inputs.rows, Memory(rows=own)).rows)
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:

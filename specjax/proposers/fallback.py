@@ -70,11 +70,11 @@ class Fallback(InMemory):
 
     def commit(self, state: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
         *states, is_first = _parts(state)
-        kept = (
+        first, second = (
             own.commit(memory, inputs, path, count) if hasattr(own, "commit") else memory
             for own, memory in zip(self._both, states, strict=True)
         )
-        return _joined(*kept, is_first)
+        return _joined(first, second, is_first)
 
     @property
     def _both(self) -> tuple[Any, Any]:

@@ -115,9 +115,8 @@ def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
         values: of its tokens, [R, T, h].
         held: what stands for a row without tokens.
     """
-    num_tokens = inputs.num_tokens
-    assert num_tokens is not None, "a chunk has it"
-    return jnp.where((num_tokens > 0)[:, None], row_of(values, jnp.maximum(num_tokens - 1, 0))[:, 0], held)
+    counts = inputs.counts
+    return jnp.where((counts > 0)[:, None], row_of(values, jnp.maximum(counts - 1, 0))[:, 0], held)
 
 
 def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:

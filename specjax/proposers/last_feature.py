@@ -16,13 +16,12 @@ from specjax.types import Context, Memory, ModelInput, PyTree, Verified
 
 def prefill(inputs: ModelInput, previous: PyTree, features: Any, state: Memory) -> Memory:
     """Return the hidden state [B, H] of the token before the last one of each prompt, as far as it has been fed."""
-    held, num_tokens = state.take(inputs.rows).rows, inputs.num_tokens
-    assert num_tokens is not None, "a chunk has it"
+    held, counts = state.take(inputs.rows).rows, inputs.counts
     hidden = hidden_of(features, held.shape[-1])
-    index = num_tokens - 2
+    index = counts - 2
     inside = row_of(hidden, jnp.maximum(index, 0))[:, 0]
     last = jnp.where(index[:, None] >= 0, inside, previous.hidden).astype(held.dtype)
-    return state.put(inputs.rows, Memory(rows=jnp.where(num_tokens[:, None] > 0, last, held)))
+    return state.put(inputs.rows, Memory(rows=jnp.where(counts[:, None] > 0, last, held)))
 
 
 def update(context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
