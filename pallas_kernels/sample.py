@@ -434,6 +434,7 @@ def _store_match(
     end: int,
 ):
     """Emit the draws up to the first that differs from its draft, of which those before `end` are given in lanes.
+
     `log_prob_of` is a function of a mask to their log-probabilities, 0 where it is false.
     """
     assert batch.tokens is not None and out.num_accepted is not None, "without drafts nothing agrees"

@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 
 from specjax import log_probs, metrics, proposers, scorers, shards, state_rows, verifiers
 from specjax.binding import as_pytree
-from specjax.drafters import in_memory
+from specjax.drafters import commit_of, in_memory
 from specjax.keys import of_requests, positions
 from specjax.log_probs import LogProbs
 from specjax.loops import as_carry
@@ -35,7 +35,7 @@ from specjax.types import (
     Verified,
     Verifier,
 )
-from specjax.validation import check_array, is_integer, is_traced
+from specjax.validation import is_integer, is_traced
 from specjax.verifiers import core
 
 RUNNING, STOP, MAX_TOKENS, BUFFER_FULL, NO_TOKEN = range(5)  # values of State.finished
@@ -309,6 +309,7 @@ def step(
     Raises:
         ValueError: the proposer makes more drafts than the one that the state was made with, `rows` are not integers
             [R] or given where devices share the rows, or a function returns something else than its protocol says.
+            Outside jit also: a row is out of range, or stands twice.
     """
     proposer = in_memory(proposer or proposers.none())
     most = state.totals.drafted_at.shape[1]
@@ -321,8 +322,8 @@ def step(
     if isinstance(model.apply, OnMesh):
         return _step_on_mesh(model, proposer, state, rows, options)
     if rows is not None:
-        check_array("rows", rows, "[R]", (None,), jnp.integer)
-        rows = jnp.asarray(rows, jnp.int32)
+        rows = state_rows.check(rows, state.context.length.shape[0])
+        proposer = state_rows.take_temperatures(proposer, rows)
         part, info = step(model, proposer, state_rows.take(state, rows), **options)
         return state_rows.put(state, rows, part), info
     axis_name = model.axis_name
@@ -400,7 +401,7 @@ def _keep(
     proposer_state: Memory,
 ) -> tuple[Memory, Memory]:
     """Have target and proposer keep the pending token and the accepted drafts, where overwriting does not suffice."""
-    commits = model.commit, getattr(proposer, "commit", None)
+    commits = model.commit, commit_of(proposer)
     if commits == (None, None):
         return cache, proposer_state
     inputs = fed(context, draft)

@@ -1,12 +1,16 @@
 """The form in which the decoding loop calls proposers: with a `Memory`, whether they know of it or not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specjax.types import Array, Chunk, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
+
+Commit = Callable[[Memory, ModelInput, Array, Array], Memory]  # as `Model.commit`
 
 
 class InMemory:
@@ -35,7 +39,15 @@ class DenseProposer(InMemory):
         return self.proposer.num_draft_tokens
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
-        return Memory(rows=self.proposer.init(batch_size, page_size))
+        rows = self.proposer.init(batch_size, page_size)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+            if jnp.shape(leaf)[:1] != (batch_size,):
+                name = f"state{jax.tree_util.keystr(path)}"
+                raise ValueError(
+                    f"every leaf of a proposer's state must have a row for each of the {batch_size} sequences, got "
+                    f"{name} of shape {jnp.shape(leaf)} from init"
+                )
+        return Memory(rows=rows)
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         chunk = Chunk(inputs.tokens, following, inputs.positions, inputs.counts, previous=previous)
@@ -49,11 +61,26 @@ class DenseProposer(InMemory):
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return Memory(rows=self.proposer.update(context._replace(pages=None), verified, features, state.rows))
 
-    def commit(self, state: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
-        own = getattr(self.proposer, "commit", None)
-        return state if own is None else own(state, inputs, path, count)
+    @property
+    def commit(self) -> Commit | None:
+        return getattr(self.proposer, "commit", None)
 
 
 def in_memory(proposer: Any) -> Proposer:
-    """Return a proposer whose state is a `Memory`: the same one, or one that keeps its state in the rows."""
-    return proposer if hasattr(proposer, "init_memory") else DenseProposer(proposer)
+    """Return a proposer whose state is a `Memory`: the same one, or one that keeps its state in the rows.
+
+    The method `init_memory` tells which one it is.
+
+    Raises:
+        ValueError: a proposer has `init_memory`, and does not say whether it takes pages.
+    """
+    if not hasattr(proposer, "init_memory"):
+        return DenseProposer(proposer)
+    if not hasattr(proposer, "takes_pages"):
+        raise ValueError(f"a proposer with init_memory must have takes_pages, True or False, got {proposer!r}")
+    return proposer
+
+
+def commit_of(proposer: Any) -> Commit | None:
+    """Return the method by which a proposer keeps what was accepted; None where it needs none."""
+    return getattr(in_memory(proposer), "commit", None)

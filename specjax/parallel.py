@@ -176,6 +176,8 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
             of a model that devices share already.
     """
     check_axis(mesh, axis_name)
+    if model.init_rows is not None:
+        raise ValueError("model must have no init_rows for devices to share its rows: give it the form without pages")
     shared = model.apply
     if not isinstance(shared, OnMesh):
         specs = tuple(WHOLE for _ in jax.tree.leaves(model.params))

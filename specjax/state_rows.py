@@ -4,15 +4,46 @@ The pools of caches stay where they are. A filler, the row number B, is a row th
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from specjax.sampling import Sampling
-from specjax.types import NO_PAGE, Array
+from specjax.types import Array, Proposer
+from specjax.validation import check_array, is_traced
 
 if TYPE_CHECKING:
     from specjax.decode import State
+
+
+def check(rows: Any, batch_size: int) -> Array:
+    """Return rows [R] as int32.
+
+    Raises:
+        ValueError: they are not integers [R]. Outside jit also: a row is not in [0, B], or stands twice below B.
+    """
+    check_array("rows", rows, "[R]", (None,), jnp.integer)
+    if not is_traced(rows):
+        given = np.asarray(rows)
+        values, counts = np.unique(given, return_counts=True)
+        if values.size and not 0 <= values[0] <= values[-1] <= batch_size:
+            raise ValueError(f"rows must be in [0, B = {batch_size}], where B is no row, got {given.tolist()}")
+        if (counts[values < batch_size] > 1).any():
+            raise ValueError(f"rows must have no row twice, got {given.tolist()}")
+    rows = jnp.asarray(rows, jnp.int32)
+    return jnp.where(rows < 0, batch_size, rows)  # under jit, where a negative number would be another row
+
+
+def take_temperatures(proposer: Proposer, rows: Array) -> Proposer:
+    """Return a proposer with the draft temperatures of some rows, where it has one for each row of the batch."""
+
+    def take(path: tuple, leaf: Any) -> Any:
+        is_of_rows = bool(path) and getattr(path[-1], "name", None) == "temperature" and jnp.ndim(leaf) == 1
+        return leaf.at[rows].get(mode="clip") if is_of_rows else leaf
+
+    return jax.tree_util.tree_map_with_path(take, proposer)
 
 
 def take(state: "State", rows: Array) -> "State":
@@ -27,12 +58,13 @@ def take(state: "State", rows: Array) -> "State":
     def read(x: Array) -> Array:
         return x.at[rows].get(mode="clip")
 
-    context = jax.tree.map(read, state.context._replace(pages=None))
-    pages = rows[:, None] if table is None else table.at[rows].get(mode="fill", fill_value=NO_PAGE)
+    context = jax.tree.map(read, state.context)
+    if table is None:
+        context = context._replace(pages=rows[:, None])  # of a dense cache, where row b owns page b
     numbers = state.keys, state.finished, state.totals, state.log_probs
     keys, finished, totals, log_probs = jax.tree.map(read, numbers)
     return state._replace(
-        context=context._replace(active=context.active & (rows < batch_size), pages=pages),
+        context=context._replace(active=context.active & (rows < batch_size)),
         cache=state.cache.take(rows),
         proposer=state.proposer.take(rows),
         sampling=take_sampling(state.sampling, read),

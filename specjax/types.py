@@ -234,9 +234,13 @@ class Proposer(Protocol):
     features of the last committed token and of the drafts; the `num_accepted` that it gets is 0 in rows that had no
     drafts of this proposer.
 
-    A proposer whose `takes_pages` is false, or missing, has a simpler form: `init(batch_size, max_length)` makes a
-    state of any leaves [B, ...], and `prefill(chunk, features, state)` gets a `Chunk` of the whole batch. It may also
-    have `commit`, as `Model` has.
+    A proposer without `init_memory` has a simpler form and takes no pages: `init(batch_size, max_length)` makes a state
+    of any leaves [B, ...], and `prefill(chunk, features, state)` gets a `Chunk` and the state of the rows that it
+    feeds.
+
+    A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. What a proposer
+    without it keeps in the rows must follow from the last chunk of a prompt, as chunks before may come from the pages
+    of others.
     """
 
     @property

@@ -280,6 +280,7 @@ class Host:
         rows = self.slots.rows_of(slots) if self.rng.random() < 0.8 else None
         slots = slots if rows is not None else sorted(active)
         self.sizes.add(self.slots.num_slots if rows is None else len(rows))
+        use = use if rows is None else EVERYTHING
         with self.only_writes_to(active, lambda job: max(len(job.tokens) - 2, 0)):
             self.place()
             output = jax.device_get(self.slots.step(use, rows=rows))

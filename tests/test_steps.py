@@ -77,12 +77,38 @@ def test_rows_in_any_order_and_number(form, verifier):
     jax.tree.map(np.testing.assert_array_equal, (state.totals, state.finished), (whole.totals, whole.finished))
 
 
-def test_rows_must_be_integers():
-    target = decoder()
-    with pytest.raises(ValueError, match=r"rows must have shape \[R\]"):
-        decode.step(target, None, start(target, None), rows=jnp.array([[0]]))
-    with pytest.raises(ValueError, match="rows"):
-        decode.step(target, None, start(target, None), rows=jnp.array([0.0]))
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([[0]], r"rows must have shape \[R\]"),
+        ([0.0], "rows must"),
+        ([-1, 0], r"rows must be in \[0, B = 4\], where B is no row, got \[-1, 0\]"),
+        ([5], r"rows must be in \[0, B = 4\]"),
+        ([3, 4, 4, 3], "rows must have no row twice"),
+    ],
+)
+def test_bad_rows(rows, message):
+    target = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
+    with pytest.raises(ValueError, match=message):
+        decode.step(target, None, start(target, None), rows=jnp.array(rows))
+
+
+def test_a_temperature_of_drafts_stays_with_its_row():
+    target = testing.bigram_model(2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)))
+    draft = testing.bigram_model(2 * jax.random.normal(jax.random.key(1), (VOCAB, VOCAB)))
+    proposer = proposers.draft_model(draft, 2, temperature=jnp.array([0.2, 0.5, 1.0, 2.0]))
+    whole = state = start(target, proposer)
+    for _ in range(4):
+        whole, _ = step(target, proposer, whole)
+        state, _ = step(target, proposer, state, rows=jnp.array([3, 4, 1, 0, 2]))
+    np.testing.assert_array_equal(state.context.tokens, whole.context.tokens)
+
+
+def test_a_draft_model_keeps_slots_alone():
+    with pytest.raises(ValueError, match="model must keep nothing but slots to draft: its commit must be None"):
+        proposers.draft_model(recurrent(False), 2)
+    with pytest.raises(ValueError, match="model must keep one state a slot to be checked"):
+        testing.assert_model(recurrent(True))
 
 
 def test_batch_expansion_in_pages():
@@ -195,7 +221,8 @@ def test_prompts_of_recurrent_models_share_no_pages():
     """The second prompt begins as the first, whose pages hold nothing of the state."""
     target, chunk = recurrent(True), 8
     slots = Slots(target, bigrams(), num_slots=2, max_length=MAX_LENGTH, pool=(16, PAGE_SIZE), chunk_size=chunk)
-    scheduler = Scheduler(slots, PageTables(16, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, chunk), chunk)
+    tables = PageTables(16, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, chunk)
+    scheduler = Scheduler(slots, tables, chunk, chunks_per_step=1)  # so that steps come between the chunks
     prompt, jobs = [*range(16), 3], []
     for last in (1, 2, 1):
         params = SamplingParams(temperature=0, max_tokens=9, detokenize=False)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from specjax import proposers, verifiers
+from specjax.drafters import in_memory
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
@@ -128,10 +129,11 @@ class Request(Pending):
 class Engine:
     """Serve requests on a fixed number of slots, with programs that are compiled once.
 
-    Requests enter while others run, and leave when they end. A request with a seed gets the tokens that it gets alone,
-    whatever else runs: its noise comes from its own key. A prompt is fed a chunk at a time between the steps of the
-    others. Where target and proposer take pages, prompts with a common beginning share what was computed of it, and
-    where pages run short, the requests that came last give up theirs and are computed anew later.
+    Requests enter while others run, and leave when they end. In float32 a request with a seed gets the tokens that it
+    gets alone, whatever else runs: its noise comes from its own key. `step_sizes` says what holds in 16 bits. A prompt
+    is fed a chunk at a time between the steps of the others. Where target and proposer take pages, prompts with a
+    common beginning share what was computed of it, and where pages run short, the requests that came last give up
+    theirs and are computed anew later.
 
     Args:
         model: the target.
@@ -209,7 +211,7 @@ class Engine:
         if not 0 < grammar_seconds < math.inf:
             raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
         proposer = proposer or proposers.none()
-        takes_pages = model.takes_pages and getattr(proposer, "takes_pages", False)
+        takes_pages = model.takes_pages and in_memory(proposer).takes_pages
         tables = pool = None
         if takes_pages:
             pages_per_row = -(-max_length // page_size)
@@ -222,7 +224,8 @@ class Engine:
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
         if step_sizes is None:
-            step_sizes = CPU_STEP_SIZES if jax.default_backend() == "cpu" else STEP_SIZES
+            sizes_of_platform = CPU_STEP_SIZES if jax.default_backend() == "cpu" else STEP_SIZES
+            step_sizes = [size for size in sizes_of_platform if size < num_slots]
         steps = {"verifier": verifier, "draft_lengths": draft_lengths, "step_sizes": step_sizes}
         device = Slots(model, proposer, chunk_size=chunk_size, **steps, **sizes)
         log_caches(device, pool)
@@ -268,8 +271,8 @@ class Engine:
 
         Args:
             prompt: text or token ids.
-            params: the parameters; None is `SamplingParams()`. A request with a seed gives the same output whatever
-                else runs.
+            params: the parameters; None is `SamplingParams()`. In float32 a request with a seed gives the same output
+                whatever else runs.
             priority: requests with a smaller number come first; equal ones in the order of their arrival.
             cache_salt: the computed beginning of a prompt is found again by requests with the same text here alone, so
                 that others cannot tell by the time of an answer what was asked before.

@@ -189,8 +189,9 @@ class LLM:
 
         Args:
             prompts: one text, or a list of texts or of lists of token ids; their lengths may differ.
-            params: one for all prompts, or one for each prompt; None is `SamplingParams()`. A request with a seed gets
-                the same output in any batch; a request without a seed draws fresh random numbers in every call.
+            params: one for all prompts, or one for each prompt; None is `SamplingParams()`. In float32 a request with a
+                seed gets the same output in any batch; in 16 bits the last bit of a logit may depend on how many
+                samples are left. A request without a seed draws fresh random numbers in every call.
             progress: whether to show a progress bar on standard error.
 
         Returns:

@@ -10,6 +10,7 @@ from specjax.parallel import OnMesh
 from specjax.types import Model, Proposer
 
 SHARE = 0.9  # of the memory that XLA may use; the rest is for what the allocator cannot join
+SMALL = 1 / 8  # of the free memory: so much may be unused
 COPIES = 6  # arrays of the size of a step's logits that live at a time
 
 
@@ -22,9 +23,19 @@ def free_bytes() -> int | None:
 
 
 def num_pages_that_fit(
-    model: Model, proposer: Proposer, *, num_slots: int, max_length: int, page_size: int, chunk_size: int
+    model: Model,
+    proposer: Proposer,
+    *,
+    num_slots: int,
+    max_length: int,
+    page_size: int,
+    chunk_size: int,
+    num_samples: int | None = None,
 ) -> int:
     """Return as many pages as all slots need at their longest, or as fit into the memory that is free now.
+
+    Where there are `num_samples` samples in all, and the pages of all slots would take more than `SMALL` of the free
+    memory, these are the pages that so many samples need.
 
     Raises:
         ValueError: not even one slot at its longest fits.
@@ -43,6 +54,8 @@ def num_pages_that_fit(
 
     rows = max(num_slots * (proposer.num_draft_tokens + 1), chunk_size)
     page, one = size(2) - size(1), size(1)
+    if num_samples is not None and wanted * page > SMALL * free:
+        wanted = min(num_samples, num_slots) * pages_per_row
     fitting = (free - COPIES * 4 * rows * model.vocab_size - (one - page)) // max(page, 1)
     if fitting < min(wanted, pages_per_row):
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from specjax.drafters import in_memory
 from specjax.engine.draft_length import CHOICES, BestDraftLength
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
@@ -36,13 +37,13 @@ NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
 MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as much as others: so many pay in long calls
 
 
-def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 1) -> int:
+def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 1, *, in_pages: bool = True) -> int:
     """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`.
 
-    It is a multiple of `num_groups`, the number of devices that share the samples. Where they do, every step computes
-    all slots, and a single sample gets no more than it needs.
+    It is a multiple of `num_groups`, the number of devices that share the samples. A single sample gets no more than it
+    needs where devices share the samples, as every step then computes all slots, and where caches are not in pages.
     """
-    if num_samples == 1 and num_groups > 1:
+    if num_samples == 1 and (num_groups > 1 or not in_pages):
         return num_groups
     if num_slots is not None:
         return num_slots
@@ -163,8 +164,9 @@ class Run:
         is_cpu = jax.default_backend() == "cpu"
         page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
         tables = pool = None
-        if llm.model.takes_pages and getattr(llm.proposer, "takes_pages", False):
+        if _takes_pages(llm):
             sizes = {"num_slots": num_slots, "max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
+            sizes["num_samples"] = sum(p.num_samples for p in params)
             pool = num_pages_that_fit(llm.model, llm.proposer, **sizes), page_size
             tables = PageTables(*pool, -(-max_length // page_size), chunk_size)
         device = _Device(
@@ -243,7 +245,7 @@ class _Device(Slots):
     """Slots whose steps compute what `use` says, and which know the time of calls that may compile them."""
 
     def __init__(self, *args: Any, use: int, log_probs: bool, num_samples: int, **options: Any):
-        super().__init__(*args, step_sizes=(1,), **options)
+        super().__init__(*args, step_sizes=(1,) if options["num_slots"] > 1 else (), **options)
         self._use, self._log_probs, self._num_samples = use, log_probs, num_samples
         self._compiled: set[tuple[int | None, bool]] = set()
         self.seconds_compiling = 0.0
@@ -269,7 +271,8 @@ class _Device(Slots):
         rows: np.ndarray | None = None,
     ) -> Output:
         start = time.perf_counter()
-        output = super().step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
+        options = {"log_probs": self._log_probs, "num_draft_tokens": num_draft_tokens, "rows": rows}
+        output = super().step(self._use, **options)
         if (num_draft_tokens, rows is None) not in self._compiled:
             self._compiled.add((num_draft_tokens, rows is None))
             self.seconds_compiling += time.perf_counter() - start
@@ -281,17 +284,15 @@ class _Device(Slots):
         rows = sizes if self._num_samples == 1 and sizes else [*sizes, None]
         return [(self._use, self._log_probs, k, each) for k in self.draft_lengths[:1] for each in rows]
 
-    def _step_arguments(
-        self, use: int, log_probs: bool, num_draft_tokens: int | None, rows: np.ndarray | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        arguments, options = super()._step_arguments(self._use, self._log_probs, num_draft_tokens, rows)
-        return arguments, options | ({} if self._log_probs else {"use": self._use})
-
 
 def _num_slots(llm: "LLM", params: Sequence[SamplingParams]) -> int:
     shared = llm.model.apply
     num_groups = shared.num_row_groups if isinstance(shared, OnMesh) else 1
-    return choose_num_slots(llm.num_slots, sum(p.num_samples for p in params), num_groups)
+    return choose_num_slots(llm.num_slots, sum(p.num_samples for p in params), num_groups, in_pages=_takes_pages(llm))
+
+
+def _takes_pages(llm: "LLM") -> bool:
+    return llm.model.takes_pages and in_memory(llm.proposer).takes_pages
 
 
 def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities, dict[int, Sampling]]:

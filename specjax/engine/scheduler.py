@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specjax import decode
+from specjax.drafters import commit_of
 from specjax.engine import slots
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import RecentAcceptance
@@ -23,7 +24,7 @@ from specjax.engine.pages import PageTables, Row
 from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.sampling import Sampling
-from specjax.sampling.capacities import use_of
+from specjax.sampling.capacities import EVERYTHING, use_of
 from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
@@ -157,6 +158,8 @@ class Scheduler:
         choose_draft_length: Callable[[int, float], int] | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
+        # The pages of others hold no state that a model or a drafter keeps beside its slots.
+        self._shares_prompts = device.model.init_rows is None and commit_of(device.proposer) is None
         self._shapes = *sorted(short_chunks, key=lambda shape: shape[1]), (1, chunk_size)
         self._choose = choose_draft_length
         self._chunks_per_step = chunks_per_step
@@ -265,8 +268,7 @@ class Scheduler:
         if self._tables is None:
             return True
         tokens = np.array(job.tokens, np.int32)
-        # The pages of others hold no state of a model that keeps more of a sequence than its slots.
-        salt = job.salt if self._device.model.init_rows is None else None
+        salt = job.salt if self._shares_prompts else None
         job.pages = self._tables.insert(tokens, self._room(len(tokens)), salt, takes=job.is_scored)
         if job.pages is None:
             return False
@@ -377,12 +379,12 @@ class Scheduler:
         if not active:
             return
         self._send()
-        use = max(job.use for job in active)
         num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
         wants_log_probs = any(job.wants_log_probs for job in active)
         of_slots = [slot for slot, job in enumerate(self._slots) if job and job.is_active]
         rows = self._device.rows_of(of_slots, wants_log_probs)
         options = {"log_probs": wants_log_probs, "num_draft_tokens": num_draft_tokens, "rows": rows}
+        use = max(job.use for job in active) if rows is None else EVERYTHING
         output = self._device.step(use, **options)
         jobs = [self._slots[slot] for slot in (range(len(self._slots)) if rows is None else of_slots)]
         self._in_flight.append((output, [job if job and job.is_active else None for job in jobs]))

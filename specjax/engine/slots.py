@@ -544,7 +544,8 @@ class Slots:
     def rows_of(self, slots: Sequence[int], log_probs: bool = False) -> np.ndarray | None:
         """Return the argument `rows` of the smallest step that computes these slots; None computes all slots.
 
-        A step of all slots alone has a program with log-probabilities.
+        `compile` makes programs with log-probabilities for steps of all slots alone, and for others programs that
+        compute everything alone.
         """
         size = next(size for size in self.step_sizes if size >= len(slots))
         if size == self.num_slots or log_probs:
@@ -629,8 +630,7 @@ class Slots:
         """Take a step in all active rows; see `step`.
 
         Args:
-            use: as `step` takes it. A step of fewer rows than all computes everything, and so does one with
-                log-probabilities.
+            use: as `step` takes it. A step with log-probabilities computes everything.
             log_probs: whether to list the most likely tokens, as many as the capacities say.
             num_draft_tokens: one of `draft_lengths`; None is the largest.
             rows: what `rows_of` returns for the active slots.
@@ -648,8 +648,7 @@ class Slots:
         proposer = self.proposer if num_draft_tokens is None else self._proposers[num_draft_tokens]
         functions = dict(zip(("verifier", "scorer"), self._functions, strict=True))
         num_logprobs = self.capacities.logprobs if log_probs else None
-        computes_all = log_probs or rows is not None
-        options = {"use": EVERYTHING if computes_all else use, "num_logprobs": num_logprobs}
+        options = {"use": EVERYTHING if log_probs else use, "num_logprobs": num_logprobs}
         return (self.model, proposer, self.state, rows), functions | options
 
     def _check(self, slot: int) -> None:
@@ -659,11 +658,11 @@ class Slots:
 
 def _step_sizes(model: Model, num_slots: int, given: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of slots that steps compute, the smallest first and all of them last."""
-    if not all(is_integer(size) and size >= 1 for size in given):
-        raise ValueError(f"step_sizes must be integers >= 1, got {given!r}")
+    if not isinstance(given, Sequence) or not all(is_integer(size) and 1 <= size < num_slots for size in given):
+        raise ValueError(f"step_sizes must be integers in [1, num_slots - 1 = {num_slots - 1}], got {given!r}")
     if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
         return (num_slots,)
-    return (*sorted({size for size in given if size < num_slots}), num_slots)
+    return (*sorted(set(given)), num_slots)
 
 
 def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[decode.State, Sharding]:

@@ -185,6 +185,9 @@ def draft_model(
     """
     if not isinstance(model, Model):
         raise ValueError(f"model must be a Model, got {type(model).__name__}")
+    for name in ("init_rows", "commit"):
+        if getattr(model, name) is not None:
+            raise ValueError(f"model must keep nothing but slots to draft: its {name} must be None")
     values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax.drafters import InMemory, in_memory
+from specjax.drafters import Commit, InMemory, commit_of, in_memory
 from specjax.proposers.draft_model import DraftModel
 from specjax.proposers.p_eagle import ParallelEagle
 from specjax.proposers.split import run_where
@@ -68,13 +68,21 @@ class Fallback(InMemory):
         second = two.update(context, only(~is_first), features, second)
         return _joined(first, second, is_first)
 
-    def commit(self, state: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
-        *states, is_first = _parts(state)
-        first, second = (
-            own.commit(memory, inputs, path, count) if hasattr(own, "commit") else memory
-            for own, memory in zip(self._both, states, strict=True)
-        )
-        return _joined(first, second, is_first)
+    @property
+    def commit(self) -> Commit | None:
+        commits = [commit_of(own) for own in self._both]
+        if not any(commits):
+            return None
+
+        def commit_both(state: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
+            *states, is_first = _parts(state)
+            first, second = (
+                memory if commit is None else commit(memory, inputs, path, count)
+                for commit, memory in zip(commits, states, strict=True)
+            )
+            return _joined(first, second, is_first)
+
+        return commit_both
 
     @property
     def _both(self) -> tuple[Any, Any]:

@@ -46,6 +46,11 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
     """
     if not isinstance(model, Model):
         raise ValueError(f"model must be a Model, got {type(model).__name__}")
+    if model.commit is not None or model.init_rows is not None:
+        raise ValueError(
+            "model must keep one state a slot to be checked, got a model with commit or init_rows: compare the tokens "
+            "of greedy speculative decoding with plain decoding"
+        )
     if model.max_length is not None and model.max_length < NUM_TOKENS:
         raise ValueError(f"max_length of the model must be None or at least {NUM_TOKENS}, got {model.max_length}")
     _check_forms(model)
