@@ -6,6 +6,7 @@ from specjax.decode import Info, State
 from specjax.distributions import Law, Residual
 from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
+from specjax.prompts import Fed
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.p_eagle import Pending
 from specjax.sampling.arrays import Sampling
@@ -15,7 +16,7 @@ from specjax.types import Categorical, Chunk, Context, Draft, Features, Memory, 
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified),
     *(Law, Residual, LogProbs, Totals, Sampling, Guide),
-    *(Info, State, Pending, Reduced),
+    *(Info, State, Fed, Pending, Reduced),
 )
 
 for record in RECORDS:

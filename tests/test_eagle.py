@@ -17,7 +17,7 @@ from specjax.proposers import trunk
 from specjax.proposers.drawing import Drawer, reduced_vocabulary
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.sampling import SamplingParams
-from specjax.types import Features, Model
+from specjax.types import Features, Memory, Model
 
 K, SMALL = 3, 40  # drafts, and tokens of a reduced vocabulary
 D2T = np.sort(np.random.default_rng(0).permutation(VOCAB)[:SMALL]) - np.arange(SMALL)
@@ -346,7 +346,8 @@ def test_after_ngrams(tmp_path, tapped):
         for _ in range(4):
             state, _ = heads.step(tapped, proposer, state)
         context = jax.device_get(state.context)
-        drafts = jax.device_get(heads.propose(proposer.second, state._replace(proposer=state.proposer.second)))
+        of_second = Memory(state.proposer.pools[1], state.proposer.rows[1])
+        drafts = jax.device_get(heads.propose(proposer.second, state._replace(proposer=of_second)))
         features = jax.device_get(heads.features_of(tapped, context.tokens))
         for b, length in enumerate(context.length):
             own = jax.tree.map(lambda x: x[b, : length - 1], features)  # noqa: B023

@@ -231,7 +231,7 @@ def test_after_drafts_of_another_proposer():
         left = 30 - np.asarray(state.context.length - state.context.prompt_length)
         active = np.asarray(state.context.active) & (left > 3)
         state, info = heads.step(COPIED, proposer, state)
-        np.add.at(counts, (np.asarray(state.proposer.is_first)[active].astype(int), info.num_accepted[active]), 1)
+        np.add.at(counts, (np.asarray(state.proposer.rows[2])[active].astype(int), info.num_accepted[active]), 1)
     assert counts[0].tolist()[:3] == [0, 0, 0] and counts[0, 3] > 5, "the heads are always right"
     assert counts[1, 1] > 5, "the other's first draft is right, the second wrong"
 

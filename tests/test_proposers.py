@@ -201,7 +201,7 @@ class TestDraftModel:
         proposer = proposers.draft_model(short, 3)
         params = SamplingParams(temperature=0, max_tokens=20)
         state = start(target, proposer, params, lengths=(40, 3))
-        assert jax.tree.leaves(state.proposer.cache)[0].shape[1] == 16
+        assert jax.tree.leaves(state.proposer.pools)[0].shape[1] == 16
         state = decode.generate(target, proposer, state)
         assert state.context.length.tolist() == [60, 23]
         assert state.totals.drafted.tolist()[0] == 0

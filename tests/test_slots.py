@@ -441,10 +441,10 @@ class Compilations:
 
 @pytest.mark.parametrize("in_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_start(target, in_pages, caplog):
-    jobs = some_jobs(12, seed=5)
+    jobs = some_jobs(16, seed=5)
     jax.block_until_ready(jax.jit(lambda: 0)())
     with Compilations() as start, caplog.at_level(logging.INFO, "specjax"):
-        slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=2)
+        slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=4)  # as in no other test
         slots.compile(CHUNK, [SHORT])
     assert [getattr(record, "programs", None) for record in caplog.records] == [*((i, 9) for i in range(10)), None]
     # On CPUs the steps are compiled while others are traced.
