@@ -127,7 +127,7 @@ def test_gelu_of_gemma_is_its_tanh_approximation(goldens, tmp_path):
     for act, activation in (("gelu", None), ("gelu", "gelu"), (None, "silu")):
         fields = {"hidden_act": act, "hidden_activation": activation}
         (directory / "config.json").write_text(json.dumps(CONFIGS["gemma"] | fields))
-        assert load(directory).apply.config.activation == "gelu_tanh"
+        assert load(directory).apply.config.layers[0].ffn.activation == "gelu_tanh"
     assert difference(whole_logits(load(directory)), goldens["gemma"]) <= TOLERANCE / 10
 
 
@@ -138,7 +138,7 @@ def test_gelu_of_gemma2_is_what_hidden_activation_says(goldens, tmp_path):
     for activation, expected in (("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), (None, "gelu_tanh")):
         fields = {"hidden_act": "gelu" if activation is None else "silu", "hidden_activation": activation}
         (directory / "config.json").write_text(json.dumps(CONFIGS["gemma2"] | fields))
-        assert load(directory).apply.config.activation == expected
+        assert load(directory).apply.config.layers[0].ffn.activation == expected
 
 
 def test_heads_of_opt_must_be_even_parts(tmp_path):

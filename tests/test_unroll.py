@@ -7,6 +7,7 @@ import pytest
 
 from specjax import decode, models, sampling, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import medusa, trunk
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.dflash import dflash
@@ -140,7 +141,8 @@ def test_depths_of_packed_documents_begin_at_fewer_and_fewer_tokens(target):
 
 def block_head(from_anchor=False, **options):
     size = STEPS if from_anchor else STEPS + 1
-    config = DecoderConfig(hidden_size=12, num_layers=2, head_norms=True, **SIZES, windows=(None, 3))
+    layers = tuple(LayerConfig(Attention(window=window, has_head_norms=True)) for window in (None, 3))
+    config = DecoderConfig(hidden_size=12, num_layers=2, **SIZES, layers=layers)
     return BlockHead(config, len(LAYERS), HIDDEN, VOCAB, size, VOCAB - 1, from_anchor, **options)
 
 
