@@ -121,6 +121,11 @@ def test_bad_config(sizes, name):
         DecoderConfig(*sizes)
 
 
+def test_layers_of_another_number():
+    with pytest.raises(ValueError, match="layers must be 1 or num_layers = 2 descriptions, got 3"):
+        replace(CONFIG, layers=(LayerConfig(),) * 3)
+
+
 @pytest.mark.usefixtures("float32_products")
 def test_features(model):
     """The taps are the residual stream: the embeddings, a model of the first layer alone, and what the norm is of."""

@@ -287,3 +287,10 @@ def test_errors(target):
         training.depth_unroll(jax.random.key(0), head, params_of(head), batch, mask_token=0, depths=0)
     with pytest.raises(ValueError, match=r"features\.taps must be of 2 layers"):
         training.feature_unroll(head, params_of(head), training.features(target, batch, (1,)))
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.5, "softcap": None}, {"scale": None, "softcap": 2.0}])
+def test_scores_that_no_loss_computes(options):
+    x = jnp.zeros((1, 2, 1, 4))
+    with pytest.raises(ValueError, match="the attention of a head must have no scale and no softcap in training"):
+        training.unroll.Rows(None, jnp.ones((1, 2), bool), (), ()).attend(x, x, x, None, **options)
