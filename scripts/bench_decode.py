@@ -38,6 +38,7 @@ from jax.tree_util import Partial
 from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
 from specjax import keys as streams
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import BlockHead, trunk
 from specjax.proposers.block_draft import BlockDraft, check_block
 from specjax.proposers.drawing import reduced_vocabulary
@@ -77,11 +78,11 @@ BLOCK = DecoderConfig(  # of a drafter in blocks of 8 tokens for the target "8b"
     head_size=128,
     mlp_size=14336,
     tie_embeddings=False,
-    head_norms=True,
+    layers=(LayerConfig(Attention(has_head_norms=True)),),
     **COMMON,
 )
 BLOCK_LAYERS = (2, 9, 16, 23, 30)  # of the target, whose stream it reads
-EAGLE = replace(BLOCK, num_layers=1, head_norms=False, vocab_size=32000)  # an EAGLE-3 head for the target "8b"
+EAGLE = replace(BLOCK, num_layers=1, layers=(LayerConfig(),), vocab_size=32000)  # an EAGLE-3 head for the target "8b"
 EAGLE_LAYERS = (2, 16, 29)
 PRESETS = ("8b-1b", "8b-eagle3", "8b-block", "8b-ngram", "1b-100m", "embedded")
 Drafter = Model | BlockDraft | FeatureDraft | NGram

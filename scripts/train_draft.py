@@ -29,6 +29,7 @@ import specjax
 from specjax import SamplingParams, models, proposers, training
 from specjax.engine.tokenizer import load_tokenizer
 from specjax.models.decoder import DecoderConfig
+from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import dflash, dspark, eagle3, medusa, p_eagle, trunk
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.drawing import reduced_vocabulary
@@ -152,7 +153,7 @@ def new_drafter(
         max_length=config.max_length,
         rope_theta=config.rope_theta,
         norm_eps=config.norm_eps,
-        head_norms=is_block,
+        layers=(LayerConfig(Attention(has_head_norms=is_block)),),
     )
     if not is_block:
         head = proposers.Eagle3Head(layers, size, num_taps)

@@ -2,6 +2,7 @@
 
 from families import CONFIGS, LLAMA3_SCALING
 
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import Llama3Scaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
@@ -98,7 +99,7 @@ RELEASED = {
             "transformers_version": "4.42.0.dev0",
             "use_cache": True,
         },
-        {"rope_theta": 1000000.0, "windows": None},
+        {"rope_theta": 1000000.0, "layers": (LayerConfig(),)},
     ),
     "Qwen2.5 0.5B": (
         "qwen2",
@@ -174,10 +175,13 @@ RELEASED = {
         },
         {
             "rope_theta": 10000.0,
-            "attention_scale": 1 / 16,
-            "attention_softcap": 50.0,
             "logit_softcap": 30.0,
-            "windows": (4096, None),
+            "layers": tuple(
+                LayerConfig(
+                    Attention(window=window, scale=1 / 16, softcap=50.0), GatedMLP("gelu_tanh"), has_post_norms=True
+                )
+                for window in (4096, None)
+            ),
         },
     ),
     "OPT 125M": (

@@ -161,7 +161,7 @@ IN_TABLE = {"use_swa": True, "swa_window_size": 5}
         ("authors", {"layer_types": ["full_attention"] * 2, "dflash_config": IN_TABLE}, (5, 5), False, False),
         ("authors", {"dflash_config": IN_TABLE | {"causal": True}}, (5, 5), True, False),
         ("authors", WINDOW | {"dflash_config": IN_TABLE}, (5, None), None, False),
-        ("speculators", {}, None, None, False),
+        ("speculators", {}, (None, None), None, False),
         ("speculators", {"transformer_layer_config": WINDOW}, (6, None), None, True),
         ("speculators", OPEN, (6, None), False, True),
     ],

@@ -168,7 +168,7 @@ def test_rope_theta_inside_rope_parameters(tmp_path):
     ("fields", "expected"),
     [
         ({}, (4096, 4096)),
-        ({"sliding_window": None}, None),
+        ({"sliding_window": None}, (None, None)),
         ({"sliding_window": 3}, (3, 3)),
         ({"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}, (None, 3)),
     ],

@@ -9,6 +9,7 @@ import pytest
 
 from specjax import models, testing
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.layer import Attention, LayerConfig
 from specjax.models.linear import rms_norm
 from specjax.types import ModelInput
 
@@ -93,7 +94,7 @@ def test_a_tree_mask(model):
 
 def test_a_window_counts_positions(model):
     """A token sees so many positions, itself included; siblings of a tree stand in later slots than they count."""
-    windowed = decoder_model(replace(CONFIG, windows=(3, None)), model.params)
+    windowed = decoder_model(replace(CONFIG, layers=(LayerConfig(Attention(window=3)), LayerConfig())), model.params)
     ids, cache = tokens(7, batch=1), windowed.init_cache(1, SLOTS)
     _, cache = feed(windowed, ModelInput(ids[:, :3], positions(0, 3, 1)), cache)
     mask = jnp.array([[[i == j for j in range(4)] for i in range(4)]])
@@ -118,6 +119,11 @@ def test_equal_configs_do_not_retrace(model):
 def test_bad_config(sizes, name):
     with pytest.raises(ValueError, match=name):
         DecoderConfig(*sizes)
+
+
+def test_layers_of_another_number():
+    with pytest.raises(ValueError, match="layers must be 1 or num_layers = 2 descriptions, got 3"):
+        replace(CONFIG, layers=(LayerConfig(),) * 3)
 
 
 @pytest.mark.usefixtures("float32_products")

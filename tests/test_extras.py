@@ -98,8 +98,7 @@ def hide(monkeypatch, package, *users):
 
 
 USERS = {
-    "flax": ("specjax.models.checkpoint", "specjax.models.network"),
-    "safetensors": ("specjax.models.tensors",),
+    "safetensors": ("specjax.models.checkpoint", "specjax.models.sharding", "specjax.models.tensors"),
     "tokenizers": (),
     "outlines_core": (),
 }
@@ -108,9 +107,9 @@ USERS = {
 @pytest.mark.parametrize(
     ("package", "extra", "call"),
     [
-        ("flax", "models", lambda: models.load),
-        ("flax", "models", lambda: models.with_feature_layers),
-        ("flax", "models", specjax.LLM),
+        ("safetensors", "models", lambda: models.load),
+        ("safetensors", "models", lambda: models.tensor_parallel),
+        ("safetensors", "models", specjax.LLM),
         ("tokenizers", "models", specjax.LLM),
         ("safetensors", "models", lambda: proposers.load(models.EMBEDDED / "eagle3", None, num_draft_tokens=2)),
         ("outlines_core", "guided", lambda: guided.from_regex("a", [b"a", b""], [1])),
@@ -127,12 +126,12 @@ def test_without_the_package(monkeypatch, package, extra, call):
 @pytest.mark.parametrize(
     ("package", "user", "command"),
     [
-        ("flax", "specjax.models.checkpoint", ["generate", "a"]),
+        ("safetensors", "specjax.models.checkpoint", ["generate", "a"]),
         ("uvicorn", "specjax.server.run", ["serve"]),
     ],
 )
 def test_commands_name_all_that_they_need(monkeypatch, capsys, package, user, command):
-    hide(monkeypatch, package, user, "specjax.models.network")
+    hide(monkeypatch, package, user, "specjax.models.tensors")
     assert main(command) == 2
     extra = "cli" if command[0] == "generate" else "serve"
     message = f"the package {package} is missing, install it with: {install_command(extra, package)}"

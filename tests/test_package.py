@@ -33,7 +33,6 @@ def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
 
 def test_import_is_light():
     heavy = (
-        "flax",
         "optax",
         "orbax",
         "chex",

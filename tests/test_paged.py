@@ -15,12 +15,14 @@ from specjax import decode, proposers, sampling, testing, verifiers
 from specjax.calls import run
 from specjax.models import load
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.layer import Attention, LayerConfig
 from specjax.pages import Pages, check_pages_of_prompts, copy_pages, read_slots, write_slots
 from specjax.sampling import SamplingParams
 from specjax.types import NO_PAGE, ModelInput
 
 VOCAB = 61
-TARGET = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 16, 512, windows=(5, None), attention_softcap=2.0)
+LAYERS = tuple(LayerConfig(Attention(window=window, softcap=2.0)) for window in (5, None))
+TARGET = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 16, 512, layers=LAYERS)
 SMALL = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 16, 128)
 
 REJECTION = jax.tree_util.Partial(verifiers.rejection)

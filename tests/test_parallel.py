@@ -17,6 +17,7 @@ from test_slots import Compilations
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.sharding import tensor_parallel
 from specjax.parallel import data_parallel, put
 from specjax.sampling.guided import Grammar
@@ -31,6 +32,9 @@ CONFIG = DecoderConfig(
     head_size=8,
     mlp_size=32,
     max_length=64,
+)
+EVERYTHING = LayerConfig(
+    Attention(has_out_bias=True, has_head_norms=True), GatedMLP(has_bias=True), has_post_norms=True
 )
 
 
@@ -65,13 +69,29 @@ def decoder(seed=0, scale=8.0, **changes):
     "number, changes",
     [
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (4, {"transposed": True, "qkv_bias": True, "vocab_size": 2047, "tie_embeddings": False}),
+        (
+            4,
+            {
+                "transposed": True,
+                "layers": (LayerConfig(Attention(has_bias=True)),),
+                "vocab_size": 2047,
+                "tie_embeddings": False,
+            },
+        ),
         pytest.param(
             4,
-            {"num_kv_heads": 1, "attention_out_bias": True, "mlp_bias": True, "head_norms": True, "post_norms": True},
+            {"num_kv_heads": 1, "layers": (EVERYTHING,)},
             marks=pytest.mark.slow,
         ),
-        (2, {"vocab_size": 37, "logit_softcap": 5.0, "scale_embedding": True, "windows": (4, None)}),
+        (
+            2,
+            {
+                "vocab_size": 37,
+                "logit_softcap": 5.0,
+                "scale_embedding": True,
+                "layers": (LayerConfig(Attention(window=4)), LayerConfig()),
+            },
+        ),
     ],
 )
 def test_logits_of_one_device(number, changes):

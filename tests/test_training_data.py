@@ -11,6 +11,7 @@ import pytest
 
 from specjax import SamplingParams, models, proposers, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.layer import Attention, LayerConfig
 from specjax.models.rope import LinearScaling, Llama3Scaling
 from specjax.models.tensors import Tensors
 from specjax.proposers.block_draft import BlockHead
@@ -92,11 +93,19 @@ def target():
     return models.with_feature_layers(decoder_model(config, init_params(config, seed=0)), (1, 2))
 
 
+NORMED = (LayerConfig(Attention(has_head_norms=True)),)
+
+
+def windowed(*windows):
+    """The layers of a block drafter with these windows."""
+    return tuple(LayerConfig(Attention(window=window, has_head_norms=True)) for window in windows)
+
+
 def drafter(kind, target, layers=None, **options):
     """A drafter with random numbers; its embedding is the target's. `layers` are options of its layers."""
     sizes = SIZES | {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2}
-    has_norms = kind in ("dflash", "dspark")
-    config = DecoderConfig(**sizes | {"tie_embeddings": False, "head_norms": has_norms} | (layers or {}))
+    own = {"layers": NORMED if kind in ("dflash", "dspark") else (LayerConfig(),)}
+    config = DecoderConfig(**sizes | {"tie_embeddings": False} | own | (layers or {}))
     if kind in ("eagle3", "p_eagle"):
         head, make = Eagle3Head(config, 16, 2, **options), eagle3
     else:
@@ -116,11 +125,11 @@ CASES = {
     "eagle3": ("eagle3", {}),
     "3.1": ("eagle3", {"tap_norms": "each", "norm_output": True, "norm_before_residual": True}),
     "norm of all": ("eagle3", {"tap_norms": "all"}),
-    "norms of heads": ("eagle3", {"layers": {"head_norms": True, "rope_scaling": LinearScaling(2.0)}}),
+    "norms of heads": ("eagle3", {"layers": {"layers": NORMED, "rope_scaling": LinearScaling(2.0)}}),
     "dflash": ("dflash", {}),
     "windows": (
         "dflash",
-        {"layers": {"windows": (4, None), "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 16)}, "is_causal": False},
+        {"layers": {"layers": windowed(4, None), "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 16)}, "is_causal": False},
     ),
     "from the anchor": ("dflash", {"from_anchor": True}),
     "p_eagle": ("p_eagle", {"norm_before_residual": True}),
@@ -137,7 +146,7 @@ def test_what_is_written_is_read(name, layout, on_one_gpu, target, tmp_path, mon
     monkeypatch.setattr(Tensors, "on_one_gpu", on_one_gpu)
     kind, options = CASES[name]
     layers = options.get("layers", {}) | {"transposed": on_one_gpu}
-    if "windows" in layers:  # the layouts count them from different tokens
+    if name == "windows":  # the layouts count them from different tokens
         options = options | {"window_from_anchor": layout == "speculators"}
     made = drafter(kind, target, **options | {"layers": layers})
     training.save_pretrained(made, tmp_path, target=target, layout=None if layout == "own" else layout)
@@ -160,16 +169,16 @@ def test_speculators_is_told_the_layers(target, tmp_path):
 def test_drafters_that_have_no_layout(target, tmp_path):
     with pytest.raises(ValueError, match="layout must be 'eagle3' or 'speculators' for eagle3, got 'dflash'"):
         training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="dflash")
-    for options in ({"is_causal": True}, {"layers": {"head_norms": False}}):
+    for options in ({"is_causal": True}, {"layers": {"layers": (LayerConfig(),)}}):
         with pytest.raises(ValueError, match="layout 'speculators' must be given a head with norms of queries and"):
             training.save_pretrained(
                 drafter("dflash", target, **options), tmp_path, target=target, layout="speculators"
             )
     for layout, from_anchor in (("speculators", False), ("dflash", True)):
-        one = drafter("dflash", target, layers={"windows": (4, None)}, window_from_anchor=from_anchor)
+        one = drafter("dflash", target, layers={"layers": windowed(4, None)}, window_from_anchor=from_anchor)
         with pytest.raises(ValueError, match=f"'speculators' must be given a head with window_from_.* {from_anchor}$"):
             training.save_pretrained(one, tmp_path, target=target, layout=layout)
-    sizes = {"layers": {"windows": (4, 5)}}
+    sizes = {"layers": {"layers": windowed(4, 5)}}
     with pytest.raises(ValueError, match=r"config\.windows must be of one size to be written, got \(4, 5\)"):
         training.save_pretrained(drafter("dflash", target, **sizes), tmp_path, target=target)
     with pytest.raises(

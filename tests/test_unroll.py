@@ -7,6 +7,7 @@ import pytest
 
 from specjax import decode, models, sampling, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import medusa, trunk
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.dflash import dflash
@@ -140,7 +141,8 @@ def test_depths_of_packed_documents_begin_at_fewer_and_fewer_tokens(target):
 
 def block_head(from_anchor=False, **options):
     size = STEPS if from_anchor else STEPS + 1
-    config = DecoderConfig(hidden_size=12, num_layers=2, head_norms=True, **SIZES, windows=(None, 3))
+    layers = tuple(LayerConfig(Attention(window=window, has_head_norms=True)) for window in (None, 3))
+    config = DecoderConfig(hidden_size=12, num_layers=2, **SIZES, layers=layers)
     return BlockHead(config, len(LAYERS), HIDDEN, VOCAB, size, VOCAB - 1, from_anchor, **options)
 
 
@@ -285,3 +287,10 @@ def test_errors(target):
         training.depth_unroll(jax.random.key(0), head, params_of(head), batch, mask_token=0, depths=0)
     with pytest.raises(ValueError, match=r"features\.taps must be of 2 layers"):
         training.feature_unroll(head, params_of(head), training.features(target, batch, (1,)))
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.5, "softcap": None}, {"scale": None, "softcap": 2.0}])
+def test_scores_that_no_loss_computes(options):
+    x = jnp.zeros((1, 2, 1, 4))
+    with pytest.raises(ValueError, match="the attention of a head must have no scale and no softcap in training"):
+        training.unroll.Rows(None, jnp.ones((1, 2), bool), (), ()).attend(x, x, x, None, **options)

@@ -1,6 +1,6 @@
 """The built-in models.
 
-They need the packages flax and safetensors (extra `models`), which are imported when a function is first used.
+They need the package safetensors (extra `models`), which is imported when a function is first used.
 """
 
 from importlib import import_module

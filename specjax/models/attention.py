@@ -3,7 +3,10 @@
 The S slots of a row are its row of a dense cache, or the pages that `ModelInput.pages` names, one after another.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,96 @@ BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, an
 FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
 MANY_QUERIES = 128  # tokens of a sequence from which on cuDNN attends without a cache
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
+
+
+class KeyValues(Protocol):
+    """The keys and values that one layer attends to in a call, a pytree: sequences, a cache, or records of training."""
+
+    def attend(
+        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+    ) -> tuple[Array, Any]:
+        """Attend from the queries of a call, with its keys and values among those that they see.
+
+        Args:
+            query: [B, T, H, D], not yet rotated.
+            key: [B, T, kv heads, D], likewise.
+            value: [B, T, kv heads, D].
+            turns: the rotation of queries and keys; None for none.
+            scale: factor of the scores; None is 1 / sqrt(D).
+            softcap: number c that turns a score s into c tanh(s / c); None for none.
+
+        Returns:
+            What the queries attended to [B, T, H, D], and what stands in the place of the layer's cache afterwards.
+        """
+        ...
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["mask"], meta_fields=[])
+@dataclass(frozen=True)
+class Uncached:
+    """Whole sequences, which are not kept."""
+
+    mask: Array | None  # [B, 1, T, T] bool; None is causal
+
+    def attend(
+        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+    ) -> tuple[Array, None]:
+        return attend(rotate(query, turns), rotate(key, turns), value, self.mask, scale, softcap), None
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "inputs", "mask"],
+    meta_fields=["window", "num_hidden"],
+)
+@dataclass(frozen=True)
+class Cached:
+    """The cache of a layer, to which a call adds its own keys and values."""
+
+    cache: Cache
+    inputs: ModelInput
+    mask: Array  # [B, 1, T, S] bool
+    window: int | None
+    num_hidden: int
+
+    def attend(
+        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+    ) -> tuple[Array, Cache]:
+        return attend_to_cache(
+            query,
+            key,
+            value,
+            self.cache,
+            self.inputs,
+            self.mask,
+            turns,
+            window=self.window,
+            scale=scale,
+            softcap=softcap,
+            num_hidden=self.num_hidden,
+        )
+
+
+def memories(
+    inputs: ModelInput, cache: Sequence[Cache] | None, windows: Sequence[int | None], num_hidden: int = 0
+) -> list[Uncached] | list[Cached]:
+    """Return what each layer attends to in a call.
+
+    Args:
+        inputs: the call. Without a cache they are whole sequences from position 0, which are attended causally or as
+            `inputs.mask` says.
+        cache: of each layer; None for none.
+        windows: of each layer, the number of positions that a token sees, its own included; None is all.
+        num_hidden: number of slots, from the first on, that only their own tokens see.
+    """
+    size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
+    windows = [None if window is None or window >= size else window for window in windows]
+    is_causal = cache is None and inputs.mask is None
+    masked = [window for window in dict.fromkeys(windows) if window is not None or not is_causal]
+    masks = {window: attention_mask(inputs, size, window, num_hidden) for window in masked}
+    if cache is None:
+        return [Uncached(masks.get(window)) for window in windows]
+    return [Cached(one, inputs, masks[window], window, num_hidden) for one, window in zip(cache, windows, strict=True)]
 
 
 def num_slots(cache: Cache, inputs: ModelInput) -> int:
@@ -299,8 +392,7 @@ def attend_to_cache(
         return attended, dict(zip(("key", "value"), updated, strict=True))
 
     def by_xla(query, key, value, cache, inputs, mask, rotation):
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+        query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs)
         is_on_cpu = jax.default_backend() == "cpu"
         is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES

@@ -1,16 +1,14 @@
-"""Turn a Flax NNX network into a `Model`: pure functions of its parameters, a nested dict.
+"""Turn a network into a `Model`: pure functions of its parameters, a nested dict.
 
 The functions are frozen dataclasses that compare by value, so a model that is built again does not retrace.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from specjax import shards
 from specjax.parallel import OnMesh
@@ -33,25 +31,23 @@ class NetworkConfig(Protocol):
     def max_length(self) -> int: ...
 
 
-# The class of a network, an nnx.Module: Network(config, rngs)(inputs, cache, feature_layers) -> (ModelOutput, cache).
-Network = Callable[[Any, nnx.Rngs], nnx.Module]
+@dataclass(frozen=True)
+class Network:
+    """The functions of a network; both are pure."""
 
-
-@cache
-def _abstract(network: Network, config: NetworkConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """Return the graph of a network and its state of shapes, without allocating parameters."""
-    return nnx.split(nnx.eval_shape(lambda: network(config, nnx.Rngs(0))))
+    init: Callable[[Any, int], PyTree]  # (config, seed) -> random parameters, a nested dict
+    apply: Callable[..., tuple[ModelOutput, Any]]  # (config, params, inputs, cache, feature_layers) -> (output, cache)
 
 
 def init_params(network: Network, config: NetworkConfig, seed: int) -> PyTree:
     """Return random float32 parameters, a nested dict with the names and shapes of `param_shapes`."""
-    params = nnx.to_pure_dict(nnx.split(network(config, nnx.Rngs(seed)))[1])
+    params = network.init(config, seed)
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)  # with jax_enable_x64 some are drawn in float64
 
 
 def param_shapes(network: Network, config: NetworkConfig) -> PyTree:
     """Return the names, shapes and dtypes of the parameters: a nested dict of `jax.ShapeDtypeStruct`."""
-    return nnx.to_pure_dict(_abstract(network, config)[1])
+    return jax.eval_shape(lambda: network.init(config, 0))
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,7 @@ class Apply:
     feature_layers: tuple[int, ...] = ()
 
     def __call__(self, params: PyTree, inputs: ModelInput, cache: list | None) -> tuple[ModelOutput, list | None]:
-        graph, state = _abstract(self.network, self.config)
-        state = jax.tree.map(lambda x: x, state)  # a copy: the cached state is shared by all calls
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)(inputs, cache, self.feature_layers)
+        return self.network.apply(self.config, params, inputs, cache, self.feature_layers)
 
 
 class Taps:
@@ -109,7 +102,7 @@ def network_model(network: Network, config: NetworkConfig, params: PyTree, featu
     """Return the `Model` of a network with these parameters.
 
     Args:
-        network: class of the network.
+        network: the functions of the network.
         config: its config.
         params: its parameters. They include `embedding`, whose dtype the cache takes.
         feature_layers: as `with_feature_layers` takes them.

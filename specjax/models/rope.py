@@ -71,8 +71,10 @@ def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | N
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Array, rotation: Rotation) -> Array:
-    """Rotate the pairs of numbers (i, i + D / 2) of each head of x [B, T, H, D] by their angles."""
+def rotate(x: Array, rotation: Rotation | None) -> Array:
+    """Rotate the pairs of numbers (i, i + D / 2) of each head of x [B, T, H, D] by their angles; None keeps x."""
+    if rotation is None:
+        return x
     cos, sin = (part[:, :, None] for part in rotation)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

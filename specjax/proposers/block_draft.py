@@ -4,6 +4,7 @@ The cache holds keys and values of the target's features, token s in slot s, at 
 stands after them, from the pending token on, and its own keys and values are overwritten by the next features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specjax.drafters import InMemory
-from specjax.models.attention import update_cache
+from specjax.models.attention import KeyValues, memories, update_cache
+from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, rms_norm
-from specjax.models.rope import rotate, rotation
-from specjax.proposers import convolution, trunk
+from specjax.models.rope import rotation
+from specjax.proposers import trunk
+from specjax.proposers.convolution import Convolutions
 from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth
@@ -53,6 +56,14 @@ class BlockHead:
     selector_rank: int = 0  # numbers by which the token before a draft and its row change the logits of candidates
 
     @property
+    def layers(self) -> "DecoderConfig":
+        """The config with the convolutions that its layers have."""
+        if not self.conv_taps:
+            return self.config
+        around = Convolutions(self.conv_taps, self.conv_group)
+        return replace(self.config, layers=tuple(replace(layer, around=around) for layer in self.config.layers))
+
+    @property
     def most_drafts(self) -> int:
         """The trained depth."""
         return self.block_size if self.from_anchor else self.block_size - 1
@@ -69,13 +80,10 @@ class BlockHead:
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the parameters, but for `embedding` [V, h] and `lm_head` [D, h]."""
         config, hidden, rank = self.config, self.config.hidden_size, self.markov_rank
-        layer = trunk.layer_shapes(config, hidden) | {"attention_norm": (hidden,)}
-        if self.conv_taps:
-            layer |= convolution.layer_shapes(config, self.conv_taps, self.conv_group)
         shapes: dict[str, Any] = {
-            "fc": trunk.matrix_shape(config, self.num_taps * self.target_size, hidden),
+            "fc": matrix_shape(config, self.num_taps * self.target_size, hidden),
             "hidden_norm": (hidden,),
-            "layers": {i: layer for i in range(config.num_layers)},
+            "layers": trunk.layer_shapes(self.layers),
             "norm": (hidden,),
         }
         if rank:
@@ -95,40 +103,29 @@ class BlockHead:
         config = self.config
         taps = trunk.taps_of(features, self.num_taps, self.target_size)
         turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
-        first = config.num_heads * config.head_size  # queries stand before keys and values
-
-        def of_layer(layer: PyTree, one: dict) -> dict:
-            weight, bias = layer["qkv"], layer.get("qkv_bias")
-            weight = weight[first:] if config.transposed else weight[:, first:]
-            bias = None if bias is None else bias[first:][None, None]
-            product = linear(combined, weight, transposed=config.transposed, residual=bias)
-            product = product.reshape(*combined.shape[:2], 2 * config.num_kv_heads, config.head_size)
-            key, value = jnp.split(product, 2, axis=2)
-            if config.head_norms:
-                key = rms_norm(key, (layer["key_norm"], config.norm_eps))
-            return update_cache(one, rotate(key, turns), value, inputs)
-
         with trunk.in_full_precision(params):
             combined = linear(taps, params["fc"], transposed=config.transposed)
             combined = rms_norm(combined, (params["hidden_norm"], config.norm_eps))
-            return [of_layer(params["layers"][i], one) for i, one in enumerate(cache)]
+            each = enumerate(zip(config.each_layer, cache, strict=True))
+            return [
+                update_cache(one, *layer.mixer.keys_values(config, params["layers"][i], combined, turns), inputs=inputs)
+                for i, (layer, one) in each
+            ]
 
     def run_block(self, params: PyTree, inputs: ModelInput, cache: list) -> tuple[Array, list]:
         """Return the normalised output [B, T, h] of every token of a block, and the cache."""
-        config, new_cache, calls = self.config, [], {}
+        of_window = {
+            window: memories(self._block(inputs, window), cache, [self._cache_window(window)] * len(cache))
+            for window in dict.fromkeys(self.config.windows)
+        }
+        return self.run(params, inputs, [of_window[window][i] for i, window in enumerate(self.config.windows)])
+
+    def run(self, params: PyTree, inputs: ModelInput, memories: Sequence[KeyValues]) -> tuple[Array, list]:
+        """Return what `run_block` does, given what each layer attends to."""
         with trunk.in_full_precision(params):
             x = params["embedding"][inputs.tokens]
-            for i, window in enumerate(config.windows or (None,) * config.num_layers):
-                if window not in calls:
-                    calls[window] = self._call(inputs, cache, window)
-                layer = params["layers"][i]
-                norm = layer["attention_norm"], config.norm_eps
-                if self.conv_taps:
-                    x, one = convolution.run_layer(config, layer, x, calls[window], cache[i])
-                else:
-                    x, one = trunk.run_layer(config, layer, x, x, calls[window], cache[i], norm)
-                new_cache.append(one)
-            return rms_norm(x, (params["norm"], config.norm_eps)), new_cache
+            x, kept = trunk.run_layers(self.layers, params["layers"], x, inputs, memories)
+            return rms_norm(x, (params["norm"], self.config.norm_eps)), kept
 
     def sees(self, width: int, window: int | None) -> np.ndarray:
         """Return which tokens of a block each of them sees, [T, T] bool, in a layer with this window."""
@@ -137,18 +134,22 @@ class BlockHead:
         seen = after >= 0 if self.sees_causally(window) else np.ones_like(after, bool)
         return seen if window is None or self.window_from_anchor else seen & (np.abs(after) < window)
 
-    def _call(self, inputs: ModelInput, cache: list, window: int | None) -> trunk.Call:
-        """Return what the layers with this window share."""
-        batch_size, width = inputs.tokens.shape
-        block = inputs
-        if not self.sees_causally(window) or (window is not None and self.window_from_anchor):
-            block = inputs._replace(mask=jnp.broadcast_to(self.sees(width, window), (batch_size, width, width)))
-        call = trunk.call_of(self.config, block, cache, window, num_hidden=0)
-        if window is None or not self.window_from_anchor or not isinstance(cache[0], dict):
-            return call
-        # The tokens are siblings at the place of the first one, which takes one position of the window itself.
-        siblings = block._replace(positions=jnp.broadcast_to(inputs.positions[:, :1], (batch_size, width)))
-        return replace(trunk.call_of(self.config, siblings, cache, window + 1, num_hidden=0), turns=call.turns)
+    def _cache_window(self, window: int | None) -> int | None:
+        """Return the window of the tokens that `_block` returns, in the cache of a layer with this window."""
+        # The place of the pending token takes one position of the window itself.
+        return window + 1 if window is not None and self.window_from_anchor else window
+
+    def _block(self, inputs: ModelInput, window: int | None) -> ModelInput:
+        """Return the tokens of a block as they see each other and the cache, in a layer with this window."""
+        is_anchored = window is not None and self.window_from_anchor
+        if self.sees_causally(window) and not is_anchored:
+            return inputs
+        shape = inputs.tokens.shape
+        mask = jnp.broadcast_to(self.sees(shape[1], window), (*shape, shape[1]))
+        if not is_anchored:
+            return inputs._replace(mask=mask)
+        # The tokens are siblings at the place of the first one.
+        return inputs._replace(mask=mask, positions=jnp.broadcast_to(inputs.positions[:, :1], shape))
 
     def logits(self, params: PyTree, output: Array) -> Array:
         """Return logits [B, T, D] float32, without what the token before each draft adds to them."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import files
 from specjax.proposers.block_draft import BlockDraft, BlockHead
 from specjax.proposers.dflash import dflash
@@ -199,7 +200,7 @@ def _read_head(
         mask_token=of("mask_token_id").get("mask_token_id", int),
         from_anchor=of("sample_from_anchor").get("sample_from_anchor", bool, is_anchored),
         is_causal=_is_causal(configs, kind),
-        window_from_anchor=layers.windows is not None and "speculators_model_type" in configs.whole,
+        window_from_anchor=any(layers.windows) and "speculators_model_type" in configs.whole,
         markov_rank=rank if has_markov else 0,
         confidence=("both" if reads_token else "hidden") if has_confidence else None,
         **_of_dflash2(configs, tensors),
@@ -246,22 +247,20 @@ def _read_layers(configs: _Configs, tensors: "Tensors", target: Model, rope_thet
     config.only("hidden_act", "silu")
     norm = "layers.0.self_attn.q_norm.weight"
     size = tensors.shape(norm)[0] if norm in tensors else None
-    layers = llama.config_of(
-        config,
-        head_size=size,
-        qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        attention_out_bias="layers.0.self_attn.o_proj.bias" in tensors,
-        head_norms=size is not None,
-        transposed=tensors.on_one_gpu,
+    mixer = Attention(
+        has_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        has_out_bias="layers.0.self_attn.o_proj.bias" in tensors,
+        has_head_norms=size is not None,
     )
+    layers = llama.config_of(config, (LayerConfig(mixer),), head_size=size, transposed=tensors.on_one_gpu)
     files.expect(config.where("vocab_size"), layers.vocab_size, target.vocab_size, "the vocabulary of the target")
-    layers = replace(layers, windows=_windows(configs))
+    layers = replace(layers, layers=llama.windowed(layers.layers[0], _windows(configs)))
     config.check_computation()
     return layers if rope_theta is None else replace(layers, rope_theta=rope_theta)
 
 
-def _windows(configs: _Configs) -> tuple[int | None, ...] | None:
-    """Return the window of each layer, from the fields of Qwen3 or the drafter's own; None if no layer has one."""
+def _windows(configs: _Configs) -> tuple[int | None, ...]:
+    """Return the window of each layer, from the fields of Qwen3 or the drafter's own."""
     from specjax.models.families import llama
 
     own, layers = configs.of("use_swa"), configs.layers
@@ -277,7 +276,7 @@ def _windows(configs: _Configs) -> tuple[int | None, ...] | None:
     own.ignore("swa_window_size")
     if "sliding_attention" not in (types or []):
         layers.ignore("sliding_window")  # copied from the target
-        return None
+        return (None,) * layers.size("num_hidden_layers")
     return llama.windows(layers, lambda layer: False)
 
 
@@ -291,11 +290,11 @@ def _vocabulary(tensors: "Tensors", size: int, vocab_size: int) -> Reduced | Non
     return files.draft_vocabulary("d2t", ids, size, vocab_size)
 
 
-def _layer_params(head: BlockHead, tensors: "Tensors", name: str) -> PyTree:
+def _layer_params(head: BlockHead, layer: LayerConfig, tensors: "Tensors", name: str) -> PyTree:
     from specjax.models.families import llama
 
     config, hidden, taps = head.config, head.config.hidden_size, head.conv_taps
-    params = llama.layer_params(config, tensors, name)
+    params = llama.layer_params(config, layer, tensors, name)
     if taps:
         for part in ("attention_conv", "mlp_conv"):
             outputs = {f"{name}.{part}.kernel_projection.weight": 2 * taps * (hidden // head.conv_group)}
@@ -310,7 +309,7 @@ def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced
         "fc": tensors.matrices(head.num_taps * head.target_size, {"fc.weight": hidden}, transposed=config.transposed),
         "hidden_norm": tensors.vectors({"hidden_norm.weight": hidden}),
         "norm": tensors.vectors({"norm.weight": hidden}),
-        "layers": {i: _layer_params(head, tensors, f"layers.{i}") for i in range(config.num_layers)},
+        "layers": {i: _layer_params(head, layer, tensors, f"layers.{i}") for i, layer in enumerate(config.each_layer)},
     }
     for name, tensor, rows, shared in (
         ("embedding", "embed_tokens.weight", head.target_vocab, weights.embedding),

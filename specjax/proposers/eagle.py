@@ -1,65 +1,47 @@
 """The head of EAGLE, EAGLE-2 and HASS: one decoder layer on the target's last hidden state and the next token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
+from specjax.models.attention import KeyValues
+from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear
 from specjax.proposers import trunk
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
 from specjax.types import Array, ModelInput, PyTree
 
-if TYPE_CHECKING:
-    from specjax.models.decoder import DecoderConfig
-
 
 @dataclass(frozen=True)
-class EagleHead:
+class EagleHead(trunk.FeatureHead):
     """Decoder layers that read fc([embedding; feature]) and give the next feature, which the target's head scores.
 
     The first layer has no norm before its attention, and no norm follows the last one.
     """
 
-    config: "DecoderConfig"  # num_layers are those of the head, vocab_size is D
     has_bias: bool = False  # whether `fc` has a bias
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
 
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the parameters, but for `embedding` and `lm_head`."""
         config, hidden = self.config, self.hidden_size
-        layers = {i: trunk.layer_shapes(config, hidden) for i in range(config.num_layers)}
-        for i in range(1, config.num_layers):
-            layers[i]["attention_norm"] = (hidden,)
         bias = {"fc_bias": (hidden,)} if self.has_bias else {}
-        return {"fc": trunk.matrix_shape(config, 2 * hidden, hidden), **bias, "layers": layers}
+        return {"fc": matrix_shape(config, 2 * hidden, hidden), **bias, "layers": trunk.layer_shapes(config, hidden)}
 
     def feature(self, params: PyTree, features: Any) -> Array:
         return trunk.hidden_of(features, self.hidden_size)
 
-    def __call__(
-        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
-    ) -> tuple[Array, list | None]:
-        config, call = self.config, trunk.call_of(self.config, inputs, cache)
+    def run(
+        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+    ) -> tuple[Array, list]:
+        config = self.config
         with trunk.in_full_precision(params):
             pair = jnp.concatenate([params["embedding"][inputs.tokens], feature], axis=-1)
             bias = params["fc_bias"][None, None] if self.has_bias else None
             x = linear(pair, params["fc"], transposed=config.transposed, residual=bias)
-            return trunk.run_layers(config, params["layers"], x, call, cache)
-
-    def recurrent(self, params: PyTree, output: Array) -> Array:
-        return output
-
-    def logits(self, params: PyTree, output: Array) -> Array:
-        return trunk.logits(params, output)
-
-    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
-        return trunk.init_cache(self.config, num_pages, page_size, dtype)
+            return trunk.run_layers(config, params["layers"], x, inputs, memories)
 
 
 def eagle(

@@ -1,30 +1,28 @@
 """The head of EAGLE-3 and EAGLE-3.1: a decoder layer on several layers of the target and the next token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
+from specjax.models.attention import KeyValues
+from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
 from specjax.types import Array, ModelInput, PyTree
 
-if TYPE_CHECKING:
-    from specjax.models.decoder import DecoderConfig
-
 
 @dataclass(frozen=True)
-class Eagle3Head:
+class Eagle3Head(trunk.FeatureHead):
     """Decoder layers on fc(taps), the first of which reads the normed embedding beside the normed feature.
 
     The target's residual stream at `num_taps` layers becomes a feature once, by `fc`. After the last of these features
     a row reads the output of the row before as it is.
     """
 
-    config: "DecoderConfig"  # num_layers are those of the head, vocab_size is D
     target_size: int  # H, the hidden size of the target
     num_taps: int = 3  # layers of the target that `fc` reads; 0 reads its last hidden state, without `fc`
     tap_norms: str | None = None  # "each" norms every tap before `fc`, "all" norms them as one vector; None for none
@@ -32,19 +30,13 @@ class Eagle3Head:
     norm_before_residual: bool = False  # whether the residual stream begins with the normed feature
     norm_output: bool = False  # whether the next row reads the output after the last norm
 
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the parameters, but for `embedding` and `lm_head`."""
         config, hidden, size = self.config, self.hidden_size, self.target_size
-        layers = {i: trunk.layer_shapes(config, hidden if i else 2 * hidden) for i in range(config.num_layers)}
-        for i in range(1, config.num_layers):
-            layers[i]["attention_norm"] = (hidden,)
-        shapes = {"embedding_norm": (hidden,), "layers": layers, "norm": (hidden,)}
+        layers = trunk.layer_shapes(config, 2 * hidden)
+        shapes: dict[str, Any] = {"embedding_norm": (hidden,), "layers": layers, "norm": (hidden,)}
         if self.num_taps:
-            shapes["fc"] = trunk.matrix_shape(config, self.num_taps * size, hidden)
+            shapes["fc"] = matrix_shape(config, self.num_taps * size, hidden)
         if self.has_feature_norm:
             shapes["feature_norm"] = (hidden,)
         if self.tap_norms is not None:
@@ -67,10 +59,10 @@ class Eagle3Head:
         with trunk.in_full_precision(params):
             return linear(taps, params["fc"], transposed=config.transposed, norm=norm)
 
-    def __call__(
-        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
-    ) -> tuple[Array, list | None]:
-        config, call = self.config, trunk.call_of(self.config, inputs, cache)
+    def run(
+        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+    ) -> tuple[Array, list]:
+        config = self.config
         embedded = rms_norm(params["embedding"][inputs.tokens], (params["embedding_norm"], config.norm_eps))
         normed = feature
         if self.has_feature_norm:
@@ -78,16 +70,13 @@ class Eagle3Head:
         pair = jnp.concatenate([embedded, normed], axis=-1)
         residual = normed if self.norm_before_residual else feature
         with trunk.in_full_precision(params):
-            return trunk.run_layers(config, params["layers"], pair, call, cache, residual)
+            return trunk.run_layers(config, params["layers"], pair, inputs, memories, residual)
 
     def recurrent(self, params: PyTree, output: Array) -> Array:
         return rms_norm(output, (params["norm"], self.config.norm_eps)) if self.norm_output else output
 
     def logits(self, params: PyTree, output: Array) -> Array:
         return trunk.logits(params, output, (params["norm"], self.config.norm_eps))
-
-    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
-        return trunk.init_cache(self.config, num_pages, page_size, dtype)
 
 
 def eagle3(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.proposers import files
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.eagle import EagleHead, eagle
@@ -228,14 +229,13 @@ def _read_layers(config: "ConfigFile", tensors: "Tensors", first: str, rope_thet
     config.choice("model_type", MODEL_TYPES, MODEL_TYPES[0])
     config.only("hidden_act", "silu")
     attention = f"{first}.self_attn"
-    layers = config_of(
-        config,
-        transposed=tensors.on_one_gpu,
-        qkv_bias=config.get("attention_bias", bool, False) or f"{attention}.q_proj.bias" in tensors,
-        attention_out_bias=f"{attention}.o_proj.bias" in tensors,
-        mlp_bias=config.get("mlp_bias", bool, False) or f"{first}.mlp.up_proj.bias" in tensors,
-        head_norms=f"{attention}.q_norm.weight" in tensors,
+    mixer = Attention(
+        has_bias=config.get("attention_bias", bool, False) or f"{attention}.q_proj.bias" in tensors,
+        has_out_bias=f"{attention}.o_proj.bias" in tensors,
+        has_head_norms=f"{attention}.q_norm.weight" in tensors,
     )
+    ffn = GatedMLP(has_bias=config.get("mlp_bias", bool, False) or f"{first}.mlp.up_proj.bias" in tensors)
+    layers = config_of(config, (LayerConfig(mixer, ffn),), transposed=tensors.on_one_gpu)
     return layers if rope_theta is None else replace(layers, rope_theta=float(rope_theta))
 
 
@@ -251,9 +251,10 @@ def _refuse_unread(config: "ConfigFile", inner: "ConfigFile") -> None:
 def _layer_params(layers: "DecoderConfig", tensors: "Tensors", first: str, inputs: int) -> dict[int, PyTree]:
     from specjax.models.families import llama
 
-    params = {0: llama.layer_params(layers, tensors, first, NORMS, inputs)}
-    for i in range(1, layers.num_layers):
-        params[i] = llama.layer_params(layers, tensors, f"model.layers.{i}")
+    start, *rest = layers.each_layer
+    params = {0: llama.layer_params(layers, start, tensors, first, NORMS, inputs)}
+    for i, layer in enumerate(rest, 1):
+        params[i] = llama.layer_params(layers, layer, tensors, f"model.layers.{i}")
     return params
 
 

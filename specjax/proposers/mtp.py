@@ -1,13 +1,14 @@
 """Multi-token prediction: a decoder layer of the target's own checkpoint that guesses one token further ahead."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
+from specjax.models.attention import KeyValues
+from specjax.models.layer import Attention, LayerConfig, matrix_shape
 from specjax.models.linear import linear, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
@@ -15,57 +16,37 @@ from specjax.proposers.files import open_directory, other_target, target_weights
 from specjax.types import Array, Model, ModelInput, PyTree
 
 if TYPE_CHECKING:
-    from specjax.models.decoder import DecoderConfig
     from specjax.models.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class MTPHead:
+class MTPHead(trunk.FeatureHead):
     """The module of MiMo: one decoder layer on a projection of [hidden state; embedding], each normalised.
 
     Its output, after a norm, is scored by the target's head and takes the place of the hidden state for the next draft.
     """
 
-    config: "DecoderConfig"  # of one layer
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the parameters, but for `embedding` and `lm_head`."""
         config, hidden = self.config, self.hidden_size
         norms = {name: (hidden,) for name in ("token_norm", "hidden_norm", "final_norm")}
-        layer = trunk.layer_shapes(config, hidden) | {"attention_norm": (hidden,)}
-        return norms | {"fc": trunk.matrix_shape(config, 2 * hidden, hidden), "layer": layer}
+        return norms | {"fc": matrix_shape(config, 2 * hidden, hidden), "layer": trunk.layer_shapes(config)[0]}
 
     def feature(self, params: PyTree, features: Any) -> Array:
         return trunk.hidden_of(features, self.hidden_size)
 
-    def __call__(
-        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
-    ) -> tuple[Array, list | None]:
-        config, call = self.config, trunk.call_of(self.config, inputs, cache)
+    def run(
+        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+    ) -> tuple[Array, list]:
+        config = self.config
         # The token of the first row, which stands in slot 1, counts as zeros.
         embedded = jnp.where(inputs.positions[..., None] == 1, 0, params["embedding"][inputs.tokens])
         with trunk.in_full_precision(params):
             parts = (feature, "hidden_norm"), (embedded, "token_norm")
             pair = [rms_norm(x, (params[name], config.norm_eps)) for x, name in parts]
             x = linear(jnp.concatenate(pair, axis=-1), params["fc"], transposed=config.transposed)
-            layer, one = params["layer"], None if cache is None else cache[0]
-            norm = layer["attention_norm"], config.norm_eps
-            x, one = trunk.run_layer(config, layer, x, x, call, one, norm)
-            output = rms_norm(x, (params["final_norm"], config.norm_eps))
-        return output, None if one is None else [one]
-
-    def recurrent(self, params: PyTree, output: Array) -> Array:
-        return output
-
-    def logits(self, params: PyTree, output: Array) -> Array:
-        return trunk.logits(params, output)
-
-    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
-        return trunk.init_cache(self.config, num_pages, page_size, dtype)
+            x, kept = trunk.run_layers(config, {0: params["layer"]}, x, inputs, memories)
+            return rms_norm(x, (params["final_norm"], config.norm_eps)), kept
 
 
 def mtp(
@@ -126,8 +107,8 @@ def load_mtp(
     config, tensors = open_directory(directory, target, fields)
     config.only("model_type", "mimo")
     config.only("num_nextn_predict_layers", 1)
-    bias = config.get("attention_bias", bool, True)
-    sizes = llama.config_of(config, qkv_bias=bias, transposed=tensors.on_one_gpu)
+    layer = LayerConfig(Attention(has_bias=config.get("attention_bias", bool, True)))
+    sizes = llama.config_of(config, (layer,), transposed=tensors.on_one_gpu)
     weights = target_weights(target)
     if weights.embedding.shape != (sizes.vocab_size, sizes.hidden_size):
         raise other_target(
@@ -150,5 +131,5 @@ def _params(head: MTPHead, tensors: "Tensors") -> PyTree:
     norms = {"token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "final_norm": "final_layernorm"}
     return {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
         "fc": tensors.matrices(2 * hidden, {f"{name}.input_proj.weight": hidden}, transposed=head.config.transposed),
-        "layer": llama.layer_params(head.config, tensors, name),
+        "layer": llama.layer_params(head.config, head.config.layers[0], tensors, name),
     }

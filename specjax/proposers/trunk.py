@@ -5,25 +5,25 @@ feature, and no other token sees it. Positions are those of the slots: a rotatio
 not matter where a reference begins to count.
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
-from specjax.models.linear import Norm, linear, rms_norm
-from specjax.models.rope import Rotation, rotate, rotation
+from specjax.models.attention import KeyValues, memories
+from specjax.models.layer import Params, Shapes, run_layer
+from specjax.models.linear import Norm, linear
+from specjax.models.rope import rotation
 from specjax.types import Array, Features, ModelInput, PyTree
 
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
 NUM_HIDDEN = 1  # slots without a feature
-Params = Mapping[str, Any]
 
 
 def in_full_precision(params: Params) -> Any:
@@ -32,146 +32,70 @@ def in_full_precision(params: Params) -> Any:
 
 
 @dataclass(frozen=True)
-class Call:
-    """What the layers of one call share."""
+class FeatureHead(ABC):
+    """Functions that heads on features share: their decoder layers keep keys and values in a cache."""
 
-    inputs: ModelInput
-    turns: Rotation
-    mask: Array | None  # [B, 1, T, S] bool; None is causal
-    window: int | None = None
-    num_hidden: int = NUM_HIDDEN
+    config: "DecoderConfig"  # num_layers are those of the head, vocab_size is D
 
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
 
-def call_of(
-    config: "DecoderConfig",
-    inputs: ModelInput,
-    cache: list | None,
-    window: int | None = None,
-    num_hidden: int = NUM_HIDDEN,
-) -> Call:
-    """Return what the layers share in a call with these inputs.
+    def __call__(
+        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
+    ) -> tuple[Array, list | None]:
+        """Return the outputs [B, T, h] of the rows with the tokens of `inputs`, and the cache."""
+        output, kept = self.run(params, inputs, feature, memories(inputs, cache, self.config.windows, NUM_HIDDEN))
+        return output, None if cache is None else kept
 
-    Without a cache, tokens see those of the call alone: by `inputs.mask`, or causally. In training, records with a
-    method `attend` may stand in the place of each layer's cache; they say what a token sees.
+    @abstractmethod
+    def feature(self, params: PyTree, features: Any) -> Array:
+        """Return what rows read of the target's features: [B, T, h]."""
 
-    Args:
-        config: sizes and options of the layers.
-        inputs: the tokens of the call.
-        cache: the cache of the layers; None computes without one.
-        window: number of positions that a token sees in the cache, its own included; None is all.
-        num_hidden: number of slots, from the first on, that no other token sees.
-    """
-    turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
-    if cache is None or not isinstance(cache[0], dict):
-        return Call(inputs, turns, None if inputs.mask is None else inputs.mask[:, None])
-    size = num_slots(cache[0], inputs)
-    window = None if window is None or window >= size else window
-    return Call(inputs, turns, attention_mask(inputs, size, window, num_hidden), window, num_hidden)
+    @abstractmethod
+    def run(
+        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+    ) -> tuple[Array, list]:
+        """Return the outputs [B, T, h], given what each layer attends to, and what its cache holds then."""
+
+    def recurrent(self, params: PyTree, output: Array) -> Array:
+        return output
+
+    def logits(self, params: PyTree, output: Array) -> Array:
+        return logits(params, output)
+
+    def init_cache(self, num_pages: int, page_size: int, dtype: DTypeLike) -> list:
+        return init_cache(self.config, num_pages, page_size, dtype)
 
 
 def run_layers(
     config: "DecoderConfig",
     params: Mapping[int, Params],
     x: Array,
-    call: Call,
-    cache: list | None,
+    inputs: ModelInput,
+    memories: Sequence[KeyValues],
     residual: Array | None = None,
-) -> tuple[Array, list | None]:
-    """Run all layers, the first of which has no norm of its own before attention.
+) -> tuple[Array, list]:
+    """Run all layers.
 
     Args:
         config: sizes and options of the layers.
-        params: those of each layer, as `layer_shapes` names them, with `attention_norm` [h] but for the first.
-        x: [B, T, ...], what the attention of the first layer reads.
-        call: what `call_of` returned.
-        cache: keys and values of each layer; None runs without a cache.
+        params: the parameters of each layer, as `layer_shapes` names them. A layer without `attention_norm` reads its
+            input as it is.
+        x: [B, T, ...], which the first layer reads.
+        inputs: the tokens of the call.
+        memories: what each layer attends to.
         residual: [B, T, h], the residual stream before the first layer; None is `x`.
 
     Returns:
-        The residual stream after the last layer [B, T, h], and the cache.
+        The residual stream after the last layer [B, T, h], and what the cache of each layer holds then.
     """
-    new_cache, stream = [], x if residual is None else residual
-    for i in range(config.num_layers):
-        norm = (params[i]["attention_norm"], config.norm_eps) if i else None
-        stream, one = run_layer(config, params[i], x, stream, call, None if cache is None else cache[i], norm)
-        x = stream
-        new_cache.append(one)
-    return stream, None if cache is None else new_cache
-
-
-def run_layer(
-    config: "DecoderConfig",
-    params: Params,
-    x: Array,
-    residual: Array,
-    call: Call,
-    cache: dict | None,
-    norm: Norm | None,
-) -> tuple[Array, dict | None]:
-    """Run a decoder layer whose attention may read other numbers than the residual stream has.
-
-    Args:
-        config: sizes and options of the layer.
-        params: as `layer_shapes` names them.
-        x: [B, T, ...], what attention reads.
-        residual: [B, T, h], what its output is added to.
-        call: what `call_of` returned.
-        cache: keys and values of the layer; None runs without a cache.
-        norm: norm of `x`, None for none.
-
-    Returns:
-        The residual stream after the layer [B, T, h], and the cache.
-    """
-    attended, cache = attention(config, params, x, norm, call, cache)
-    x = _add(config, params, residual, attended, "attention_out")
-    gated = gated_mlp(config, params, x, (params["mlp_norm"], config.norm_eps))
-    return _add(config, params, x, gated, "mlp_out"), cache
-
-
-def gated_mlp(config: "DecoderConfig", params: Params, x: Array, norm: Norm | None) -> Array:
-    """Return what the last matrix of the MLP reads: SiLU of one half of a product, times the other half."""
-    gate = partial(product, config, params, "gate_up", x, norm=norm)
-    if not config.mlp_bias:
-        return gate(activation=jax.nn.silu)
-    first, up = jnp.split(gate(), 2, axis=-1)
-    return jax.nn.silu(first) * up
-
-
-def attention(
-    config: "DecoderConfig", params: Params, x: Array, norm: Norm | None, call: Call, cache: dict | None
-) -> tuple[Array, dict | None]:
-    """Return what all heads attend to, concatenated [B, T, heads * head size], and the cache."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-    qkv = product(config, params, "qkv", x, norm=norm).reshape(*x.shape[:2], heads + 2 * kv_heads, size)
-    query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
-    if config.head_norms:
-        query, key = (
-            rms_norm(part, (params[name], config.norm_eps)) for part, name in ((query, "query_norm"), (key, "key_norm"))
-        )
-    if cache is None:
-        attended = attend(rotate(query, call.turns), rotate(key, call.turns), value, call.mask)
-    elif not isinstance(cache, dict):
-        attended, cache = cache.attend(rotate(query, call.turns), rotate(key, call.turns), value)
-    else:
-        assert call.mask is not None, "with a cache there is a mask"
-        options = {"window": call.window, "num_hidden": call.num_hidden}
-        attended, cache = attend_to_cache(query, key, value, cache, call.inputs, call.mask, call.turns, **options)
-    return attended.reshape(*x.shape[:2], heads * size), cache
-
-
-def product(config: "DecoderConfig", params: Params, name: str, x: Array, **options: Any) -> Array:
-    """Return the product of x with a matrix, plus its bias, if it has one."""
-    bias = params.get(f"{name}_bias")
-    if bias is not None:
-        options["residual"] = bias[None, None]
-    return linear(x, params[name], transposed=config.transposed, **options)
-
-
-def _add(config: "DecoderConfig", params: Params, residual: Array, x: Array, name: str) -> Array:
-    """Return the residual connection: x times a matrix, plus its bias, plus the residual."""
-    bias = params.get(f"{name}_bias")
-    residual = residual if bias is None else residual + bias[None, None]
-    return linear(x, params[name], transposed=config.transposed, residual=residual)
+    turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
+    new_cache = []
+    for i, (layer, memory) in enumerate(zip(config.each_layer, memories, strict=True)):
+        x, kept = run_layer(config, layer, params[i], x, turns, memory, None if i else residual)
+        new_cache.append(kept)
+    return x, new_cache
 
 
 def init_cache(config: "DecoderConfig", num_pages: int, page_size: int, dtype: DTypeLike) -> list:
@@ -180,31 +104,15 @@ def init_cache(config: "DecoderConfig", num_pages: int, page_size: int, dtype: D
     return [{name: jnp.zeros(shape, dtype) for name in ("key", "value")} for _ in range(config.num_layers)]
 
 
-def layer_shapes(config: "DecoderConfig", inputs: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of a layer whose attention reads `inputs` numbers of a token."""
-    hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
-    width = (config.num_heads + 2 * config.num_kv_heads) * size
-    shapes = {
-        "qkv": matrix_shape(config, inputs, width),
-        "attention_out": matrix_shape(config, config.num_heads * size, hidden),
-        "mlp_norm": (hidden,),
-        "gate_up": matrix_shape(config, hidden, 2 * mlp),
-        "mlp_out": matrix_shape(config, mlp, hidden),
-    }
-    if config.qkv_bias:
-        shapes["qkv_bias"] = (width,)
-    if config.attention_out_bias:
-        shapes["attention_out_bias"] = (hidden,)
-    if config.mlp_bias:
-        shapes |= {"gate_up_bias": (2 * mlp,), "mlp_out_bias": (hidden,)}
-    if config.head_norms:
-        shapes |= {"query_norm": (size,), "key_norm": (size,)}
-    return shapes
+def layer_shapes(config: "DecoderConfig", inputs: int | None = None) -> dict[int, Shapes]:
+    """Return the shapes of the parameters of all layers.
 
-
-def matrix_shape(config: "DecoderConfig", inputs: int, outputs: int) -> tuple[int, int]:
-    """Return the shape of a matrix, which is [outputs, inputs] where the config says that matrices are transposed."""
-    return (outputs, inputs) if config.transposed else (inputs, outputs)
+    Args:
+        config: sizes and options of the layers.
+        inputs: numbers of a token that the first layer reads as they are; None: it reads the residual stream normed, as
+            the other layers do.
+    """
+    return {i: layer.shapes(config, None if i else inputs) for i, layer in enumerate(config.each_layer)}
 
 
 def random_params(shapes: PyTree, key: Array, dtype: DTypeLike = jnp.float32) -> PyTree:

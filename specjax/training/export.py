@@ -109,8 +109,9 @@ def layer_config(config: "DecoderConfig", vocab_size: int) -> dict[str, Any]:
     Raises:
         ValueError: the layers have windows of different sizes, which no field says.
     """
+    layer = config.layers[0]
     fields = {
-        "model_type": "qwen3" if config.head_norms else "llama",
+        "model_type": "qwen3" if layer.mixer.has_head_norms else "llama",
         "vocab_size": vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -122,14 +123,14 @@ def layer_config(config: "DecoderConfig", vocab_size: int) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
+        "attention_bias": layer.mixer.has_bias,
+        "mlp_bias": layer.ffn.has_bias,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
     if config.rope_scaling is not None:
         fields["rope_scaling"] = _scaling_fields(config.rope_scaling)
-    if config.windows is not None:
+    if any(config.windows):
         sizes = {size for size in config.windows if size is not None}
         if len(sizes) > 1:
             raise ValueError(f"config.windows must be of one size to be written, got {config.windows}")
@@ -212,7 +213,7 @@ def _eagle3(
 
 def _block(proposer: BlockDraft, target: Model, is_nested: bool, target_name: str) -> tuple[Tensors, dict]:
     head, params, is_dspark = proposer.head, proposer.params, _kind_of(proposer) == "dspark"
-    if head.config.windows is not None and head.window_from_anchor != is_nested:
+    if any(head.config.windows) and head.window_from_anchor != is_nested:
         raise ValueError(
             f"{'layout' if is_nested else 'only layout'} 'speculators' must be given a head with window_from_anchor = "
             f"True, because it counts windows from the anchor, and no other layout does; got {head.window_from_anchor}"
@@ -248,10 +249,11 @@ def _block(proposer: BlockDraft, target: Model, is_nested: bool, target_name: st
 
 def _block_of_speculators(head: BlockHead) -> dict[str, Any]:
     """Return the fields of the layout "speculators" that say which tokens of a block see which, and give drafts."""
-    if head.is_causal or not head.config.head_norms:
+    has_norms = head.config.layers[0].mixer.has_head_norms
+    if head.is_causal or not has_norms:
         raise ValueError(
             "layout 'speculators' must be given a head with norms of queries and keys whose blocks are not causal in "
-            f"layers without a window, got head_norms = {head.config.head_norms} and is_causal = {head.is_causal}"
+            f"layers without a window, got has_head_norms = {has_norms} and is_causal = {head.is_causal}"
         )
     return {"sample_from_anchor": head.from_anchor, "sliding_window_non_causal": head.is_causal is False}
 

@@ -9,6 +9,7 @@ each sequence.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax import models
+from specjax.models.rope import Rotation, rotate
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.eagle3 import Eagle3Head
-from specjax.proposers.feature_draft import Head
+from specjax.proposers.trunk import FeatureHead
 from specjax.types import Array, Features, Model, ModelInput, PyTree
 from specjax.validation import check_number, is_integer
 
@@ -97,7 +99,7 @@ def learned(batch: Batch, count: int) -> Array:
     return mask & (shift(batch.segments, count) == batch.segments) & (batch.segments > 0)
 
 
-def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, detach: bool = False) -> Steps:
+def feature_unroll(head: FeatureHead, params: PyTree, batch: Batch, *, steps: int = 7, detach: bool = False) -> Steps:
     """Run the head of a feature drafter as it will decode, some steps ahead from every row at once.
 
     Step 0 reads the target's features. Step j reads what step j - 1 made of the same row, and the text's own token j
@@ -105,7 +107,7 @@ def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, 
     the rows of step 0 up to its own and its own row of steps 1 to j. Gradients flow through all steps.
 
     Args:
-        head: the head, such as `proposers.eagle3.Eagle3Head`.
+        head: the head, such as `proposers.eagle3.Eagle3Head`; one that derives from `proposers.trunk.FeatureHead`.
         params: its parameters, as the proposer holds them.
         batch: with features.
         steps: J >= 1.
@@ -124,7 +126,7 @@ def feature_unroll(head: Head, params: PyTree, batch: Batch, *, steps: int = 7, 
     _check_count("steps", steps)
     feature, layers = _first_step(head, params, batch)
     place = positions(batch)
-    run = jax.checkpoint(head)
+    run = jax.checkpoint(head.run)
     outputs = []
     for j in range(steps):
         if j:
@@ -166,7 +168,7 @@ def depth_unroll(
     check_number("keep", keep, "one number in [0, 1]", 0, 1)
     feature, layers = _first_step(head, params, batch)
     place = positions(batch)
-    run = jax.checkpoint(head)
+    run = jax.checkpoint(head.run)
     output, layers = run(params, ModelInput(batch.tokens, place), feature, layers)
     outputs, rows = [output], [_all_rows(batch)]
     is_valid = learned(batch, 2) & (place > 0)
@@ -250,16 +252,15 @@ def block_unroll(head: BlockHead, params: PyTree, batch: Batch, anchors: Array) 
     place = positions(batch)
     context = head.init_cache(batch_size, length, params["embedding"].dtype)
     context = head.write_features(params, features, ModelInput(batch.tokens, place), context)
-    windows = head.config.windows or (None,) * head.config.num_layers
     layers = [
         Blocks(batch.segments, start, one["key"], one["value"], head, window)
-        for one, window in zip(context, windows, strict=True)
+        for one, window in zip(context, head.config.windows, strict=True)
     ]
     tokens = jnp.full((batch_size, count, width), head.mask_token, jnp.int32)
     tokens = tokens.at[:, :, 0].set(_take(batch.tokens, start))
     at = _take(place, start)[..., None] + jnp.arange(width, dtype=jnp.int32)[None, None]
     flat = batch_size, count * width
-    output, _ = head.run_block(params, ModelInput(tokens.reshape(flat), at.reshape(flat)), layers)
+    output, _ = head.run(params, ModelInput(tokens.reshape(flat), at.reshape(flat)), layers)
     output = output.reshape(batch_size, count, width, -1)[:, :, head.block_shift :]
 
     steps = _steps(batch, [output[:, :, k] for k in range(head.most_drafts)], [start] * head.most_drafts)
@@ -281,8 +282,8 @@ def _features_of(batch: Batch) -> Features:
     return batch.features
 
 
-def _first_step(head: Head, params: PyTree, batch: Batch) -> tuple[Array, list["Rows"]]:
-    """Return what the rows of the first step read of the target's features, and what stands in place of each cache."""
+def _first_step(head: FeatureHead, params: PyTree, batch: Batch) -> tuple[Array, list["Rows"]]:
+    """Return what the rows of the first step read of the target's features, and what each layer attends to."""
     feature = head.feature(params, jax.tree.map(partial(shift, count=-1), _features_of(batch)))
     return feature, [Rows(batch.segments, positions(batch) > 0, (), ()) for _ in params["layers"]]
 
@@ -309,8 +310,14 @@ def _steps(batch: Batch, outputs: Sequence[Array], rows: Sequence[Array]) -> Ste
     return Steps(*(tuple(column) for column in columns))
 
 
+def _check_scores(scale: float | None, softcap: float | None) -> None:
+    """Raise ValueError where the scores of a layer are not those that losses compute."""
+    if (scale, softcap) != (None, None):
+        raise ValueError(f"the attention of a head must have no scale and no softcap in training, got {scale, softcap}")
+
+
 class Rows(NamedTuple):
-    """Keys and values of one layer, which stand where its cache does: those of step 0, then those of later steps."""
+    """Keys and values of one layer, to which it attends: those of step 0, then those of later steps."""
 
     segments: Array | None  # [B, L] int32
     is_seen: Array  # [B, L] bool, whether other rows see a row of step 0
@@ -318,10 +325,13 @@ class Rows(NamedTuple):
     values: tuple[Array, ...]
     begins: Array | None = None  # [B, L] int32, where rows of later steps begin, the first N in a step; None: in order
 
-    def attend(self, query: Array, key: Array, value: Array) -> tuple[Array, "Rows"]:
+    def attend(
+        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+    ) -> tuple[Array, "Rows"]:
         """Add the keys and values of a step, and attend from its queries [B, N, heads, head size]."""
-        rows = self._replace(keys=(*self.keys, key), values=(*self.values, value))
-        return rows._attend(query), rows
+        _check_scores(scale, softcap)
+        rows = self._replace(keys=(*self.keys, rotate(key, turns)), values=(*self.values, value))
+        return rows._attend(rotate(query, turns)), rows
 
     def _attend(self, query: Array) -> Array:
         """Attend to the rows of step 0 up to where a query begins, and to the rows of later steps that begin there."""
@@ -372,8 +382,14 @@ class Rows(NamedTuple):
         return seen | (other == row[..., None])
 
 
-class Blocks(NamedTuple):
-    """What blocks see in one layer: keys and values of the context, which stand where the layer's cache does."""
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["segments", "anchors", "key", "value"],
+    meta_fields=["head", "window"],
+)
+@dataclass(frozen=True)
+class Blocks:
+    """Keys and values of the context of blocks in one layer, to which it attends."""
 
     segments: Array | None  # [B, L] int32
     anchors: Array  # [B, count] int32
@@ -382,8 +398,12 @@ class Blocks(NamedTuple):
     head: BlockHead
     window: int | None  # of the layer
 
-    def attend(self, query: Array, key: Array, value: Array) -> tuple[Array, "Blocks"]:
+    def attend(
+        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+    ) -> tuple[Array, None]:
         """Attend from the tokens of all blocks [B, count * width, heads, head size]."""
+        _check_scores(scale, softcap)
+        query, key = rotate(query, turns), rotate(key, turns)
         batch_size, _, num_heads, size = query.shape
         count, width = self.anchors.shape[1], self.head.block_size
         dtype = jnp.promote_types(query.dtype, jnp.float32)
@@ -404,7 +424,7 @@ class Blocks(NamedTuple):
         length = self.key.shape[1]
         attended = jnp.einsum("bctkgs,bskd->bctkgd", weights[..., :length], self.value)
         attended += jnp.einsum("bctkgs,bcskd->bctkgd", weights[..., length:], value)
-        return attended.reshape(batch_size, -1, num_heads, size), self
+        return attended.reshape(batch_size, -1, num_heads, size), None
 
     def _sees(self, width: int) -> tuple[Array, Array]:
         """Return what tokens see of the context, [B, count, width, L] bool, and of their block, [width, width]."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama
+from specjax.models.layer import GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -12,16 +13,17 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma checkpoint."""
     # Early checkpoints say gelu for its tanh approximation. transformers does not read hidden_activation here.
     config.choice("hidden_act", ("gelu", "gelu_pytorch_tanh"), default="gelu_pytorch_tanh")
-    return decoder(config, tensors, activation="gelu_tanh")
+    return decoder(config, tensors, (LayerConfig(ffn=GatedMLP("gelu_tanh")),))
 
 
-def decoder(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
+def decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...], **options: Any) -> Model:
     """Build a model with everything that Gemma and Gemma 2 share; `options` are further options of `llama.decoder`."""
     config.only("attention_bias", False)
     config.only("use_bidirectional_attention", False)
     return llama.decoder(
         config,
         tensors,
+        layers,
         head_size=256,
         tie_embeddings=True,
         norm_offset=1.0,

@@ -2,6 +2,7 @@
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import gemma, llama
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -18,14 +19,11 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma 2 checkpoint."""
     # transformers does not read hidden_act here.
     activation = config.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")
-    return gemma.decoder(
-        config,
-        tensors,
-        norms=NORMS,
-        activation=ACTIVATIONS[activation],
-        post_norms=True,
-        windows=llama.windows(config, lambda layer: layer % 2 == 0),
-        attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_softcap=config.number("attn_logit_softcapping", config.unless_null("attn_logit_softcapping", 50.0)),
-        logit_softcap=config.number("final_logit_softcapping", config.unless_null("final_logit_softcapping", 30.0)),
+    attention = Attention(
+        scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        softcap=config.number("attn_logit_softcapping", config.unless_null("attn_logit_softcapping", 50.0)),
     )
+    layer = LayerConfig(attention, GatedMLP(ACTIVATIONS[activation]), has_post_norms=True)
+    layers = llama.windowed(layer, llama.windows(config, lambda i: i % 2 == 0))
+    softcap = config.number("final_logit_softcapping", config.unless_null("final_logit_softcapping", 30.0))
+    return gemma.decoder(config, tensors, layers, norms=NORMS, logit_softcap=softcap)

@@ -1,11 +1,13 @@
 """Llama 2, 3 and 3.x, and the parts that the families which vary Llama share with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, PyTree
@@ -18,14 +20,14 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Llama checkpoint."""
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
-    return decoder(
-        config, tensors, qkv_bias=bias, attention_out_bias=bias, mlp_bias=config.get("mlp_bias", bool, False)
-    )
+    ffn = GatedMLP(has_bias=config.get("mlp_bias", bool, False))
+    return decoder(config, tensors, (LayerConfig(Attention(has_bias=bias, has_out_bias=bias), ffn),))
 
 
 def decoder(
     config: ConfigFile,
     tensors: Tensors,
+    layers: tuple[LayerConfig, ...],
     *,
     head_size: int | None = None,
     tie_embeddings: bool = False,
@@ -33,14 +35,15 @@ def decoder(
     ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> Model:
-    """Build the model of a checkpoint whose network is a `Decoder`.
+    """Build the model of a checkpoint whose network is that of `models/decoder.py`.
 
     Args:
         config: config.json, with the field names of Llama.
         tensors: tensors, with the names of Llama.
+        layers: the description of each layer, or one of all layers.
         head_size: default of the field head_dim; None is hidden_size / num_attention_heads.
         tie_embeddings: default of the field tie_word_embeddings.
-        norms: maps each norm's parameter in `decoder.Layer` to the name of its tensor in a layer.
+        norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
         ignored: patterns of the names of tensors that the model does not need.
         options: further fields of `DecoderConfig`.
 
@@ -51,14 +54,19 @@ def decoder(
         ValueError: a field or tensor is missing, has a wrong value or shape, or is not supported.
     """
     decoder_config = config_of(
-        config, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
+        config, layers, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
     )
     config.check_computation()
     return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored))
 
 
 def config_of(
-    config: ConfigFile, *, head_size: int | None = None, tie_embeddings: bool = False, **options: Any
+    config: ConfigFile,
+    layers: tuple[LayerConfig, ...],
+    *,
+    head_size: int | None = None,
+    tie_embeddings: bool = False,
+    **options: Any,
 ) -> DecoderConfig:
     """Return the sizes and options that config.json has under the names of Llama; the arguments are as in `decoder`.
 
@@ -83,6 +91,7 @@ def config_of(
         "head_size": config.size("head_dim", head_size),
         "mlp_size": config.size("intermediate_size"),
         "max_length": config.size("max_position_embeddings"),
+        "layers": layers,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": config.number("rms_norm_eps"),
@@ -94,7 +103,13 @@ def config_of(
         raise ValueError(f"{config.path}: {error}") from error
 
 
-def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | None, ...] | None:
+def windowed(layer: LayerConfig, windows: Sequence[int | None]) -> tuple[LayerConfig, ...]:
+    """Return the descriptions of layers with these windows that are alike otherwise; one if the windows are, too."""
+    of_layers = windows if len(set(windows)) > 1 else windows[:1]
+    return tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for window in of_layers)
+
+
+def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
     """Return the window of each layer: sliding_window or None.
 
     Args:
@@ -102,12 +117,12 @@ def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | No
         slides: says it in the absence of that field, given the index of a layer.
 
     Returns:
-        One window for each layer; None if sliding_window is null.
+        One window for each layer; None for all layers if sliding_window is null.
     """
     window = config.size("sliding_window", config.unless_null("sliding_window", 4096))
-    if window is None:
-        return None
     num_layers = config.size("num_hidden_layers", most=MAX_LAYERS)
+    if window is None:
+        return (None,) * num_layers
     types = config.get("layer_types", list, None)
     if types is None:
         return tuple(window if slides(i) else None for i in range(num_layers))
@@ -151,12 +166,18 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | N
 
 
 def layer_params(
-    config: DecoderConfig, tensors: Tensors, name: str, norms: dict[str, str] = NORMS, inputs: int | None = None
+    config: DecoderConfig,
+    layer: LayerConfig,
+    tensors: Tensors,
+    name: str,
+    norms: dict[str, str] = NORMS,
+    inputs: int | None = None,
 ) -> dict[str, Array]:
-    """Read the parameters of a layer as `decoder.Layer` names them, with projections of one input concatenated.
+    """Read the parameters of a layer as `LayerConfig.shapes` names them, with projections of one input concatenated.
 
     Args:
         config: sizes and options.
+        layer: the kinds and options of the layer.
         tensors: the tensors, with the names of Llama.
         name: of the layer, what stands before the names of its tensors.
         norms: as `decoder` takes them.
@@ -173,25 +194,28 @@ def layer_params(
         "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
         "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
     }
-    if config.qkv_bias:
+    if layer.mixer.has_bias:
         params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
-    if config.attention_out_bias:
+    if layer.mixer.has_out_bias:
         params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
-    if config.mlp_bias:
+    if layer.ffn.has_bias:
         params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
         params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
-    if config.head_norms:
+    if layer.mixer.has_head_norms:
         params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
         params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
     return params
 
 
 def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str], ignored: tuple[str, ...]) -> PyTree:
-    """Read the parameters as `Decoder` holds them."""
+    """Read the parameters as `decoder.param_shapes` names them."""
     embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
     params = {
         "embedding": tensors.table(*embedding),
-        "layers": {i: layer_params(config, tensors, f"model.layers.{i}", norms) for i in range(config.num_layers)},
+        "layers": {
+            i: layer_params(config, layer, tensors, f"model.layers.{i}", norms)
+            for i, layer in enumerate(config.each_layer)
+        },
         "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),
     }
     if config.tie_embeddings:

@@ -2,6 +2,7 @@
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama
+from specjax.models.layer import LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -9,4 +10,4 @@ from specjax.types import Model
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Mistral checkpoint."""
     config.only("hidden_act", "silu")
-    return llama.decoder(config, tensors, windows=llama.windows(config, lambda layer: True))
+    return llama.decoder(config, tensors, llama.windowed(LayerConfig(), llama.windows(config, lambda i: True)))

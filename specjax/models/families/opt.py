@@ -5,15 +5,15 @@ Its norms stand before attention and MLP, or after them in some sizes.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from specjax.models.attention import attend, attend_to_cache, attention_mask, num_slots
+from specjax.models.attention import KeyValues, memories
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
-from specjax.models.network import Taps, embed, network_model, without_padding
+from specjax.models.network import Network, Taps, embed, network_model, without_padding
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
@@ -43,107 +43,97 @@ class OPTConfig:
         return self.num_heads
 
 
-class Affine(nnx.Module):
-    """Affine map: x [B, T, in] @ weight [in, out] + bias [out]. With `axis_name` each device has some of the inputs."""
+def _layer_shapes(config: OPTConfig) -> PyTree:
+    """Return the shapes of the parameters of a layer."""
+    hidden, heads, mlp = config.hidden_size, config.num_heads * config.head_size, config.mlp_size
+    norm = {"scale": (hidden,), "bias": (hidden,)}
+    matrices = {
+        "qkv": (hidden, 3 * heads),
+        "attention_out": (heads, hidden),
+        "mlp_in": (hidden, mlp),
+        "mlp_out": (mlp, hidden),
+    }
+    affine = {name: {"weight": shape, "bias": shape[1:]} for name, shape in matrices.items()}
+    return {"attention_norm": norm, "mlp_norm": norm, **affine}
 
-    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, axis_name: str | None = None):
-        self.axis_name = axis_name
-        self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (inputs, outputs)))
-        self.bias = nnx.Param(jnp.zeros((outputs,)))
 
-    def __call__(self, x: Array) -> Array:
-        product = x @ self.weight[...]
-        if self.axis_name is not None:
-            product = jax.lax.psum(product, self.axis_name)
-        return product + self.bias[...][None, None]
+def _init(config: OPTConfig, seed: int) -> PyTree:
+    """Return random parameters: normal matrices, norms that scale by 1, and biases of zeros."""
+    hidden, size = config.hidden_size, config.embedding_size
+    shapes: PyTree = {
+        "embedding": (config.vocab_size, size),
+        "position_embedding": (config.max_length + POSITION_OFFSET, hidden),
+        "layers": {i: _layer_shapes(config) for i in range(config.num_layers)},
+    }
+    if config.final_norm:
+        shapes["norm"] = {"scale": (hidden,), "bias": (hidden,)}
+    if size != hidden:
+        shapes |= {"project_in": (size, hidden), "project_out": (hidden, size)}
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def param(path: tuple, shape: tuple[int, ...], key: Array) -> Array:
+        if len(shape) > 1:
+            return 0.02 * jax.random.normal(key, shape)
+        return jnp.ones(shape) if path[-1].key == "scale" else jnp.zeros(shape)
+
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten([param(path, shape, key) for (path, shape), key in zip(leaves, keys, strict=True)])
 
 
-class LayerNorm(nnx.Module):
+def _affine(params: PyTree, x: Array, axis_name: str | None = None) -> Array:
+    """Return x [B, T, in] @ weight [in, out] + bias [out]. With `axis_name` each device has some of the inputs."""
+    product = x @ params["weight"]
+    if axis_name is not None:
+        product = jax.lax.psum(product, axis_name)
+    return product + params["bias"][None, None]
+
+
+def _norm(params: PyTree, x: Array) -> Array:
     """Normalise x [B, T, D] to zero mean and unit variance over its last axis in float32, then scale and shift it."""
-
-    def __init__(self, size: int):
-        self.scale = nnx.Param(jnp.ones((size,)))
-        self.bias = nnx.Param(jnp.zeros((size,)))
-
-    def __call__(self, x: Array) -> Array:
-        x32 = x.astype(jnp.float32)
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + NORM_EPS)
-        return (x32 * self.scale[...][None, None] + self.bias[...][None, None]).astype(x.dtype)
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + NORM_EPS)
+    return (x32 * params["scale"][None, None] + params["bias"][None, None]).astype(x.dtype)
 
 
-class Layer(nnx.Module):
-    """Attention and MLP, each with a norm and a residual connection."""
-
-    def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
-        self.config = config
-        hidden, heads, axis_name = config.hidden_size, config.num_heads * config.head_size, config.axis_name
-        self.attention_norm, self.mlp_norm = LayerNorm(hidden), LayerNorm(hidden)
-        self.qkv, self.attention_out = Affine(hidden, 3 * heads, rngs), Affine(heads, hidden, rngs, axis_name)
-        self.mlp_in = Affine(hidden, config.mlp_size, rngs)
-        self.mlp_out = Affine(config.mlp_size, hidden, rngs, axis_name)
-
-    def __call__(self, x: Array, inputs: ModelInput, mask: Array | None, cache: dict | None):
-        """Run the layer on hidden states x [B, T, D]; return them with the layer's cache."""
-        config = self.config
-        batch_size, num_tokens, _ = x.shape
-        qkv = self.qkv(self.attention_norm(x) if config.norm_first else x)
-        qkv = qkv.reshape(batch_size, num_tokens, 3 * config.num_heads, config.head_size)
-        query, key, value = jnp.split(qkv, 3, axis=2)
-        if cache is None:
-            attended = attend(query, key, value, mask)
-        else:
-            assert mask is not None, "with a cache no mask is left out"
-            attended, cache = attend_to_cache(query, key, value, cache, inputs, mask)
-        x = x + self.attention_out(attended.reshape(batch_size, num_tokens, -1))
-        if not config.norm_first:
-            x = self.attention_norm(x)
-        hidden = self.mlp_in(self.mlp_norm(x) if config.norm_first else x)
-        x = x + self.mlp_out(jax.nn.relu(hidden))
-        if not config.norm_first:
-            x = self.mlp_norm(x)
-        return x, cache
+@partial(jax.jit, static_argnames="config")  # under jit, the layers are traced once
+def _run_layer(config: OPTConfig, params: PyTree, x: Array, memory: KeyValues) -> tuple[Array, Any]:
+    """Run a layer on hidden states x [B, T, D]; return them, and what the layer's cache holds then."""
+    qkv = _affine(params["qkv"], _norm(params["attention_norm"], x) if config.norm_first else x)
+    qkv = qkv.reshape(*x.shape[:2], 3 * config.num_heads, config.head_size)
+    query, key, value = jnp.split(qkv, 3, axis=2)
+    attended, kept = memory.attend(query, key, value, None, None, None)
+    x = x + _affine(params["attention_out"], attended.reshape(*x.shape[:2], -1), config.axis_name)
+    if not config.norm_first:
+        x = _norm(params["attention_norm"], x)
+    hidden = _affine(params["mlp_in"], _norm(params["mlp_norm"], x) if config.norm_first else x)
+    x = x + _affine(params["mlp_out"], jax.nn.relu(hidden), config.axis_name)
+    return x if config.norm_first else _norm(params["mlp_norm"], x), kept
 
 
-class OPT(nnx.Module):
-    """Embeddings, layers and the tied head. It computes in the dtype of its parameters; logits are float32."""
-
-    def __init__(self, config: OPTConfig, rngs: nnx.Rngs):
-        self.config = config
-        init = partial(nnx.initializers.normal(0.02), rngs.params())
-        self.embedding = nnx.Param(init((config.vocab_size, config.embedding_size)))
-        self.position_embedding = nnx.Param(init((config.max_length + POSITION_OFFSET, config.hidden_size)))
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
-        if config.final_norm:
-            self.norm = LayerNorm(config.hidden_size)
-        if config.embedding_size != config.hidden_size:
-            self.project_in = nnx.Param(init((config.embedding_size, config.hidden_size)))
-            self.project_out = nnx.Param(init((config.hidden_size, config.embedding_size)))
-
-    def __call__(
-        self, inputs: ModelInput, cache: list | None = None, feature_layers: tuple[int, ...] = ()
-    ) -> tuple[ModelOutput, list | None]:
-        """Run the tokens of `inputs`, as `decoder.Decoder` does."""
-        config = self.config
-        # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
-        precision = "highest" if self.embedding.dtype == jnp.float32 else None
-        with jax.default_matmul_precision(precision):
-            x = embed(self.embedding[...], inputs.tokens, config.axis_name)
-            if config.embedding_size != config.hidden_size:
-                x = x @ self.project_in[...]
-            x = x + self.position_embedding[...].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
-            mask = None if cache is None else attention_mask(inputs, num_slots(cache[0], inputs))
-            new_cache, taps = [], Taps(feature_layers)
-            taps.collect(0, x)
-            for i, layer in enumerate(self.layers):
-                x, layer_cache = layer(x, inputs, mask, None if cache is None else cache[i])
-                new_cache.append(layer_cache)
-                taps.collect(i + 1, x)
-            hidden = self.norm(x) if config.final_norm else x
-            projected = hidden @ self.project_out[...] if config.embedding_size != config.hidden_size else hidden
-            logits = jnp.einsum("btd,vd->btv", projected, self.embedding[...], preferred_element_type=jnp.float32)
-            logits = without_padding(logits, config.num_padding, config.axis_name)
-        return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
+def _apply(
+    config: OPTConfig, params: PyTree, inputs: ModelInput, cache: list | None, feature_layers: tuple[int, ...]
+) -> tuple[ModelOutput, list | None]:
+    """Run the tokens of `inputs`, as the network of `models/decoder.py` does."""
+    embedding = params["embedding"]
+    # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
+    precision = "highest" if embedding.dtype == jnp.float32 else None
+    with jax.default_matmul_precision(precision):
+        x = embed(embedding, inputs.tokens, config.axis_name)
+        if "project_in" in params:
+            x = x @ params["project_in"]
+        x = x + params["position_embedding"].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
+        new_cache, taps = [], Taps(feature_layers)
+        taps.collect(0, x)
+        for i, memory in enumerate(memories(inputs, cache, (None,) * config.num_layers)):
+            x, kept = _run_layer(config, params["layers"][i], x, memory)
+            new_cache.append(kept)
+            taps.collect(i + 1, x)
+        hidden = _norm(params["norm"], x) if config.final_norm else x
+        projected = hidden @ params["project_out"] if "project_out" in params else hidden
+        logits = jnp.einsum("btd,vd->btv", projected, embedding, preferred_element_type=jnp.float32)
+        logits = without_padding(logits, config.num_padding, config.axis_name)
+    return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -170,11 +160,11 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         final_norm=norm_first and not config.get("_remove_final_layer_norm", bool, False),
     )
     config.check_computation()
-    return network_model(OPT, opt_config, _params(opt_config, tensors))
+    return network_model(Network(_init, _apply), opt_config, _params(opt_config, tensors))
 
 
 def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
-    """Read the parameters as `OPT` holds them."""
+    """Read the parameters as `_init` names them."""
     hidden, mlp = config.hidden_size, config.mlp_size
 
     def affine(inputs: int, outputs: dict[str, int]) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama, qwen2
+from specjax.models.layer import Attention, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -10,12 +11,5 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Qwen3 checkpoint."""
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
-    return llama.decoder(
-        config,
-        tensors,
-        head_size=128,
-        head_norms=True,
-        qkv_bias=bias,
-        attention_out_bias=bias,
-        windows=qwen2.windows(config),
-    )
+    layer = LayerConfig(Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True))
+    return llama.decoder(config, tensors, llama.windowed(layer, qwen2.windows(config)), head_size=128)

@@ -1,0 +1,245 @@
+"""A decoder layer: one pure function of a dict of arrays, which every family, drafter and training loss calls.
+
+A layer is a mixer of tokens and a feed-forward network (`ffn`). Each reads the residual stream after a norm, and adds
+its output to the stream. Frozen dataclasses describe a layer. They hold no arrays, name the parameters of their part,
+and compute it, so that a new kind of mixer or ffn is a dataclass with the methods of `Attention` or `GatedMLP`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.attention import KeyValues
+from specjax.models.linear import Norm, linear, rms_norm
+from specjax.models.rope import Rotation, rotate
+from specjax.types import Array
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+Params = Mapping[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """The input of a mixer or an ffn, and how its output joins the residual stream."""
+
+    x: Array  # [B, T, ...], which the sublayer reads
+    norm: Norm | None  # of `x`, which comes first; None for none
+    residual: Array  # [B, T, h], to which the output is added
+    finish: Callable[[Array], Array] | None = None  # function of the output [B, T, h] before the sum; None for none
+
+
+class Around(Protocol):
+    """A change of the normed input and of the output of both sublayers, a frozen dataclass."""
+
+    def shapes(self, config: "DecoderConfig") -> Shapes:
+        """Return the shapes of the parameters."""
+        ...
+
+    def __call__(
+        self, config: "DecoderConfig", params: Params, name: str, x: Array
+    ) -> tuple[Array, Callable[[Array], Array]]:
+        """Return the input [B, T, h] of the sublayer "attention" or "mlp", and the function of its output."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention with rotary positions.
+
+    The sizes and the rotation are the config's. Query, key and value projections are one matrix.
+    """
+
+    window: int | None = None  # number of positions that a token sees, its own included; None is all
+    has_bias: bool = False  # whether the query, key and value projections have biases
+    has_out_bias: bool = False  # whether the output projection has a bias
+    has_head_norms: bool = False  # whether each query and key head passes through an RMSNorm
+    scale: float | None = None  # factor on the scores; None is 1 / sqrt(head_size)
+    softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
+
+    def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
+        """Return the shapes of the parameters by name, for attention that reads `inputs` numbers of a token."""
+        size = config.head_size
+        width = (config.num_heads + 2 * config.num_kv_heads) * size
+        shapes: Shapes = {
+            "qkv": matrix_shape(config, inputs, width),
+            "attention_out": matrix_shape(config, config.num_heads * size, config.hidden_size),
+        }
+        if self.has_bias:
+            shapes["qkv_bias"] = (width,)
+        if self.has_out_bias:
+            shapes["attention_out_bias"] = (config.hidden_size,)
+        if self.has_head_norms:
+            shapes |= {"query_norm": (size,), "key_norm": (size,)}
+        return shapes
+
+    def __call__(
+        self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation, memory: KeyValues
+    ) -> tuple[Array, Any]:
+        """Return the residual stream after the attention [B, T, h], and what the layer's cache holds then."""
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+        qkv = product(config, params, "qkv", call.x, norm=call.norm)
+        qkv = qkv.reshape(*call.x.shape[:2], heads + 2 * kv_heads, size)
+        query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
+        if self.has_head_norms:
+            query, key = rms_norm(query, _norm(config, params, "query")), rms_norm(key, _norm(config, params, "key"))
+        attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap)
+        return _join(config, params, "attention_out", attended.reshape(*call.x.shape[:2], heads * size), call), kept
+
+    def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
+        """Return the rotated keys and the values [B, T, kv heads, head size] of tokens, without their queries."""
+        first = config.num_heads * config.head_size  # queries stand before keys and values
+        weight, bias = params["qkv"], params.get("qkv_bias")
+        weight = weight[first:] if config.transposed else weight[:, first:]
+        bias = None if bias is None else bias[first:][None, None]
+        both = linear(x, weight, transposed=config.transposed, residual=bias)
+        key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)
+        if self.has_head_norms:
+            key = rms_norm(key, _norm(config, params, "key"))
+        return rotate(key, turns), value
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """The down projection of activation(gate projection) * (up projection). Gate and up projections are one matrix."""
+
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS
+    has_bias: bool = False  # whether the three projections have biases
+
+    def shapes(self, config: "DecoderConfig") -> Shapes:
+        """Return the shapes of the parameters by name."""
+        hidden, size = config.hidden_size, config.mlp_size
+        shapes: Shapes = {
+            "gate_up": matrix_shape(config, hidden, 2 * size),
+            "mlp_out": matrix_shape(config, size, hidden),
+        }
+        return shapes | {"gate_up_bias": (2 * size,), "mlp_out_bias": (hidden,)} if self.has_bias else shapes
+
+    def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
+        """Return the residual stream after the MLP [B, T, h]."""
+        activation = ACTIVATIONS[self.activation]
+        gate_up = partial(product, config, params, "gate_up", call.x, norm=call.norm)
+        # `linear` adds its residual after the activation, a bias comes before it. Its kernels have no error function.
+        if self.has_bias or self.activation == "gelu":
+            gate, up = jnp.split(gate_up(), 2, axis=-1)
+            return _join(config, params, "mlp_out", activation(gate) * up, call)
+        return _join(config, params, "mlp_out", gate_up(activation=activation), call)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The kinds and options of one layer; its sizes are those of the `DecoderConfig`."""
+
+    mixer: Attention = Attention()
+    ffn: GatedMLP = GatedMLP()
+    has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
+    around: Around | None = None  # what changes the input and the output of both; None for none
+
+    def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
+        """Return the shapes of the parameters by name.
+
+        Args:
+            config: the sizes.
+            inputs: numbers of a token that the mixer reads as they are; None: it reads the residual stream normed.
+        """
+        hidden = config.hidden_size
+        shapes = self.mixer.shapes(config, hidden if inputs is None else inputs) | self.ffn.shapes(config)
+        names = ["mlp_norm"]
+        if inputs is None:
+            names.append("attention_norm")
+        if self.has_post_norms:
+            names += ["attention_post_norm", "mlp_post_norm"]
+        return shapes | dict.fromkeys(names, (hidden,)) | ({} if self.around is None else self.around.shapes(config))
+
+
+@partial(jax.jit, static_argnames=("config", "layer"))  # under jit, layers that are equal are traced once
+def run_layer(
+    config: "DecoderConfig",
+    layer: LayerConfig,
+    params: Params,
+    x: Array,
+    turns: Rotation,
+    memory: KeyValues,
+    residual: Array | None = None,
+) -> tuple[Array, Any]:
+    """Run a decoder layer.
+
+    Args:
+        config: the sizes.
+        layer: the kinds and options of the layer.
+        params: of the shapes of `LayerConfig.shapes`; without `attention_norm` the mixer reads `x` as it is.
+        x: [B, T, ...], which the mixer reads.
+        turns: the rotation of queries and keys.
+        memory: the keys and values that the mixer attends to.
+        residual: [B, T, h], the residual stream; None: it is `x`.
+
+    Returns:
+        The residual stream after the layer [B, T, h], and what the layer's cache holds then.
+    """
+    call = _enter(config, layer, params, "attention", x, x if residual is None else residual)
+    stream, kept = layer.mixer(config, params, call, turns, memory)
+    return layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream)), kept
+
+
+def _enter(
+    config: "DecoderConfig", layer: LayerConfig, params: Params, name: str, x: Array, residual: Array
+) -> Sublayer:
+    """Return the input of the sublayer "attention" or "mlp"."""
+    norm = _norm(config, params, name) if f"{name}_norm" in params else None
+    if layer.around is not None:
+        read, finish = layer.around(config, params, name, x if norm is None else rms_norm(x, norm))
+        return Sublayer(read, None, residual, finish)
+    if not layer.has_post_norms:
+        return Sublayer(x, norm, residual)
+    return Sublayer(x, norm, residual, partial(rms_norm, norm=_norm(config, params, f"{name}_post")))
+
+
+def _join(config: "DecoderConfig", params: Params, name: str, y: Array, call: Sublayer) -> Array:
+    """Return the residual stream plus the product of y with a matrix, of which each device has some rows."""
+    weight, bias = params[name], params.get(f"{name}_bias")
+    bias = None if bias is None else bias[None, None]
+    if call.finish is not None:
+        return call.residual + call.finish(_sum_of_parts(config, y, weight, bias))
+    return _sum_of_parts(config, y, weight, call.residual if bias is None else call.residual + bias)
+
+
+def _sum_of_parts(config: "DecoderConfig", y: Array, weight: Array, residual: Array | None) -> Array:
+    if config.axis_name is None:
+        return linear(y, weight, transposed=config.transposed, residual=residual)
+    total = jax.lax.psum(linear(y, weight, transposed=config.transposed), config.axis_name)
+    return total if residual is None else residual + total
+
+
+def product(config: "DecoderConfig", params: Params, name: str, x: Array, **options: Any) -> Array:
+    """Return the product of x with a matrix, plus its bias, if it has one."""
+    bias = params.get(f"{name}_bias")
+    if bias is not None:
+        options["residual"] = bias[None, None]
+    return linear(x, params[name], transposed=config.transposed, **options)
+
+
+def matrix_shape(config: "DecoderConfig", inputs: int, outputs: int) -> tuple[int, int]:
+    """Return the shape of a matrix, which is [outputs, inputs] where the config says that matrices are transposed."""
+    return (outputs, inputs) if config.transposed else (inputs, outputs)
+
+
+def norm_of(scale: Array, config: "DecoderConfig") -> Norm:
+    """Return the scale [D] of a norm with its offset added, and epsilon, as `rms_norm` takes them."""
+    if config.norm_offset:
+        scale = scale.astype(jnp.float32) + config.norm_offset
+    return scale, config.norm_eps
+
+
+def _norm(config: "DecoderConfig", params: Params, name: str) -> Norm:
+    return norm_of(params[f"{name}_norm"], config)
