@@ -265,7 +265,8 @@ def entropy(law: Law) -> Array:
     """Return the entropy [B, T] of every row in nats, where 0 log 0 = 0."""
     log_prob = _log_probs_of(law, _cut_logits(law.distribution, None), None)
     weights = jnp.exp(log_prob)
-    own = jnp.sum(jnp.where(weights > 0, weights * log_prob, 0), axis=-1)
+    counts = weights > 0  # not where a logit is NaN; 0 * -inf must not be computed
+    own = jnp.sum(jnp.where(counts, weights * jnp.where(counts, log_prob, 0), 0), axis=-1)
     return -shards.total(own, law.axis_name)
 
 

@@ -542,12 +542,13 @@ def test_rows_without_mass(verifier, temperature):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
-def test_a_greedy_row_without_mass_stands_for_token_0(verifier):
+def test_a_greedy_row_without_mass_accepts_nothing(verifier):
+    """Its draft is rejected, and token 0 stands for what nothing allows."""
     temperature = jnp.zeros(1)
     draft = Draft(jnp.zeros((1, 2), jnp.int32), Categorical(jnp.zeros((1, 2, 600)), temperature))
     target = Categorical(jnp.zeros((1, 3, 600)).at[:, 1].set(-jnp.inf), temperature)
     for implementation in ("xla", on_this_device()):
-        assert run(verifier, implementation, jax.random.key(0), draft, target).tokens.tolist() == [[0, 0, 0]]
+        assert run(verifier, implementation, jax.random.key(0), draft, target).tokens.tolist() == [[0, 0, -1]]
 
 
 @pytest.mark.slow

@@ -150,13 +150,13 @@ class TestNoNaN:
         assert entropy.tolist() == [[0.0]]
 
     def test_rows_without_mass(self):
-        """Every token has probability 0 there, and token 0 is drawn."""
+        """Every token has probability 0 there, and token 0 is drawn, marked as a draw from nothing."""
         target = Categorical(jnp.full((1, 1, 3), -jnp.inf))
         residual = distributions.Residual(distributions.normalize(target))
         with jax.debug_nans(True):
             assert log_probs.logprobs(target, jnp.zeros((1, 1), jnp.int32), n=1).top.tolist() == [[[-np.inf]]]
             assert distributions.residual_probs(residual).tolist() == [[1.0, 0.0, 0.0]]
-        assert distributions.pick(residual, jnp.full((1, 2), 0.5)).tolist() == [0]
+        assert distributions.pick(residual, jnp.full((1, 2), 0.5)).tolist() == [-2]
 
 
 def log_probs_of(target, tokens):
