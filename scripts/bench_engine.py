@@ -312,7 +312,6 @@ def loads(bench: Bench) -> Iterator[dict[str, Any]]:
     works = make_works(setting.requests, setting.prompts, setting.outputs, bench.source)
     max_length = setting.prompts[1] + setting.outputs[1]
     with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate) as engine:
-        print(f"(the start took {bench.compile_s:.1f} s)")
         for concurrency in setting.concurrency:
             row: dict[str, Any] = {"load": f"closed loop, {concurrency}"}
             result = loop(bench, engine, works, concurrency, row)
