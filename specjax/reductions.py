@@ -62,10 +62,15 @@ def row_masses(stored: Categorical, block_size: int | None, has_best: bool) -> t
         block_size: tokens of a block of the vocabulary; None is all, which gives masses without an axis of blocks.
         has_best: whether the argmax is wanted.
     """
+
+    def of_sequence(own: Categorical) -> tuple[Array, Array, Array | None]:
+        own = jax.tree.map(lambda x: x[None], own._replace(logits=numbers(own.logits)))
+        return jax.tree.map(lambda x: x[0], _of_numbers(own, block_size, has_best))
+
     found = _of_numbers(stored, block_size, has_best)
     return jax.lax.cond(
         jnp.any(jnp.isnan(found[0])),
-        lambda: _of_numbers(stored._replace(logits=numbers(stored.logits)), block_size, has_best),
+        lambda: jax.lax.map(of_sequence, stored),  # one at a time, so that nothing of the size of all logits is written
         lambda: found,
     )
 

@@ -1040,4 +1040,4 @@ class TestHostileInputs:
 
 def test_a_client_is_told_that_no_token_can_follow():
     error = api_error(NoTokenError("the model gave no finite logit"))
-    assert (error.status, error.code, error.message) == (500, "no_token", "the model gave no finite logit")
+    assert (error.status, error.code, error.message) == (400, "no_token", "the model gave no finite logit")

@@ -20,6 +20,7 @@ import specjax
 from specjax.engine.engine import Engine
 from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Result
+from specjax.engine.scheduler import NoTokenError
 from specjax.server import anthropic, protocol, responses
 from specjax.server.anthropic import MessageAnswer
 from specjax.server.calls import Disconnected, Submission, Turns, attended, cancel, in_thread, read_json, submit
@@ -317,7 +318,7 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     return told.response(path)
 
 
-_TOLD = ApiError, protocol.BadRequest, RuntimeError, TimeoutError, concurrent.futures.CancelledError
+_TOLD = ApiError, protocol.BadRequest, NoTokenError, RuntimeError, TimeoutError, concurrent.futures.CancelledError
 ERROR_HANDLERS: dict[Any, Callable] = {
     HTTPException: _on_http_error,
     Exception: _on_error,

@@ -99,7 +99,7 @@ def api_error(error: BaseException) -> ApiError:
         case QueueFull():
             return ApiError(429, f"too many requests: {error}", code="queue_full", headers={"retry-after": "1"})
         case NoTokenError():
-            return ApiError(500, str(error), code="no_token")
+            return ApiError(400, str(error), code="no_token")  # parameters that forbid all tokens are the usual cause
         case TimeoutError():
             return ApiError(503, "the request took longer than this server allows", code="timeout")
         case asyncio.CancelledError() | concurrent.futures.CancelledError():
