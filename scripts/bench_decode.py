@@ -36,7 +36,7 @@ import peers
 from jax.tree_util import Partial
 
 from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
-from specjax import keys as streams
+from specjax.keys import fold, positions
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import BlockHead, trunk
@@ -219,7 +219,7 @@ class Run:
     def parts(self) -> dict[str, float]:
         """Return the seconds of drafting, scoring and verifying alone. The run ends, because its state is donated."""
         num_drafts, context = self.proposer.num_draft_tokens, self.state.context
-        keys = streams.positions(self.state.keys, context.length, num_drafts)
+        keys = positions(self.state.keys, context.length, num_drafts)
         tokens = jnp.ones((self.batch, num_drafts), jnp.int32)
         return {
             "draft": self._draft_seconds(keys, tokens),
@@ -237,7 +237,7 @@ class Run:
                 # Each call depends on the result of the previous one.
                 last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
                 changed = context._replace(tokens=last)
-                draft, cache = proposer.propose(streams.fold(keys, i), changed, rows, cache)
+                draft, cache = proposer.propose(fold(keys, i), changed, rows, cache)
                 return draft.tokens, cache
 
             return jax.lax.fori_loop(0, n, body, (tokens, cache))
@@ -269,7 +269,7 @@ class Run:
                 logits_, drafts = jax.lax.optimization_barrier((logits, drafts))
                 draft = Draft(drafts, sampling.process(rows, logits_[:, :-1], context, drafts))
                 target = sampling.process(rows, logits_, context, drafts)
-                return verifiers.rejection(streams.fold(keys, i), draft, target).tokens[:, :-1]
+                return verifiers.rejection(fold(keys, i), draft, target).tokens[:, :-1]
 
             return jax.lax.fori_loop(0, n, body, drafts)
 

@@ -7,6 +7,7 @@ Where `axis_name` is given, each device along this axis of a `jax.shard_map` hol
 the size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
 """
 
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -15,15 +16,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import sample as kernels
 from pallas_kernels.rows import BLOCK_SIZE, Batch, marked, unmarked, unsupported_dtype
-from specjax import keys as streams
 from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
+from specjax.keys import gumbel
 from specjax.reductions import block_sums, first_of_largest, in_memory_order, numbers, row_masses, tempered
 from specjax.reductions import widen as widen
 from specjax.types import Array, Categorical
 
 
-class Law(NamedTuple):
+class Normalized(NamedTuple):
     """A normalised `Categorical`: log p(v) = (logit(v) - shift) / temperature - log_mass for every kept token v."""
 
     distribution: Categorical
@@ -39,8 +40,8 @@ class Residual(NamedTuple):
     Where the weights have no mass, a residual stands for the target row itself.
     """
 
-    target: Law  # T = 1
-    draft: Law | None = None  # T = 1; not subtracted where has_draft is False; None subtracts nothing
+    target: Normalized  # T = 1
+    draft: Normalized | None = None  # T = 1; not subtracted where has_draft is False; None subtracts nothing
     has_draft: Array | None = None  # [B] bool, given with `draft`
     scale: Array | None = None  # [B], not applied where has_draft is False; None is 1
     without: Array | None = None  # [B] int32, the id of the token that is left out; -1 or None leaves out none
@@ -100,7 +101,7 @@ def _cut_logits(distribution: Categorical, ids: Array | None) -> Array:
     return jnp.where(logits >= cut[..., None], logits, -jnp.inf)
 
 
-def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | None = None) -> Law:
+def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | None = None) -> Normalized:
     """Normalise every row, in one pass over the logits for the maximum and one for the mass.
 
     No pass is needed where the distribution has a `log_normalizer`. The argmax is computed if there are temperatures,
@@ -122,7 +123,7 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
             shift, mass, best = _join_shards(stored, top, mass, best, axis_name)
         log_mass = jnp.where(mass == 0, -jnp.inf, jnp.log(jnp.where(mass == 0, 1, mass)))
     best = None if best is None else _by_row(distribution, best)
-    return Law(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best, axis_name)
+    return Normalized(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best, axis_name)
 
 
 def argmax(distribution: Categorical) -> Array:
@@ -168,26 +169,32 @@ def _whole_id(index: Array, size: int, axis_name: str | None) -> Array:
     return index + shards.first_id(size, axis_name)
 
 
-def of_drafts(distribution: Categorical, axis_name: str | None = None) -> Law:
+def normalize_drafts(distribution: Categorical, axis_name: str | None = None) -> Normalized:
     """Normalise the distribution of drafts. Rows of temperature 0 are deterministic, so they need no argmax."""
     known = distribution.log_normalizer is not None
-    law = normalize(distribution._replace(temperature=None) if known else distribution, axis_name=axis_name)
-    return law._replace(distribution=distribution, argmax=None)
+    normalized = normalize(distribution._replace(temperature=None) if known else distribution, axis_name=axis_name)
+    return normalized._replace(distribution=distribution, argmax=None)
 
 
-def take_law(law: Law, index: Array) -> Law:
+def take_row(normalized: Normalized, index: Array) -> Normalized:
     """Return row `index` [B] of each sequence, as a normalised distribution with T = 1."""
 
     def row(field: Array) -> Array:
         return jnp.take_along_axis(field, index[:, None], axis=1)
 
-    best = None if law.argmax is None else row(law.argmax)
-    return Law(take(law.distribution, index), row(law.shift), row(law.log_mass), best, law.axis_name)
+    best = None if normalized.argmax is None else row(normalized.argmax)
+    return Normalized(
+        take(normalized.distribution, index),
+        row(normalized.shift),
+        row(normalized.log_mass),
+        best,
+        normalized.axis_name,
+    )
 
 
-def slice_law(law: Law, start: int, stop: int) -> Law:
+def take_rows(normalized: Normalized, start: int, stop: int) -> Normalized:
     """Return the rows from `start` to before `stop` of each sequence."""
-    distribution = law.distribution
+    distribution = normalized.distribution
     if distribution.rows is not None:
         distribution = distribution._replace(rows=distribution.rows[:, start:stop])
     else:
@@ -195,49 +202,53 @@ def slice_law(law: Law, start: int, stop: int) -> Law:
         distribution = Categorical(
             logits[:, start:stop], temperature, *(f if f is None else f[:, start:stop] for f in fields)
         )
-    best = None if law.argmax is None else law.argmax[:, start:stop]
-    return Law(distribution, law.shift[:, start:stop], law.log_mass[:, start:stop], best, law.axis_name)
+    best = None if normalized.argmax is None else normalized.argmax[:, start:stop]
+    return Normalized(
+        distribution, normalized.shift[:, start:stop], normalized.log_mass[:, start:stop], best, normalized.axis_name
+    )
 
 
-def log_probs(law: Law, ids: Array | None = None) -> Array:
+def log_probs(normalized: Normalized, ids: Array | None = None) -> Array:
     """Return the log-probabilities [B, T, V], or [B, T, N] of the tokens with the indices `ids` [B, T, N].
 
     At temperature 0 the argmax has probability 1. In a row without mass every token has probability 0.
     """
-    return _log_probs_of(law, kept_logits(law.distribution, ids), ids)
+    return _log_probs_of(normalized, kept_logits(normalized.distribution, ids), ids)
 
 
-def _log_probs_of(law: Law, logits: Array, ids: Array | None) -> Array:
+def _log_probs_of(normalized: Normalized, logits: Array, ids: Array | None) -> Array:
     """Return the log-probabilities of all tokens, or of those with these indices, given their logits."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
-    return _log_probs(law, logits, _whole_id(ids, law.distribution.logits.shape[-1], law.axis_name))
+    return _log_probs(
+        normalized, logits, _whole_id(ids, normalized.distribution.logits.shape[-1], normalized.axis_name)
+    )
 
 
-def _log_probs(law: Law, logits: Array, tokens: Array) -> Array:
+def _log_probs(normalized: Normalized, logits: Array, tokens: Array) -> Array:
     """Return the log-probabilities [B, T, N] of tokens, given their logits [B, T, N], -inf where they are not kept."""
-    log_mass = jnp.where(law.log_mass == -jnp.inf, 0, law.log_mass)
-    log_prob = tempered(law.distribution, logits - law.shift[..., None]) - log_mass[..., None]
-    if law.argmax is None or law.distribution.temperature is None:
+    log_mass = jnp.where(normalized.log_mass == -jnp.inf, 0, normalized.log_mass)
+    log_prob = tempered(normalized.distribution, logits - normalized.shift[..., None]) - log_mass[..., None]
+    if normalized.argmax is None or normalized.distribution.temperature is None:
         return log_prob
-    one_hot = jnp.where((tokens == law.argmax[..., None]) & (logits > -jnp.inf), 0, -jnp.inf)
-    return jnp.where(law.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
+    one_hot = jnp.where((tokens == normalized.argmax[..., None]) & (logits > -jnp.inf), 0, -jnp.inf)
+    return jnp.where(normalized.distribution.temperature[:, None, None] == 0, one_hot, log_prob)
 
 
-def probs(law: Law, ids: Array | None = None) -> Array:
+def probs(normalized: Normalized, ids: Array | None = None) -> Array:
     """Return the probabilities [B, T, V], or [B, T, N], of what `log_probs` gives the logarithms of."""
-    weights = jnp.exp(_log_probs_of(law, _cut_logits(law.distribution, ids), ids))
+    weights = jnp.exp(_log_probs_of(normalized, _cut_logits(normalized.distribution, ids), ids))
     return jnp.where(weights > 0, weights, 0)  # not for NaN
 
 
-def token_log_prob(law: Law, tokens: Array) -> Array:
+def token_log_prob(normalized: Normalized, tokens: Array) -> Array:
     """Return the log-probability [B, T] of one token in each row, -inf for ids outside [0, V)."""
-    size = law.distribution.logits.shape[-1]
-    index = tokens - shards.first_id(size, law.axis_name)
+    size = normalized.distribution.logits.shape[-1]
+    index = tokens - shards.first_id(size, normalized.axis_name)
     is_own = (index >= 0) & (index < size)
-    logits = kept_logits(law.distribution, jnp.where(is_own, index, 0)[..., None])[..., 0]
-    logits = shards.of_owner(logits, is_own, law.axis_name)
-    log_prob = _log_probs(law, logits[..., None], tokens[..., None])[..., 0]
-    inside = (tokens >= 0) & (tokens < size * shards.num_shards(law.axis_name))
+    logits = kept_logits(normalized.distribution, jnp.where(is_own, index, 0)[..., None])[..., 0]
+    logits = shards.of_owner(logits, is_own, normalized.axis_name)
+    log_prob = _log_probs(normalized, logits[..., None], tokens[..., None])[..., 0]
+    inside = (tokens >= 0) & (tokens < size * shards.num_shards(normalized.axis_name))
     return jnp.where(inside & (log_prob > -jnp.inf), log_prob, -jnp.inf)  # -inf and not NaN in a row without mass
 
 
@@ -255,22 +266,34 @@ def _with_gradient_jvp(primals: tuple[Array, Categorical, Array], tangents: tupl
     log_prob, target, tokens = primals
 
     def recompute(target: Categorical) -> Array:
-        law = normalize(target._replace(log_normalizer=None))
-        return jnp.where(tokens >= 0, token_log_prob(law, tokens), 0).astype(log_prob.dtype)
+        normalized = normalize(target._replace(log_normalizer=None))
+        return jnp.where(tokens >= 0, token_log_prob(normalized, tokens), 0).astype(log_prob.dtype)
 
     return log_prob, jax.jvp(recompute, (target,), (tangents[1],))[1]
 
 
-def entropy(law: Law) -> Array:
+def entropy(normalized: Normalized) -> Array:
     """Return the entropy [B, T] of every row in nats, where 0 log 0 = 0."""
-    log_prob = _log_probs_of(law, _cut_logits(law.distribution, None), None)
+    log_prob = _log_probs_of(normalized, _cut_logits(normalized.distribution, None), None)
     weights = jnp.exp(log_prob)
     counts = weights > 0  # not where a logit is NaN; 0 * -inf must not be computed
     own = jnp.sum(jnp.where(counts, weights * jnp.where(counts, log_prob, 0), 0), axis=-1)
-    return -shards.total(own, law.axis_name)
+    return -shards.total(own, normalized.axis_name)
 
 
-def residual_mass(target: Law, draft: Law, scale: Array) -> Array:
+def of_drafts(distribution: Categorical, axis_name: str | None = None) -> Normalized:
+    """Do as `normalize_drafts` does, under its former name."""
+    warnings.warn("distributions.of_drafts is now called normalize_drafts", DeprecationWarning, stacklevel=2)
+    return normalize_drafts(distribution, axis_name)
+
+
+def take_law(law: Normalized, index: Array) -> Normalized:
+    """Do as `take_row` does, under its former name."""
+    warnings.warn("distributions.take_law is now called take_row", DeprecationWarning, stacklevel=2)
+    return take_row(law, index)
+
+
+def residual_mass(target: Normalized, draft: Normalized, scale: Array) -> Array:
     """Return the mass [B, T] of max(scale * target - draft, 0), with `scale` [B, T]."""
     difference = scale[..., None] * probs(target) - probs(draft)
     return shards.total(jnp.sum(jnp.maximum(difference, 0), axis=-1), target.axis_name)
@@ -290,8 +313,7 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
         weight = jnp.where(residual.has_draft[:, None], difference, target)
     if residual.without is not None:
         ids = jnp.arange(weight.shape[-1], dtype=jnp.int32)[None] if ids is None else ids
-        law = residual.target
-        ids = _whole_id(ids, law.distribution.logits.shape[-1], law.axis_name)
+        ids = _whole_id(ids, residual.target.distribution.logits.shape[-1], residual.target.axis_name)
         weight = jnp.where(ids == residual.without[:, None], 0, weight)
     if plain is not None:
         weight = jnp.where(plain[:, None], target, weight)
@@ -395,7 +417,7 @@ def draw(keys: Array, distribution: Categorical, axis_name: str | None = None) -
     if distribution.rows is not None:
         shift, masses = shift[distribution.rows, 0], masses[distribution.rows, 0]
     num_blocks = masses.shape[-1]
-    noise = streams.gumbel(keys, (block_size + num_blocks * shards.num_shards(axis_name),))
+    noise = gumbel(keys, (block_size + num_blocks * shards.num_shards(axis_name),))
     start = block_size + shards.first_id(num_blocks, axis_name)
     block_noise = jax.lax.dynamic_slice_in_dim(noise, start, num_blocks, axis=-1).astype(masses.dtype)
     scores = jnp.where(masses > 0, jnp.log(masses) + block_noise, -jnp.inf)

@@ -3,7 +3,7 @@
 from jax import export
 
 from specjax.decode import Info, State
-from specjax.distributions import Law, Residual
+from specjax.distributions import Normalized, Residual
 from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.prompts import Fed
@@ -15,7 +15,7 @@ from specjax.types import Categorical, Chunk, Context, Draft, Features, Memory, 
 
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified),
-    *(Law, Residual, LogProbs, Totals, Sampling, Guide),
+    *(Normalized, Residual, LogProbs, Totals, Sampling, Guide),
     *(Info, State, Fed, Pending, Reduced),
 )
 

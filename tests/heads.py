@@ -11,8 +11,8 @@ from paged import random_table
 from safetensors.numpy import save_file
 
 from specjax import decode, sampling, verifiers
-from specjax import keys as streams
 from specjax.engine.slots import Slots, chunk_at, request
+from specjax.keys import positions
 from specjax.models import with_feature_layers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages
@@ -71,7 +71,7 @@ def propose_and_step(target, proposer, state, verifier):
 
 @jax.jit
 def propose(proposer, state):
-    keys = streams.positions(state.keys, state.context.length, proposer.num_draft_tokens)
+    keys = positions(state.keys, state.context.length, proposer.num_draft_tokens)
     return proposer.propose(keys, state.context, state.sampling, state.proposer)[0]
 
 

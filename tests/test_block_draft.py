@@ -357,7 +357,7 @@ def test_bad_files(tmp_path, targets):
         proposers.dspark(proposer.head, proposer.params, min_confidence=2)
 
 
-def law_of(verifier, stops):
+def variation_of(verifier, stops):
     """The total variation of one step's output from the target, where a row stops before its second draft by a rule.
 
     `stops(first, second)` says whether a row with these two drafts keeps the first alone. All pairs of drafts are rows.
@@ -382,6 +382,6 @@ def law_of(verifier, stops):
 @pytest.mark.parametrize("verifier", [verifiers.rejection, verifiers.block, verifiers.match])
 def test_where_drafts_end_may_depend_on_those_before(verifier):
     """The rule by which confidences end drafts is exact; one that looks at the draft itself is not."""
-    assert law_of(verifier, lambda a, b: a != 1) < 1e-6
+    assert variation_of(verifier, lambda a, b: a != 1) < 1e-6
     if verifier is not verifiers.match:  # which compares with the target's own token, whatever was drafted
-        assert law_of(verifier, lambda a, b: b == 1) > 1e-3
+        assert variation_of(verifier, lambda a, b: b == 1) > 1e-3

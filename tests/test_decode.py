@@ -11,7 +11,8 @@ from choice import LOSSLESS, one_of
 from jax.tree_util import Partial
 
 from specjax import decode, metrics, proposers, sampling, scorers, testing, verifiers
-from specjax import keys as streams
+from specjax.keys import ACCEPT, gumbel, positions, stream, uniform
+from specjax.keys import DRAFT as DRAFT_PURPOSE
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers import drawing
 from specjax.sampling import SamplingParams
@@ -209,7 +210,7 @@ def test_rows_past_the_drafts_limit_decode_normally(target, draft):
     params = SamplingParams(temperature=0, max_tokens=30)
     state = start(target, proposer, params, lengths=(11, 12, 2))
     context = state.context
-    keys = streams.positions(state.keys, context.length, 4)
+    keys = positions(state.keys, context.length, 4)
     drafted, _ = propose(proposer, keys, context, state.sampling, state.proposer)
     assert drafted.num_tokens.tolist() == [4, 0, 4]
     assert drafted.tokens[1].tolist() == [-1] * 4
@@ -226,7 +227,7 @@ def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
     proposer = proposers.draft_model(replace(draft, params=jax.tree.map(lambda x: x * jnp.nan, draft.params)), 4, 16)
     params = SamplingParams(temperature=1, max_tokens=20)
     state = start(target, proposer, params, lengths=(12, 13, 12))
-    keys = streams.positions(state.keys, state.context.length, 4)
+    keys = positions(state.keys, state.context.length, 4)
     drafted, cache = propose(proposer, keys, state.context, state.sampling, state.proposer)
     assert not jnp.isnan(drafted.distribution.logits).any()
     assert all(
@@ -594,7 +595,7 @@ def test_bad_max_steps(max_steps):
 
 def test_raw_keys_of_requests():
     with pytest.raises(ValueError, match=r"keys must be typed keys \(jax.random.key\), got uint32"):
-        streams.positions(jax.random.PRNGKey(0), jnp.array([1]), 2)
+        positions(jax.random.PRNGKey(0), jnp.array([1]), 2)
 
 
 def test_bad_draft_model(draft):
@@ -655,11 +656,11 @@ class TestSeveralSteps:
         assert test.statistic < test.bound
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("purpose, num_samples", [(streams.ACCEPT, 600_000), (streams.DRAFT, 200_000)])
+    @pytest.mark.parametrize("purpose, num_samples", [(ACCEPT, 600_000), (DRAFT_PURPOSE, 200_000)])
     def test_noise_named_by_its_own_position_fails(self, purpose, num_samples):
         """Block verification looks at noise past the last accepted token, and would meet it again in the next step."""
         target, draft = (np.broadcast_to(distribution, (3, 3)) for distribution in ([0.6, 0.3, 0.1], [0.3, 0.4, 0.3]))
-        if purpose == streams.ACCEPT:
+        if purpose == ACCEPT:
             verifier, proposer = block_with_own_positions, testing.BigramProposer(jnp.log(draft), 3)
         else:
             verifier, proposer = verifiers.block, OwnPositions(jnp.log(draft), 2)
@@ -703,7 +704,7 @@ class TestSeveralSteps:
 
 class OwnPositionFlips(core.KeyDraw):
     def flip(self, probabilities):
-        return streams.uniform(streams.stream(self.keys[:, :-1], streams.ACCEPT)) < probabilities
+        return uniform(stream(self.keys[:, :-1], ACCEPT)) < probabilities
 
 
 def block_with_own_positions(keys, draft, target):
@@ -715,7 +716,7 @@ class OwnPositions(testing.BigramProposer):
         drawn = [super(OwnPositions, self).propose(keys[:, i:], context, sampling, state)[0] for i in range(2)]
         second = replace(self, num_draft_tokens=1)
         first = drawn[0].tokens[:, :1]
-        noise = streams.stream(keys[:, 1:2], streams.DRAFT, 0)
+        noise = stream(keys[:, 1:2], DRAFT_PURPOSE, 0)
         token, _ = testing.sample_draft(noise, Categorical(second.logits[first]))
         logits = jnp.concatenate([drawn[0].distribution.logits[:, :1], second.logits[first]], axis=1)
         return Draft(jnp.concatenate([first, token], axis=1), Categorical(logits)), state
@@ -731,7 +732,7 @@ class DraftNoisePick(core.KeyDraw):
         from specjax import distributions
 
         probs = distributions.residual_probs(residual)
-        noise = streams.gumbel(streams.stream(self.keys[:, 0], streams.DRAFT), (probs.shape[1],))
+        noise = gumbel(stream(self.keys[:, 0], DRAFT_PURPOSE), (probs.shape[1],))
         return jnp.argmax(jnp.log(probs) + noise, axis=-1).astype(jnp.int32)
 
 

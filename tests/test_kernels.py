@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pallas_kernels import launch, rows, threefry
 from specjax import Categorical, Draft, distributions, ragged, verifiers
-from specjax import keys as streams
+from specjax.keys import ACCEPT, RESIDUAL, TARGET, gumbel, of_step, stream, uniform
 from specjax.verifiers import kernels
 from specjax.verifiers.core import from_core
 
@@ -86,13 +86,13 @@ def random_case(
     ]
     min_logit = jnp.quantile(target.astype(jnp.float32), 0.6, axis=-1) if cut else None
     drawn_from = Categorical(logits, temperatures[1], jnp.full((batch_size, num_drafts), -1.0) if cut else None)
-    law = distributions.normalize(drawn_from)
-    log_probs = distributions.log_probs(law)
+    normalized = distributions.normalize(drawn_from)
+    log_probs = distributions.log_probs(normalized)
     tokens = jnp.argmax(log_probs + jax.random.gumbel(keys[2], log_probs.shape), axis=-1).astype(jnp.int32)
     if normalised:
         temperature = jnp.ones(batch_size) if temperatures[1] is None else temperatures[1]
-        shift = law.shift / jnp.where(temperature > 0, temperature, 1)[:, None]
-        drawn_from = drawn_from._replace(log_normalizer=law.log_mass + shift)
+        shift = normalized.shift / jnp.where(temperature > 0, temperature, 1)[:, None]
+        drawn_from = drawn_from._replace(log_normalizer=normalized.log_mass + shift)
     num_tokens = jax.random.randint(keys[3], (batch_size,), 0, num_drafts + 1).at[0].set(num_drafts)
     return Draft(tokens, drawn_from, num_tokens), Categorical(target, temperatures[0], min_logit)
 
@@ -115,10 +115,8 @@ def test_threefry_draws_what_jax_draws():
     index = jnp.arange(300)[None]
     bits = jax.vmap(lambda key: jax.random.bits(key, (300,), jnp.uint32))(keys)
     np.testing.assert_array_equal(threefry.bits(key, index), bits)
-    np.testing.assert_array_equal(threefry.uniform(key, index), streams.uniform(keys, (300,)))
-    np.testing.assert_array_equal(
-        jax.jit(threefry.gumbel)(key, index), jax.jit(streams.gumbel, static_argnums=1)(keys, (300,))
-    )
+    np.testing.assert_array_equal(threefry.uniform(key, index), uniform(keys, (300,)))
+    np.testing.assert_array_equal(jax.jit(threefry.gumbel)(key, index), jax.jit(gumbel, static_argnums=1)(keys, (300,)))
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "match", *slow("typical", "synthetic")])
@@ -222,9 +220,9 @@ class TestThresholds:
     def chance(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Keys, and the uniforms that they give for one draft: to accept it, and two for the token after it."""
         keys = jax.random.split(jax.random.key(5), self.BATCH)
-        of_step = streams.of_step(keys, self.BATCH, 1)
-        accept = streams.uniform(streams.stream(of_step[:, 0], streams.ACCEPT, 0))
-        return keys, accept, streams.uniform(streams.stream(of_step[:, 0], streams.RESIDUAL), (2,))
+        step_keys = of_step(keys, self.BATCH, 1)
+        accept = uniform(stream(step_keys[:, 0], ACCEPT, 0))
+        return keys, accept, uniform(stream(step_keys[:, 0], RESIDUAL), (2,))
 
     def logits(self, vocab_size: int, probs: dict[int, jax.Array]) -> jax.Array:
         """Logits [B, 1, V] of probabilities [B] of some tokens, which add up to 1."""
@@ -266,8 +264,8 @@ class TestThresholds:
     def test_joint_acceptance_is_at_most_one(self):
         """A first draft that the target prefers does not make the second likelier: both stay iff u < its own ratio."""
         keys, _, _ = self.chance()
-        of_step = streams.of_step(keys, self.BATCH, 2)
-        one, share = jnp.ones(self.BATCH), self.share(streams.uniform(streams.stream(of_step[:, 0], streams.ACCEPT, 1)))
+        step_keys = of_step(keys, self.BATCH, 2)
+        one, share = jnp.ones(self.BATCH), self.share(uniform(stream(step_keys[:, 0], ACCEPT, 1)))
         drawn_from = [self.logits(600, {7: 0.4 * one, 90: 0.6 * one}), self.logits(600, {8: 0.5 * one, 9: 0.5 * one})]
         target = [
             self.logits(600, {7: 0.8 * one, 90: 0.2 * one}),
@@ -315,8 +313,8 @@ class TestThresholds:
         """Of two tokens the one whose logit and Gumbel number add up to more."""
         vocab_size = max(600, tokens[1] + 1)
         keys = jax.random.split(jax.random.key(6), self.BATCH)
-        of_row = streams.stream(streams.of_step(keys, self.BATCH, 1), streams.TARGET)
-        noise = streams.gumbel(of_row, (rows.BLOCK_SIZE + 20,))[:, 0]
+        of_row = stream(of_step(keys, self.BATCH, 1), TARGET)
+        noise = gumbel(of_row, (rows.BLOCK_SIZE + 20,))[:, 0]
         index = [rows.BLOCK_SIZE + token // rows.BLOCK_SIZE for token in tokens]
         first, second = (noise[:, i] for i in (index if index[1] > index[0] else tokens))
         odds = second - first + self.SIDE * self.SLACK

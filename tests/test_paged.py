@@ -274,7 +274,7 @@ class TestSamplesOfAPrompt:
 
 
 @pytest.mark.parametrize("name", slow_but("block", LOSSLESS))
-def test_the_law_through_pages(name):
+def test_the_distribution_through_pages(name):
     """Several steps of many rows, with pages of two slots: target and draft read their last tokens from their pools."""
     size, rows, length = 3, 60_000, 7
     logits = jax.random.normal(jax.random.key(0), (size,) * 3)
@@ -284,14 +284,14 @@ def test_the_law_through_pages(name):
     params = sampling.Sampling(max_tokens=jnp.full(rows, length - 1))
     ids, one = jnp.ones((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32)
     probs = testing.probabilities(np.asarray(logits))
-    law = probs[0, 1]
+    exact = probs[0, 1]
     for _ in range(length - 2):
-        law = law[..., None] * (probs[1] if law.ndim == 1 else probs)
+        exact = exact[..., None] * (probs[1] if exact.ndim == 1 else probs)
     state = prefill(target, proposer, ids, one, params, jax.random.key(2), max_length=length, pages=paged)
     state = decode.generate(target, proposer, state, verifier=getattr(verifiers, name))
     assert state.totals.accepted.sum() > rows
     index = np.ravel_multi_index(tuple(np.asarray(state.context.tokens)[:, 1:].T), (size,) * (length - 1))
-    test = testing.chi_square(np.bincount(index, minlength=size ** (length - 1)), law.ravel())
+    test = testing.chi_square(np.bincount(index, minlength=size ** (length - 1)), exact.ravel())
     assert test.statistic < test.bound
 
 

@@ -11,7 +11,7 @@ from choice import one_of
 from test_eagle import drafter
 
 from specjax import checks, decode, metrics, models, proposers, sampling, scorers, testing
-from specjax import keys as streams
+from specjax.keys import positions
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.split import run_where
 from specjax.sampling import SamplingParams
@@ -159,7 +159,7 @@ def outputs(state):
 
 def propose_once(target, proposer, params, **options):
     state = start(target, proposer, params, **options)
-    keys = streams.positions(state.keys, state.context.length, proposer.num_draft_tokens)
+    keys = positions(state.keys, state.context.length, proposer.num_draft_tokens)
     return jax.jit(proposer.propose)(keys, state.context, state.sampling, state.proposer)[0]
 
 
@@ -291,10 +291,10 @@ class TestFallback:
         def drafts(state):
             """Those of the second as it goes on, those of a fresh start, and in which rows they are used."""
             context = state.context
-            keys = streams.positions(state.keys, context.length, 3)
-            positions = jnp.broadcast_to(jnp.arange(64), context.tokens.shape)
-            inputs = ModelInput(context.tokens, positions, num_tokens=context.length)
-            fresh = second.prefill(inputs, jnp.full_like(positions, -1), None, None, second.init_memory(2, 2, 64))
+            keys = positions(state.keys, context.length, 3)
+            slots = jnp.broadcast_to(jnp.arange(64), context.tokens.shape)
+            inputs = ModelInput(context.tokens, slots, num_tokens=context.length)
+            fresh = second.prefill(inputs, jnp.full_like(slots, -1), None, None, second.init_memory(2, 2, 64))
             draft, both = proposer.propose(keys, context, state.sampling, state.proposer)
             return draft.tokens, second.propose(keys, context, state.sampling, fresh)[0].tokens, both.rows[2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from specjax import distributions, ragged, testing, verifiers
 from specjax.types import Categorical, Draft
-from specjax.verifiers import core as common
+from specjax.verifiers.core import canonical, count_accepted, emit, from_core
 
 K, V = 3, 11
 COUNTS = [[2, 0, 3, 1], [0, 0, 1, 0], [3, 3, 3, 3], [0, 3, 0, 0], [1, 0, 0, 2]]
@@ -17,13 +17,13 @@ ALL_FIELDS = ("temperature", "min_logit", "log_normalizer")
 verify = jax.jit(ragged.verify, static_argnames=("verifier", "max_draft_tokens", "implementation"))
 
 
-@common.from_core
+@from_core
 def first_only(draw, draft, target, *, chance=0.7, log_probs=False, **options):
     """A user's verifier: it keeps drafts by a chance of its own, and replaces them by draws from the target."""
-    law = distributions.normalize(target)
-    num_accepted = common.count_accepted(draft, draw.flip(jnp.where(draft.tokens > 1, chance, 0.3)))
-    last = draw.pick(distributions.Residual(distributions.take_law(law, num_accepted)))
-    return common.emit(draft, num_accepted, last, law if log_probs else None)
+    normalized = distributions.normalize(target)
+    num_accepted = count_accepted(draft, draw.flip(jnp.where(draft.tokens > 1, chance, 0.3)))
+    last = draw.pick(distributions.Residual(distributions.take_row(normalized, num_accepted)))
+    return emit(draft, num_accepted, last, normalized if log_probs else None)
 
 
 VERIFIERS = {name: getattr(verifiers, name) for name in verifiers.__all__}
@@ -174,10 +174,10 @@ def test_rows_of_a_sequence(counts, num_tokens):
 def repacked(verifier):
     """The verifier on its padded batch packed again, for `testing`."""
 
-    @common.from_core
+    @from_core
     def verify(draw, draft, target, **options):
         def inner(keys, draft, target):
-            return verifier.core(draw, common.canonical(draft), target, **options)
+            return verifier.core(draw, canonical(draft), target, **options)
 
         batch_size, num_draft_tokens = draft.tokens.shape
         args = packed(draft, target, batch_size * num_draft_tokens)

@@ -23,8 +23,7 @@ from test_slots import (
     some_jobs,
 )
 
-from specjax import SamplingParams, decode, sampling, verifiers
-from specjax import keys as streams
+from specjax import SamplingParams, decode, keys, sampling, verifiers
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.pages import PageTables
 from specjax.engine.scheduler import Job, Scheduler
@@ -347,7 +346,7 @@ def test_samples_compute_a_chunk_once(device, monkeypatch):
     assert [job.num_cached_tokens for job in jobs] == [0, *[2 * CHUNK] * (NUM_SLOTS - 1)]
     for job in jobs:
         key = jax.random.wrap_key_data(request.key[None], impl="threefry2x32")
-        own = np.asarray(jax.random.key_data(streams.samples(key, jax.numpy.array([job.sample]))))[0]
+        own = np.asarray(jax.random.key_data(keys.samples(key, jax.numpy.array([job.sample]))))[0]
         assert_as_alone(device, replace(request, key=own), job)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specjax import Categorical, Context, Draft, distributions, guided, sampling, shards, verifiers
-from specjax import keys as streams
+from specjax.keys import positions
 from specjax.sampling import SamplingParams, cut
 from specjax.testing.statistics import chi_square
 
@@ -64,12 +64,16 @@ def case(on_cpus):
     drafted[3, 1] = 0
     target[3, 1, :600], target[5:9, :, 100:1900], drafted[7:11, :, ::2] = np.nan, np.nan, np.nan
     temperature = rng.choice([0, 0.6, 1, 1.7], BATCH).astype(np.float32)
-    draft_law = Categorical(jnp.asarray(drafted), jnp.where(temperature == 0, 1, temperature))
-    tokens = distributions.sample(jax.random.split(jax.random.key(1), (BATCH, DRAFTS)), draft_law)
+    distribution = Categorical(jnp.asarray(drafted), jnp.where(temperature == 0, 1, temperature))
+    tokens = distributions.sample(jax.random.split(jax.random.key(1), (BATCH, DRAFTS)), distribution)
     num_tokens = jnp.asarray(rng.integers(0, DRAFTS + 1, BATCH), jnp.int32)
     least = cut.min_logit(jnp.asarray(target), top_k=jnp.asarray(rng.choice([-1, 5, 300], (BATCH, 1)), jnp.int32))
-    keys = streams.positions(jax.random.split(jax.random.key(2), BATCH), jnp.full(BATCH, 7), DRAFTS)
-    return keys, Draft(tokens, draft_law, num_tokens), Categorical(jnp.asarray(target), jnp.asarray(temperature), least)
+    keys = positions(jax.random.split(jax.random.key(2), BATCH), jnp.full(BATCH, 7), DRAFTS)
+    return (
+        keys,
+        Draft(tokens, distribution, num_tokens),
+        Categorical(jnp.asarray(target), jnp.asarray(temperature), least),
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,18 +120,19 @@ def test_kernels_of_parts_emit_the_tokens_of_one_device(name, number, case):
 
 def packed_in_bfloat16(case):
     keys, draft, target = case
-    law, target = (x._replace(logits=x.logits.astype(jnp.bfloat16)) for x in (draft.distribution, target))
+    drafted, target = (x._replace(logits=x.logits.astype(jnp.bfloat16)) for x in (draft.distribution, target))
     rows = jnp.arange(BATCH * DRAFTS).reshape(BATCH, DRAFTS)[::-1]
-    law = distributions.pack(law)._replace(rows=rows, temperature=law.temperature[::-1])
-    return (keys, draft._replace(tokens=draft.tokens[::-1], distribution=law), target), {}
+    drafted = distributions.pack(drafted)._replace(rows=rows, temperature=drafted.temperature[::-1])
+    return (keys, draft._replace(tokens=draft.tokens[::-1], distribution=drafted), target), {}
 
 
 def with_bonus_tokens(case):
     """And with known normalizers of the drafts."""
     keys, draft, target = case
-    law = draft.distribution
-    law = law._replace(log_normalizer=jax.scipy.special.logsumexp(law.logits / law.temperature[:, None, None], -1))
-    return (keys, draft._replace(distribution=law), target), {"bonus_tokens": jnp.arange(BATCH) * 40 % VOCAB}
+    drafted = draft.distribution
+    scaled = drafted.logits / drafted.temperature[:, None, None]
+    drafted = drafted._replace(log_normalizer=jax.scipy.special.logsumexp(scaled, -1))
+    return (keys, draft._replace(distribution=drafted), target), {"bonus_tokens": jnp.arange(BATCH) * 40 % VOCAB}
 
 
 def with_equal_logits(case):
@@ -137,8 +142,8 @@ def with_equal_logits(case):
     logits = logits.at[::7, 1, 701].set(jnp.nan).at[1::7, 0].set(jnp.nan)
     target = target._replace(logits=logits, temperature=target.temperature * (jnp.arange(BATCH) % 2))
     tokens = jnp.asarray(np.resize([700, 900, 700, 1500, 3], (BATCH, DRAFTS)))
-    law = draft.distribution._replace(logits=logits[:, 1:])
-    return (keys, draft._replace(tokens=tokens, distribution=law), target), {}
+    drafted = draft.distribution._replace(logits=logits[:, 1:])
+    return (keys, draft._replace(tokens=tokens, distribution=drafted), target), {}
 
 
 FAST = with_bonus_tokens, with_equal_logits
@@ -204,9 +209,9 @@ def test_the_distribution_where_shards_are_not_whole_blocks(name):
     rng = np.random.default_rng(5)
     target, drafted = (jnp.asarray(rng.normal(0, 1.5, (1, n, vocab_size)), jnp.float32) for n in (2, 1))
     repeat = partial(jnp.repeat, repeats=rows, axis=0)
-    draft_law = Categorical(repeat(drafted))
-    tokens = distributions.sample(jax.random.split(jax.random.key(3), (rows, 1)), draft_law)
-    operands = jax.random.key(4), Draft(tokens, draft_law), Categorical(repeat(target))
+    distribution = Categorical(repeat(drafted))
+    tokens = distributions.sample(jax.random.split(jax.random.key(3), (rows, 1)), distribution)
+    operands = jax.random.key(4), Draft(tokens, distribution), Categorical(repeat(target))
     got = on_shards(4, partial(VERIFIERS[name], axis_name="vocab"), *operands).tokens
     counts = np.bincount(np.asarray(got)[:, 0], minlength=vocab_size)
     result = chi_square(counts, np.asarray(jax.nn.softmax(target[0, 0])))
@@ -328,7 +333,7 @@ def test_own_draft():
 
     def log_prob(draft, axis_name=None):
         own = shards.own_draft(draft, axis_name).distribution
-        return distributions.token_log_prob(distributions.of_drafts(own, axis_name), tokens)
+        return distributions.token_log_prob(distributions.normalize_drafts(own, axis_name), tokens)
 
     split = jax.shard_map(partial(log_prob, axis_name="vocab"), mesh=mesh, in_specs=P(), out_specs=P())
     np.testing.assert_allclose(jax.jit(split)(draft), log_prob(draft), rtol=1e-6)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax._src import monitoring
 
-from specjax import decode, proposers, sampling, verifiers
-from specjax import keys as streams
+from specjax import decode, keys, proposers, sampling, verifiers
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables
 from specjax.engine.slots import Slots, chunk_at, empty, request
@@ -495,7 +494,7 @@ def test_log_probs_and_samples(target):
     assert entries[-1].finished.all() and (entries[-1].tokens == -1).all()
     for slot, job in enumerate(jobs):
         key = jax.random.wrap_key_data(job.key[None], impl="threefry2x32")
-        job.key = np.asarray(jax.random.key_data(streams.samples(key, jnp.array([2 * slot]))))[0]
+        job.key = np.asarray(jax.random.key_data(keys.samples(key, jnp.array([2 * slot]))))[0]
         state = alone(target, proposer, verifiers.rejection, job, CAPACITIES.logprobs)
         span = slice(len(job.prompt), int(state.context.length[0]))
         chosen = [entry.tokens[slot] >= 0 for entry in entries]

@@ -175,8 +175,10 @@ def log_probs_of(target, tokens):
 def gradients(draft, target):
     """Of every verifier, the gradients of its log-probabilities in logits and temperature, and what it gave."""
 
-    law = distributions.normalize(target)
-    log_normalizer = law.log_mass + law.shift / jnp.where(target.temperature > 0, target.temperature, 1)[:, None]
+    normalized = distributions.normalize(target)
+    log_normalizer = (
+        normalized.log_mass + normalized.shift / jnp.where(target.temperature > 0, target.temperature, 1)[:, None]
+    )
 
     def of(name, change=lambda target: target):
         def total(logits, temperature):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import distributions, testing, verifiers
-from specjax import keys as streams
+from specjax.keys import gumbel, of_step
 from specjax.sampling.cut import min_logit
 from specjax.types import Categorical, Draft
 
@@ -226,7 +226,7 @@ class TestContract:
     @pytest.mark.slow
     def test_permutation(self, name):
         order = np.random.default_rng(1).permutation(BATCH)
-        for keys in (row_keys(), streams.of_step(row_keys(), BATCH, DRAFTS)):
+        for keys in (row_keys(), of_step(row_keys(), BATCH, DRAFTS)):
             arguments = keys, *example()
             straight = jax.tree.map(lambda x: x[order], jitted(name)(*arguments))
             permuted = jitted(name)(*jax.tree.map(lambda x: x[order], arguments))
@@ -248,7 +248,7 @@ class TestContract:
     def test_key_forms_of_one_request_agree(self, name):
         """A key a row is that of the K+1 positions it is spread over."""
         keys = row_keys()
-        spread = streams.of_step(keys, BATCH, DRAFTS)
+        spread = of_step(keys, BATCH, DRAFTS)
         assert spread.shape == (BATCH, DRAFTS + 1)
         by_row, by_position = (jitted(name)(k, *example()) for k in (keys, spread))
         np.testing.assert_array_equal(by_row.tokens, by_position.tokens)
@@ -434,7 +434,7 @@ def test_a_known_normalizer_changes_nothing(name):
 
 @pytest.mark.parametrize("name", [n for n in LOSSLESS if n != "match"])
 def test_a_uniform_of_zero_does_not_accept_an_impossible_draft(name, monkeypatch):
-    monkeypatch.setattr(streams, "uniform", lambda keys, shape=(): jnp.zeros((*keys.shape, *shape)))
+    monkeypatch.setattr(verifiers.core, "uniform", lambda keys, shape=(): jnp.zeros((*keys.shape, *shape)))
     target = Categorical(jnp.zeros((1, 2, 4)).at[0, 0, 2].set(-jnp.inf))
     draft = Draft(jnp.array([[2]]), Categorical(jnp.zeros((1, 1, 4))))
     verified = jax.jit(partial(getattr(verifiers, name)))(jax.random.key(0), draft, target)  # traced with this uniform
@@ -469,6 +469,18 @@ def test_the_ends_of_the_vocabulary(vocab, uniform):
     logits = jnp.zeros((1, 1, vocab)).at[0, 0, : vocab // 4].set(-jnp.inf).at[0, 0, vocab - vocab // 4 :].set(-jnp.inf)
     token = pick_token(logits, jnp.full((1, 2), uniform))
     assert token.tolist() == [vocab // 4 if uniform == 0 else vocab - vocab // 4 - 1]
+
+
+def test_former_names_warn_and_do_the_same():
+    _, target = example()
+    rows = jnp.arange(BATCH) % 2
+    normalized = distributions.normalize_drafts(target)
+    with pytest.warns(DeprecationWarning, match="of_drafts is now called normalize_drafts"):
+        former = distributions.of_drafts(target)
+    assert (former.log_mass == normalized.log_mass).all() and former.argmax is normalized.argmax is None
+    with pytest.warns(DeprecationWarning, match="take_law is now called take_row"):
+        row = distributions.take_law(normalized, rows)
+    assert (row.shift == distributions.take_row(normalized, rows).shift).all()
 
 
 @pytest.mark.slow
@@ -524,7 +536,7 @@ class TestTheDraw:
 
     def test_gumbel_noise_has_a_resolved_tail(self):
         """The largest of many draws follows its distribution past the 16.6 where a 23-bit uniform ends."""
-        draw = jax.jit(lambda keys: streams.gumbel(keys, (1 << 20,)))
+        draw = jax.jit(lambda keys: gumbel(keys, (1 << 20,)))
         noise = np.asarray(draw(jax.random.split(jax.random.key(0), 64)))
         assert noise.max() > 16.8
         assert np.isfinite(noise).all()

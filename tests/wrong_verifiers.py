@@ -79,9 +79,9 @@ def waits_for_the_slowest_row(draw, draft, target, **options):
 @wrong("not lossless on")
 def recovers_from_the_next_row(draw, draft, target, **options):
     def pick(residual):
-        law = distributions.normalize(target)
+        normalized = distributions.normalize(target)
         rows = jnp.minimum(residual.target.distribution.rows[:, 0] % draft.tokens.shape[1] + 1, draft.tokens.shape[1])
-        return draw.pick(residual._replace(target=distributions.take_law(law, rows)))
+        return draw.pick(residual._replace(target=distributions.take_row(normalized, rows)))
 
     return rejection.core(Changed(draw, pick=pick) if draft.tokens.shape[1] else draw, draft, target, **options)
 
@@ -118,7 +118,7 @@ def accepts_any_of_the_tied(draw, draft, target, **options):
 def accepts_what_the_draft_calls_impossible(draw, draft, target, **options):
     if draft.distribution is None:
         return rejection.core(draw, draft, target, **options)
-    of_draft = distributions.token_log_prob(distributions.of_drafts(draft.distribution), draft.tokens)
+    of_draft = distributions.token_log_prob(distributions.normalize_drafts(draft.distribution), draft.tokens)
     impossible = of_draft == -jnp.inf
     greedy = jnp.zeros((1, 1), bool) if target.temperature is None else target.temperature[:, None] == 0
     one_hot = core.is_deterministic(draft)[:, None]

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from specjax import decode, metrics, proposers, scorers, verifiers
-from specjax import keys as streams
+from specjax import decode, keys, metrics, proposers, scorers, verifiers
 from specjax.drafters import in_memory
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
@@ -177,7 +176,7 @@ def insert(state: decode.State, slot: Array, row: Row) -> decode.State:
     """
     key = jax.random.wrap_key_data(jnp.asarray(row.key_data), impl="threefry2x32")
     if row.sample is not None:
-        key = streams.samples(key, row.sample)
+        key = keys.samples(key, row.sample)
     row = row._replace(key_data=jax.random.key_data(key), sample=None)
     rows = jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), _rows(state), row)
     return _with_rows(state, rows)._replace(finished=state.finished.at[slot].set(decode.RUNNING))

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.rules import accept_prefix
 from specjax import distributions
+from specjax.distributions import Normalized
 from specjax.types import Array, Categorical, Draft, Verified
-from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+from specjax.verifiers.core import Draw, canonical, emit, from_core, is_deterministic, log_ratio, num_drafts, recovery
 from specjax.verifiers.match import accept_matches
 
 
-@partial(common.from_core, kernel=kernels.block)
+@partial(from_core, kernel=kernels.block)
 def block(
-    draw: common.Draw,
+    draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
@@ -68,26 +69,27 @@ def block(
     """
     if draft.distribution is None:
         return accept_matches(draw, draft, target, bonus_tokens, log_probs, axis_name=axis_name)
-    law = distributions.normalize(target, axis_name=axis_name)
-    draft_law = distributions.of_drafts(draft.distribution, axis_name)
-    draft = common.canonical(draft._replace(num_tokens=jnp.minimum(common.num_drafts(draft), num_usable_rows(law))))
-    log_joint = jax.vmap(joint_log_ratio)(common.log_ratio(draft, draft_law, law))
+    normalized_target = distributions.normalize(target, axis_name=axis_name)
+    normalized_draft = distributions.normalize_drafts(draft.distribution, axis_name)
+    draft = canonical(draft._replace(num_tokens=jnp.minimum(num_drafts(draft), num_usable_rows(normalized_target))))
+    log_joint = jax.vmap(joint_log_ratio)(log_ratio(draft, normalized_draft, normalized_target))
     joint = jnp.exp(log_joint)
     index = jnp.arange(1, joint.shape[1] + 1, dtype=jnp.int32)[None]
-    accepted = draw.flip(accept_prefixes(draft, draft_law, law, joint)) & (index <= common.num_drafts(draft)[:, None])
+    accepted = draw.flip(accept_prefixes(draft, normalized_draft, normalized_target, joint))
+    accepted &= index <= num_drafts(draft)[:, None]
     num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1)
     log_scale = jnp.take_along_axis(jnp.pad(log_joint, ((0, 0), (1, 0))), num_accepted[:, None], axis=1)[:, 0]
-    last = draw.pick(common.recovery(draft, draft_law, law, num_accepted, jnp.exp(log_scale)))
-    return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+    last = draw.pick(recovery(draft, normalized_draft, normalized_target, num_accepted, jnp.exp(log_scale)))
+    return emit(draft, num_accepted, last, normalized_target if log_probs else None, bonus_tokens)
 
 
-def num_usable_rows(law: distributions.Law) -> Array:
+def num_usable_rows(target: Normalized) -> Array:
     """Return the number [B] of target rows before the first row without mass.
 
     Such rows can follow a stop token. Drafts from there on cannot be accepted, and must not change the verdict on the
     drafts before them.
     """
-    has_mass, temperature = jnp.isfinite(law.log_mass), law.distribution.temperature
+    has_mass, temperature = jnp.isfinite(target.log_mass), target.distribution.temperature
     if temperature is not None:
         has_mass |= temperature[:, None] == 0
     return jnp.sum(jnp.cumprod(has_mass.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -103,17 +105,17 @@ def joint_log_ratio(log_ratio: Array) -> Array:
     return jax.lax.scan(step, jnp.zeros_like(log_ratio, shape=()), log_ratio)[1]
 
 
-def accept_prefixes(draft: Draft, draft_law: distributions.Law, law: distributions.Law, joint: Array) -> Array:
+def accept_prefixes(draft: Draft, normalized_draft: Normalized, target: Normalized, joint: Array) -> Array:
     """Compute the acceptance probability [B, K] of each prefix, from P [B, K]."""
     num_draft_tokens = joint.shape[1]
     # Entry i is the mass of the residual after i + 1 drafts, of the target row and the draft row of the next token.
-    next_target = distributions.slice_law(law, 1, num_draft_tokens)
-    next_draft = distributions.slice_law(draft_law, 1, num_draft_tokens)
+    next_target = distributions.take_rows(target, 1, num_draft_tokens)
+    next_draft = distributions.take_rows(normalized_draft, 1, num_draft_tokens)
     mass = distributions.residual_mass(next_target, next_draft, joint[:, :-1])
     one_hot_mass = joint[:, :-1] * -jnp.expm1(distributions.token_log_prob(next_target, draft.tokens[:, 1:]))
-    mass = jnp.where(common.is_deterministic(draft)[:, None], one_hot_mass, mass)
-    accept = jax.vmap(acceptance_probabilities)(joint, mass, common.num_drafts(draft))
-    temperature = law.distribution.temperature
+    mass = jnp.where(is_deterministic(draft)[:, None], one_hot_mass, mass)
+    accept = jax.vmap(acceptance_probabilities)(joint, mass, num_drafts(draft))
+    temperature = target.distribution.temperature
     return accept if temperature is None else jnp.where(temperature[:, None] == 0, joint, accept)
 
 

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import rules
 from pallas_kernels.rows import unmarked
 from specjax import distributions, shards
-from specjax import keys as streams
 from specjax.dispatch import dispatch
-from specjax.distributions import Law, Residual
+from specjax.distributions import Normalized, Residual
+from specjax.keys import ACCEPT, RESIDUAL, TARGET, check_step, numbered, of_step, stream, uniform
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_array as check_array
 from specjax.validation import check_bonus_tokens as check_bonus_tokens
@@ -90,19 +90,19 @@ class KeyDraw:
         self._calls = CallNumbers()
 
     def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
-        keys = streams.numbered(self.keys[:, :1], self._calls.next("flip", index))
+        keys = numbered(self.keys[:, :1], self._calls.next("flip", index))
         drafts = jnp.arange(probabilities.shape[1], dtype=jnp.int32)[None]
         probabilities = distributions.widen(probabilities)
-        uniforms = streams.uniform(streams.stream(keys, streams.ACCEPT, drafts))
+        uniforms = uniform(stream(keys, ACCEPT, drafts))
         return uniforms.astype(probabilities.dtype) < probabilities
 
     def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
-        keys = streams.numbered(self.keys[:, 0], self._calls.next("pick", index))
-        return distributions.pick(residual, streams.uniform(streams.stream(keys, streams.RESIDUAL), (2,)))
+        keys = numbered(self.keys[:, 0], self._calls.next("pick", index))
+        return distributions.pick(residual, uniform(stream(keys, RESIDUAL), (2,)))
 
     def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
-        keys = streams.numbered(self.keys, self._calls.next("sample", index))
-        keys = streams.stream(keys, streams.TARGET)
+        keys = numbered(self.keys, self._calls.next("sample", index))
+        keys = stream(keys, TARGET)
         return distributions.draw(keys, target, self._axis_name)
 
 
@@ -178,7 +178,7 @@ def _checked(
     check_shapes(*arrays)
     # What the caller gave has values also where jit would turn it into a traced constant.
     check_bonus_tokens(bonus_tokens, arrays[1].logits.shape[-1] * num_shards)
-    streams.check_step(keys, *arrays[0].tokens.shape)
+    check_step(keys, *arrays[0].tokens.shape)
     return arrays
 
 
@@ -195,7 +195,7 @@ def _core_or_kernel(
     """
 
     def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
-        draw = KeyDraw(streams.of_step(keys, *draft.tokens.shape), rare.get("axis_name"))
+        draw = KeyDraw(of_step(keys, *draft.tokens.shape), rare.get("axis_name"))
         return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **rare, **options)
 
     def by_kernel(
@@ -295,21 +295,23 @@ def is_deterministic(draft: Draft) -> Array:
     return draft.distribution.temperature == 0
 
 
-def evidence(draft: Draft, draft_law: Law | None, target: Law, *, entropy: bool = False) -> rules.Evidence:
+def evidence(
+    draft: Draft, normalized_draft: Normalized | None, target: Normalized, *, entropy: bool = False
+) -> rules.Evidence:
     """Return what an acceptance rule knows of each draft, in arrays [B, K].
 
     Args:
         draft: a `canonical` draft.
-        draft_law: the normalised distribution of the drafts; None stands for deterministic drafts.
+        normalized_draft: the normalised distribution of the drafts; None stands for deterministic drafts.
         target: the normalised target.
         entropy: whether to compute the entropy of the target rows.
     """
     num_draft_tokens = draft.tokens.shape[1]
-    drafted = distributions.slice_law(target, 0, num_draft_tokens)
+    drafted = distributions.take_rows(target, 0, num_draft_tokens)
     log_prob = distributions.token_log_prob(drafted, draft.tokens)
     draft_log_prob = jnp.zeros_like(log_prob)
-    if draft_law is not None:
-        draft_log_prob = distributions.token_log_prob(draft_law, draft.tokens)
+    if normalized_draft is not None:
+        draft_log_prob = distributions.token_log_prob(normalized_draft, draft.tokens)
         is_one_hot = is_deterministic(draft)
         if target.distribution.temperature is not None:
             is_one_hot |= target.distribution.temperature == 0  # a greedy row accepts its argmax wherever it came from
@@ -318,9 +320,9 @@ def evidence(draft: Draft, draft_law: Law | None, target: Law, *, entropy: bool 
     return rules.Evidence(log_prob, draft_log_prob, distributions.entropy(drafted) if entropy else None, lane)
 
 
-def log_ratio(draft: Draft, draft_law: Law, target: Law) -> Array:
+def log_ratio(draft: Draft, normalized_draft: Normalized, target: Normalized) -> Array:
     """Return log(target / draft probability) [B, K] of each draft token, -inf where the draft probability is 0."""
-    return rules.log_ratio(evidence(draft, draft_law, target))
+    return rules.log_ratio(evidence(draft, normalized_draft, target))
 
 
 def count_accepted(draft: Draft, accepted: Array) -> Array:
@@ -330,7 +332,11 @@ def count_accepted(draft: Draft, accepted: Array) -> Array:
 
 
 def recovery(
-    draft: Draft, draft_law: Law | None, target: Law, num_accepted: Array, scale: Array | None = None
+    draft: Draft,
+    normalized_draft: Normalized | None,
+    target: Normalized,
+    num_accepted: Array,
+    scale: Array | None = None,
 ) -> Residual:
     """Return the residual that the token after `num_accepted` [B] drafts is drawn from.
 
@@ -338,21 +344,21 @@ def recovery(
 
     Args:
         draft: a `canonical` draft.
-        draft_law: the normalised distribution of the drafts; None stands for deterministic drafts.
+        normalized_draft: the normalised distribution of the drafts; None stands for deterministic drafts.
         target: the normalised target.
         num_accepted: [B] int32.
         scale: [B], the factor of the target in the residual; None is 1.
     """
     rejected = num_accepted < num_drafts(draft)
     row = take_row(draft.tokens, num_accepted)
-    target = distributions.take_law(target, num_accepted)
-    if draft_law is None:
+    target = distributions.take_row(target, num_accepted)
+    if normalized_draft is None:
         return Residual(target, without=jnp.where(rejected, row, -1))
     one_hot = is_deterministic(draft)
     index = jnp.minimum(num_accepted, draft.tokens.shape[1] - 1)
     return Residual(
         target,
-        distributions.take_law(draft_law, index),
+        distributions.take_row(normalized_draft, index),
         has_draft=rejected & ~one_hot,
         scale=scale,
         without=jnp.where(rejected & one_hot, row, -1),
@@ -369,7 +375,7 @@ def emit(
     draft: Draft,
     num_accepted: Array,
     last: Array,
-    law: Law | None,
+    normalized: Normalized | None,
     bonus_tokens: Array | None = None,
     accepted: Array | None = None,
 ) -> Verified:
@@ -379,7 +385,7 @@ def emit(
         draft: a `canonical` draft.
         num_accepted: [B] int32.
         last: [B] int32, the recovered or bonus token.
-        law: the normalised target, to fill `Verified.log_probs`; None leaves them out.
+        normalized: the normalised target, to fill `Verified.log_probs`; None leaves them out.
         bonus_tokens: [B] int32, emitted in place of `last` where all drafts are accepted; None is none.
         accepted: [B, K] bool, the outcome of each draft's own test, or None.
     """
@@ -389,6 +395,6 @@ def emit(
     tokens = jnp.where(index < num_accepted[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))), -1)
     tokens = jnp.where(index == num_accepted[:, None], last[:, None], tokens).astype(jnp.int32)
     log_prob = None
-    if law is not None:
-        log_prob = jnp.where(tokens != -1, distributions.token_log_prob(law, tokens), 0).astype(jnp.float32)
+    if normalized is not None:
+        log_prob = jnp.where(tokens != -1, distributions.token_log_prob(normalized, tokens), 0).astype(jnp.float32)
     return Verified(tokens, num_accepted, log_prob, accepted)

@@ -18,12 +18,12 @@ from pallas_kernels.rows import BLOCK_SIZE, Batch, Rows, in_parts, unsupported_d
 from pallas_kernels.rules import Evidence, accept_by_ratio
 from pallas_kernels.sample import choose_draws, draws, sample
 from pallas_kernels.statistics import Part, Statistics, Streams, row_statistics
-from specjax import keys as streams
 from specjax import shards
 from specjax.dispatch import SMALL_VOCAB, as_rows
+from specjax.keys import ACCEPT, NUM_PURPOSES, RESIDUAL, TARGET
 from specjax.types import Array, Categorical, Draft, Verified
 
-STREAMS = Streams(streams.ACCEPT, streams.RESIDUAL, streams.NUM_PURPOSES)
+STREAMS = Streams(ACCEPT, RESIDUAL, NUM_PURPOSES)
 
 
 class Rule(NamedTuple):
@@ -73,7 +73,7 @@ def by_sample(
     batch = as_batch(draft, target, bonus_tokens)
     if draft.tokens.shape[1] == 0:
         batch = batch._replace(tokens=None, num_tokens=None)
-    options = {"purpose": streams.TARGET, "log_probs": log_probs, "interpret": interpret}
+    options = {"purpose": TARGET, "log_probs": log_probs, "interpret": interpret}
     if axis_name is None:
         tokens, num_accepted, log_prob = sample(jax.random.key_data(keys), batch, **options)
     else:

@@ -5,8 +5,8 @@ from typing import Any
 
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
-from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+from specjax.verifiers.core import Draw, count_accepted, emit, from_core, take_row
 
 
 def _kernel(keys: Array, draft: Draft, target: Categorical, *, bonus_tokens: Array | None, **options: Any) -> Verified:
@@ -14,9 +14,9 @@ def _kernel(keys: Array, draft: Draft, target: Categorical, *, bonus_tokens: Arr
     return kernels.by_sample(keys, draft, target, bonus_tokens=None, **options)
 
 
-@partial(common.from_core, kernel=_kernel)
+@partial(from_core, kernel=_kernel)
 def match(
-    draw: common.Draw,
+    draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
@@ -70,7 +70,7 @@ def match(
 
 
 def accept_matches(
-    draw: common.Draw,
+    draw: Draw,
     draft: Draft,
     target: Categorical,
     bonus_tokens: Array | None,
@@ -81,10 +81,10 @@ def accept_matches(
     """Verify by exact match, the rule of `match` and, for deterministic drafts, of `rejection` and `block`."""
     sampled = draw.sample(target)
     agrees = sampled[:, :-1] == draft.tokens
-    num_accepted = common.count_accepted(draft, agrees)
-    last = common.take_row(sampled, num_accepted)
-    law = distributions.normalize(target, axis_name=axis_name) if log_probs else None
-    return common.emit(draft, num_accepted, last, law, bonus_tokens, agrees if outcomes else None)
+    num_accepted = count_accepted(draft, agrees)
+    last = take_row(sampled, num_accepted)
+    normalized = distributions.normalize(target, axis_name=axis_name) if log_probs else None
+    return emit(draft, num_accepted, last, normalized, bonus_tokens, agrees if outcomes else None)
 
 
 def _check_bonus_tokens(bonus_tokens: Array | None) -> None:

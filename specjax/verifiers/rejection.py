@@ -5,14 +5,14 @@ from functools import partial
 from pallas_kernels.rules import accept_by_ratio
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
-from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+from specjax.verifiers.core import Draw, count_accepted, emit, evidence, from_core, recovery
 from specjax.verifiers.match import accept_matches
 
 
-@partial(common.from_core, kernel=kernels.rejection)
+@partial(from_core, kernel=kernels.rejection)
 def rejection(
-    draw: common.Draw,
+    draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
@@ -66,11 +66,16 @@ def rejection(
     """
     if draft.distribution is None:
         return accept_matches(draw, draft, target, bonus_tokens, log_probs, outcomes, axis_name)
-    law = distributions.normalize(target, axis_name=axis_name)
-    draft_law = distributions.of_drafts(draft.distribution, axis_name)
-    accepted = draw.flip(accept_by_ratio(common.evidence(draft, draft_law, law)))
-    num_accepted = common.count_accepted(draft, accepted)
-    last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))
-    return common.emit(
-        draft, num_accepted, last, law if log_probs else None, bonus_tokens, accepted if outcomes else None
+    normalized_target = distributions.normalize(target, axis_name=axis_name)
+    normalized_draft = distributions.normalize_drafts(draft.distribution, axis_name)
+    accepted = draw.flip(accept_by_ratio(evidence(draft, normalized_draft, normalized_target)))
+    num_accepted = count_accepted(draft, accepted)
+    last = draw.pick(recovery(draft, normalized_draft, normalized_target, num_accepted))
+    return emit(
+        draft,
+        num_accepted,
+        last,
+        normalized_target if log_probs else None,
+        bonus_tokens,
+        accepted if outcomes else None,
     )

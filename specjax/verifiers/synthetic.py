@@ -10,8 +10,8 @@ import numpy as np
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_number, is_traced
-from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+from specjax.verifiers.core import Draw, count_accepted, emit, from_core, recovery
 
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:
@@ -36,9 +36,9 @@ def _accept(evidence: kernels.Evidence, rates: Any) -> Array:
     return rates[jnp.minimum(evidence.lane, rates.shape[0] - 1)]
 
 
-@partial(common.from_core, kernel=_kernel, check_options=_check_options)
+@partial(from_core, kernel=_kernel, check_options=_check_options)
 def synthetic(
-    draw: common.Draw,
+    draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
@@ -88,11 +88,13 @@ def synthetic(
     num_draft_tokens = draft.tokens.shape[1]
     rates = _rates(acceptance_rates, acceptance_length, num_draft_tokens)
     accept = jnp.broadcast_to(_conditional(rates)[None], draft.tokens.shape)
-    num_accepted = common.count_accepted(draft, draw.flip(accept))
-    law = distributions.normalize(target, axis_name=axis_name)
-    draft_law = None if draft.distribution is None else distributions.of_drafts(draft.distribution, axis_name)
-    last = draw.pick(common.recovery(draft, draft_law, law, num_accepted))
-    return common.emit(draft, num_accepted, last, law if log_probs else None, bonus_tokens)
+    num_accepted = count_accepted(draft, draw.flip(accept))
+    normalized_target = distributions.normalize(target, axis_name=axis_name)
+    normalized_draft = (
+        None if draft.distribution is None else distributions.normalize_drafts(draft.distribution, axis_name)
+    )
+    last = draw.pick(recovery(draft, normalized_draft, normalized_target, num_accepted))
+    return emit(draft, num_accepted, last, normalized_target if log_probs else None, bonus_tokens)
 
 
 def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draft_tokens: int) -> Array:

@@ -9,8 +9,8 @@ from pallas_kernels.rows import marked
 from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_number
-from specjax.verifiers import core as common
 from specjax.verifiers import kernels
+from specjax.verifiers.core import Draw, count_accepted, emit, evidence, from_core, num_drafts
 
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:
@@ -40,9 +40,9 @@ def _accept(evidence: kernels.Evidence, options: Any) -> Array:
     return (jnp.exp(evidence.log_prob) > bound).astype(jnp.float32)
 
 
-@partial(common.from_core, kernel=_kernel, check_options=_check_options)
+@partial(from_core, kernel=_kernel, check_options=_check_options)
 def typical(
-    draw: common.Draw,
+    draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
@@ -93,15 +93,15 @@ def typical(
         Cai et al., Medusa: Simple LLM Inference Acceleration Framework, arXiv:2401.10774, section 3.3.1.
     """
     _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
-    law = distributions.normalize(target, argmax=True, axis_name=axis_name)
-    evidence = common.evidence(draft, None, law, entropy=True)
-    accepted = _accept(evidence, (posterior_threshold, posterior_alpha)) > 0
-    num_accepted = common.count_accepted(draft, accepted)
-    bonus = draw.pick(distributions.Residual(distributions.take_law(law, common.num_drafts(draft))))
-    assert law.argmax is not None, "it was asked for"
-    best = marked(law.argmax, law.log_mass == -jnp.inf)
+    normalized = distributions.normalize(target, argmax=True, axis_name=axis_name)
+    known = evidence(draft, None, normalized, entropy=True)
+    accepted = _accept(known, (posterior_threshold, posterior_alpha)) > 0
+    num_accepted = count_accepted(draft, accepted)
+    bonus = draw.pick(distributions.Residual(distributions.take_row(normalized, num_drafts(draft))))
+    assert normalized.argmax is not None, "it was asked for"
+    best = marked(normalized.argmax, normalized.log_mass == -jnp.inf)
     best = jnp.take_along_axis(best, num_accepted[:, None], axis=1)[:, 0]
-    last = jnp.where(num_accepted == common.num_drafts(draft), bonus, best)
-    return common.emit(
-        draft, num_accepted, last, law if log_probs else None, bonus_tokens, accepted if outcomes else None
+    last = jnp.where(num_accepted == num_drafts(draft), bonus, best)
+    return emit(
+        draft, num_accepted, last, normalized if log_probs else None, bonus_tokens, accepted if outcomes else None
     )
