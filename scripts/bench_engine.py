@@ -7,7 +7,7 @@
 The script prints each row as soon as it is measured. Models are made once, engines once for each setting. The parts:
 
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
-  loop. Clients are streams: they see each token as its text becomes certain. With random weights they see ids alone,
+  loop, or at the rates of --arrivals. Clients are streams: they see each token as its text becomes certain. With random weights they see ids alone,
   because most of their tokens have no text in the tokenizer of the embedded family.
 * sizes: closed loops of a few streams by an engine of as many slots as for loads, against an engine of as many slots as
   there are streams.
@@ -94,6 +94,7 @@ class Setting(NamedTuple):
     long: int  # tokens of a long prompt
     requests: int = 64
     rate: float | None = None  # at which drafts of loads are accepted, if set
+    arrivals: tuple[float, ...] = ()  # Poisson arrivals a second; none: a share of the capacity of the largest loop
 
 
 # The longest mixed lengths are those of full batches together, so that both have the same programs.
@@ -171,6 +172,7 @@ class Bench:
         try:
             with engine:
                 self.compile_s = time.perf_counter() - start
+                print(f"an engine of {num_slots} slots started in {self.compile_s:.1f} s", file=sys.stderr)
                 engine.submit([1, 2, 3], SamplingParams(max_tokens=2)).result()  # what is done once is done
                 yield engine
         finally:
@@ -317,10 +319,11 @@ def loads(bench: Bench) -> Iterator[dict[str, Any]]:
             result = loop(bench, engine, works, concurrency, row)
             rate = len(result.traces) / result.seconds
             yield row | figures(result)
-        row = {"load": f"Poisson, {UTILISATION * rate:.2f} a second"}
-        with bench.measured(engine, row):
-            result = asyncio.run(poisson(streams(engine, bench.has_text), works, UTILISATION * rate))
-        yield row | figures(result)
+        for arrivals in setting.arrivals or (UTILISATION * rate,):
+            row = {"load": f"Poisson, {arrivals:.2f} a second"}
+            with bench.measured(engine, row):
+                result = asyncio.run(poisson(streams(engine, bench.has_text), works, arrivals))
+            yield row | figures(result)
 
 
 def loop(bench: Bench, engine: specjax.Engine, works: Sequence[Work], concurrency: int, row: dict[str, Any]) -> Load:
@@ -594,12 +597,14 @@ def main() -> None:
     parser.add_argument("--preset", choices=tuple(SETTINGS), default="embedded")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--requests", type=int, help="requests of a load; default: those of the preset")
+    parser.add_argument("--arrivals", type=float, nargs="+", default=[], help="Poisson arrivals a second, for loads")
     parser.add_argument("--slots", type=int, help="slots for loads, and streams of their one closed loop")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
     bench = Bench(args.preset, args.requests, args.slots)
+    bench.setting = bench.setting._replace(arrivals=tuple(args.arrivals))
     device = jax.devices()[0]
     print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}.")
     rows = []
