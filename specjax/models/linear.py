@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
 from specjax.dispatch import dispatch, has_static_shape, is_partitioned
+from specjax.models.quantized import Quantized, dequantize
 from specjax.types import Array
 
 Norm = tuple[Array, float]  # scale [D], epsilon
@@ -26,7 +27,7 @@ def rms_norm(x: Array, norm: Norm) -> Array:
 
 def linear(
     x: Array,
-    weight: Array,
+    weight: Array | Quantized,
     *,
     transposed: bool = False,
     norm: Norm | None = None,
@@ -41,8 +42,8 @@ def linear(
 
     Args:
         x: [B, T, D] floats.
-        weight: [D, N], or [N, D] if `transposed`.
-        transposed: whether the weight is [N, D].
+        weight: [D, N], or [N, D] if `transposed`. A `Quantized` weight is always [N, D].
+        transposed: whether a weight of floats is [N, D].
         norm: scale [D] and epsilon of a root-mean-square norm of x, which comes first; None for none.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [B, T, N], or [B, T, N / 2] with an activation, or what broadcasts to it: added at the end.
@@ -55,10 +56,18 @@ def linear(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
+    if isinstance(weight, Quantized):
+        transposed = True
+        if weight.order is not None:
+            # The inputs are put in the order of the codes, and so is the scale of their norm.
+            order, weight = weight.order, weight.replace(order=None)
+            x, norm = x[..., order], None if norm is None else (norm[0][order], norm[1])
     epsilon = None if norm is None else norm[1]
     static = {"epsilon": epsilon, "activation": activation, "dtype": dtype or x.dtype}
 
     def reason(x: Array, weight: Array, scale: Array | None, residual: Array | None) -> str | None:
+        if isinstance(weight, Quantized):
+            return "the kernels take weights of floats, got a quantised one"
         if not transposed:
             return "the kernels take a transposed weight [N, D], got transposed=False"
         return _kernel_of(x, weight).unsupported(x, weight)
@@ -93,6 +102,8 @@ def _product(
 ) -> Array:
     if scale is not None:
         x = rms_norm(x, (scale, epsilon))
+    if isinstance(weight, Quantized):
+        weight = dequantize(weight, x.dtype)
     y = jnp.einsum("btd,nd->btn" if transposed else "btd,dn->btn", x, weight, preferred_element_type=dtype)
     if activation is not None:
         gate, up = jnp.split(y, 2, axis=-1)

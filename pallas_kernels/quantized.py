@@ -1,0 +1,110 @@
+"""A quantised matrix as kernels read it: codes, the scales of groups of codes, and the layout of codes of 4 bits."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.launch import Leaf
+
+# Codes of 4 bits lie in words of 8. A block of 32 codes takes 4 words, which one load of a thread reads: bits 4 i and
+# up of word r hold code 4 i + r of the block. The codes of one place i are then contiguous, and meet 4 inputs in order.
+CODES_IN_WORD, WORDS_IN_BLOCK = 8, 4
+BLOCK = CODES_IN_WORD * WORDS_IN_BLOCK
+MIDDLE = 8  # the zero of integers of 4 bits where none is given
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized(Generic[Leaf]):
+    """A matrix [..., N, K] of codes q, which stands for W = (q - zero) scale, or for W = q scale + minimum.
+
+    N are the outputs of a product and K its inputs, whatever the orientation of other matrices of a network is. Axes
+    before them are of stacked matrices, such as those of experts. The fields are arrays outside a kernel, and
+    references to these arrays inside. `specjax.models.quantized.pack` makes one.
+    """
+
+    values: Leaf  # [..., N, K] int8 or float8_e4m3fn; of 4 bits int32 words [..., N, K' / 8], K' = K and padding
+    # [..., N / group[0], K / group[1]], sizes rounded up: floats, or uint8 s that stands for 2 ** (s - 127).
+    scale: Leaf
+    zero: Leaf | None = None  # of the shape of `scale`; None is 8 for integers of 4 bits, and 0 otherwise
+    minimum: Leaf | None = None  # of the shape of `scale`; never beside `zero`
+    order: Leaf | None = None  # [..., K] int32: column j of the codes multiplies input order[j]; None: input j
+    bits: int = field(default=8, metadata={"static": True})  # of a code: 8 or 4
+    # "int": of 8 bits signed, of 4 bits unsigned; "e4m3" of 8 bits; "e2m1" and "nf4" of 4 bits.
+    code: str = field(default="int", metadata={"static": True})
+    group: tuple[int, int] = field(default=(1, 0), metadata={"static": True})  # outputs, inputs of a scale; 0: all
+    padding: int = field(default=0, metadata={"static": True})  # codes of 4 bits in a row after the K-th
+    dtype: Any = field(default=jnp.dtype(jnp.bfloat16), metadata={"static": True})  # in which a network computes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape [..., N, K] of the matrix."""
+        *outer, last = self.values.shape
+        return *outer, last if self.bits == 8 else last * CODES_IN_WORD - self.padding
+
+    @property
+    def ndim(self) -> int:
+        return len(self.values.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of codes of the matrix."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(self))
+
+    @property
+    def inputs_of_scale(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.group[1] or self.shape[-1]
+
+    def __getitem__(self: "Quantized[jax.Array]", index: Any) -> "Quantized[jax.Array]":
+        """Return some rows of a matrix [N, K], or some of the stacked matrices. An index of the last axis is not known.
+
+        Args:
+            index: an integer, a slice or an array of integers for the first axis.
+        """
+        rows = self.group[0]
+        if self.ndim > 2 or rows == 1 or _is_aligned(index, rows, self.shape[0]):
+            outer = index
+            if self.ndim == 2 and rows > 1:
+                start, stop, _ = index.indices(self.shape[0])
+                outer = slice(start // rows, -(-stop // rows))
+            parts = {name: _at(getattr(self, name), outer) for name in ("scale", "zero", "minimum")}
+            order = self.order if self.ndim == 2 else _at(self.order, index)
+            return self.replace(values=self.values[index], order=order, **parts)
+        return self.with_scales_of_rows()[index]
+
+    def replace(self, **changes: Any) -> "Quantized":
+        """Return a copy with some fields changed."""
+        return Quantized(**{name: changes.get(name, getattr(self, name)) for name in self.__dataclass_fields__})
+
+    def with_scales_of_rows(self: "Quantized[jax.Array]") -> "Quantized[jax.Array]":
+        """Return the same matrix with scales for each row, where rows share them."""
+        rows, columns = self.group
+        if rows == 1:
+            return self
+
+        def spread(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else jnp.repeat(x, rows, axis=-2)[..., : self.shape[-2], :]
+
+        parts = {name: spread(getattr(self, name)) for name in ("scale", "zero", "minimum")}
+        return self.replace(**parts, group=(1, columns))
+
+
+def _at(x: jax.Array | None, index: Any) -> jax.Array | None:
+    return None if x is None else x[index]
+
+
+def _is_aligned(index: Any, rows: int, size: int) -> bool:
+    """Return whether an index takes whole blocks of rows, in order."""
+    if not isinstance(index, slice):
+        return False
+    start, stop, step = index.indices(size)
+    return step == 1 and start % rows == 0 and (stop % rows == 0 or stop == size)
