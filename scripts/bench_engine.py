@@ -68,7 +68,7 @@ from load import (
 import specjax
 from specjax import SamplingParams, decode, models, sampling, verifiers
 from specjax.engine import engine as engine_module
-from specjax.engine.tokenizer import load_tokenizer
+from specjax.models.directory import Checkpoint
 
 GAP = 1e-5  # seconds
 TEMPERATURE = 0.8
@@ -146,7 +146,7 @@ class Bench:
         if num_requests is not None:
             self.setting = self.setting._replace(requests=num_requests)
         self.target, self.draft = load_models(preset)
-        self.tokenizer = load_tokenizer(models.EMBEDDED / "target")
+        self.tokenizer = Checkpoint(models.EMBEDDED / "target").tokenizer()
         self.has_text = preset == "embedded"
         self.source = source_of(preset, self.tokenizer)
         self.compilations = Compilations()

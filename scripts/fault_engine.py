@@ -24,8 +24,8 @@ import numpy as np
 import specjax
 from specjax import SamplingParams, guided, models
 from specjax.engine.scheduler import Job
-from specjax.engine.tokenizer import eos_token_ids, load_tokenizer
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.directory import Checkpoint
 
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 16}
 MAX_LENGTH, NUM_SLOTS, NUM_PAGES, PAGE_SIZE, CHUNK_SIZE = 128, 8, 40, 8, 32  # too few pages for all slots
@@ -159,7 +159,8 @@ def run(engine, number, rng):
 
 def main(number: int) -> None:
     directory = models.EMBEDDED / "target"
-    tokenizer = load_tokenizer(directory)
+    checkpoint = Checkpoint(directory)
+    tokenizer = checkpoint.tokenizer()
     config = DecoderConfig(vocab_size=tokenizer.get_vocab_size(), max_length=MAX_LENGTH, **SIZES)
     model = decoder_model(config, jax.tree.map(lambda x: 4 * x, init_params(config, 0)))
     draft = decoder_model(config, jax.tree.map(lambda x: 4 * x, init_params(config, 1)))
@@ -176,7 +177,7 @@ def main(number: int) -> None:
         page_size=PAGE_SIZE,
         chunk_size=CHUNK_SIZE,
         tokenizer=Tokenizer(tokenizer),
-        eos_token_ids=eos_token_ids(directory, tokenizer, model.vocab_size),
+        eos_token_ids=checkpoint.eos_token_ids(model.vocab_size),
         capacities=specjax.Capacities(grammars=2, grammar_states=300, grammar_classes=200),
         grammar_seconds=2,
     )

@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import specjax
 from specjax import SamplingParams, models, proposers, training
-from specjax.engine.tokenizer import load_tokenizer
 from specjax.models.decoder import DecoderConfig
+from specjax.models.directory import Checkpoint
 from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import dflash, dspark, eagle3, medusa, p_eagle, trunk
 from specjax.proposers.block_draft import BlockHead
@@ -423,7 +423,7 @@ def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[li
     """Return packed rows, held-out prompts and the counts of tokens, or what an earlier run made of them."""
     path = args.out / "state" / DATA
     if not path.is_file():
-        tokenizer = load_tokenizer(args.target)
+        tokenizer = Checkpoint(args.target).tokenizer()
         texts = training.documents(args.data)
         documents, held_out = split([encoding.ids for encoding in tokenizer.encode_batch(texts)])
         made = continuations(args, documents) if args.regenerate else []

@@ -12,6 +12,7 @@ from specjax import models
 from specjax.engine import chat
 from specjax.engine.chat import render
 from specjax.extras import install_command
+from specjax.models.directory import Checkpoint
 from specjax.processes import worker
 
 MESSAGES = [
@@ -59,7 +60,7 @@ def test_render(place, tmp_path, jinja2):
     else:
         named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
         write_config(tmp_path, chat_template=named, **TOKENS)
-    assert render(tmp_path, MESSAGES) == EXPECTED
+    assert render(Checkpoint(tmp_path), MESSAGES) == EXPECTED
 
 
 def test_render_is_that_of_transformers(tmp_path, jinja2):
@@ -68,7 +69,7 @@ def test_render_is_that_of_transformers(tmp_path, jinja2):
     write_config(tmp_path, chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert render(tmp_path, MESSAGES) == expected == EXPECTED
+    assert render(Checkpoint(tmp_path), MESSAGES) == expected == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_render_is_that_of_transformers(tmp_path, jinja2):
 def test_bad_template(template, match, tmp_path, jinja2):
     write_config(tmp_path, chat_template=template, **TOKENS)
     with pytest.raises(ValueError, match=match):
-        render(tmp_path, [{"role": "tool", "content": "x"}])
+        render(Checkpoint(tmp_path), [{"role": "tool", "content": "x"}])
 
 
 HELD = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
@@ -109,11 +110,11 @@ def test_a_template_without_end(template, match, tmp_path, jinja2, monkeypatch):
     monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1.0 if "within" in match else 60.0)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=match):
-        render(tmp_path, MESSAGES)
+        render(Checkpoint(tmp_path), MESSAGES)
     monkeypatch.undo()
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     write_config(tmp_path, **TOKENS)
-    assert render(tmp_path, MESSAGES) == EXPECTED
+    assert render(Checkpoint(tmp_path), MESSAGES) == EXPECTED
 
 
 def test_an_interruption(tmp_path, jinja2, monkeypatch):
@@ -125,29 +126,29 @@ def test_an_interruption(tmp_path, jinja2, monkeypatch):
 
     monkeypatch.setattr(worker, "read_frame", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        render(tmp_path, [{"role": "user", "content": "first"}])
+        render(Checkpoint(tmp_path), [{"role": "user", "content": "first"}])
     monkeypatch.undo()
-    assert render(tmp_path, [{"role": "user", "content": "second"}]) == "second"
+    assert render(Checkpoint(tmp_path), [{"role": "user", "content": "second"}]) == "second"
 
 
 def test_values_that_json_does_not_have(tmp_path, jinja2):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ messages[0].parts[1] }}")
     message = MappingProxyType({"role": "user", "content": "\ud800", "parts": (1, 2)})
-    assert render(tmp_path, [message]) == "\ud8002"
+    assert render(Checkpoint(tmp_path), [message]) == "\ud8002"
     with pytest.raises(ValueError, match="messages and tools must have values that JSON can write: got object"):
-        render(tmp_path, [{"role": "user", "content": object()}])
+        render(Checkpoint(tmp_path), [{"role": "user", "content": object()}])
 
 
 @pytest.mark.parametrize("messages", [[], ["hello"], [{"content": "hello"}]])
 def test_bad_messages(messages, tmp_path):
     with pytest.raises(ValueError, match='messages must be mappings with "role" and "content"'):
-        render(tmp_path, messages)
+        render(Checkpoint(tmp_path), messages)
 
 
 def test_missing_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape(install_command("chat", "jinja2"))) as error:
-        render(tmp_path, MESSAGES)
+        render(Checkpoint(tmp_path), MESSAGES)
     assert error.value.name == "jinja2"
 
 
@@ -160,5 +161,5 @@ def test_the_embedded_target_goes_on_with_a_conversation(jinja2):
         {"role": "user", "content": "def g(x):\n"},
     ]
     expected = '# {"name": "f"}\n# Python\nx = f(1)\n# {"name": "f", "arguments": {"a": 1}}\n\n2\ndef g(x):\n'
-    assert render(models.EMBEDDED / "target", messages, [{"name": "f"}]) == expected
-    assert render(models.EMBEDDED / "target", messages[-1:]) == "def g(x):\n"
+    assert render(Checkpoint(models.EMBEDDED / "target"), messages, [{"name": "f"}]) == expected
+    assert render(Checkpoint(models.EMBEDDED / "target"), messages[-1:]) == "def g(x):\n"

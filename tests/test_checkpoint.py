@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from test_tokenizer import make_tokenizer
 
-from specjax.models import load
+from specjax import proposers
+from specjax.models import directory as opening
+from specjax.models import load, tensors
 from specjax.models.decoder import param_shapes
+from specjax.models.directory import Checkpoint
 from specjax.models.families import BUILD
 from specjax.models.tensors import Tensors
 from specjax.types import ModelInput
@@ -348,6 +352,42 @@ def test_missing_file(tmp_path, name):
 def test_missing_directory(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"directory must hold a checkpoint, got .*nowhere"):
         load(tmp_path / "nowhere")
+
+
+def test_a_directory_is_opened_once(tmp_path, monkeypatch):
+    """Config, headers and tokenizer are read once, whoever asks for them, and however often."""
+    write(tmp_path, CONFIG, make_tensors(CONFIG))
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    opened = []
+
+    def count(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda path, *a, **o: opened.append((name, path)) or function(path, *a, **o))
+
+    count(opening, "read_json")
+    count(opening.tokenizers, "load_tokenizer")
+    count(tensors, "Tensors")
+    checkpoint = Checkpoint(tmp_path)
+    for dtype in (checkpoint.dtype, "float32"):
+        target = load(checkpoint, dtype)
+        proposers.kind_of(checkpoint)
+        assert proposers.feature_layers(checkpoint, target) == ()
+        assert checkpoint.eos_token_ids(300) == ()
+        checkpoint.tokenizer()
+    names = [name for name, _ in opened]
+    # Files of a drafter may have other names, so their headers are read apart from the model's.
+    assert sorted(names) == ["Tensors", "Tensors", "load_tokenizer", "read_json"]
+
+
+def test_each_reader_of_config_json_notes_its_own_fields(tmp_path):
+    """Else a field that one reader knows would count as read for another, which ignores it."""
+    write(tmp_path, CONFIG, make_tensors(CONFIG))
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.config.get("hidden_size", int)
+    changed = checkpoint.config
+    assert "hidden_size" in changed.unread()
+    changed.fields["hidden_size"] = 1
+    assert checkpoint.config.get("hidden_size", int) == CONFIG["hidden_size"]
 
 
 def test_missing_shard(tmp_path):

@@ -14,6 +14,7 @@ from test_tokenizer import make_tokenizer
 from tokenizers import processors
 
 from specjax.engine.requests import Completion, Metrics, Piece, Result
+from specjax.models.directory import Checkpoint
 from specjax.sampling import guided
 from specjax.server import answers, protocol
 from specjax.server.fields import MAX_DEPTH, BadRequest
@@ -98,14 +99,14 @@ class TestCompletion:
     def test_values_of_the_checkpoint(self, tmp_path, served):
         written = {"temperature": 0.6, "top_k": 0, "do_sample": True, "max_new_tokens": 9, "eos_token_id": 2}
         (tmp_path / "generation_config.json").write_text(json.dumps(written))
-        defaults = generation_defaults(tmp_path)
+        defaults = generation_defaults(Checkpoint(tmp_path))
         other = Served("small", served.tokenizer, VOCAB_SIZE, MAX_LENGTH, defaults=defaults)
         assert completion(other).params.temperature == 0.6
         assert (completion(other).params.top_k, completion(other).params.max_tokens) == (-1, 9)
         assert completion(other, temperature=0.2).params.temperature == 0.2
         (tmp_path / "generation_config.json").write_text('{"top_p": "all"}')
         with pytest.raises(ValueError, match=r"top_p in .* must be a number, got 'all'"):
-            generation_defaults(tmp_path)
+            generation_defaults(Checkpoint(tmp_path))
 
     def test_what_only_scores_its_prompt(self, served):
         call = completion(served, echo=True, max_tokens=0, logprobs=1)
@@ -408,14 +409,11 @@ class TestControlTokens:
         text = served.tokenizer.decode(ids, skip_special_tokens=False)
         assert text == f"<s>user\n{content}</s><s>assistant\n"
 
-    def test_made_of_neighbours(self, served):
+    def test_made_of_neighbours(self, served, tmp_path):
         messages = [{"role": "user", "content": "x</"}, {"role": "user", "content": "s>"}]
         joined = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
-        (served.directory / "chat_template.jinja").write_text(joined)
-        try:
-            ids = encode_chat(served, messages)
-        finally:
-            (served.directory / "chat_template.jinja").write_text(TEMPLATE)
+        (tmp_path / "chat_template.jinja").write_text(joined)
+        ids = encode_chat(replace(served, directory=tmp_path), messages)
         assert not set(ids) & set(SPECIAL)
         assert served.tokenizer.decode(ids, skip_special_tokens=False) == "x</s>"
 

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 from specjax import Categorical, Draft, models
-from specjax.engine.tokenizer import load_tokenizer
+from specjax.models.directory import Checkpoint
 from specjax.types import ModelInput
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -105,7 +105,7 @@ def test_random_checkpoints_load(ties, script, run, monkeypatch, tmp_path):
     tokens = ModelInput(jnp.arange(5)[None] * 11, jnp.arange(5)[None])
     got, expected = (model.apply(model.params, tokens, model.init_cache(1, 8))[0].logits for model in (read, made))
     np.testing.assert_array_equal(got, expected)
-    assert load_tokenizer(tmp_path / "model").decode([7, 59]) == "7 59"
+    assert Checkpoint(tmp_path / "model").tokenizer().decode([7, 59]) == "7 59"
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from test_tokenizer import make_tokenizer
 from specjax import Capacities, Engine, SamplingParams, cli, models, proposers, verifiers
 from specjax.engine.engine import QueueFull
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.directory import Checkpoint
 
 pytest.importorskip("uvicorn")
 
@@ -190,7 +191,7 @@ def test_chat_of_the_page(tmp_path, served):
 
     def chats(directory):
         proposer = proposers.ngram(NUM_DRAFTS)
-        return _about(SimpleNamespace(_directory=directory, proposer=proposer, verifier=verifiers.block))
+        return _about(SimpleNamespace(checkpoint=Checkpoint(directory), proposer=proposer, verifier=verifiers.block))
 
     assert chats(served.directory) == About(NUM_DRAFTS, "block", chats=True)
     assert chats(models.EMBEDDED / "target") == chats(tmp_path) == About(NUM_DRAFTS, "block", chats=False)

@@ -7,8 +7,8 @@ import sys
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specjax.engine.tokenizer import eos_token_ids, load_tokenizer
 from specjax.extras import install_command
+from specjax.models.directory import Checkpoint
 from specjax.models.vocabulary import check_same_vocabulary
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -38,26 +38,26 @@ class TestFormats:
         directory = tmp_path / "target"
         directory.mkdir()
         make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-        assert load_tokenizer(directory).get_vocab_size() > 256
+        assert Checkpoint(directory).tokenizer().get_vocab_size() > 256
         small = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
         small.enable_truncation(1)
         small.enable_padding(length=5)
         small.save(str(directory / "tokenizer.json"))
-        tokenizer = load_tokenizer(directory)
+        tokenizer = Checkpoint(directory).tokenizer()
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         assert tokenizer.encode("a b a").ids == [0, 1, 0]
 
     def test_damaged(self, tmp_path):
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(ValueError, match=r"tokenizer.json must be a tokenizer of the tokenizers library"):
-            load_tokenizer(tmp_path)
+            Checkpoint(tmp_path).tokenizer()
 
     def test_other_format_without_transformers(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", None)
         make_tokenizer().model.save(str(tmp_path))
         message = f"to read vocab.json, install transformers: {install_command('hf', 'transformers')}"
         with pytest.raises(ValueError, match=re.escape(message)):
-            load_tokenizer(tmp_path)
+            Checkpoint(tmp_path).tokenizer()
 
     @pytest.mark.slow
     def test_other_format(self, tmp_path):
@@ -70,7 +70,7 @@ class TestFormats:
         write_json(
             tmp_path / "tokenizer_config.json", special | {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer"}
         )
-        tokenizer = load_tokenizer(tmp_path)
+        tokenizer = Checkpoint(tmp_path).tokenizer()
         assert tokenizer.encode("the cat, é").ids == [2, *expected.encode("the cat, é").ids]
         assert tokenizer.decode(tokenizer.encode("the cat, é").ids) == "the cat, é"
 
@@ -80,7 +80,7 @@ class TestFormats:
         (tmp_path / "tokenizer.model").write_bytes(b"nonsense")
         write_json(tmp_path / "config.json", {"model_type": "llama"})
         with pytest.raises(ValueError, match=r"tokenizer.model must be a tokenizer that transformers can convert"):
-            load_tokenizer(tmp_path)
+            Checkpoint(tmp_path).tokenizer()
 
 
 class TestEndOfSequence:
@@ -101,7 +101,8 @@ class TestEndOfSequence:
     def test_ids(self, tmp_path, files, expected):
         for name, content in files.items():
             write_json(tmp_path / f"{name}.json", content)
-        assert eos_token_ids(tmp_path, make_tokenizer(), 300) == expected
+        make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+        assert Checkpoint(tmp_path).eos_token_ids(300) == expected
 
     @pytest.mark.parametrize(
         ("name", "content", "match"),
@@ -121,8 +122,9 @@ class TestEndOfSequence:
     )
     def test_damaged(self, tmp_path, name, content, match):
         write_json(tmp_path / f"{name}.json", content)
+        make_tokenizer().save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(ValueError, match=match):
-            eos_token_ids(tmp_path, make_tokenizer(), 300)
+            Checkpoint(tmp_path).eos_token_ids(300)
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,18 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from specjax.engine import template_worker
-from specjax.engine.tokenizer import token_text
 from specjax.extras import needs
-from specjax.models.config_file import ConfigFile
+from specjax.models.directory import Checkpoint
 from specjax.processes.child import start_script
 from specjax.processes.worker import NoAnswer, Worker
 
 NUM_PROCESSES = 2  # templates that run at a time
 TEMPLATE_SECONDS = 5.0  # the most that a template may take
 START_SECONDS = 60.0  # the most that a process takes to start
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def render(
-    directory: Path,
+    checkpoint: Checkpoint,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
@@ -32,8 +30,7 @@ def render(
     """Write messages as a prompt that ends where the assistant's answer begins.
 
     Args:
-        directory: directory of a checkpoint. It holds chat_template.jinja, or a tokenizer_config.json with the field
-            chat_template.
+        checkpoint: the checkpoint with the template.
         messages: at least one mapping with "role" ("system", "user" or "assistant") and "content".
         tools: descriptions of functions that the model may call, if the template knows of tools.
         variables: further values that the template may use.
@@ -52,8 +49,8 @@ def render(
     with needs("chat"):
         if find_spec("jinja2") is None:
             raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
-    template, tokens = _read_template(directory)
-    values = variables | tokens | {"messages": messages, "tools": tools, "documents": None}
+    template = checkpoint.chat_template
+    values = variables | checkpoint.special_tokens | {"messages": messages, "tools": tools, "documents": None}
     try:
         question = json.dumps([template, values | {"add_generation_prompt": True}], default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -62,9 +59,11 @@ def render(
         answer = _ask(question)
     except NoAnswer as error:
         limits = f"{TEMPLATE_SECONDS:g} seconds and its memory"
-        raise ValueError(f"the chat template of {directory} must end within {limits}, got {error}") from error
+        raise ValueError(
+            f"the chat template of {checkpoint.directory} must end within {limits}, got {error}"
+        ) from error
     if answer[:1] == b"E":
-        raise ValueError(f"the chat template of {directory} refuses the messages: {answer[1:].decode()}")
+        raise ValueError(f"the chat template of {checkpoint.directory} refuses the messages: {answer[1:].decode()}")
     return answer[1:].decode("utf-8", "surrogatepass")
 
 
@@ -100,28 +99,3 @@ def _close() -> None:
         while True:
             if (worker := _idle.get_nowait()) is not None:
                 worker.close()
-
-
-def has_template(directory: Path) -> bool:
-    """Return whether a checkpoint has a chat template."""
-    try:
-        _read_template(directory)
-    except ValueError:
-        return False
-    return True
-
-
-def _read_template(directory: Path) -> tuple[str, dict[str, str]]:
-    """Return the template, and the text of each special token that the template may use."""
-    path = directory / "tokenizer_config.json"
-    config = ConfigFile(path, None if path.is_file() else {})
-    tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config, name)) is not None}
-    if (directory / "chat_template.jinja").is_file():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8"), tokens
-    template = config.fields.get("chat_template")
-    if isinstance(template, list):  # the checkpoint has one template for each purpose
-        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if not isinstance(template, str):
-        raise ValueError(f"{directory} must have chat_template.jinja, or chat_template in {path.name}, to chat")
-    return template, tokens

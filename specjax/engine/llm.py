@@ -19,8 +19,7 @@ from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.report import log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
-from specjax.engine.tokenizer import eos_token_ids, find_tokenizer, load_tokenizer
-from specjax.models.config_file import dtype_of
+from specjax.models.directory import Checkpoint
 from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.parallel import WHOLE, OnMesh, put
@@ -132,16 +131,16 @@ class LLM:
             model = models.EMBEDDED / "target"
             draft = models.EMBEDDED / ("draft" if is_auto else "eagle3") if draft is None else draft
         enable_compilation_cache(compilation_cache)
-        self._directory = find_checkpoint("model", model)
-        weights_dtype: DTypeLike = _default_dtype(self._directory) if dtype is None else dtype
-        draft = _find_draft(draft, num_draft_tokens)
+        self.checkpoint = Checkpoint(find_checkpoint("model", model))
+        weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
+        found = _find_draft(draft, num_draft_tokens, self.checkpoint)
 
         self.verifier = verifier
-        self.model = _load_target(self._directory, dtype=weights_dtype, mesh=mesh)
+        self.model = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh)
         if num_slots is not None and isinstance(self.model.apply, OnMesh):
             self.model.apply.check_batch(num_slots)
-        self.tokenizer = load_tokenizer(self._directory)
-        self.eos_token_ids = eos_token_ids(self._directory, self.tokenizer, self.model.vocab_size)
+        self.tokenizer = self.checkpoint.tokenizer()
+        self.eos_token_ids = self.checkpoint.eos_token_ids(self.model.vocab_size)
         limit = self.model.max_length
         assert limit is not None, "every checkpoint says how long its sequences may be"
         if num_draft_tokens >= limit:
@@ -150,22 +149,24 @@ class LLM:
         if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
-        if isinstance(draft, Path) and proposers.kind_of(draft) is not None:
-            self.model = models.with_feature_layers(self.model, proposers.feature_layers(draft, self.model))
-            draft = proposers.load(draft, self.model, num_draft_tokens=num_draft_tokens)
-        elif isinstance(draft, Path):
-            draft = proposers.draft_model(self._load_draft(draft, weights_dtype), num_draft_tokens)
-        if isinstance(draft, DraftModel) and draft.model.vocab_size != self.model.vocab_size:
+        if not isinstance(found, Checkpoint):
+            proposer = found
+        elif proposers.kind_of(found) is not None:
+            self.model = models.with_feature_layers(self.model, proposers.feature_layers(found, self.model))
+            proposer = proposers.load(found, self.model, num_draft_tokens=num_draft_tokens)
+        else:
+            proposer = proposers.draft_model(self._load_draft(found, weights_dtype), num_draft_tokens)
+        if isinstance(proposer, DraftModel) and proposer.model.vocab_size != self.model.vocab_size:
             raise ValueError(
-                f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, "
-                f"got {draft.model.vocab_size}; a smaller model of the target's family has it, and 'ngram' needs none"
+                f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, got "
+                f"{proposer.model.vocab_size}; a smaller model of the target's family has it, and 'ngram' needs none"
             )
-        if is_auto and not isinstance(draft, DraftModel | NoDrafts):
-            raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(draft).__name__}")
-        self.proposer = draft
+        if is_auto and not isinstance(proposer, DraftModel | NoDrafts):
+            raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(proposer).__name__}")
+        self.proposer = proposer
         if mesh is not None:
             self.proposer = put(self.proposer, NamedSharding(mesh, WHOLE))
-        self.chooses_draft_length = is_auto and isinstance(draft, DraftModel)
+        self.chooses_draft_length = is_auto and isinstance(proposer, DraftModel)
         self.num_slots = num_slots
         self._entropy = np.random.default_rng()
         log_models(self.model, self.proposer)
@@ -257,7 +258,7 @@ class LLM:
             ModuleNotFoundError: jinja2 is not installed.
             ValueError: the checkpoint has no chat template, or the template refuses the messages.
         """
-        text = chat.render(self._directory, messages)
+        text = chat.render(self.checkpoint, messages)
         return self.tokenizer.encode(text, add_special_tokens=False).ids  # the template has written them
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> "Stream":
@@ -285,13 +286,13 @@ class LLM:
         ids = self._encode("prompt", prompt, params)
         return Stream(Run(self, [prompt], [ids], [params], self._key_data([params])))
 
-    def _load_draft(self, directory: Path, dtype: DTypeLike) -> Model:
+    def _load_draft(self, checkpoint: Checkpoint, dtype: DTypeLike) -> Model:
         """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
-        shared, path = self.model.apply, find_tokenizer(directory)
-        if path is not None and path != find_tokenizer(self._directory):
-            check_same_vocabulary(self.tokenizer, load_tokenizer(directory))
+        shared, path = self.model.apply, checkpoint.tokenizer_path
+        if path is not None and path != self.checkpoint.tokenizer_path:
+            check_same_vocabulary(self.tokenizer, checkpoint.tokenizer())
         sharding = NamedSharding(shared.mesh, WHOLE) if isinstance(shared, OnMesh) else None
-        draft = models.load(directory, dtype=dtype, sharding=sharding)
+        draft = models.load(checkpoint, dtype=dtype, sharding=sharding)
         is_same = path is None or draft.vocab_size == self.model.vocab_size
         return draft if is_same else resize_vocabulary(draft, self.model.vocab_size)
 
@@ -304,33 +305,42 @@ class LLM:
         return np.stack([key_data(p.seed, self._entropy) for p in params])
 
 
-def _default_dtype(directory: Path) -> str:
+def _default_dtype(checkpoint: Checkpoint) -> str:
     """Return the dtype of a target's weights where none is asked for."""
-    if jax.default_backend() == "cpu" or models.EMBEDDED in directory.parents:
+    if jax.default_backend() == "cpu" or models.EMBEDDED in checkpoint.directory.parents:
         return "float32"
-    return dtype_of(directory)
+    return checkpoint.dtype
 
 
-def _load_target(directory: Path, **options: Any) -> Model:
+def _load_target(checkpoint: Checkpoint, **options: Any) -> Model:
     """Load the target; where its directory holds a drafter, the error says so."""
     try:
-        return models.load(directory, **options)
+        return models.load(checkpoint, **options)
     except (ValueError, FileNotFoundError) as error:
         kind = None
         with suppress(ValueError, FileNotFoundError):
-            kind = proposers.kind_of(directory)
+            kind = proposers.kind_of(checkpoint)
         if kind in (None, "mtp"):  # layers for multi-token prediction stand in the checkpoint of a whole model
             raise
         remedy = "give it as draft, and the target that it was trained for as model"
-        raise ValueError(f"model must be a target, got a drafter ({kind}) in {directory}; {remedy}") from error
+        raise ValueError(
+            f"model must be a target, got a drafter ({kind}) in {checkpoint.directory}; {remedy}"
+        ) from error
 
 
-def _find_draft(draft: str | Path | Proposer | None, num_draft_tokens: int) -> Path | Proposer:
-    """Return the directory of a draft checkpoint, or a proposer where no checkpoint has to be loaded."""
-    if isinstance(draft, str | Path) and draft != "ngram":
-        draft = find_drafter(draft)
-    elif draft is not None and draft != "ngram" and not hasattr(draft, "propose"):
-        raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
-    if draft is None or num_draft_tokens == 0:
+def _find_draft(
+    draft: str | Path | Proposer | None, num_draft_tokens: int, target: Checkpoint
+) -> Checkpoint | Proposer:
+    """Return the checkpoint of a draft, or a proposer where no checkpoint has to be loaded."""
+    if draft == "ngram":
+        return proposers.ngram(num_draft_tokens) if num_draft_tokens > 0 else proposers.none()
+    if isinstance(draft, str | Path):
+        directory = find_drafter(draft)
+        if num_draft_tokens == 0:
+            return proposers.none()
+        return target if directory == target.directory else Checkpoint(directory)
+    if draft is None:
         return proposers.none()
-    return proposers.ngram(num_draft_tokens) if draft == "ngram" else draft
+    if not hasattr(draft, "propose"):
+        raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
+    return draft if num_draft_tokens > 0 else proposers.none()

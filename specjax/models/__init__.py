@@ -11,14 +11,16 @@ from specjax.extras import needs
 
 if TYPE_CHECKING:
     from specjax.models.checkpoint import load
+    from specjax.models.directory import Checkpoint
     from specjax.models.network import with_feature_layers
     from specjax.models.sharding import tensor_parallel
     from specjax.parallel import data_parallel
 
-__all__ = ["EMBEDDED", "data_parallel", "load", "tensor_parallel", "with_feature_layers"]
+__all__ = ["EMBEDDED", "Checkpoint", "data_parallel", "load", "tensor_parallel", "with_feature_layers"]
 
 EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json, the checkpoints target/ and draft/, heads
-_MODULES = {  # where each function is
+_MODULES = {  # where each name is
+    "Checkpoint": "specjax.models.directory",
     "data_parallel": "specjax.parallel",
     "load": "specjax.models.checkpoint",
     "tensor_parallel": "specjax.models.sharding",

@@ -11,18 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax.models.config_file import DTYPES, ConfigFile
-from specjax.models.diagnosis import hint
+from specjax.models.directory import Checkpoint
 from specjax.models.families import BUILD
 from specjax.models.network import with_feature_layers
 from specjax.models.sharding import tensor_parallel
-from specjax.models.tensors import Tensors
 from specjax.parallel import check_axis, data_parallel
 from specjax.types import Model
 from specjax.validation import suggestion
 
 
 def load(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     dtype: DTypeLike = jnp.float32,
     *,
     sharding: jax.sharding.Sharding | None = None,
@@ -36,7 +35,7 @@ def load(
     be larger than the memory of any device and of the host. A progress bar shows if standard error is a terminal.
 
     Args:
-        directory: directory with config.json, and with model.safetensors or the shards that
+        directory: a `Checkpoint`, or its directory with config.json, and with model.safetensors or the shards that
             model.safetensors.index.json names. The model must belong to one of the families in
             `specjax.models.families`, and its tensors must be float32, bfloat16 or float16.
         dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
@@ -66,17 +65,14 @@ def load(
         >>> target.vocab_size, target.max_length
         (4096, 2048)
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        got = f"{directory}, which is not a directory{hint(directory)}"
-        raise FileNotFoundError(f"directory must hold a checkpoint, got {got}")
+    checkpoint = Checkpoint.of(directory)
     wanted = _dtype(dtype)
-    config = ConfigFile(directory / "config.json")
+    config = checkpoint.config
     family = _family(config)
     shares_weights = mesh is not None and "tensor" in _axes(mesh, sharding)
     sharding = sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
-    tensors = Tensors(directory, wanted, sharding, in_parts=shares_weights)
-    with tensors.progress(), _enough_memory(directory, wanted):
+    tensors = checkpoint.tensors(wanted, sharding, in_parts=shares_weights)
+    with tensors.progress(), _enough_memory(checkpoint.directory, wanted):
         model = BUILD[family](config, tensors)
         model = tensor_parallel(model, mesh) if mesh is not None and shares_weights else model
     model = data_parallel(model, mesh) if mesh is not None and "batch" in mesh.shape else model

@@ -179,18 +179,6 @@ class ConfigFile:
         return ConfigFile(self.path, self.get(name, dict, {}), f"{self._prefix}{name}.")
 
 
-def dtype_of(directory: Path) -> str:
-    """Return the dtype that the config.json of a checkpoint names for its weights; float32 where it names none.
-
-    Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: the file is damaged, or names a dtype that `models.load` does not take.
-    """
-    config = ConfigFile(directory / "config.json")
-    name = next((name for name in ("dtype", "torch_dtype") if config.fields.get(name) is not None), "dtype")
-    return config.choice(name, DTYPES, default="float32")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 

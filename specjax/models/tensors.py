@@ -1,6 +1,7 @@
 """Read the tensors of a checkpoint, each once, straight to its dtype and its devices."""
 
 import contextlib
+import copy
 import fnmatch
 import importlib.util
 import logging
@@ -82,6 +83,18 @@ class Tensors:
                     entry = file.get_slice(name)
                     self._paths[name] = path
                     self._unread[name] = math.prod(entry.get_shape()) * DTYPES.get(entry.get_dtype(), 1)
+
+    def anew(
+        self, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None, *, in_parts: bool = False
+    ) -> "Tensors":
+        """Return the tensors of the same files for other arrays; this object must have read none of them.
+
+        The headers of the files are not read again.
+        """
+        other = copy.copy(self)
+        other._dtype, other._sharding, other._in_parts = dtype, sharding, in_parts
+        other._unread = dict(self._unread)
+        return other
 
     @property
     def on_one_gpu(self) -> bool:

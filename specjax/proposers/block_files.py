@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specjax.models.directory import Checkpoint
 from specjax.models.layer import Attention, LayerConfig
 from specjax.proposers import files
 from specjax.proposers.block_draft import BlockDraft, BlockHead
@@ -81,7 +82,7 @@ def kind_of(names: list[str]) -> str | None:
 
 
 def load_block(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int | None = None,
@@ -93,7 +94,7 @@ def load_block(
     """Load a drafter of DFlash, DFlash2 or DSpark for a target that gives the features it reads.
 
     Args:
-        directory: of the drafter.
+        directory: the checkpoint of the drafter, or its directory.
         target: a built-in model with the `feature_layers` that `feature_layers` returns.
         num_draft_tokens: K, at most the trained depth; None is that.
         rope_theta: base of the rotary frequencies, in place of that in config.json.
@@ -111,8 +112,8 @@ def load_block(
     layers = _feature_layers(configs, tensors, target)
     if target.feature_layers != layers:
         raise ValueError(
-            f"target must have feature_layers = {layers}, those of the drafter in {directory}, which models.load or "
-            f"models.with_feature_layers gives it, got {target.feature_layers}"
+            f"target must have feature_layers = {layers}, those of the drafter in {config.path.parent}, which "
+            f"models.load or models.with_feature_layers gives it, got {target.feature_layers}"
         )
     head = _read_head(configs, tensors, target, len(layers), rope_theta)
     size = config.size("draft_vocab_size", target.vocab_size, most=target.vocab_size)
@@ -120,7 +121,7 @@ def load_block(
     if head.num_candidates and reduced is not None:
         raise ValueError(
             f"a drafter of DFlash2 must have the vocabulary of the target, {target.vocab_size} tokens, got d2t and "
-            f"draft_vocab_size = {size} in {directory}"
+            f"draft_vocab_size = {size} in {config.path.parent}"
         )
     head = replace(head, config=replace(head.config, vocab_size=size))
     _refuse_unread(configs)

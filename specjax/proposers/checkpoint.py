@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.extras import needs
+from specjax.models.directory import Checkpoint
 from specjax.proposers import block_files, eagle_files, files
 from specjax.proposers.medusa import is_medusa, load_medusa
 from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_speculator
@@ -35,7 +35,7 @@ _NOT_IMPLEMENTED = {  # drafters of other kinds, by a tensor that they alone hav
 
 
 def load(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int,
@@ -51,7 +51,7 @@ def load(
     the files have none.
 
     Args:
-        directory: of the drafter, with config.json and its tensors.
+        directory: the `Checkpoint` of the drafter, or its directory, with config.json and its tensors.
         target: the target, a built-in model. A drafter that reads layers below the last one needs a target with these
             `feature_layers`; `proposers.feature_layers` says which.
         num_draft_tokens: K >= 1.
@@ -79,47 +79,46 @@ def load(
         proposer = proposers.load(head_directory, target, num_draft_tokens=4)
         ```
     """
-    kind = kind_of(directory)
+    checkpoint = Checkpoint.of(directory)
+    kind = kind_of(checkpoint)
     if kind is None:
         raise ValueError(
-            f"{directory} holds an ordinary model, not a drafter on features; as a draft model it is loaded with "
-            "models.load and given to proposers.draft_model"
+            f"{checkpoint.directory} holds an ordinary model, not a drafter on features; as a draft model it is "
+            "loaded with models.load and given to proposers.draft_model"
         )
     options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature, "fields": fields}
     if kind in _WITH_LAYERS:
-        return _WITH_LAYERS[kind](Path(directory), target, rope_theta=rope_theta, **options)
+        return _WITH_LAYERS[kind](checkpoint, target, rope_theta=rope_theta, **options)
     if rope_theta is not None:
         raise ValueError(f"rope_theta must be None for a drafter without attention ({kind}), got {rope_theta!r}")
-    return _WITHOUT_LAYERS[kind](Path(directory), target, **options)
+    return _WITHOUT_LAYERS[kind](checkpoint, target, **options)
 
 
-def kind_of(directory: str | Path) -> str | None:
+def kind_of(directory: str | Path | Checkpoint) -> str | None:
     """Return the kind of drafter that a directory holds; None for an ordinary model.
 
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or the drafter is of a kind that is not implemented.
     """
-    with needs("models"):
-        from specjax.models.config_file import read_json
-        from specjax.models.tensors import Tensors, drafter_files
-
-    directory = Path(directory)
-    tensors = Tensors(directory, np.dtype("float32"), files=drafter_files(directory))
-    fields, names = read_json(directory / "config.json"), tensors.names()
+    checkpoint = Checkpoint.of(directory)
+    names = checkpoint.drafter_tensors(np.dtype("float32")).names()
+    fields = checkpoint.config.fields
     for pattern, kind in _NOT_IMPLEMENTED.items():
         for name in fnmatch.filter(names, pattern):
-            raise ValueError(f"{directory} holds a drafter of {kind}, which specjax does not implement: tensor {name}")
+            raise ValueError(
+                f"{checkpoint.directory} holds a drafter of {kind}, which specjax does not implement: tensor {name}"
+            )
     others = {"medusa": is_medusa, "mlp_speculator": is_mlp_speculator, "mtp": is_mtp}
     other = next((kind for kind, is_of in others.items() if is_of(names)), None)
     return eagle_files.kind_of(fields, names) or block_files.kind_of(names) or other
 
 
-def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
+def feature_layers(directory: str | Path | Checkpoint, target: Model) -> tuple[int, ...]:
     """Return the layers whose residual stream a drafter reads, for `models.with_feature_layers`.
 
     Args:
-        directory: of the drafter.
+        directory: the `Checkpoint` of the drafter, or its directory.
         target: the target, a built-in model.
 
     Returns:
@@ -129,9 +128,10 @@ def feature_layers(directory: str | Path, target: Model) -> tuple[int, ...]:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or names layers that the target does not have.
     """
-    kind = kind_of(directory)
+    checkpoint = Checkpoint.of(directory)
+    kind = kind_of(checkpoint)
     if kind in ("eagle3", "p_eagle"):
-        return eagle_files.feature_layers(*files.open_directory(directory, target), target)
+        return eagle_files.feature_layers(*files.open_directory(checkpoint, target), target)
     if kind in ("dflash", "dflash2", "dspark"):
-        return block_files.feature_layers(*files.open_directory(directory, target), target)
+        return block_files.feature_layers(*files.open_directory(checkpoint, target), target)
     return ()

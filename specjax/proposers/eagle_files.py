@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.models.directory import Checkpoint
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.proposers import files
 from specjax.proposers.drawing import Reduced
@@ -79,7 +80,7 @@ def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> t
 
 
 def load_eagle(
-    directory: Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int,
@@ -117,7 +118,7 @@ def load_eagle(
 
 
 def load_eagle3(
-    directory: Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int,
@@ -132,8 +133,8 @@ def load_eagle3(
     layer_ids = feature_layers(config, tensors, target)
     if target.feature_layers != layer_ids:
         raise ValueError(
-            f"target must have feature_layers = {layer_ids}, those of the head in {directory}, which models.load or "
-            f"models.with_feature_layers gives it, got {target.feature_layers}"
+            f"target must have feature_layers = {layer_ids}, those of the head in {config.path.parent}, which "
+            f"models.load or models.with_feature_layers gives it, got {target.feature_layers}"
         )
     head, first = _read_head(config, tensors, target, rope_theta)
     name = "model.lm_head.weight"

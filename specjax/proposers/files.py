@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from specjax.models.directory import Checkpoint
 from specjax.parallel import OnMesh
 from specjax.proposers.drawing import Reduced, reduced_vocabulary
 from specjax.types import Array, Model
@@ -74,7 +75,7 @@ def num_layers(target: Model) -> int:
 
 
 def open_directory(
-    directory: str | Path, target: Model, fields: Mapping[str, Any] | None = None
+    directory: str | Path | Checkpoint, target: Model, fields: Mapping[str, Any] | None = None
 ) -> tuple["ConfigFile", "Tensors"]:
     """Return the config.json of a drafter and its tensors, which are read in the dtype of the target.
 
@@ -84,13 +85,10 @@ def open_directory(
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or the target is not a built-in model.
     """
-    from specjax.models.config_file import ConfigFile
-    from specjax.models.tensors import Tensors, drafter_files
-
-    directory = Path(directory)
-    config = ConfigFile(directory / "config.json")
+    checkpoint = Checkpoint.of(directory)
+    config = checkpoint.config
     config.fields |= fields or {}
-    return config, Tensors(directory, target_weights(target).dtype, files=drafter_files(directory))
+    return config, checkpoint.drafter_tensors(target_weights(target).dtype)
 
 
 def expect(name: str, value: object, expected: object, what: str) -> None:

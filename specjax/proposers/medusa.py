@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters import InMemory
+from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
@@ -131,7 +132,7 @@ def is_medusa(names: list[str]) -> bool:
 
 
 def load_medusa(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int | None = None,
@@ -145,7 +146,7 @@ def load_medusa(
     of heads is that of the tensors, because the config files of the first layout are known to be wrong about it.
 
     Args:
-        directory: of the heads.
+        directory: the checkpoint of the heads, or its directory.
         target: a built-in model.
         num_draft_tokens: K, at most the number of heads; None is that.
         temperature: the temperature of drafts, as `draft_model` takes it.

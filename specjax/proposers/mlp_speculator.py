@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters import InMemory
+from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
@@ -142,7 +143,7 @@ def is_mlp_speculator(names: list[str]) -> bool:
 
 
 def load_mlp_speculator(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int | None = None,
@@ -152,7 +153,7 @@ def load_mlp_speculator(
     """Load an MLP speculator for a target: config.json of the type mlp_speculator, and tensors `speculator.*`.
 
     Args:
-        directory: of the speculator.
+        directory: the checkpoint of the speculator, or its directory.
         target: a built-in model.
         num_draft_tokens: K, at most the trained depth; None is that.
         temperature: the temperature of drafts, as `draft_model` takes it.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
+from specjax.models.directory import Checkpoint
 from specjax.models.layer import Attention, LayerConfig, matrix_shape
 from specjax.models.linear import linear, rms_norm
 from specjax.proposers import trunk
@@ -80,7 +81,7 @@ def is_mtp(names: list[str]) -> bool:
 
 
 def load_mtp(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     target: Model,
     *,
     num_draft_tokens: int,
@@ -91,7 +92,7 @@ def load_mtp(
     """Load the module for multi-token prediction of a MiMo checkpoint, `model.mtp_layers.0.*`.
 
     Args:
-        directory: of the checkpoint.
+        directory: the checkpoint, or its directory.
         target: the same checkpoint, as `models.load` loads it.
         num_draft_tokens: K >= 1. The module is trained for the first draft; the others reuse it.
         rope_theta: base of the rotary frequencies, in place of that in config.json.

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from specjax.engine import chat
+from specjax.models.directory import SPECIAL_TOKENS
 from specjax.server.fields import (
     BadRequest,
     Choice,
@@ -147,7 +148,7 @@ def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given.get("chat_template_kwargs", {})
     for name, value in arguments.items():
         path = f"chat_template_kwargs.{name[:MAX_NAME_LENGTH]}"
-        if not name.isidentifier() or name.startswith("_") or name in RESERVED or name in chat.SPECIAL_TOKENS:
+        if not name.isidentifier() or name.startswith("_") or name in RESERVED or name in SPECIAL_TOKENS:
             raise BadRequest(f"{path} is not a value that a request may set", path)
         is_short = isinstance(value, str) and len(value) <= MAX_TEMPLATE_ARGUMENT_LENGTH
         if not (is_short or value is None or isinstance(value, bool | int | float)):
@@ -177,7 +178,7 @@ def encode_chat(
         BadRequest: the model has no chat template, the template refuses the messages, or a special token in them cannot
             be written as ordinary text.
     """
-    if served.directory is None:
+    if served.checkpoint is None:
         raise BadRequest(f"the model {served.name} has no chat template", "messages", "unsupported_parameter")
     given = [list(messages), list(tools or ()), dict(arguments or {})]
     strings = _strings(given)
@@ -186,11 +187,10 @@ def encode_chat(
         raise BadRequest("messages must not hold all of the code points U+FDD0 to U+FDEF", "messages")
     protect = _protector(served, mark)
     safe_messages, safe_tools, safe_arguments = _map_strings(protect, given)
-    directory = served.directory.absolute()  # a short one, such as ".", would be found in all of the message
     try:
-        text = chat.render(directory, safe_messages, tools=safe_tools or None, **safe_arguments)
+        text = chat.render(served.checkpoint, safe_messages, tools=safe_tools or None, **safe_arguments)
     except ValueError as error:
-        told = str(error).replace(mark, "").replace(str(directory), f"the model {served.name}")
+        told = str(error).replace(mark, "").replace(str(served.checkpoint.directory), f"the model {served.name}")
         raise BadRequest(told, "messages") from error
     return _encode_parts(served, text, mark, add_special_tokens)
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import uvicorn
 
-from specjax.engine.chat import has_template
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
 from specjax.models import EMBEDDED
@@ -144,7 +143,7 @@ def make_app(engine: Engine, llm: LLM, known: Served, **options: Any) -> App:
 
 def _about(llm: LLM) -> About:
     # The embedded family has a template, so that clients may send it messages, but goes on with source code alone.
-    chats = has_template(llm._directory) and EMBEDDED not in llm._directory.parents
+    chats = llm.checkpoint.has_chat_template and EMBEDDED not in llm.checkpoint.directory.parents
     return About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"), chats)
 
 

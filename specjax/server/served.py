@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import specjax
-from specjax.engine.chat import SPECIAL_TOKENS
-from specjax.engine.tokenizer import token_text
-from specjax.models.config_file import ConfigFile
+from specjax.models.directory import Checkpoint
 from specjax.sampling import guided
 
 if TYPE_CHECKING:
@@ -63,6 +61,11 @@ class Served:
         return self.takes_any_name or name in self.names
 
     @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint in `directory`, whose absolute path stands in errors; a short one, ".", is not unique."""
+        return None if self.directory is None else Checkpoint(self.directory.absolute())
+
+    @cached_property
     def vocabulary(self) -> list[bytes]:
         """The bytes of every token, empty for special tokens."""
         return guided.vocabulary(self.tokenizer)
@@ -108,7 +111,7 @@ def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name
         if not 0 < len(each) <= MAX_NAME_LENGTH:
             raise ValueError(f"the name of a model must have 1 to {MAX_NAME_LENGTH} characters, got {each[:100]!r}")
     about = [specjax.__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
-    about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm._directory.name]
+    about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm.checkpoint.directory.name]
     about += [str(leaf.dtype) for leaf in jax.tree.leaves(llm.model.params)[:1]]
     return Served(
         name=name,
@@ -116,8 +119,8 @@ def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name
         vocab_size=llm.model.vocab_size,
         max_length=llm.max_length,
         eos_token_ids=llm.eos_token_ids,
-        directory=llm._directory,
-        defaults=generation_defaults(llm._directory),
+        directory=llm.checkpoint.directory,
+        defaults=generation_defaults(llm.checkpoint),
         fingerprint="fp_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:12],
         aliases=tuple(aliases),
         takes_any_name=takes_any_name,
@@ -135,18 +138,14 @@ def tokenizer_info(served: Served) -> dict[str, Any]:
     found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if served.eos_token_ids:
         found["eos_token"] = served.tokenizer.id_to_token(served.eos_token_ids[0])
-    if served.directory is not None:
-        path = served.directory / "tokenizer_config.json"
-        config = ConfigFile(path, None if path.is_file() else {})
-        tokens = {name: text for name in SPECIAL_TOKENS if (text := token_text(config, name)) is not None}
-        found |= config.fields | tokens
-        template = served.directory / "chat_template.jinja"
-        if template.is_file():
-            found["chat_template"] = template.read_text(encoding="utf-8")
+    if (checkpoint := served.checkpoint) is not None:
+        found |= checkpoint.settings("tokenizer_config.json").fields | checkpoint.special_tokens
+        if checkpoint.template_file is not None:
+            found["chat_template"] = checkpoint.template_file
     return found | {"model_max_length": served.max_length}
 
 
-def generation_defaults(directory: Path) -> dict[str, Any]:
+def generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the sampling parameters that generation_config.json of a checkpoint names.
 
     They are temperature, top_p, top_k (where 0 is -1, which keeps all), min_p, repetition_penalty, and max_new_tokens.
@@ -154,10 +153,7 @@ def generation_defaults(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, or a value is no number.
     """
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return {}
-    config = ConfigFile(path)
+    config = checkpoint.settings("generation_config.json")
     found = {name: config.fields[name] for name in DEFAULTS if config.fields.get(name) is not None}
     for name, value in found.items():
         kinds = (int,) if name in ("top_k", "max_new_tokens") else (int, float)

@@ -1,4 +1,4 @@
-"""Load the tokenizer of a checkpoint and find its end-of-sequence tokens."""
+"""Load the tokenizer of a checkpoint, and read the tokens that its JSON files name."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,38 +65,6 @@ def _from_transformers(path: Path) -> "Tokenizer":
         raise ValueError(f"{path} must be a tokenizer that transformers can convert: {error}") from error
 
 
-def eos_token_ids(directory: Path, tokenizer: "Tokenizer", vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a sequence.
-
-    They are the eos_token_id of generation_config.json or, if that file names none, of config.json, and the eos_token
-    of tokenizer_config.json.
-
-    Args:
-        directory: directory of the checkpoint.
-        tokenizer: tokenizer of the checkpoint.
-        vocab_size: V of its model.
-
-    Returns:
-        The token ids without duplicates.
-
-    Raises:
-        ValueError: a file is damaged, or it names something that is not a token.
-    """
-    files = directory / "generation_config.json", directory / "config.json"
-    ids = _read_eos_ids(files[0], vocab_size) or _read_eos_ids(files[1], vocab_size)
-    path = directory / "tokenizer_config.json"
-    if path.is_file():
-        config = ConfigFile(path)
-        token = token_text(config, "eos_token")
-        if token is not None:
-            token_id = tokenizer.token_to_id(token)
-            if token_id is None or token_id >= vocab_size:
-                expected = f"a token of the tokenizer with an id below vocab_size = {vocab_size}"
-                raise ValueError(f"{config.where('eos_token')} must be {expected}, got {token!r}")
-            ids.append(token_id)
-    return tuple(dict.fromkeys(ids))
-
-
 def token_text(config: ConfigFile, name: str) -> str | None:
     """Return the text of a special token in tokenizer_config.json, or None.
 
@@ -108,14 +76,15 @@ def token_text(config: ConfigFile, name: str) -> str | None:
     return config.get(name, str, None)
 
 
-def _read_eos_ids(path: Path, vocab_size: int) -> list[int]:
-    """Return the eos_token_id of a JSON file as a list, empty if the file or the field is missing."""
-    if not path.is_file():
-        return []
-    config = ConfigFile(path)
+def eos_ids(config: ConfigFile, vocab_size: int) -> list[int]:
+    """Return the eos_token_id of a JSON file as a list, empty if the field is missing.
+
+    Raises:
+        ValueError: the field has something else than ids of tokens in [0, vocab_size).
+    """
     value = config.fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         expected = f"a token id in [0, vocab_size = {vocab_size}) or a list of them"
         raise ValueError(f"{config.where('eos_token_id')} must be {expected}, got {value!r}")
-    return ids
+    return list(ids)

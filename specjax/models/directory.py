@@ -1,0 +1,209 @@
+"""The directory of a checkpoint, each of whose files is read once."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from specjax.extras import needs
+from specjax.models import tokenizer as tokenizers
+from specjax.models.config_file import DTYPES, ConfigFile, read_json
+from specjax.models.diagnosis import hint
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from specjax.models.tensors import Tensors
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Checkpoint:
+    """A checkpoint of a model or of a drafter, in the Hugging Face layout.
+
+    Files are read when they are first asked for, and kept. A file that changes later is not read again.
+
+    Args:
+        directory: the directory with config.json, the tensors, and usually the tokenizer.
+
+    Attributes:
+        directory: the same directory.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+
+    Example:
+        >>> from specjax import models
+        >>> checkpoint = models.Checkpoint(models.EMBEDDED / "target")
+        >>> checkpoint.config.get("model_type", str), checkpoint.dtype
+        ('llama', 'bfloat16')
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            got = f"{directory}, which is not a directory{hint(self.directory)}"
+            raise FileNotFoundError(f"directory must hold a checkpoint, got {got}")
+        self._fields: dict[str, dict[str, Any]] = {}  # the fields of each JSON file that has been read, by its name
+
+    @classmethod
+    def of(cls, directory: "str | Path | Checkpoint") -> "Checkpoint":
+        """Return the checkpoint in a directory, or a checkpoint as it is."""
+        return directory if isinstance(directory, Checkpoint) else cls(directory)
+
+    @property
+    def config(self) -> ConfigFile:
+        """The fields of config.json; each access returns a new object, which notes the fields that are read by it.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ValueError: the file is damaged.
+        """
+        return self._read("config.json")
+
+    def settings(self, name: str) -> ConfigFile:
+        """Return the fields of another JSON file, as `config` does; without the file there are no fields.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        is_file = name in self._fields or (self.directory / name).is_file()
+        return self._read(name) if is_file else ConfigFile(self.directory / name, {})
+
+    def _read(self, name: str) -> ConfigFile:
+        if name not in self._fields:
+            self._fields[name] = read_json(self.directory / name)
+        return ConfigFile(self.directory / name, dict(self._fields[name]))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that config.json names for the weights; float32 if the file names none.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ValueError: the file is damaged, or names a dtype that `models.load` does not take.
+        """
+        config = self.config
+        name = next((name for name in ("dtype", "torch_dtype") if config.fields.get(name) is not None), "dtype")
+        return config.choice(name, DTYPES, default="float32")
+
+    def tensors(
+        self, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None, *, in_parts: bool = False
+    ) -> "Tensors":
+        """Return the tensors of a model, none of them read yet; see `Tensors` for the arguments.
+
+        Raises:
+            FileNotFoundError: there are no tensors, or an index names a file that does not exist.
+            ValueError: a file is damaged.
+        """
+        return self._model_tensors.anew(dtype, sharding, in_parts=in_parts)
+
+    def drafter_tensors(self, dtype: np.dtype) -> "Tensors":
+        """Return the tensors of a drafter, which may lie in files that torch.save wrote; none of them is read yet.
+
+        Raises:
+            FileNotFoundError: there are no tensors, or an index names a file that does not exist.
+            ValueError: a file is damaged.
+        """
+        return self._drafter_tensors.anew(dtype)
+
+    @cached_property
+    def _model_tensors(self) -> "Tensors":
+        with needs("models"):
+            from specjax.models.tensors import Tensors
+        return Tensors(self.directory, np.dtype("float32"))
+
+    @cached_property
+    def _drafter_tensors(self) -> "Tensors":
+        with needs("models"):
+            from specjax.models.tensors import Tensors, drafter_files
+        return Tensors(self.directory, np.dtype("float32"), files=drafter_files(self.directory))
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The path of the tokenizer's file, which is in the directory or a tokenizer.json beside it; None without."""
+        return tokenizers.find_tokenizer(self.directory)
+
+    def tokenizer(self) -> "Tokenizer":
+        """Return the tokenizer, which neither truncates nor pads.
+
+        Raises:
+            ModuleNotFoundError: the package tokenizers is not installed.
+            ValueError: there is no tokenizer, its file is damaged, or reading it needs transformers, which is not
+                installed.
+        """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        return tokenizers.load_tokenizer(self.directory)
+
+    def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """Return the ids of the tokens that end a sequence, without duplicates.
+
+        They are the eos_token_id of generation_config.json or, if that file names none, of config.json, and the
+        eos_token of tokenizer_config.json.
+
+        Args:
+            vocab_size: V of the model.
+
+        Raises:
+            ValueError: a file is damaged, or it names something that is not a token.
+        """
+        ids = tokenizers.eos_ids(self.settings("generation_config.json"), vocab_size)
+        ids = ids or tokenizers.eos_ids(self.settings("config.json"), vocab_size)
+        config = self.settings("tokenizer_config.json")
+        token = tokenizers.token_text(config, "eos_token")
+        if token is not None:
+            token_id = self.tokenizer().token_to_id(token)
+            if token_id is None or token_id >= vocab_size:
+                expected = f"a token of the tokenizer with an id below vocab_size = {vocab_size}"
+                raise ValueError(f"{config.where('eos_token')} must be {expected}, got {token!r}")
+            ids.append(token_id)
+        return tuple(dict.fromkeys(ids))
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The text of each special token that tokenizer_config.json names, by the name of its field.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        config = self.settings("tokenizer_config.json")
+        texts = {name: tokenizers.token_text(config, name) for name in SPECIAL_TOKENS}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    @cached_property
+    def template_file(self) -> str | None:
+        """The content of chat_template.jinja; None without the file."""
+        path = self.directory / "chat_template.jinja"
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    @property
+    def chat_template(self) -> str:
+        """The template of conversations: chat_template.jinja, or the field chat_template of tokenizer_config.json.
+
+        Raises:
+            ValueError: there is neither, or tokenizer_config.json is damaged.
+        """
+        if self.template_file is not None:
+            return self.template_file
+        config = self.settings("tokenizer_config.json")
+        template = config.fields.get("chat_template")
+        if isinstance(template, list):  # the checkpoint has one template for each purpose
+            named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if not isinstance(template, str):
+            expected = f"chat_template.jinja, or chat_template in {config.path.name}, to chat"
+            raise ValueError(f"{self.directory} must have {expected}")
+        return template
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat_template` is there."""
+        try:
+            return isinstance(self.chat_template, str)
+        except ValueError:
+            return False
