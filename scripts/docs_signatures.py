@@ -6,15 +6,20 @@ import re
 
 import griffe
 
+from specjax.verifiers.core import CoreVerifier
+
 
 class PublicSignatures(griffe.Extension):
-    """Give every function that `from_core` decorates the parameters that `help` shows."""
+    """Give every verifier that is made of a core the parameters that `help` shows."""
 
     def on_function(self, *, func: griffe.Function, **_) -> None:
-        if not any("from_core" in str(decorator.value) for decorator in func.decorators):
-            return
         module, _, name = func.path.rpartition(".")
-        signature = inspect.signature(getattr(importlib.import_module(module), name))
+        if not module.startswith("specjax.verifiers.") or func.parent is None or not func.parent.is_module:
+            return
+        verifier = getattr(importlib.import_module(module), name, None)
+        if not isinstance(verifier, CoreVerifier):
+            return
+        signature = inspect.signature(verifier)
         func.parameters = griffe.Parameters(*map(_parameter, signature.parameters.values()))
 
 

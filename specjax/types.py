@@ -277,7 +277,9 @@ class Proposer(Protocol):
 class Verifier(Protocol):
     """A function that accepts or rejects drafts, given the target's distributions of the next K+1 tokens."""
 
-    def __call__(self, keys: Array, draft: Draft, target: Categorical | Array, **options: Any) -> Verified: ...
+    def __call__(
+        self, keys: Array, draft: Draft, target: Categorical | Array, *args: Any, **options: Any
+    ) -> Verified: ...
 
 
 class Scorer(Protocol):

@@ -1,9 +1,18 @@
 """The contract that every verifier keeps, hand-worked cases, edges, and the draw itself."""
 
+import copy
+import dataclasses
 import inspect
+import json
+import os
+import pickle
+import pydoc
 import re
+import subprocess
+import sys
 from collections import Counter
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +24,7 @@ from specjax.keys import gumbel, of_step
 from specjax.sampling.cut import min_logit
 from specjax.types import Categorical, Draft
 
+ROOT = Path(__file__).parent.parent
 OPTIONS = {"synthetic": {"acceptance_length": 2.0}}
 NAMES = verifiers.__all__
 LOSSLESS = [name for name in NAMES if name not in verifiers.LOSSY]
@@ -626,5 +636,81 @@ def test_help_shows_what_a_caller_passes(name):
         "synthetic": {"acceptance_rates", "acceptance_length"},
     }
     assert own.get(name, set()) <= set(parameters)
-    named = re.findall(r"^        (\w+): ", verifier.__doc__.split("Args:")[1].split("Returns:")[0], flags=re.MULTILINE)
-    assert named == list(parameters)
+    shown = pydoc.render_doc(verifier, renderer=pydoc.plaintext)
+    named = re.findall(r"^ +(\w+): ", shown.partition("Args:")[2].split("Returns:")[0], flags=re.MULTILINE)
+    assert set(parameters) <= set(named)
+    assert inspect.getdoc(verifier.core).splitlines()[0] in shown
+
+
+def test_the_signature_of_a_core_has_the_arguments_that_it_takes():
+    @verifiers.from_core
+    def own(draw, draft, target, *, bonus_tokens=None, log_probs=False, chance=0.5):
+        raise AssertionError("not reached")
+
+    names = ["keys", "draft", "target", "chance", "bonus_tokens", "log_probs", "implementation"]
+    assert list(inspect.signature(own).parameters) == names
+    assert "outcomes" not in inspect.signature(verifiers.block).parameters
+
+
+@pytest.mark.parametrize("name", verifiers.__all__)
+def test_a_verifier_compares_by_value_and_pickles_by_name(name):
+    verifier = getattr(verifiers, name)
+    again = type(verifier)(verifier.core, verifier.kernel, verifier.check_options)
+    assert again == verifier and hash(again) == hash(verifier)
+    assert dataclasses.replace(verifier, kernel=None) != verifier
+    assert pickle.loads(pickle.dumps(verifier)) is copy.deepcopy(verifier) is verifier
+    assert (verifier.__name__, verifier.__module__) == (name, f"specjax.verifiers.{name}")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        verifier.kernel = None
+
+
+def test_equal_verifiers_are_traced_once():
+    traces = []
+
+    @jax.jit
+    def verify(verifier, draft, target):
+        traces.append(verifier)
+        return verifier(jax.random.key(0), draft, target).tokens
+
+    draft, target = example(2)
+    for core in (verifiers.block, verifiers.from_core(verifiers.block.core, kernel=verifiers.block.kernel)):
+        verify(jax.tree_util.Partial(core), draft, target)
+        verify(jax.tree_util.Partial(core, bonus_tokens=jnp.zeros(2, jnp.int32)), draft, target)
+    assert len(traces) == 2  # one without bonus tokens, one with them
+
+
+CALLS = """
+import jax
+import jax.numpy as jnp
+
+from specjax import Draft, verifiers
+from specjax.types import Verifier
+
+keys, draft, target = jax.random.key(0), Draft(jnp.zeros((1, 1), jnp.int32)), jnp.zeros((1, 2, 3))
+reveal_type(verifiers.rejection.__call__)
+reveal_type(verifiers.typical.__call__)
+made: Verifier = verifiers.typical
+plain: Verifier = lambda keys, draft, target: verifiers.block(keys, draft, target)
+verifiers.match(keys, draft, target, log_probs=True, implementation="xla").num_accepted
+verifiers.match(keys, draft)
+verifiers.match(keys, draft, target, log_probs="yes")
+verifiers.synthetic(keys, draft, target, acceptance_lenght=2.0)
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_arguments(tmp_path):
+    """Pyright shows the signatures, and finds a missing argument, a wrong type and a misspelt option."""
+    pytest.importorskip("pyright")
+    (tmp_path / "calls.py").write_text(CALLS)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "calls.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    shown = [x["message"] for x in found if x["severity"] == "information"]
+    common = "bonus_tokens: Array | None = None, log_probs: bool = False"
+    assert f"target: Categorical | Array, *, {common}, outcomes: bool = False" in shown[0]
+    assert "posterior_threshold: float | Array = 0.09, posterior_alpha: float | Array = 0.3" in shown[1]
+    errors = [(x["range"]["start"]["line"], x["message"]) for x in found if x["severity"] == "error"]
+    expected = [(13, 'parameter "target"'), (14, 'parameter "log_probs"'), (15, '"acceptance_lenght"')]
+    for (line, message), (expected_line, part) in zip(errors, expected, strict=True):
+        assert line == expected_line and part in message

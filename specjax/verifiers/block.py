@@ -35,27 +35,6 @@ def block(
     On average this accepts at least as many drafts as `rejection`, so it is the better choice for sampled drafts. It
     accepts equally many for one draft and for deterministic drafts.
 
-    Args:
-        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
-            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
-        draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
-        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the one after the last draft of a sequence that of its bonus token.
-        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. The result is
-            lossless only if each was drawn from that target row, independently of the draft and of these keys.
-        log_probs: whether to fill `Verified.log_probs`, static.
-        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
-            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
-        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
-            where they support the case, and XLA elsewhere.
-
-    Returns:
-        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
-
-    Raises:
-        NotImplementedError: the named implementation does not support the case.
-        ValueError: an argument has a wrong shape or dtype, or the keys are of another kind.
-
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from specjax import Categorical, Draft, verifiers

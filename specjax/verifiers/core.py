@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -106,30 +107,32 @@ class KeyDraw:
         return distributions.draw(keys, target, self._axis_name)
 
 
-def from_core(
-    core: Callable[..., Verified],
-    *,
-    kernel: Callable[..., Verified] | None = None,
-    check_options: Callable[..., None] | None = None,
-) -> Callable[..., Verified]:
-    """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
+@dataclass(frozen=True, repr=False)
+class CoreVerifier:
+    """A verifier made of a core, as `from_core` makes them.
 
-    The wrapper checks the arguments, gives the core a `canonical` draft and a `KeyDraw`, and handles the keywords that
-    all verifiers have.
-
-    Args:
-        core: the rule of the verifier, whose random choices all go through `draw`.
-        kernel: a function `(keys, draft, target, *, interpret, **options) -> Verified` that runs in place of the core
-            on CUDA where it supports the case; None is none. It gets `axis_name` where one is given, if it takes it.
-        check_options: a function `(num_draft_tokens, **options)` that raises ValueError for a wrong value of an option.
-            Decoding loops call it before jit takes the values away; None checks nothing.
-
-    Returns:
-        The verifier. Its attributes `core` and `check_options` are the given functions.
+    Verifiers of equal fields are equal, so a jitted function that gets one is not traced again for another. A verifier
+    is pickled by its name, as a function is, so it must stand in a module.
     """
 
-    @wraps(core, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def verify(
+    core: Callable[..., Verified]  # (draw, draft, target, **options), whose random choices all go through draw
+    kernel: Callable[..., Verified] | None = None  # (keys, draft, target, *, interpret, **options), for CUDA
+    check_options: Callable[..., None] | None = None  # (num_draft_tokens, **options), raises ValueError
+    __name__: str = field(init=False, compare=False)
+
+    def __post_init__(self):
+        names = {name: getattr(self.core, name, getattr(CoreVerifier, name)) for name in _NAMES}
+        documentation = [inspect.getdoc(x) for x in (self.core, CoreVerifier.__call__)]
+        # `help`, `doctest` and `inspect` read these as they do of a function.
+        vars(self).update(
+            names,
+            __doc__="\n\n".join(text for text in documentation if text),
+            __signature__=self._signature(),
+            __wrapped__=self.core,
+        )
+
+    def __call__(
+        self,
         keys: Array,
         draft: Draft,
         target: Categorical | Array,
@@ -141,11 +144,40 @@ def from_core(
         implementation: str | None = None,
         **options: Any,
     ) -> Verified:
+        """Accept or reject the drafts of every row, and emit one token after those that are accepted.
+
+        Args:
+            keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
+                [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
+            draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
+            target: a Categorical, or logits [B, K+1, V]. Row i is the distribution of the token at the place of draft
+                i. The row after the last draft of a sequence is the distribution of the bonus token.
+            bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. A lossless
+                verifier stays lossless only if each was drawn from that target row, independently of the draft and of
+                these keys.
+            log_probs: whether to fill `Verified.log_probs`, static.
+            outcomes: whether to fill `Verified.is_accepted`, static. The kernels do not support it.
+            axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each device then gives
+                its part [..., V / n] of the logits of target and draft, and all get the same result. None is a whole
+                vocabulary.
+            implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
+                where they support the case, and XLA elsewhere.
+            **options: the options of the core.
+
+        Returns:
+            Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
+
+        Raises:
+            NotImplementedError: the named implementation does not support the case.
+            ValueError: an argument has a wrong shape or dtype, the keys are of another kind, an option has a wrong
+                value, or the verifier does not support an argument.
+        """
         operands = keys, *_checked(keys, draft, target, bonus_tokens, shards.num_shards(axis_name))
-        options |= {"log_probs": log_probs}
-        rare = {name: value for name, value in (("outcomes", outcomes), ("axis_name", axis_name)) if value}
-        _check_supported(core, rare)
-        run = _core_or_kernel(core, kernel, options, rare, implementation)
+        optional = {name: value for name, value in (("outcomes", outcomes), ("axis_name", axis_name)) if value}
+        for name, value in optional.items():
+            if not _takes(self.core, name):
+                raise ValueError(f"{name} must be left out, as {self.__name__} does not support it, got {value!r}")
+        run = partial(self._run, {"log_probs": log_probs} | optional | options, implementation)
         # The choice of tokens has no gradient, but their log-probabilities have one.
         verified = _unmarked(_with_auto_axes(run, *jax.lax.stop_gradient(operands)))
         if verified.log_probs is None or axis_name is not None:
@@ -153,10 +185,90 @@ def from_core(
         log_prob = distributions.with_gradient(verified.log_probs, operands[2], verified.tokens)
         return verified._replace(log_probs=log_prob)
 
-    attributes = vars(verify)
-    del attributes["__wrapped__"]  # help() shows what callers pass, not what the core takes
-    attributes.update(__signature__=_public_signature(core, verify), core=core, check_options=check_options)
-    return verify
+    def __repr__(self) -> str:
+        return f"<verifier {self.__module__}.{vars(self)['__qualname__']}>"
+
+    def __reduce__(self) -> str:
+        return vars(self)["__qualname__"]
+
+    def _run(self, options: dict[str, Any], implementation: str | None, *operands: Any) -> Verified:
+        """Verify checked operands (keys, draft, target, bonus_tokens) by the core or by its kernel."""
+        return dispatch(
+            operands,
+            xla=partial(self._by_core, options),
+            pallas=partial(self._by_kernel, options),
+            reason=partial(self._why_no_kernel, options),
+            is_worthwhile=lambda keys, draft, target, bonus_tokens: kernels.is_worthwhile(target),
+            implementation=implementation,
+        )
+
+    def _by_core(
+        self, options: dict[str, Any], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
+    ) -> Verified:
+        draw = KeyDraw(of_step(keys, *draft.tokens.shape), options.get("axis_name"))
+        return self.core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **options)
+
+    def _by_kernel(
+        self,
+        options: dict[str, Any],
+        keys: Array,
+        draft: Draft,
+        target: Categorical,
+        bonus_tokens: Array | None,
+        *,
+        interpret: bool,
+    ) -> Verified:
+        assert self.kernel is not None, "without a kernel there is a reason against it"
+        return self.kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **options)
+
+    def _why_no_kernel(
+        self, options: dict[str, Any], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
+    ) -> str | None:
+        """Return why the kernel cannot run this case, or None where it can."""
+        if self.kernel is None:
+            return "this verifier has no kernels"
+        if "axis_name" in options and not _takes(self.kernel, "axis_name"):
+            return "the kernels of this verifier take whole vocabularies"
+        if "outcomes" in options:
+            return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
+        return kernels.unsupported(draft, target, options.get("axis_name"))
+
+    def _signature(self) -> inspect.Signature:
+        """Return the signature of the call, with the options of the core and the arguments that it supports."""
+        written = inspect.signature(self.__call__).parameters
+        positional = [p for p in written.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        named = [p for p in written.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        of_core = inspect.signature(self.core).parameters.values()
+        options = [p for p in of_core if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in written]
+        supported = [p for p in named if p.name == "implementation" or _takes(self.core, p.name)]
+        return inspect.Signature([*positional, *options, *supported], return_annotation=Verified)
+
+
+_NAMES = "__module__", "__name__", "__qualname__"  # which tell where a function is
+
+
+def from_core(
+    core: Callable[..., Verified],
+    *,
+    kernel: Callable[..., Verified] | None = None,
+    check_options: Callable[..., None] | None = None,
+) -> CoreVerifier:
+    """Make a core `(draw, draft, target, **options) -> Verified` a public verifier `(keys, draft, target, **options)`.
+
+    The verifier checks the arguments, gives the core a `canonical` draft and a `KeyDraw`, and handles the arguments
+    that all verifiers have.
+
+    Args:
+        core: the rule of the verifier, whose random choices all go through `draw`.
+        kernel: a function `(keys, draft, target, *, interpret, **options) -> Verified` that runs in place of the core
+            on CUDA where it supports the case; None is none. It gets `axis_name` where one is given, if it takes it.
+        check_options: a function `(num_draft_tokens, **options)` that raises ValueError for a wrong value of an option.
+            Decoding loops call it before jit takes the values away; None checks nothing.
+
+    Returns:
+        The verifier. Its attributes `core`, `kernel` and `check_options` are the given functions.
+    """
+    return CoreVerifier(core, kernel, check_options)
 
 
 def _unmarked(verified: Verified) -> Verified:
@@ -182,73 +294,10 @@ def _checked(
     return arrays
 
 
-def _core_or_kernel(
-    core: Callable[..., Verified],
-    kernel: Callable[..., Verified] | None,
-    options: dict[str, Any],
-    rare: dict[str, Any],
-    implementation: str | None,
-) -> Callable[..., Verified]:
-    """Return the function `(keys, draft, target, bonus_tokens)` that verifies by the core or by its kernel.
-
-    The kernels take `options`, but of the `rare` ones `axis_name` alone.
-    """
-
-    def by_core(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Verified:
-        draw = KeyDraw(of_step(keys, *draft.tokens.shape), rare.get("axis_name"))
-        return core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **rare, **options)
-
-    def by_kernel(
-        keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None, *, interpret: bool
-    ) -> Verified:
-        assert kernel is not None, "without a kernel there is a reason against it"
-        return kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **rare, **options)
-
-    def reason(keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None) -> str | None:
-        if kernel is None:
-            return "this verifier has no kernels"
-        if "axis_name" in rare and not _takes(kernel, "axis_name"):
-            return "the kernels of this verifier take whole vocabularies"
-        if "outcomes" in rare:
-            return "the kernels take outcomes=False: they do not test the drafts after a rejected one"
-        return kernels.unsupported(draft, target, rare.get("axis_name"))
-
-    def run(*operands: Any) -> Verified:
-        return dispatch(
-            operands,
-            xla=by_core,
-            pallas=by_kernel,
-            reason=reason,
-            is_worthwhile=lambda keys, draft, target, bonus_tokens: kernels.is_worthwhile(target),
-            implementation=implementation,
-        )
-
-    return run
-
-
-def _check_supported(core: Callable[..., Verified], rare: dict[str, Any]) -> None:
-    """Raise ValueError for an option that the core does not take."""
-    for name, value in rare.items():
-        if not _takes(core, name):
-            raise ValueError(f"{name} must be left out, as {core.__name__} does not support it, got {value!r}")
-
-
 def _takes(function: Callable, name: str) -> bool:
     """Return whether a function takes a keyword."""
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def _public_signature(core: Callable[..., Verified], verify: Callable[..., Verified]) -> inspect.Signature:
-    """Return the signature of the verifier that a core makes, with its options and the common keywords it supports."""
-    options = [p for p in inspect.signature(core).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    supported = {option.name for option in options} | {"implementation"}
-    common = inspect.signature(verify).parameters
-    own = [option for option in options if option.name not in common]
-    names = "bonus_tokens", "log_probs", "outcomes", "axis_name", "implementation"
-    shared = [common[name] for name in names if name in supported]
-    positional = [common[name] for name in ("keys", "draft", "target")]
-    return inspect.Signature([*positional, *own, *shared], return_annotation=Verified)
 
 
 def _with_auto_axes(

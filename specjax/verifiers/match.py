@@ -32,28 +32,8 @@ def match(
 
     With keys by absolute position the output equals that of plain sampling with the same keys, whatever the drafts are.
     The draft's distribution is not read, and drafts need not be drawn from it. A drafter that draws with the same noise
-    (`keys.TARGET`) is accepted more often. Verification takes one pass over the logits.
-
-    Args:
-        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
-            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
-        draft: the tokens [B, K], -1 where a row has fewer; its distribution is not read.
-        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the one after the last draft of a sequence that of its bonus token.
-        bonus_tokens: must be None, because the sample is the bonus token.
-        log_probs: whether to fill `Verified.log_probs`, static.
-        outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
-        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
-            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
-        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
-            where they support the case, and XLA elsewhere.
-
-    Returns:
-        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
-
-    Raises:
-        NotImplementedError: the named implementation does not support the case.
-        ValueError: an argument has a wrong shape or dtype, the keys are of another kind, or `bonus_tokens` is given.
+    (`keys.TARGET`) is accepted more often. Verification takes one pass over the logits. `bonus_tokens` must be None,
+    because the sample is the bonus token.
 
     Example:
         >>> import jax, jax.numpy as jnp

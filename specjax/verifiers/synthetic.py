@@ -11,7 +11,7 @@ from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_number, is_traced
 from specjax.verifiers import kernels
-from specjax.verifiers.core import Draw, count_accepted, emit, from_core, recovery
+from specjax.verifiers.core import CoreVerifier, Draw, count_accepted, emit, recovery
 
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:
@@ -23,8 +23,8 @@ def _kernel(
     draft: Draft,
     target: Categorical,
     *,
-    acceptance_rates: Sequence[float] | Array | None = None,
-    acceptance_length: float | None = None,
+    acceptance_rates: Sequence[float] | Array | None,
+    acceptance_length: float | Array | None,
     **common_options: Any,
 ) -> Verified:
     rates = _conditional(_rates(acceptance_rates, acceptance_length, draft.tokens.shape[1]))
@@ -36,14 +36,44 @@ def _accept(evidence: kernels.Evidence, rates: Any) -> Array:
     return rates[jnp.minimum(evidence.lane, rates.shape[0] - 1)]
 
 
-@partial(from_core, kernel=_kernel, check_options=_check_options)
+class Synthetic(CoreVerifier):
+    """The verifier `synthetic`, with its options in the signature of the call."""
+
+    def __call__(
+        self,
+        keys: Array,
+        draft: Draft,
+        target: Categorical | Array,
+        *,
+        acceptance_rates: Sequence[float] | Array | None = None,
+        acceptance_length: float | Array | None = None,
+        bonus_tokens: Array | None = None,
+        log_probs: bool = False,
+        axis_name: str | None = None,
+        implementation: str | None = None,
+    ) -> Verified:
+        """Accept drafts at given rates. `synthetic` describes its options, and `CoreVerifier` the other arguments."""
+        return super().__call__(
+            keys,
+            draft,
+            target,
+            bonus_tokens=bonus_tokens,
+            log_probs=log_probs,
+            axis_name=axis_name,
+            implementation=implementation,
+            acceptance_rates=acceptance_rates,
+            acceptance_length=acceptance_length,
+        )
+
+
+@partial(Synthetic, kernel=_kernel, check_options=_check_options)
 def synthetic(
     draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
     acceptance_rates: Sequence[float] | Array | None = None,
-    acceptance_length: float | None = None,
+    acceptance_length: float | Array | None = None,
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
     axis_name: str | None = None,
@@ -55,28 +85,9 @@ def synthetic(
     must be given.
 
     Args:
-        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
-            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
-        draft: the tokens [B, K], -1 where a row has fewer, and the distribution that they were drawn from.
-        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the one after the last draft of a sequence that of its bonus token.
         acceptance_rates: K numbers in [0, 1], the share of steps in which each draft is accepted; they must not
             increase.
         acceptance_length: the mean number of tokens per step, in [1, K+1].
-        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
-        log_probs: whether to fill `Verified.log_probs`, static.
-        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
-            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
-        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
-            where they support the case, and XLA elsewhere.
-
-    Returns:
-        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
-
-    Raises:
-        NotImplementedError: the named implementation does not support the case.
-        ValueError: an argument has a wrong shape or dtype, the keys are of another kind, not exactly one of the two
-            options is given, or rates have a wrong length, range or order.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -97,7 +108,7 @@ def synthetic(
     return emit(draft, num_accepted, last, normalized_target if log_probs else None, bonus_tokens)
 
 
-def _rates(rates: Sequence[float] | Array | None, length: float | None, num_draft_tokens: int) -> Array:
+def _rates(rates: Sequence[float] | Array | None, length: float | Array | None, num_draft_tokens: int) -> Array:
     """Return the share [K] of steps in which each draft is to be accepted."""
     if (rates is None) == (length is None):
         given = "neither" if rates is None else "both"

@@ -10,7 +10,7 @@ from specjax import distributions
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_number
 from specjax.verifiers import kernels
-from specjax.verifiers.core import Draw, count_accepted, emit, evidence, from_core, num_drafts
+from specjax.verifiers.core import CoreVerifier, Draw, count_accepted, emit, evidence, num_drafts
 
 
 def _check_options(num_draft_tokens: int, **options: Any) -> None:
@@ -23,8 +23,8 @@ def _kernel(
     draft: Draft,
     target: Categorical,
     *,
-    posterior_threshold: float = 0.09,
-    posterior_alpha: float = 0.3,
+    posterior_threshold: float | Array,
+    posterior_alpha: float | Array,
     **common_options: Any,
 ) -> Verified:
     _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
@@ -40,14 +40,46 @@ def _accept(evidence: kernels.Evidence, options: Any) -> Array:
     return (jnp.exp(evidence.log_prob) > bound).astype(jnp.float32)
 
 
-@partial(from_core, kernel=_kernel, check_options=_check_options)
+class Typical(CoreVerifier):
+    """The verifier `typical`, with its options in the signature of the call."""
+
+    def __call__(
+        self,
+        keys: Array,
+        draft: Draft,
+        target: Categorical | Array,
+        *,
+        posterior_threshold: float | Array = 0.09,
+        posterior_alpha: float | Array = 0.3,
+        bonus_tokens: Array | None = None,
+        log_probs: bool = False,
+        outcomes: bool = False,
+        axis_name: str | None = None,
+        implementation: str | None = None,
+    ) -> Verified:
+        """Verify by typical acceptance. `typical` describes its options, and `CoreVerifier` the other arguments."""
+        return super().__call__(
+            keys,
+            draft,
+            target,
+            bonus_tokens=bonus_tokens,
+            log_probs=log_probs,
+            outcomes=outcomes,
+            axis_name=axis_name,
+            implementation=implementation,
+            posterior_threshold=posterior_threshold,
+            posterior_alpha=posterior_alpha,
+        )
+
+
+@partial(Typical, kernel=_kernel, check_options=_check_options)
 def typical(
     draw: Draw,
     draft: Draft,
     target: Categorical,
     *,
-    posterior_threshold: float = 0.09,
-    posterior_alpha: float = 0.3,
+    posterior_threshold: float | Array = 0.09,
+    posterior_alpha: float | Array = 0.3,
     bonus_tokens: Array | None = None,
     log_probs: bool = False,
     outcomes: bool = False,
@@ -57,30 +89,11 @@ def typical(
 
     Draft x is accepted if target(x) > min(posterior_threshold, posterior_alpha * exp(-entropy of the target row)). The
     first rejected draft is replaced by the argmax of its target row. If no draft is rejected, a bonus token is drawn
-    from the target row after the last draft.
+    from the target row after the last draft. The draft's distribution is not read.
 
     Args:
-        keys: typed threefry keys, one for the step [], one for each row [B], or one for each absolute position
-            [B, K+1] (`specjax.keys.positions`). Keys [] and [B] must be fresh in every step.
-        draft: the tokens [B, K], -1 where a row has fewer; its distribution is not read.
-        target: a Categorical, or logits [B, K+1, V]; row i is the distribution of the token at the place of draft i,
-            and the one after the last draft of a sequence that of its bonus token.
         posterior_threshold: the probability in [0, 1] above which a draft is always accepted.
         posterior_alpha: the factor >= 0 of exp(-entropy), which lowers the threshold where the target is uncertain.
-        bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted.
-        log_probs: whether to fill `Verified.log_probs`, static.
-        outcomes: whether to fill `Verified.is_accepted`, static; the kernels do not support it.
-        axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each then gives its part
-            [..., V / n] of the logits of target and draft, and all get the same result. None is a whole vocabulary.
-        implementation: "xla", "pallas" or "interpret", which interprets the kernels. None takes the kernels on CUDA
-            where they support the case, and XLA elsewhere.
-
-    Returns:
-        Verified: tokens [B, K+1] int32 and num_accepted [B] int32.
-
-    Raises:
-        NotImplementedError: the named implementation does not support the case.
-        ValueError: an argument has a wrong shape or dtype, the keys are of another kind, or an option is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
