@@ -1,0 +1,63 @@
+"""The formats of quantised checkpoints, one file each, and how the files of a checkpoint say which format they have.
+
+A format is a frozen dataclass with `of(config)`, which checks the fields of quantization_config, `is_quantized(linear)`
+and `read(linear)`, which turns the stored arrays of one matrix into a `Quantized` of NumPy arrays. A new format is a
+file, an import and an entry here, and a fabricated file in tests/quantized_files.py.
+"""
+
+from types import ModuleType
+from typing import Any, Protocol
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.quantization import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from specjax.models.quantization.linear_files import StoredLinear
+from specjax.models.quantized import Quantized
+
+__all__ = ["Scheme", "StoredLinear", "scheme_of"]
+
+
+class Scheme(Protocol):
+    """How the files of a checkpoint store the matrices of a network."""
+
+    @property
+    def unneeded(self) -> tuple[str, ...]:
+        """Patterns of the names of arrays that the files may hold although nothing reads them."""
+        ...
+
+    def is_quantized(self, linear: StoredLinear) -> bool:
+        """Return whether a matrix is stored in codes, rather than as floats."""
+        ...
+
+    def read(self, linear: StoredLinear) -> Quantized:
+        """Read such a matrix, as NumPy arrays."""
+        ...
+
+
+FORMATS: tuple[tuple[ModuleType, Any], ...] = (
+    (fp8, fp8.FP8),
+    (mxfp4, mxfp4.MXFP4),
+    (compressed_tensors, compressed_tensors.CompressedTensors),
+    (awq, awq.AWQ),
+    (gptq, gptq.GPTQ),
+    (modelopt, modelopt.ModelOpt),
+    (bitsandbytes, bitsandbytes.BitsAndBytes),
+)
+
+
+def scheme_of(config: ConfigFile) -> Scheme:
+    """Return how a checkpoint stores its matrices.
+
+    Args:
+        config: the table quantization_config of config.json, or hf_quant_config.json.
+
+    Raises:
+        ValueError: the format is unknown; a field is missing, has a wrong value, or is not supported.
+    """
+    for module, scheme in FORMATS:
+        if module.matches(config):
+            return scheme.of(config)
+    known = ", ".join(module.__name__.rpartition(".")[2].replace("_", "-") for module, _ in FORMATS)
+    raise ValueError(
+        f"{config.where('quant_method')} must be one of {known} (docs/models.md), got "
+        f"{config.fields.get('quant_method')!r}; give the checkpoint in one of them, or in bfloat16"
+    )

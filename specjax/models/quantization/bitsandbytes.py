@@ -1,0 +1,113 @@
+"""bitsandbytes: NF4 over the flattened matrix, with scales that may be quantised too, and int8 with `SCB`."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.quantization.linear_files import StoredLinear, unpack_bytes
+from specjax.models.quantized import NF4, Quantized, pack
+
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+ZERO_CODE = 7  # the code of NF4 that stands for 0
+
+
+def matches(config: ConfigFile) -> bool:
+    """Return whether the table quantization_config names this format."""
+    return config.fields.get("quant_method") == "bitsandbytes" or bool(
+        config.fields.get("load_in_4bit") or config.fields.get("load_in_8bit")
+    )
+
+
+@dataclass(frozen=True)
+class BitsAndBytes:
+    """How the files of a checkpoint store matrices of NF4 or int8."""
+
+    # Patterns of the names of arrays that are not read: SCB is the scale, and rows are stored one after the other.
+    unneeded: tuple[str, ...] = ("*.weight_format",)
+
+    @classmethod
+    def of(cls, config: ConfigFile) -> "BitsAndBytes":
+        """Return what the table quantization_config says.
+
+        Raises:
+            ValueError: a field has a wrong value, or is not supported.
+        """
+        if config.get("load_in_4bit", bool, False):
+            config.only("bnb_4bit_quant_type", "nf4")
+            config.only("bnb_4bit_quant_storage", "uint8")
+        config.get("llm_int8_skip_modules", list, [])
+        return cls()
+
+    def is_quantized(self, linear: StoredLinear) -> bool:
+        """Return whether the matrix is of int8, or of codes in bytes."""
+        return linear.has(".weight", "int8", "uint8")
+
+    def read(self, linear: StoredLinear) -> Quantized:
+        """Read a matrix.
+
+        Raises:
+            ValueError: an array is missing, or has a wrong shape, dtype or value.
+        """
+        return self._of_8_bits(linear) if linear.has(".weight", "int8") else self._of_4_bits(linear)
+
+    def _of_8_bits(self, linear: StoredLinear) -> Quantized:
+        codes = linear.array(".weight", linear.shape, "int8")
+        largest = linear.array(".SCB", (linear.shape[0],), "float32")[:, None]  # the largest number of each output
+        codes = np.where(largest == 0, np.int8(0), codes)
+        scale = np.where(largest == 0, np.float32(1), largest / np.float32(127))
+        return pack(codes, scale, bits=8, dtype=linear.dtype)
+
+    def _of_4_bits(self, linear: StoredLinear) -> Quantized:
+        outputs, inputs = linear.shape
+        state = _state(linear)
+        block = state.get("blocksize")
+        if type(block) is not int or block < 1:
+            raise ValueError(f"blocksize in tensor {linear.name}{STATE} must be a size, got {block!r}")
+        if state.get("shape") != [outputs, inputs]:
+            raise ValueError(
+                f"shape in tensor {linear.name}{STATE} must be {[outputs, inputs]}, got {state.get('shape')!r}"
+            )
+        table = linear.array(".weight.quant_map", (16,), "float32")
+        if not np.array_equal(table, NF4):
+            raise ValueError(f"tensor {linear.name}.weight.quant_map must be the numbers of NF4, got {table}")
+        size = outputs * inputs
+        packed = linear.array(".weight", (-(-size // 2), 1), "uint8").ravel()
+        codes = unpack_bytes(packed, high_first=True)[:size].reshape(outputs, inputs)
+        scale = _scales(linear, state, -(-size // block))
+        group = math.gcd(block, inputs)  # blocks may go on in the next row
+        scale = np.repeat(scale, block // group)[: size // group].reshape(outputs, -1)
+        codes = np.where(np.repeat(scale == 0, group, axis=1), np.uint8(ZERO_CODE), codes)
+        scale = np.where(scale == 0, np.float32(1), scale)
+        return pack(codes, scale, bits=4, code="nf4", group=group, dtype=linear.dtype)
+
+
+def _state(linear: StoredLinear) -> dict[str, Any]:
+    """Return the object that the files hold as JSON beside a matrix."""
+    content = linear.array(STATE, None, "uint8").tobytes()
+    try:
+        state = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tensor {linear.name}{STATE} must be JSON: {error}") from error
+    if not isinstance(state, dict) or state.get("quant_type") != "nf4":
+        raise ValueError(f"tensor {linear.name}{STATE} must be an object with quant_type 'nf4', got {state!r}")
+    return state
+
+
+def _scales(linear: StoredLinear, state: dict[str, Any], number: int) -> np.ndarray:
+    """Return the scale of each block, float32."""
+    if not linear.has(".weight.absmax", "uint8"):
+        return linear.array(".weight.absmax", (number,), "float32")
+    codes = linear.array(".weight.absmax", (number,), "uint8")
+    block, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if type(block) is not int or block < 1 or type(offset) is not float:
+        raise ValueError(
+            f"nested_blocksize and nested_offset in tensor {linear.name}{STATE} must be a size and a number, "
+            f"got {block!r} and {offset!r}"
+        )
+    table = linear.array(".weight.nested_quant_map", (256,), "float32")
+    outer = linear.array(".weight.nested_absmax", (-(-number // block),), "float32")
+    return table[codes] * np.repeat(outer, block)[:number] + np.float32(offset)

@@ -1,0 +1,243 @@
+"""compressed-tensors: groups of matrices, each with its format, chosen by names, patterns or the class of a module."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.quantization.fp8 import block_of, read_e4m3
+from specjax.models.quantization.linear_files import (
+    FLOATS,
+    StoredLinear,
+    num_groups,
+    order_of,
+    signed,
+    unpack,
+    unpack_bytes,
+)
+from specjax.models.quantization.nvfp4 import read_nvfp4, scalar
+from specjax.models.quantized import Quantized, pack
+
+MODULE = "Linear"  # class of every module that holds a matrix
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+MXFP4_BLOCK = 32
+
+
+def matches(config: ConfigFile) -> bool:
+    """Return whether the table quantization_config names this format."""
+    return config.fields.get("quant_method") in ("compressed-tensors", "compressed_tensors")
+
+
+@dataclass(frozen=True)
+class Group:
+    """How some matrices are stored."""
+
+    targets: tuple[str, ...]  # names, patterns after "re:", or the class of a module
+    format: str  # a key of READERS
+    bits: int
+    is_symmetric: bool
+    group: int | None  # inputs that share a scale; None is all
+    block: tuple[int, int] | None  # outputs and inputs that share a scale
+    has_order: bool  # whether groups are of inputs that lie apart
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """How the files of a checkpoint store matrices."""
+
+    groups: tuple[Group, ...]
+    ignored: tuple[str, ...]
+    # Patterns of the names of arrays that are not read: activations and the cache stay floats.
+    unneeded: tuple[str, ...] = field(
+        default=(
+            "*.weight_shape",
+            "*.input_scale",
+            "*.input_zero_point",
+            "*.input_global_scale",
+            "*.weight_g_idx",
+            "*.weight_zero_point",
+            "*.k_scale",
+            "*.v_scale",
+            "*.q_scale",
+        )
+    )
+
+    @classmethod
+    def of(cls, config: ConfigFile) -> "CompressedTensors":
+        """Return what the table quantization_config says.
+
+        Raises:
+            ValueError: a field is missing, has a wrong value, or is not supported.
+        """
+        for name in ("sparsity_config", "transform_config"):
+            if config.fields.get(name) not in (None, {}, {"format": "dense"}):
+                raise config.refused(name)
+        config.only("quantization_status", "compressed")
+        whole = config.get("format", str, None)
+        tables = config.table("config_groups")
+        if not tables.fields:
+            raise ValueError(f"{config.where('config_groups')} must hold a group of matrices, got none")
+        groups = tuple(_group(tables.table(name), whole) for name in tables.fields)
+        return cls(groups, _strings(config, "ignore"))
+
+    def is_quantized(self, linear: StoredLinear) -> bool:
+        """Return whether a group has the matrix."""
+        return self._group_of(linear.name) is not None
+
+    def read(self, linear: StoredLinear) -> Quantized:
+        """Read a matrix.
+
+        Raises:
+            ValueError: an array is missing, or has a wrong shape, dtype or value.
+        """
+        group = self._group_of(linear.name)
+        assert group is not None, "is_quantized says so"
+        return READERS[group.format](group, linear)
+
+    def _group_of(self, name: str) -> Group | None:
+        """Return the group of a matrix: its name goes before patterns, and patterns before classes."""
+        if any(_rank(target, name) is not None for target in self.ignored):
+            return None
+        ranked = [
+            (rank, i)
+            for i, group in enumerate(self.groups)
+            for target in group.targets
+            if (rank := _rank(target, name)) is not None
+        ]
+        return self.groups[min(ranked)[1]] if ranked else None
+
+
+def _rank(target: str, name: str) -> int | None:
+    """Return 0 where a target is the name, 1 where its pattern matches, 2 where it is the class, None otherwise."""
+    if target.startswith("re:"):
+        return 1 if re.match(target[3:], name) else None
+    return 0 if target == name else 2 if target == MODULE else None
+
+
+def _strings(table: ConfigFile, name: str) -> tuple[str, ...]:
+    values = table.get(name, list, [])
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{table.where(name)} must be a list of strings, got {values!r}")
+        if value.startswith("re:"):
+            try:
+                re.compile(value[3:])
+            except re.error as error:
+                raise ValueError(
+                    f"{table.where(name)} must have patterns after 're:', got {value!r}: {error}"
+                ) from error
+    return tuple(values)
+
+
+def _group(table: ConfigFile, whole: str | None) -> Group:
+    """Return a group from its table; `whole` is the format that the checkpoint has where a group names none."""
+    weights = table.table("weights")
+    if not weights.fields:
+        raise ValueError(f"{table.where('weights')} must say how the weights are stored, got none")
+    if table.fields.get("output_activations"):
+        raise table.refused("output_activations")
+    table.table("input_activations").only("actorder", False)
+    weights.only("dynamic", False)
+    kind, bits = weights.choice("type", ("int", "float"), default="int"), weights.get("num_bits", int, 8)
+    layout = table.get("format", str, None) or (None if whole == "mixed-precision" else whole)
+    if layout == "naive-quantized":
+        layout = f"{kind}-quantized"
+    if layout not in READERS:
+        known = " or ".join(repr(name) for name in READERS)
+        raise ValueError(f"{table.where('format')} must be {known}, got {layout!r}")
+    supported = BITS[layout]
+    if (kind, bits) not in supported:
+        expected = " or ".join(f"{b} bits of {k}" for k, b in supported)
+        raise ValueError(f"{weights.where('num_bits')} must be {expected} for {layout!r}, got {bits} of {kind}")
+    strategy = weights.choice(
+        "strategy", STRATEGIES, default="tensor" if weights.get("group_size", int, None) is None else "group"
+    )
+    group = weights.get("group_size", int, None) if strategy in ("group", "tensor_group") else None
+    if strategy == "group" and (group is None or (group < 1 and group != -1)):
+        raise ValueError(f"{weights.where('group_size')} must be -1 or a number of inputs, got {group}")
+    block = block_of(weights, "block_structure") if strategy == "block" else None
+    if strategy == "block" and (block is None or layout != "float-quantized"):
+        raise ValueError(f"{weights.where('strategy')} must have block_structure and 'float-quantized', got {layout!r}")
+    order = weights.fields.get("actorder")
+    if order not in (None, False, "group", "weight", "static", "dynamic"):
+        raise ValueError(f"{weights.where('actorder')} must be 'group' or 'weight', got {order!r}")
+    return Group(
+        _strings(table, "targets"),
+        layout,
+        bits,
+        weights.get("symmetric", bool, True),
+        None if group == -1 else group,
+        block,
+        order in ("group", "dynamic"),
+    )
+
+
+def _read_pack(group: Group, linear: StoredLinear) -> Quantized:
+    """Read `weight_packed` [N, K bits / 32] int32, whose zeros are packed along the outputs."""
+    outputs, inputs = linear.shape
+    if linear.has(".weight_shape"):
+        stored = linear.array(".weight_shape", (2,), "int64", "int32")
+        if tuple(stored) != linear.shape:
+            raise ValueError(f"tensor {linear.name}.weight_shape must be {linear.shape}, got {tuple(stored)}")
+    in_word, groups = 32 // group.bits, num_groups(inputs, group.group)
+    words = linear.array(".weight_packed", (outputs, -(-inputs // in_word)), "int32")
+    codes = unpack(words, group.bits, inputs)
+    scale = linear.scale(".weight_scale", (outputs, groups), *FLOATS)
+    zero = order = None
+    if not group.is_symmetric:
+        stored = linear.array(".weight_zero_point", (-(-outputs // in_word), groups), "int32")
+        zero = unpack(stored, group.bits, outputs, axis=0)
+    if group.has_order and group.group is not None:
+        order = order_of(linear, ".weight_g_idx", group.group)
+        codes = codes if order is None else np.ascontiguousarray(codes[:, order])
+    if group.bits == 8:
+        codes, zero = signed(codes), None if zero is None else zero.astype(np.int16) - np.int16(128)
+    return pack(codes, scale, bits=group.bits, group=group.group, zero=zero, order=order, dtype=linear.dtype)
+
+
+def _read_int8(group: Group, linear: StoredLinear) -> Quantized:
+    """Read `weight` [N, K] int8."""
+    shape = linear.shape[0], num_groups(linear.shape[1], group.group)
+    codes = linear.array(".weight", linear.shape, "int8")
+    scale = linear.scale(".weight_scale", shape, *FLOATS)
+    zero = None if group.is_symmetric else linear.scale(".weight_zero_point", shape, "int8").astype(np.int16)
+    return pack(codes, scale, bits=8, group=group.group, zero=zero, dtype=linear.dtype)
+
+
+def _read_float(group: Group, linear: StoredLinear) -> Quantized:
+    """Read `weight` [N, K] of e4m3."""
+    if group.group is None:
+        return read_e4m3(linear, ".weight_scale", group.block)
+    return read_e4m3(linear, ".weight_scale", (1, group.group))
+
+
+def _read_nvfp4(group: Group, linear: StoredLinear) -> Quantized:
+    """Read `weight_packed` [N, K / 2] bytes with scales of e4m3, which one scale of the matrix divides."""
+    return read_nvfp4(linear, ".weight_packed", scalar(linear, ".weight_global_scale"), divides=True)
+
+
+def _read_mxfp4(group: Group, linear: StoredLinear) -> Quantized:
+    """Read `weight_packed` [N, K / 2] bytes with exponents."""
+    outputs, inputs = linear.shape
+    codes = unpack_bytes(linear.array(".weight_packed", (outputs, -(-inputs // 2)), "uint8"))[:, :inputs]
+    shape = outputs, num_groups(inputs, MXFP4_BLOCK)
+    scale = linear.array(".weight_scale", shape, "uint8", "float8_e8m0fnu").view(np.uint8)
+    return pack(codes, scale, bits=4, code="e2m1", group=MXFP4_BLOCK, dtype=linear.dtype)
+
+
+READERS: dict[str, Callable[[Group, StoredLinear], Quantized]] = {  # by the name of the format
+    "pack-quantized": _read_pack,
+    "int-quantized": _read_int8,
+    "float-quantized": _read_float,
+    "nvfp4-pack-quantized": _read_nvfp4,
+    "mxfp4-pack-quantized": _read_mxfp4,
+}
+BITS = {  # type and number of bits of the codes of each format
+    "pack-quantized": (("int", 4), ("int", 8)),
+    "int-quantized": (("int", 8),),
+    "float-quantized": (("float", 8),),
+    "nvfp4-pack-quantized": (("float", 4),),
+    "mxfp4-pack-quantized": (("float", 4),),
+}

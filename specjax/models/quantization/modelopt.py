@@ -1,0 +1,53 @@
+"""ModelOpt: FP8 with one scale a matrix, and NVFP4, by quantization_config or hf_quant_config.json."""
+
+from dataclasses import dataclass
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.quantization.fp8 import read_e4m3
+from specjax.models.quantization.linear_files import StoredLinear
+from specjax.models.quantization.nvfp4 import BLOCK, read_nvfp4, scalar
+from specjax.models.quantized import Quantized
+
+
+def matches(config: ConfigFile) -> bool:
+    """Return whether the table quantization_config, or hf_quant_config.json, names this format."""
+    return config.fields.get("quant_method") == "modelopt" or isinstance(config.fields.get("quantization"), dict)
+
+
+@dataclass(frozen=True)
+class ModelOpt:
+    """How the files of a checkpoint store matrices of e4m3 or e2m1."""
+
+    # Patterns of the names of arrays that are not read: activations and the cache stay floats.
+    unneeded: tuple[str, ...] = ("*.input_scale", "*.k_scale", "*.v_scale")
+
+    @classmethod
+    def of(cls, config: ConfigFile) -> "ModelOpt":
+        """Return what the table quantization_config says, or the table quantization of hf_quant_config.json.
+
+        Raises:
+            ValueError: a field is missing, has a wrong value, or is not supported.
+        """
+        table = config.table("quantization") if "quantization" in config else config
+        algorithm = table.choice("quant_algo", ("FP8", "NVFP4"))
+        if algorithm == "NVFP4":
+            table.only("group_size", BLOCK)
+        for name in ("exclude_modules", "ignore"):
+            table.get(name, list, [])
+        return cls()
+
+    def is_quantized(self, linear: StoredLinear) -> bool:
+        """Return whether the matrix is of e4m3, or of codes in bytes."""
+        return linear.has(".weight", "float8_e4m3fn", "uint8")
+
+    def read(self, linear: StoredLinear) -> Quantized:
+        """Read a matrix.
+
+        Raises:
+            ValueError: an array is missing, has a wrong shape, dtype or value, or is not supported.
+        """
+        if linear.has(".pre_quant_scale"):
+            raise ValueError(f"tensor {linear.name}.pre_quant_scale must be absent, specjax does not scale activations")
+        if linear.has(".weight", "uint8"):
+            return read_nvfp4(linear, ".weight", scalar(linear, ".weight_scale_2"), divides=False)
+        return read_e4m3(linear, ".weight_scale", None)

@@ -1,0 +1,272 @@
+"""Matrices in every layout of quantised checkpoints, read and compared bit by bit with the written formulas."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantized_files as files
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.quantization import scheme_of
+from specjax.models.quantization.linear_files import in_memory
+from specjax.models.quantized import NF4, dequantize
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def scheme(**fields):
+    return scheme_of(ConfigFile(Path("config.json"), fields, "quantization_config."))
+
+
+def read(config, arrays, shape, name="m"):
+    named = {name + (key if key.startswith("_") else f".{key}"): value for key, value in arrays.items()}
+    linear, how = in_memory(name, shape, named, np.dtype(np.float32)), scheme(**config)
+    assert how.is_quantized(linear)
+    return how.read(linear)
+
+
+def check(config, arrays, expected, **attributes):
+    weight = read(config, arrays, expected.shape)
+    found = np.asarray(dequantize(weight, jnp.float32))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    for name, value in attributes.items():
+        assert getattr(weight, name) == value, name
+    return weight
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("n", "k", "group"), [(16, 64, 32), (8, 200, 32), (24, 40, -1)])
+def test_gptq_with_zeros_of_both_versions(rng, version, n, k, group):
+    arrays, w = files.gptq(rng, n, k, group, version=version)
+    config = GPTQ | {"group_size": group, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
+    assert check(config, arrays, w, bits=4, code="int").order is None
+
+
+def test_gptq_of_8_bits(rng):
+    arrays, w = files.gptq(rng, 12, 72, 32, bits=8)
+    check(GPTQ | {"bits": 8}, arrays, w, bits=8)
+    arrays, w = files.gptq(rng, 12, 72, 32, bits=8, symmetric=True)
+    assert check(GPTQ | {"bits": 8, "sym": True}, arrays, w).zero is None
+
+
+def test_gptq_with_inputs_in_the_order_of_activations(rng):
+    arrays, w = files.gptq(rng, 16, 128, 32, order=True)
+    weight = check(GPTQ | {"desc_act": True}, arrays, w)
+    assert weight.order is not None and not np.array_equal(weight.order, np.arange(128))
+    check(GPTQ, arrays, w)  # a stored order counts, whatever desc_act says
+
+
+@pytest.mark.parametrize(("label", "stored"), [("gptq", 7), ("gptq", 8), ("gptq_v2", 8), ("gptq_v2", 7)])
+def test_symmetric_gptq_has_the_middle_as_zero_whatever_is_stored(rng, label, stored):
+    arrays, w = files.gptq(rng, 16, 64, 32, symmetric=True, stored_zero=stored)
+    assert check(GPTQ | {"sym": True, "checkpoint_format": label}, arrays, w).zero is None
+
+
+def test_gptq_that_is_not_symmetric_keeps_a_stored_eight(rng):
+    arrays, _ = files.gptq(rng, 16, 64, 32, symmetric=True, stored_zero=8)
+    assert (read(GPTQ, arrays, (16, 64)).zero == 9).all()
+
+
+@pytest.mark.parametrize(("n", "k", "group"), [(16, 64, 32), (8, 100, 32), (32, 48, -1)])
+def test_awq(rng, n, k, group):
+    arrays, w = files.awq(rng, n, k, group)
+    check(AWQ | {"group_size": group}, arrays, w, bits=4)
+    short = {"quant_method": "awq", "w_bit": 4, "q_group_size": group}
+    check(short, arrays, w)
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 128), (130, 200), (7, 5)])
+def test_fp8_with_scales_of_blocks(rng, n, k):
+    arrays, w = files.fp8(rng, n, k, (128, 128))
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    check(config, arrays, w, code="e4m3", group=(128, 128 if k > 128 else 0))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (12,), (12, 1)])
+def test_fp8_with_scales_of_the_whole_or_of_outputs(rng, shape):
+    arrays, w = files.fp8(rng, 12, 20, name="weight_scale", shape=shape)
+    check({"quant_method": "fp8", "ignored_layers": ["lm_head"]}, arrays | {"input_scale": np.float32(1)}, w)
+
+
+def test_mxfp4_of_a_matrix_and_of_a_stack(rng):
+    arrays, w = files.mxfp4(rng, 6, 96)
+    check({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, arrays, w, code="e2m1", group=(1, 32))
+    arrays, w = files.mxfp4(rng, 6, 64, experts=3)
+    check({"quant_method": "mxfp4"}, arrays, w)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_modelopt(rng, is_nested):
+    def named(algorithm):
+        fields = {"quant_algo": algorithm}
+        return {"quantization": fields} if is_nested else {"quant_method": "modelopt"} | fields
+
+    arrays, w = files.fp8(rng, 12, 20, name="weight_scale")
+    check(named("FP8"), arrays | {"input_scale": np.float32(1)}, w)
+    arrays, w = files.nvfp4(rng, 12, 50, "modelopt")
+    check(named("NVFP4"), arrays, w, code="e2m1", group=(1, 16))
+    with pytest.raises(ValueError, match="pre_quant_scale"):
+        read(named("NVFP4"), arrays | {"pre_quant_scale": np.ones(50, np.float32)}, (12, 50))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(6, 128), (10, 96), (3, 40)])
+def test_bitsandbytes_of_4_bits(rng, nested, n, k):
+    arrays, w = files.nf4(rng, n, k, NF4, nested)
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    check(config, arrays, w, code="nf4")
+
+
+def test_bitsandbytes_of_8_bits(rng):
+    arrays, w = files.llm_int8(rng, 6, 40)
+    check({"quant_method": "bitsandbytes", "load_in_8bit": True}, arrays, w, bits=8)
+
+
+def groups(layout, targets=("Linear",), **weights):
+    return {"targets": list(targets), "format": layout, "weights": weights}
+
+
+def compressed(*tables, ignore=("lm_head",), layout="mixed-precision"):
+    named = {f"group_{i}": table for i, table in enumerate(tables)}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": named, "ignore": list(ignore)}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("n", "k", "group"), [(16, 128, 32), (13, 100, 32), (9, 21, None)])
+def test_packed_integers(rng, bits, symmetric, n, k, group):
+    arrays, w = files.packed(rng, n, k, group, bits=bits, symmetric=symmetric)
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    check(compressed(groups("pack-quantized", num_bits=bits, symmetric=symmetric, **strategy)), arrays, w, bits=bits)
+
+
+def test_packed_integers_in_the_order_of_activations(rng):
+    arrays, w = files.packed(rng, 16, 128, 32, symmetric=False, order=True)
+    weights = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32, "actorder": "group"}
+    assert check(compressed(groups("pack-quantized", **weights)), arrays, w).order is not None
+    arrays, w = files.packed(rng, 16, 128, 32, symmetric=False)
+    weight = check(compressed(groups("pack-quantized", **weights | {"actorder": "weight"})), arrays, w)
+    assert weight.order is None
+
+
+@pytest.mark.parametrize(("group", "symmetric"), [(None, True), (None, False), (32, True)])
+def test_integers_of_8_bits(rng, group, symmetric):
+    arrays, w = files.int8(rng, 9, 70, group, symmetric)
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    config = compressed(groups("int-quantized", num_bits=8, symmetric=symmetric, **strategy))
+    check(config, arrays, w, bits=8)
+
+
+def test_floats_of_8_bits(rng):
+    weights = {"num_bits": 8, "type": "float", "symmetric": True}
+    for shape, strategy in (((1,), "tensor"), ((12, 1), "channel")):
+        arrays, w = files.fp8(rng, 12, 20, name="weight_scale", shape=shape)
+        check(compressed(groups("float-quantized", strategy=strategy, **weights)), arrays, w, code="e4m3")
+    arrays, w = files.fp8(rng, 130, 200, (128, 128), name="weight_scale")
+    blocks = groups("float-quantized", strategy="block", block_structure=[128, 128], **weights)
+    check(compressed(blocks), arrays, w, group=(128, 128))
+    check(compressed(blocks | {"format": "naive-quantized"}), arrays, w)
+
+
+def test_codes_of_e2m1(rng):
+    arrays, w = files.nvfp4(rng, 12, 50, "compressed-tensors")
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    check(compressed(groups("nvfp4-pack-quantized", **weights)), arrays, w, code="e2m1", group=(1, 16))
+    arrays, w = files.mxfp4_packed(rng, 12, 80)
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    check(compressed(groups("mxfp4-pack-quantized", **weights)), arrays, w, code="e2m1", group=(1, 32))
+
+
+def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
+    by_class = groups("int-quantized", num_bits=8, strategy="channel")
+    by_pattern = groups("pack-quantized", ["re:.*down_proj"], num_bits=4, strategy="channel")
+    by_name = groups("pack-quantized", ["a.down_proj"], num_bits=8, strategy="channel")
+    how = scheme(**compressed(by_class, by_pattern, by_name, ignore=["lm_head", "re:.*gate$"]))
+
+    def bits(name):
+        linear = in_memory(name, (8, 64), {}, np.dtype(np.float32))
+        if not how.is_quantized(linear):
+            return None
+        group = how._group_of(name)
+        return group.format, group.bits
+
+    assert bits("a.up_proj") == ("int-quantized", 8)
+    assert bits("b.down_proj") == ("pack-quantized", 4)
+    assert bits("a.down_proj") == ("pack-quantized", 8)
+    assert bits("lm_head") is None and bits("mlp.gate") is None
+    assert bits("mlp.gate_proj") == ("int-quantized", 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quant_method.*aqlm"),
+        (GPTQ | {"bits": 3}, "bits.*4 or 8.*got 3"),
+        (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
+        (GPTQ | {"group_size": 0}, "group_size"),
+        (AWQ | {"version": "gemv"}, "version.*gemv"),
+        (AWQ | {"bits": 8}, "bits"),
+        (AWQ | {"zero_point": False}, "zero_point"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt.*e5m2"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+        (compressed(groups("marlin-24", num_bits=4)), "format.*marlin-24"),
+        (compressed(groups("pack-quantized", num_bits=3)), "num_bits"),
+        (compressed(groups("pack-quantized", num_bits=4, strategy="group")), "group_size"),
+        (compressed(groups("pack-quantized", num_bits=4, strategy="token")), "strategy.*token"),
+        (compressed(groups("pack-quantized", num_bits=4, strategy="channel", dynamic=True)), "weights.dynamic"),
+        (compressed(groups("pack-quantized", num_bits=4) | {"input_activations": {"actorder": "group"}}), "actorder"),
+        (compressed(groups("pack-quantized", num_bits=4) | {"output_activations": {"num_bits": 8}}), "output_act"),
+        (compressed(groups("pack-quantized", num_bits=4)) | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
+        (compressed(groups("pack-quantized", num_bits=4)) | {"transform_config": {"a": 1}}, "transform_config"),
+        (compressed(groups("pack-quantized", ["re:("], num_bits=4)), "targets.*re:"),
+        (compressed(), "config_groups"),
+    ],
+)
+def test_a_field_that_is_not_supported_is_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        scheme(**config)
+
+
+def damaged(name, change):
+    return lambda arrays: arrays | {name: change(arrays[name])}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda arrays: {k: v for k, v in arrays.items() if k != "scales"}, "m.scales is missing"),
+        (damaged("qweight", lambda x: x[:-1]), "m.qweight must have shape"),
+        (damaged("qzeros", lambda x: x[:, :1]), "m.qzeros must have shape"),
+        (damaged("scales", lambda x: x.astype(np.float64)), "m.scales must be of dtype"),
+        (damaged("scales", lambda x: np.where(x == x.max(), np.float16(np.nan), x)), "m.*finite"),
+        (damaged("scales", lambda x: np.where(x == x.max(), np.float16(0), x)), "m.*0"),
+        (damaged("g_idx", lambda x: np.zeros_like(x)), "m.g_idx must name groups of 32"),
+    ],
+)
+def test_a_damaged_matrix_is_named(rng, damage, message):
+    arrays, _ = files.gptq(rng, 16, 64, 32)
+    with pytest.raises(ValueError, match=message):
+        read(GPTQ, damage(arrays), (16, 64))
+
+
+def test_damaged_states_of_bitsandbytes(rng):
+    arrays, _ = files.nf4(rng, 6, 128, NF4, True)
+    state = "weight.quant_state.bitsandbytes__nf4"
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for content, message in ((b"{", "JSON"), (b'{"quant_type": "nf4"}', "blocksize"), (b"[]", "quant_type")):
+        with pytest.raises(ValueError, match=message):
+            read(config, arrays | {state: np.frombuffer(content, np.uint8)}, (6, 128))
+    with pytest.raises(ValueError, match="NF4"):
+        read(config, arrays | {"weight.quant_map": NF4[::-1].copy()}, (6, 128))
