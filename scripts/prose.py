@@ -43,7 +43,7 @@ COLUMNS = [*PHRASES, FIRST]
 _FIRST = re.compile(r"(?:^|[.!?][\"')*_]*\s)\s*[\"'(*_]*(?P<word>What|Of)\b")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _SPAN = re.compile(r"(`+)[^`]+\1")
-_LINK = re.compile(r"\]\([^)\s]*\)")
+_ADDRESS = re.compile(r"(?<=\]\()[^)\s]*(?=\))")
 _FENCE = re.compile(r"\s*(?:[*-]\s+)?(```+|~~~+)")
 _ITEM = re.compile(r"\s*(?:[*-]|\d+\.)\s+")
 _ENTRY = re.compile(r"\s*\*{0,2}\w+(?: \([^)]*\))?:\s+(?=\S)")
@@ -57,14 +57,20 @@ class Paragraph(NamedTuple):
     is_sentence: bool = True
 
     def text(self) -> str:
-        """Return the lines as one, with a placeholder for code and without the addresses of links."""
-        return " ".join(_plain(line) for _, line in self.lines)
+        """Return the lines as one."""
+        return " ".join(line.strip() for _, line in self.lines)
+
+    def words(self) -> str:
+        """Return the text with placeholders of the same length for code and the addresses of links."""
+        return _ADDRESS.sub(
+            lambda match: "_" * len(match[0]), _SPAN.sub(lambda match: "x" * len(match[0]), self.text())
+        )
 
     def line_at(self, offset: int) -> int:
         """Return the number of the line in which a place of the text lies."""
         starts = [0]
         for _, line in self.lines[:-1]:
-            starts.append(starts[-1] + len(_plain(line)) + 1)
+            starts.append(starts[-1] + len(line.strip()) + 1)
         return self.lines[bisect.bisect_right(starts, offset) - 1][0]
 
 
@@ -76,29 +82,25 @@ class Found(NamedTuple):
     sentence: str
 
 
-def _plain(line: str) -> str:
-    return _LINK.sub("]", _SPAN.sub("`code`", line.strip()))
-
-
 def num_words(paragraphs: Iterable[Paragraph]) -> int:
     """Count words; code in backticks is one word."""
-    return sum(len(_WORD.findall(paragraph.text())) for paragraph in paragraphs)
+    return sum(len(_WORD.findall(paragraph.words())) for paragraph in paragraphs)
 
 
 def find(paragraph: Paragraph) -> list[Found]:
     """Return the phrases of a paragraph in their order."""
-    text = paragraph.text()
-    places = [(match.start(), name) for name, phrase in PHRASES.items() for match in phrase.finditer(text)]
+    words = paragraph.words()
+    places = [(match.start(), name) for name, phrase in PHRASES.items() for match in phrase.finditer(words)]
     if paragraph.is_sentence:
-        places += [(match.start("word"), FIRST) for match in _FIRST.finditer(text)]
-    return [Found(name, paragraph.line_at(start), _sentence(text, start)) for start, name in sorted(places)]
-
-
-def _sentence(text: str, place: int) -> str:
-    """Return the sentence of a text in which a place lies."""
-    ends = [match.end() for match in re.finditer(r"[.!?](?=\s)", text)]
-    index = bisect.bisect_right(ends, place)
-    return text[ends[index - 1] if index else 0 : ends[index] if index < len(ends) else len(text)].strip()
+        places += [(match.start("word"), FIRST) for match in _FIRST.finditer(words)]
+    ends = [match.end() for match in re.finditer(r"[.!?](?=\s)", words)]
+    bounds = [0, *ends, len(words)]
+    found = []
+    for start, name in sorted(places):
+        index = bisect.bisect_right(ends, start)
+        sentence = paragraph.text()[bounds[index] : bounds[index + 1]].strip()
+        found.append(Found(name, paragraph.line_at(start), sentence))
+    return found
 
 
 def markdown(text: str) -> Iterator[Paragraph]:
