@@ -60,12 +60,12 @@ def accept(
     """Accept drafts.
 
     Args:
-        batch: what is verified, 1 <= K <= MAX_DRAFT_TOKENS.
-        statistics: of the rows of the batch. Those of rows after the first rejected draft may be missing.
+        batch: the rows to verify, 1 <= K <= MAX_DRAFT_TOKENS.
+        statistics: of the rows of the batch. Statistics of rows after the first rejected draft may be missing.
         options: pytree of arrays for the rule, which gets references to them.
         rule: (evidence, options) to the probability of accepting each draft. None is block verification, whose
             probabilities depend on the residuals.
-        in_parts: whether the statistics are those of all parts of a vocabulary, whose logits are then not given.
+        in_parts: whether the statistics cover all parts of a vocabulary, whose logits are then not given.
         num_warps: warps of each program.
         interpret: run the kernel interpreted, on any platform.
 
@@ -147,7 +147,7 @@ def _accept_kernel(inputs, out: Decision[Ref], *, rule, in_parts: bool):
 def _weigh(
     batch: Batch[Ref], statistics: Statistics[Ref], sequence: Array, lane: Array, in_parts: bool
 ) -> tuple[Array, Normalizer[Array], Normalizer[Array] | None, Evidence]:
-    """Return whether the sequence is greedy, the normalizers of its target and draft rows, and what a rule sees.
+    """Return whether the sequence is greedy, the normalizers of its target and draft rows, and the evidence for a rule.
 
     Rows past the drafts hold anything: to wait until it is known which they are would cost as much as to read them.
     """

@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a slot of a cache lies, and attention to one block of slots.
+"""Common parts of the attention kernels: where a slot of a cache lies, and attention to one block of slots.
 
 A cache is a pool of pages, [num_pages, page_size, kv heads, head size]. Slot s of a sequence lies in page
 `pages[sequence, s // page_size]`, at s % page_size. Without a table of pages, sequence b has page b alone.
@@ -44,7 +44,7 @@ class Cached(NamedTuple):
 
 
 class New(NamedTuple):
-    """References to what a call brings: queries, keys and values, and how queries and keys are turned."""
+    """References to the arrays of a call: queries, keys and values, and how queries and keys are turned."""
 
     heads_ref: Any  # [B, T, H + 2 kv heads, head size]: queries, then keys, then values
     rotation_ref: Any  # cosine and sine [B, T, head size / 2] float32, or None
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What some queries attended to so far, with exp2(score - top) as the weight of a value."""
+    """Running attention of some queries, with exp2(score - top) as the weight of a value."""
 
     total: Array  # [rows, lanes] float32, sum of the weighted values
     top: Array  # [rows] float32, largest score so far; scores are in units of log 2
@@ -182,7 +182,7 @@ def write_new(
     Tokens that do not exist, lie past the last slot or have no page are not stored.
 
     Args:
-        new: what the call brings.
+        new: the references to the arrays of the call.
         caches_out: references to the caches of keys and values.
         cached: where the slots lie.
         token: indices of the tokens.
@@ -229,7 +229,7 @@ def attend(
     """Attend from queries to one block of slots.
 
     Args:
-        so_far: what the queries attended to before.
+        so_far: the attention of the queries to earlier slots.
         heads: the queries [rows, lanes].
         keys: [N, lanes] of the slots.
         values: likewise.

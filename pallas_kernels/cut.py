@@ -34,7 +34,7 @@ _SUBNORMAL = 0x7FFFFF  # largest bit pattern of a subnormal float32
 
 
 class Limits(NamedTuple, Generic[Leaf]):
-    """What each row asks for: arrays outside a kernel, references inside it, and scalars once a row is chosen."""
+    """Limits of each row: arrays outside a kernel, references inside it, and scalars once a row is chosen."""
 
     temperature: Leaf | None  # [R], positive where anything is on; None is 1
     top_k: Leaf | None  # [R] int32, 0 where off
@@ -74,7 +74,7 @@ class Limits(NamedTuple, Generic[Leaf]):
 
 
 class _Blocks(NamedTuple, Generic[Leaf]):
-    """What launch 1 stores of the M blocks of each row, and of its N tiles, which hold some blocks each."""
+    """Outputs of launch 1 for the M blocks of each row and for its N tiles, which hold some blocks each."""
 
     top: Leaf  # [R, M] largest logit
     tile_top: Leaf | None  # [R, N] largest logit, in rows where top-p works on the whole row
@@ -104,7 +104,7 @@ class _Scratch(NamedTuple):
         """Append the values where `where` is true to the first `count`; return how many there would be if all fit."""
         position = count + jax.lax.cumsum(where.astype(jnp.int32)) - 1
         fits = where & (position < self.capacity)
-        # An interpreted kernel also stores what is masked out: it writes back what was there, here to the spare slot.
+        # An interpreted kernel also stores masked elements: it writes the old values back, here to the spare slot.
         plgpu.store(self.values.at[row, jnp.where(fits, position, self.capacity)], values, mask=fits)
         return count + jnp.sum(where.astype(jnp.float32)).astype(jnp.int32)
 
@@ -120,7 +120,7 @@ class _Scratch(NamedTuple):
 
 
 class _Found(NamedTuple, Generic[Leaf]):
-    """What launch 2 stores: its cuts, and the lists that it works with."""
+    """Outputs of launch 2: its cuts, and its lists of candidates."""
 
     cut: Leaf  # [R]; NaN where the whole row must be searched
     blocks: Leaf  # [R, C + 1] int32 indices of blocks
@@ -387,7 +387,7 @@ def _search_candidates(
         row_mass: function that gives the mass of the whole row.
 
     Returns:
-        A cut, and a logit: the cut is that of the row if this logit lies above `rest`.
+        A cut, and a logit: the cut holds for the whole row if this logit lies above `rest`.
     """
     cut = rest
     if limits.min_p is not None:

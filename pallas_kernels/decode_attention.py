@@ -1,8 +1,8 @@
 """Attention of a few new tokens a sequence to a cache, dense or in pages, which the kernel also writes, in place.
 
 The slots before the call are split among programs by the true length of each sequence, so that a long cache costs only
-what it holds and small batches still fill the device. The program of the last split also attends to the new tokens and
-writes them to the cache; the other programs read only slots before them. A second kernel joins the splits.
+its filled slots and small batches still fill the device. The program of the last split also attends to the new tokens
+and writes them to the cache; the other programs read only slots before them. A second kernel joins the splits.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ _MAX_NUMBERS = 64 * 128  # of the queries that one program holds
 
 
 class _Plan(NamedTuple):
-    """What is known of a call when it is traced."""
+    """Static properties of a call."""
 
     num_tokens: int
     group: int  # query heads of a kv head
@@ -107,8 +107,8 @@ def decode_attention(
         rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
         pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
             [0, num_pages) are not written.
-        tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, which tell
-            what a window hides. None is a chain: each sees those up to itself.
+        tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, by which a
+            window hides slots. None is a chain: each sees those up to itself.
         window: number of positions that a query sees, its own included; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
@@ -116,7 +116,7 @@ def decode_attention(
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
-        What the queries attended to [B, T, H, D], and the two caches.
+        The attention of the queries [B, T, H, D], and the two caches.
 
     Raises:
         NotImplementedError: for dtypes and sizes that the kernel does not take.

@@ -16,7 +16,7 @@ NUM_MULTIPROCESSORS = 132  # of an H200; a GPU with fewer or more of them runs t
 
 
 class Shaped(Protocol):
-    """What arrays, references and descriptions of outputs have in common."""
+    """Common attributes of arrays, references and descriptions of outputs."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -63,7 +63,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class _Places:
-    """What `at` is for references."""
+    """Indexer of references, like `at` of arrays."""
 
     joined: Joined
 
@@ -80,7 +80,7 @@ class _Places:
 
 
 class _Launch(NamedTuple):
-    """What is static of a launch. Equal launches on arrays of equal shapes are traced once."""
+    """Static parameters of a launch. Equal launches on arrays of equal shapes are traced once."""
 
     kernel: Callable[..., None]
     keywords: tuple[tuple[str, Any], ...]  # of the kernel
@@ -164,7 +164,7 @@ def shared_bytes() -> int:
 def is_last(arrivals: Any, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
     """Count this program as arrived; return whether it is the last of the sequence's programs to arrive.
 
-    The last one may read what the others stored before they arrived.
+    The last one may read the values that the others stored before they arrived.
 
     Args:
         arrivals: reference to [B] int32, zero before the first program arrives.

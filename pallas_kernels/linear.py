@@ -1,8 +1,8 @@
 """The product of one row with a matrix, with the norm before it and the gate or the sum after it, in one launch.
 
-The kernel is bound by memory: it reads the matrix once. A program computes one output at a time, and loads what the
-next output needs before it finishes this one. The norm of the input scales the sums at the end, so that no load waits
-for it.
+The kernel is bound by memory: it reads the matrix once. A program computes one output at a time, and loads the matrix
+block of the next output before it finishes this one. The norm of the input scales the sums at the end, so that no load
+waits for it.
 """
 
 from collections.abc import Callable

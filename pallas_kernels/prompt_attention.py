@@ -1,8 +1,8 @@
 """Attention of many new tokens a sequence to a cache, dense or in pages: for prompts.
 
 One kernel writes the new tokens to the cache, in place, and turns the queries. A program of the other holds a block of
-queries, those of one kv head for a few tokens, and walks over the slots that these tokens see, a block at a time. No
-score leaves the program, and no slot is read that no query of the block sees, so the length of the buffer costs
+queries, all queries of one kv head for a few tokens, and walks over the slots that these tokens see, a block at a time.
+No score leaves the program, and no slot is read that no query of the block sees, so the length of the buffer costs
 nothing.
 """
 
@@ -40,7 +40,7 @@ _SIZES = ((256, 8), (128, 4), (64, 4))  # queries and warps of a program, from t
 
 
 class _Plan(NamedTuple):
-    """What is known of a call when it is traced."""
+    """Static properties of a call."""
 
     num_tokens: int
     group: int  # query heads of a kv head
@@ -85,7 +85,7 @@ def prompt_attention(
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
-        What the queries attended to [B, T, H, D], and the two caches.
+        The attention of the queries [B, T, H, D], and the two caches.
 
     Raises:
         NotImplementedError: for dtypes and sizes that the kernel does not take.

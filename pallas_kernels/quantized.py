@@ -22,7 +22,7 @@ class Quantized(Generic[Leaf]):
     """A matrix [..., N, K] of codes q, which stands for W = (q - zero) scale, or for W = q scale + minimum.
 
     N are the outputs of a product and K its inputs, whatever the orientation of other matrices of a network is. Axes
-    before them are of stacked matrices, such as those of experts. The fields are arrays outside a kernel, and
+    before them are of stacked matrices, such as the matrices of experts. The fields are arrays outside a kernel, and
     references to these arrays inside. `specjax.models.quantized.pack` makes one.
     """
 

@@ -1,9 +1,9 @@
-"""Last launch of a verification: the token after the accepted drafts, and what the verification emits.
+"""Last launch of a verification: the token after the accepted drafts, and the outputs of the verification.
 
 The residual is summed in blocks of 512 tokens; a draw picks a block by inverse CDF, then a token in the block.
 
 The kernel is bound by memory. It reads one target row and one draft row of each sequence; under block verification it
-reads those of every prefix that may still be accepted. The last program of a sequence to finish its blocks draws the
+reads the rows of every prefix that may still be accepted. The last program of a sequence to finish its blocks draws the
 token and writes the verdict, which saves a launch.
 """
 
@@ -44,7 +44,7 @@ class _Inputs(NamedTuple, Generic[Leaf]):
     batch: Batch[Leaf]
     uniforms: Leaf  # [B, K + 2]
     decision: Decision[Leaf]
-    arrivals: Leaf | None  # [B]; None where other programs do not store what the last one reads
+    arrivals: Leaf | None  # [B]; None where the last program reads no results of other programs
 
 
 class _Masses(NamedTuple, Generic[Leaf]):
@@ -61,7 +61,7 @@ class _Masses(NamedTuple, Generic[Leaf]):
 class Candidates(NamedTuple, Generic[Leaf]):
     """The masses of the P blocks of the M rows of a decision, and the token that a draw from each block would give.
 
-    The blocks are those of a part of the vocabulary, or of all parts, one after the other.
+    The blocks cover a part of the vocabulary, or all parts, one after the other.
     """
 
     masses: _Masses[Leaf]
@@ -83,7 +83,7 @@ def recover(
     """Emit the accepted drafts and one more token.
 
     Args:
-        batch: what is verified, K >= 1.
+        batch: the rows to verify, K >= 1.
         statistics: of the rows of the batch.
         decision: how many drafts are accepted.
         recover_best: whether a rejected draft is replaced by the argmax of its row instead of a draw.
@@ -132,15 +132,15 @@ def candidates(
     num_warps: int = 4,
     interpret: bool = False,
 ) -> Candidates[Array]:
-    """Return what the blocks of a part of the vocabulary would give; `recover_candidate` chooses among all parts.
+    """Return the tokens that the blocks of a part of the vocabulary would give.
 
-    A draw from a block takes no number that depends on which block is drawn. So every block draws, and what the
-    devices have to tell each other fits one exchange.
+    A draw from a block takes no number that depends on which block is drawn. So every block draws, one exchange between
+    the devices suffices, and `recover_candidate` chooses among the blocks of all parts.
 
     The arguments that are not named here are as `recover` takes them.
 
     Args:
-        batch: what is verified, K >= 1, whose rows have `first_id`.
+        batch: the rows to verify, K >= 1, which have `first_id`.
         uniforms: [B, K+2] `Statistics.uniforms`.
         decision: how many drafts are accepted.
 
@@ -180,7 +180,7 @@ def recover_candidate(
     The arguments that are not named here are as `recover` takes them.
 
     Args:
-        batch: what is verified, of which the logits are not read.
+        batch: the rows to verify, whose logits are not read.
         uniforms: [B, K+2] `Statistics.uniforms`.
         decision: how many drafts are accepted.
         found: the candidates of all parts. Their logits are given where log-probabilities are wanted.
@@ -261,7 +261,7 @@ class _Source(NamedTuple):
 def _source(
     inputs: _Inputs[Ref], sequence: Array, row: Array, position: Array, *, recover_best: bool, interpret: bool
 ) -> _Source:
-    """Read what is known of a row of the decision, whose place in the target is `position`."""
+    """Read the statistics of a row of the decision, whose place in the target is `position`."""
     (tokens, _, _, target, draft), decision = inputs.batch, inputs.decision
     assert tokens is not None, "without drafts nothing is recovered"
 

@@ -98,7 +98,7 @@ class Batch(NamedTuple, Generic[Leaf]):
 
 
 class Verdict(NamedTuple, Generic[Leaf]):
-    """What the verification of a batch emits for its K+1 rows a sequence."""
+    """Outputs of the verification of a batch with K+1 rows a sequence."""
 
     tokens: Leaf  # [B, K+1] int32: accepted drafts, one more token, which is `marked`, then -1
     num_accepted: Leaf | None  # [B] int32 number of accepted drafts
@@ -228,7 +228,7 @@ def unmarked(token: Array) -> Array:
 def finite(top: Array) -> Array:
     """Return a maximum that can be subtracted from logits without giving NaN: 0 where it is infinite.
 
-    The maximum of no logits is -inf, and that of a row where one token takes all the mass may be inf.
+    The maximum of no logits is -inf, and a row where one token takes all the mass may have inf.
     """
     return jnp.where(jnp.abs(top) < jnp.inf, top, 0)
 

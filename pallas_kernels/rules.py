@@ -11,7 +11,7 @@ from jax import Array
 
 
 class Evidence(NamedTuple):
-    """What a rule knows of each draft."""
+    """Evidence for a rule: the log-probabilities of each draft."""
 
     log_prob: Array  # log-probability of the draft under the target
     draft_log_prob: Array  # log-probability under the draft distribution; 0 for deterministic drafts and greedy rows

@@ -117,7 +117,7 @@ def sample(
 
 
 class Draws(NamedTuple, Generic[Leaf]):
-    """What the rows would give if each had the ids of one part of the vocabulary alone."""
+    """Samples of the rows if each had the ids of one part of the vocabulary alone."""
 
     token: Leaf  # [B, T] float32, which has all ids
     score: Leaf  # [B, T] score of the token's block, relative to `top`; in greedy rows the largest logit
@@ -179,7 +179,7 @@ def choose_draws(batch: Batch[Array], parts: Draws[Joined], *, interpret: bool =
     """Emit what `sample` does, given the draws of all n parts.
 
     Args:
-        batch: what is verified, of which the logits are not read.
+        batch: the rows to verify, whose logits are not read.
         parts: arrays [B, n T] in place of [B, T].
         interpret: run the kernel interpreted, on any platform.
 
@@ -197,7 +197,7 @@ def choose_draws(batch: Batch[Array], parts: Draws[Joined], *, interpret: bool =
 def _outputs(
     shape: tuple[int, int], num_blocks: int, has_drafts: bool, log_probs: bool
 ) -> tuple[_Masses[jax.ShapeDtypeStruct], _Drawn[jax.ShapeDtypeStruct], Verdict[jax.ShapeDtypeStruct] | None]:
-    """Return the shapes and dtypes of what the two launches store for the rows [B, T]."""
+    """Return the shapes and dtypes of the outputs of the two launches for the rows [B, T]."""
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32) if log_probs else None
     counts = jax.ShapeDtypeStruct(shape[:1], jnp.int32) if has_drafts else None
@@ -207,7 +207,7 @@ def _outputs(
 
 
 def _is_needed(batch: Batch[Ref], sequence: Array, row: Array) -> tuple[Array | None, Array]:
-    """Return the number of drafts of the sequence, None without drafts, and whether the row is one of its own."""
+    """Return the number of drafts of the sequence, None without drafts, and whether the sequence has the row."""
     if batch.tokens is None:
         return None, row >= 0
     count = count_drafts(batch, sequence)
@@ -303,7 +303,7 @@ def _block_scores(
     log_masses: Array,
     first_block: Array | None = None,
 ) -> Array:
-    """Return the scores of blocks, whose noise is that of their places in the whole vocabulary."""
+    """Return the scores of blocks, whose noise follows from their places in the whole vocabulary."""
     block = jax.lax.iota(jnp.int32, tops.shape[0])
     if first_block is not None:
         block = first_block + block

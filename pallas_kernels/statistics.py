@@ -73,7 +73,7 @@ def row_statistics(
 
     Args:
         key_data: [2], [B, 2] or [B, K+1, 2] uint32, words of threefry keys.
-        batch: what is verified, K >= 1. The last target row of each sequence is not read.
+        batch: the rows to verify, K >= 1. The last target row of each sequence is not read.
         streams: numbers that name the random streams.
         part: the drafts whose rows are reduced; None for all of them.
         entropy: whether to fill `weighted`.

@@ -11,7 +11,7 @@ The script prints the tables of the README, each row as soon as it is measured; 
 
 * The time of a step is a slope of `specjax.generate`: the difference between LONG and SHORT steps, divided by the
   difference of their numbers. All steps continue one state.
-* With --parts, drafting, scoring and verifying are timed alone, each in a loop of its own. "Other" is the rest of the
+* With --parts, drafting, scoring and verifying are timed alone, each in a separate loop. "Other" is the rest of the
   step.
 * A step costs the same whatever it accepts, so tokens/s at an acceptance rate are the expected tokens of a step divided
   by its time. With --parts, the JSON also holds the tokens/s that a short run with `verifiers.synthetic` reached.

@@ -10,7 +10,7 @@ The script prints each row as soon as it is measured; the last command is the qu
 
 * Verification is `verifiers.rejection` of sampled drafts in bfloat16, on one device and with parts of the vocabulary on
   all of them. On a GPU it runs by the kernels and, on all devices, also by XLA.
-* Steps and prompts are those of `bench_decode.py` and `bench_prefill.py`, with weights that the devices share. The
+* It times the steps and prompts of `bench_decode.py` and `bench_prefill.py`, with weights that the devices share. The
   random weights are made where they stay, so that a model may be larger than one device. The draft is whole on each.
 * With --one, steps and prompts of one device are measured too; the model must fit it.
 """

@@ -82,7 +82,7 @@ def tokens_per_second(
 
 
 def drafters(family: Path, target: Model, num_drafts: int) -> dict[str, tuple[Model, Proposer]]:
-    """Return the drafters of a family by their names, each with the target that gives what it reads."""
+    """Return the drafters of a family by their names, each with the target that gives its features."""
     draft = proposers.draft_model(models.load(family / "draft"), num_drafts)
     found: dict[str, tuple[Model, Proposer]] = {"draft": (target, draft)}
     for directory in sorted(path.parent for path in family.glob("*/config.json")):

@@ -7,8 +7,8 @@
 The script prints each row as soon as it is measured. Models are made once, engines once for each setting. The parts:
 
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
-  loop, or at the rates of --arrivals. Clients are streams: they see each token as its text becomes certain. With random weights they see ids alone,
-  because most of their tokens have no text in the tokenizer of the embedded family.
+  loop, or at the rates of --arrivals. Clients are streams: they see each token as its text becomes certain. With random
+  weights they see ids alone, because most of their tokens have no text in the tokenizer of the embedded family.
 * sizes: closed loops of a few streams by an engine of as many slots as for loads, against an engine of as many slots as
   there are streams.
 * full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
@@ -82,7 +82,7 @@ prefill = jax.jit(decode.prefill, static_argnames="max_length")
 
 
 class Setting(NamedTuple):
-    """What is measured with a preset."""
+    """Sizes of the measurements with a preset."""
 
     num_drafts: int
     num_slots: int  # of the engine for loads
@@ -97,7 +97,7 @@ class Setting(NamedTuple):
     arrivals: tuple[float, ...] = ()  # Poisson arrivals a second; none: a share of the capacity of the largest loop
 
 
-# The longest mixed lengths are those of full batches together, so that both have the same programs.
+# The longest mixed lengths together are as long as a full batch, so that both have the same programs.
 SETTINGS = {
     "embedded": Setting(4, 8, (1, 4, 8), (16, 64), (32, 128), ((8, 4, None), (8, 0, None)), (64, 128), 1024),
     "8b-1b": Setting(
@@ -173,7 +173,7 @@ class Bench:
             with engine:
                 self.compile_s = time.perf_counter() - start
                 print(f"an engine of {num_slots} slots started in {self.compile_s:.1f} s", file=sys.stderr)
-                engine.submit([1, 2, 3], SamplingParams(max_tokens=2)).result()  # what is done once is done
+                engine.submit([1, 2, 3], SamplingParams(max_tokens=2)).result()  # caches and programs exist now
                 yield engine
         finally:
             del engine
@@ -189,7 +189,7 @@ class Bench:
 
     @contextmanager
     def measured(self, engine: specjax.Engine, row: dict[str, Any]) -> Iterator[None]:
-        """Add to a row what the engine did in the block: compilations, and pages that are still in use."""
+        """Add to a row the compilations of the engine in the block, and pages that are still in use."""
         before = self.compilations.number
         yield
         pages = wait_for_the_end(engine).pages
@@ -327,7 +327,7 @@ def loads(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def loop(bench: Bench, engine: specjax.Engine, works: Sequence[Work], concurrency: int, row: dict[str, Any]) -> Load:
-    """Return what a closed loop gave, of fewer requests where there are fewer streams."""
+    """Return the results of a closed loop, with fewer requests where there are fewer streams."""
     setting = bench.setting
     some = works[: max(concurrency * 2, setting.requests * concurrency // setting.concurrency[-1])]
     with bench.measured(engine, row):
@@ -351,7 +351,7 @@ def sizes(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def full(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield rows with the speed of full batches of equal lengths, and that of `specjax.generate`."""
+    """Yield rows with the speed of full batches of equal lengths, and the speed of `specjax.generate`."""
     prompt, output = bench.setting.full_lengths
     for num_slots, num_drafts, rate in bench.setting.full:
         works = make_works(num_slots, (prompt, prompt), (output, output), bench.source)
@@ -371,7 +371,7 @@ def full(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def static(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield a row with the speed of mixed lengths, and that of static batches."""
+    """Yield a row with the speed of mixed lengths, and the speed of static batches."""
     setting = bench.setting
     size, max_length = setting.num_slots, setting.prompts[1] + setting.outputs[1]
     number = max(size, 4 * setting.requests // size * size)  # long enough for its end to count little
@@ -481,7 +481,7 @@ def gap(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def waits_of_device(profile: Any) -> dict[str, float]:
-    """Return the share of a profile in which the device does nothing, and that of waits of more than GAP."""
+    """Return the share of a profile in which the device does nothing, and the share of waits of more than GAP."""
     spans = sorted(
         (event.start_ns, event.end_ns)
         for plane in profile.planes

@@ -7,7 +7,7 @@
 A row is BxP or BxP@S: B prompts of P tokens, in a cache of S slots a row (P where it is left out). The script prints
 each row as soon as it is measured.
 
-* The time is that of `specjax.prompts.feed` into a cache that exists: the median of REPEATS times RUNS runs in a row,
+* It times `specjax.prompts.feed` into a cache that exists: the median of REPEATS times RUNS runs in a row,
   each of which feeds the same slots. Long rows run once.
 * With --pages, the same prompts also go through pools of pages of these sizes, with a table in random order.
 * With --peers, transformers with its SDPA attention feeds a model of the same shape, in the same run, where it fits.

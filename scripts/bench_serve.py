@@ -4,7 +4,7 @@
     python scripts/bench_serve.py --url http://127.0.0.1:8000
     python scripts/bench_serve.py --url http://127.0.0.1:8000 --concurrency 1 8 64 --prompts 256 768 --outputs 128 384
 
-The load is that of `bench_engine.py`, and so is the table: requests of mixed lengths as streams of /v1/completions, in
+The load and the table are the same as in `bench_engine.py`: requests of mixed lengths as streams of /v1/completions, in
 closed loops and with Poisson arrivals at 70 % of the capacity of the largest loop. Prompts are random token ids, so
 that every server gets the same work. The clients take a core of their own where the server leaves one.
 `random_checkpoint.py` writes a model of real size for a server.
@@ -33,7 +33,7 @@ class Client:
 
     Args:
         url: of the server, http://HOST:PORT.
-        api_key: what the server wants as a bearer token, or None.
+        api_key: the server's bearer token, or None.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -108,7 +108,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 def counts_of(event: dict[str, Any]) -> dict[str, int]:
-    """Return the counts of tokens in the last event of a stream, those of drafts where the server says them."""
+    """Return the counts of tokens in the last event of a stream, with counts of drafts where the server sends them."""
     counts = {"num_tokens": event["usage"]["completion_tokens"]}
     drafts = (event.get("metrics") or {}).get("speculative_decoding")
     if drafts:
@@ -143,7 +143,7 @@ def main() -> None:
     source = np.random.default_rng(0).integers(1, args.vocab_size, SOURCE)
     works = make_works(args.requests, tuple(args.prompts), tuple(args.outputs), source, shared=args.shared)
     send = client.sender(name)
-    asyncio.run(closed_loop(send, works[:1], 1))  # what the server does once is done
+    asyncio.run(closed_loop(send, works[:1], 1))  # the server has compiled its programs
     print(f"{args.url}, model {name}, prompts of {args.prompts} tokens, answers of {args.outputs}.\n\n{header()}")
     rows, rate = [], math.nan
     for concurrency in (*args.concurrency, None):

@@ -91,7 +91,7 @@ def find(name: str, entry: dict[str, str], tier: str, programs: str) -> str:
 
 
 def write_page(table: dict[str, dict[str, str]], found: dict[str, str]) -> None:
-    """Write the page, with what it said before of breaks that were not tried now."""
+    """Write the page, and keep its entries of breaks that were not tried now."""
     before = {}
     if PAGE.exists():
         before = dict(re.findall(r"^\| `(\w+)` \|.* \| (.*) \|$", PAGE.read_text(), flags=re.MULTILINE))

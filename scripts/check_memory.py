@@ -5,9 +5,9 @@
     compute-sanitizer --tool memcheck python scripts/check_memory.py out-of-bounds
 
 The first command must end with "0 errors". The last one runs a kernel that reads far past the end of its operand and
-must find errors: it shows that the tool sees the kernels. Results are compared with those of XLA or NumPy, too. Each
-array is an allocation of its own, or what lies after one would be memory of the next. On a CPU kernels are interpreted,
-which only shows that the script works.
+must find errors: it shows that the tool sees the kernels. Results are compared with XLA or NumPy, too. Each array is a
+separate allocation, or the memory after one array would belong to the next. On a CPU kernels are interpreted, which
+only shows that the script works.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Use the page of a server in a headless chromium, as a visitor does, and say what is wrong with it.
+"""Use the page of a server in a headless chromium, as a visitor does, and report its faults.
 
     specjax serve --port 8000 --api-key secret &
     scripts/check_page.py http://127.0.0.1:8000 --api-key secret --screenshots docs
@@ -172,7 +172,7 @@ def find_browser() -> str | None:
 
 
 def check(browser: Browser, url: str, key: str | None, screenshots: Path | None) -> list[str]:
-    """Use the page, and return what is wrong."""
+    """Use the page, and return its faults."""
     browser.resize(DESKTOP)
     browser.send("Page.navigate", url=url)
     wrong = [] if key is None else check_key(browser, key)
@@ -206,7 +206,7 @@ def check_key(browser: Browser, key: str) -> list[str]:
 
 
 def check_generation(browser: Browser, num_drafts: int, is_chat: bool) -> list[str]:
-    """Generate two texts or answers of a chat, and look at what is said of them."""
+    """Generate two texts or answers of a chat, and check the figures beside them."""
     browser.run('document.querySelector(".example").click()')
     prompt = browser.run('$("prompt").value')
     wrong = [] if prompt else ["an example should become the prompt"]

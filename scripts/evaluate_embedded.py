@@ -4,10 +4,10 @@
     python scripts/evaluate_embedded.py --family DIR --num-prompts 8 --max-tokens 64
 
 All text comes from the modules that no model of the family has seen. The target is judged by its loss on them, and by
-what it writes at temperature 0.8 after beginnings of their functions and classes: the share that parses up to the last
-complete statement, and the share that repeats itself. Drafters are the checkpoint draft/ and every directory beside it
-with a drafter on the target's features; their mean acceptance length is measured after held-out text, one step from
-each of many places, and on what the target itself goes on to write.
+the text that it writes at temperature 0.8 after beginnings of their functions and classes: the share that parses up to
+the last complete statement, and the share that repeats itself. Drafters are the checkpoint draft/ and every directory
+beside it with a drafter on the target's features; their mean acceptance length is measured after held-out text, one
+step from each of many places, and on text that the target itself writes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from specjax import SamplingParams, models, training
 PROMPT = 48  # tokens of a beginning
 PLACES = 256  # places of held-out text from which one step is taken
 CONTEXT = 128  # tokens before each
-RUN, TIMES = 8, 4  # a run of so many tokens that stands so many times is a repetition
+RUN, TIMES = 8, 4  # a repetition is a run of RUN tokens that stands TIMES times
 NUM_DRAFTS = 4
 
 

@@ -34,7 +34,7 @@ FIELDS = """
     model stream_options guided_regex guided_json guided_choice response_format ignore_eos suffix no_such_field messages
 """.split()  # noqa: SIM905
 PATTERNS = ["[0-9]{3}", "(a+)+b", "(", "a|b|c", "(a|b)*a(a|b){10}", "", "\\d", "[^a]*"]
-STATUSES = {200, 400, 404, 405, 408, 413, 415, 429, 431, 503}  # what a server may answer
+STATUSES = {200, 400, 404, 405, 408, 413, 415, 429, 431, 503}  # the statuses that a server may answer
 Answer = tuple[int, bytes]
 
 
@@ -121,7 +121,7 @@ async def ask(port: int, content: bytes, leaves_after: float | None = None) -> A
 
 
 def problem_of(kind: str, sent: bytes, answer: Answer) -> str | None:
-    """Return what is wrong with an answer."""
+    """Return the fault of an answer, None without one."""
     status, body = answer
     if status not in STATUSES:
         return f"status {status}"
@@ -147,7 +147,7 @@ async def known_text(port: int) -> str:
 
 
 async def attack(port: int, num_requests: int, seed: int, pids: list[int]) -> list[str]:
-    """Send the requests, print what happened, and return what is wrong."""
+    """Send the requests, print the outcomes, and return the faults."""
     expected, statuses, wrong = await known_text(port), Counter(), []
     numbers, memory = iter(range(num_requests)), []
 
@@ -252,7 +252,7 @@ async def hold_up(port: int) -> list[str]:
 
 
 async def check_idle(port: int) -> list[str]:
-    """Return what is still in use some time after the last request."""
+    """Return the resources that are still in use some time after the last request."""
     used: dict[str, float] = {}
     for _ in range(100):
         answer = await ask(port, head("GET", "/metrics", 0))

@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a client saw of one request."""
+    """Times and tokens of one request, as its client saw them."""
 
     start: float
     times: list[float]  # when tokens came
@@ -51,7 +51,7 @@ class Trace(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What the clients of a load saw, and how long all of it took."""
+    """Results of the clients of a load, and the duration of the load."""
 
     traces: list[Trace]
     seconds: float

@@ -3,7 +3,7 @@
 
     scripts/load_replicas.py --replicas 2 --requests 200
 
-It starts a Ray of its own on this machine. Every request is seeded, so its text is known: each answer must be that
+It starts a separate Ray on this machine. Every request is seeded, so its text is known: each answer must be that
 text, or an error object, or a stream that ends with an error event. Then Ray must have replaced the replica that was
 killed, all requests must succeed again, and no slot may be in use.
 """
@@ -41,7 +41,7 @@ def body_of(number: int) -> dict[str, Any]:
 
 
 async def answer_to(port: int, number: int) -> tuple[str, str]:
-    """Send a request, and return what came of it: a word, and the text or what is wrong."""
+    """Send a request, and return its outcome: a word, and the text or the fault."""
     sent = json.dumps(body_of(number)).encode()
     try:
         answer = await ask(port, head("POST", "/v1/completions", len(sent)) + sent)
@@ -66,7 +66,7 @@ async def answer_to(port: int, number: int) -> tuple[str, str]:
 async def load(
     port: int, num_requests: int, num_clients: int, texts: list[str], kill: Callable[[], None] | None = None
 ):
-    """Send requests, `kill` when a third of them have been sent, print what came, and return what is wrong."""
+    """Send requests, `kill` when a third of them have been sent, print the outcomes, and return the faults."""
     numbers, outcomes, wrong, last_error = iter(range(num_requests)), Counter(), [], 0.0
     start, slowest = time.monotonic(), 0.0
 
@@ -96,7 +96,7 @@ async def load(
 
 
 async def check_idle(port: int) -> list[str]:
-    """Return what is still in use some time after the last request."""
+    """Return the resources that are still in use some time after the last request."""
     found: list[str] = []
     for _ in range(50):
         answer = await ask(port, head("GET", "/metrics", 0))
@@ -120,7 +120,7 @@ def wait_for_replicas(process_ids: Callable[[], list[int]], number: int) -> floa
 
 
 def run(port: int, args: argparse.Namespace) -> list[str]:
-    """Run the loads and return what is wrong."""
+    """Run the loads and return their faults."""
     replicas = serve.get_deployment_handle("Replica", "load")
 
     def process_ids() -> list[int]:

@@ -1,4 +1,4 @@
-"""Print what the running interpreter lacks, or has too old, of what an extra of this project requires.
+"""Print the requirements of an extra of this project that the running interpreter lacks or has too old.
 
 The exit code is 1 where that is anything. The linter does not count, as no test needs it.
 """

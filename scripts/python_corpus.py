@@ -1,8 +1,8 @@
 """Python source to train on: the standard library, and installed packages whose licence permits it.
 
-A package counts where its metadata names a permissive licence. Of all files, those are left out that do not parse, that
-look generated or like tables, that are tests of a package or of others whom it holds a copy of, or most of whose lines
-stood in an earlier file.
+A package counts where its metadata names a permissive licence. The corpus leaves files out that do not parse, that look
+generated or like tables, that are tests of a package or of others whom it holds a copy of, or most of whose lines stood
+in an earlier file.
 """
 
 import ast
@@ -46,11 +46,11 @@ MAX_LINE = 200  # characters of its longest line
 MAX_DIGITS = 0.12  # share of its characters: more is a table
 MAX_SEEN = 0.5  # share of its longer lines that stood in earlier files
 FILES_PER_CALL = 64  # files that another process reads at a time
-OVERLAP = 50  # a run of so many tokens in common with a held-out module excludes a file
+OVERLAP = 50  # a file goes if it shares a run of this many tokens with a held-out module
 
 
 class Source(NamedTuple):
-    """What the corpus holds of one package."""
+    """Text of one package in the corpus."""
 
     name: str
     version: str
@@ -83,7 +83,7 @@ def licence_of(package: metadata.PackageMetadata) -> str | None:
 def package_sources(path: Sequence[str]) -> list[Source]:
     """Return the packages of permissive licences in some folders with their Python files, in the order of their names.
 
-    Of a package that is in several folders, the last one counts.
+    If a package is in several folders, the last one counts.
     """
     sources = {}
     for package in metadata.distributions(path=path):
@@ -96,7 +96,7 @@ def package_sources(path: Sequence[str]) -> list[Source]:
 
 
 def version_of(stdlib: Path) -> str:
-    """Return the version of a standard library by its folder, as in lib/python3.11, or else that of this Python."""
+    """Return the version of a standard library by its folder, as in lib/python3.11, or else of this Python."""
     named = re.fullmatch(r"python(\d+\.\d+)t?", stdlib.name)
     return named[1] if named else sysconfig.get_python_version()
 
@@ -157,10 +157,10 @@ def read_corpus(
     """Read and filter all sources.
 
     Args:
-        stdlib: directory of the standard library; None is that of this Python.
+        stdlib: directory of the standard library; None is the library of this Python.
         site: directory of packages that belong to the corpus, as `pip install --target` fills; None is none.
         packages: whether installed packages belong to it. One that is in `site`, too, is taken as installed.
-        validation_share: one package, or one file of the standard library, of so many is for validation.
+        validation_share: one package, or one file of the standard library, in this number is for validation.
 
     Returns:
         The corpus. The held-out modules are whole, whatever the filters say.

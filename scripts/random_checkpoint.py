@@ -4,7 +4,7 @@
     specjax serve --model build/8b --num-slots 64 --max-length 2048 --name 8b &
     python scripts/bench_serve.py --vocab-size 128000 --concurrency 64
 
-Its tokens are the words "0", "1" and so on, so that every one has text. Files are those of a Llama checkpoint.
+Its tokens are the words "0", "1" and so on, so that every one has text. It writes the files of a Llama checkpoint.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python scripts/train_draft.py --kind eagle3 --data FILES --out DIR
     python scripts/train_draft.py --target CHECKPOINT --kind dspark --data FILES --out DIR --layout speculators
 
-The target's distribution at every token is what the drafter learns. A twentieth of the documents, at least one, is
+The drafter learns the target's distribution at every token. A twentieth of the documents, at least one, is
 held out; on them the script measures the mean acceptance length as it goes. `--out` becomes a directory that
 `specjax.LLM(target, draft=DIR)` and `proposers.load` take. A run that was killed goes on where it was when the same
 command is given again. As many local devices share a batch as divide it.
@@ -49,22 +49,22 @@ LOSSES = {
     "total_variation": losses.total_variation,
 }
 READS_TEXT = ("text_and_variation",)
-DECAY = 0.8  # weight of a step in the loss, in that of the step before
+DECAY = 0.8  # weight of a step in the loss, relative to the step before
 NUM_LAYERS = {"eagle3": 1, "p_eagle": 2, "dflash": 2, "dspark": 2}
 KEEP = 0.7  # of the tokens after which P-EAGLE learns one draft, the share after which it learns one more
 MARKOV_RANK = 64  # numbers by which the token before a draft of DSpark changes its logits
 CLIP = 1.0  # largest norm of a gradient
 MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
 WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
-HELD_OUT = 20  # one document of so many is held out
+HELD_OUT = 20  # one document in this number is held out
 PROMPT = 64  # tokens of held-out text before a measured step
 SAMPLE = 192  # tokens of a continuation by the target
-DATA = "data.npz"  # in the state of a run, what it trains and measures on
+DATA = "data.npz"  # in the state of a run, its tokens for training and measuring
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one kind of drafter adds to the loop; params are those of the drafter, trained and frozen."""
+    """Functions of one kind of drafter for the loop; params are the drafter's parameters, trained and frozen."""
 
     name: str  # one of KINDS
     num_draft_tokens: int
@@ -367,7 +367,7 @@ def pieces(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def measure(target: Model, proposer: Proposer, prompts: list[list[int]], max_tokens: int | None = None) -> list[float]:
     """Return mean acceptance lengths at temperatures 0 and 0.8.
 
-    They are those of one step after held-out text, or of `max_tokens` tokens that the target goes on with.
+    The drafts follow held-out text in one step, or stand in `max_tokens` tokens that the target goes on with.
     """
     lengths = []
     for temperature in (0.0, 0.8):
@@ -420,7 +420,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def read_data(args: argparse.Namespace, vocab_size: int) -> tuple[Batch, list[list[int]], np.ndarray]:
-    """Return packed rows, held-out prompts and the counts of tokens, or what an earlier run made of them."""
+    """Return packed rows, held-out prompts and the counts of tokens, or load them from an earlier run."""
     path = args.out / "state" / DATA
     if not path.is_file():
         tokenizer = Checkpoint(args.target).tokenizer()

@@ -4,7 +4,7 @@
     python scripts/evaluate_embedded.py
 
 The script writes Hugging Face checkpoints into `--out` and prints losses on held-out modules as it goes. It ends after
-`--minutes`: learning rates follow the clock. It is meant for one GPU. What it knows is kept in `--work`, so a run that
+`--minutes`: learning rates follow the clock. It is meant for one GPU. It keeps its state in `--work`, so a run that
 was cut off goes on where it was when the same command is given again, and the latest target is always in `--out`.
 
 The corpus is the standard library and the installed packages of permissive licences, which `sources.json` lists; files
@@ -61,19 +61,19 @@ DRAFT = DecoderConfig(
 )
 TARGET_RATE, CALM_RATE, DRAFT_RATE = 3e-3, 2e-4, 3e-3  # peak learning rates
 WARM_UP, DECAY, LONG = 200, 0.5, 0.8  # steps of rising rates; share of the time when they begin to fall, rows to grow
-RUN, TIMES = 8, 2  # the target shall not say a run of so many tokens when it stood so many times before
+RUN, TIMES = 8, 2  # the target shall not say a run of RUN tokens when it stood TIMES times before
 REPEATED_WEIGHT = 2.0  # weight of the unlikelihood of a token that it shall not say; the divergence at others has 1
 GREEDY_SHARE = 0.125  # of the continuations in which the target learns not to repeat itself; the draft sees half
 STDLIB_SHARE, START_SHARE = 0.12, 0.2  # of the crops: from the standard library; from the first token of a document
 TEXT_WEIGHT = 0.1  # weight of the text's cross entropy in the draft's loss; the divergence from the target has the rest
 CROP, SAMPLE = 512, 256  # tokens per row in most training batches, and tokens per continuation of the target
-MAX_VALIDATION = 1 << 18  # tokens, those of the standard library first
+MAX_VALIDATION = 1 << 18  # tokens, with the standard library first
 STEPS_PER_CALL = 50  # steps between looks at the clock
 SECONDS_PER_SAVE = 45
 ROWS_PER_CALL = 2048  # continuations sampled in one call, limited by the memory of their cache
 MAX_SHARD_BYTES = 14_000_000  # maximum size of a safetensors file
 SHARES = {"target": 0.38, "calm": 0.08, "draft": 0.18, "eagle3": 0.18, "dflash": 0.18}  # of the minutes
-HEAD_RATE, HEAD_DRAFTS, HEAD_ANCHORS, HEAD_EVERY = 2e-3, 4, 64, 200  # of heads; the anchors are those of a row
+HEAD_RATE, HEAD_DRAFTS, HEAD_ANCHORS, HEAD_EVERY = 2e-3, 4, 64, 200  # of heads, with the anchors of one row
 
 
 class Texts(NamedTuple):
@@ -87,7 +87,7 @@ class Texts(NamedTuple):
 
 
 def read_texts(args: argparse.Namespace, tokenizer: Tokenizer, log: Callable[[str], None]) -> Texts:
-    """Read, filter and encode the corpus, or load what an earlier run made of it; write sources.json."""
+    """Read, filter and encode the corpus, or load it from an earlier run; write sources.json."""
     path = args.work / "corpus.npz"
     if path.is_file():
         return Texts(*(jnp.asarray(x) for x in np.load(path).values()))
@@ -201,8 +201,9 @@ def calm_loss(
 ) -> Array:
     """Return the loss by which a target learns not to repeat itself, and to stay as it is in all else.
 
-    It is the unlikelihood of what the target repeats too often in its own continuations, as Welleck et al. (2019) train
-    sequences, and the divergence KL(before || target) at all other tokens, of these and of as many rows of text.
+    It is the unlikelihood of tokens that the target repeats too often in its own continuations, as Welleck et al.
+    (2019) train sequences, and the divergence KL(before || target) at all other tokens, of these and of as many rows of
+    text.
 
     Args:
         params: of the target, float32.
@@ -288,7 +289,7 @@ class Stage(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What training goes on from."""
+    """State from which training goes on."""
 
     params: PyTree  # float32
     optimizer: PyTree
@@ -524,7 +525,7 @@ def continuations(target: Model, key: Array, texts: Texts, num_rows: int, greedy
 
 
 def sample_continuations(target: Model, texts: Texts, num_samples: int, path: Path) -> Array:
-    """Sample continuations [num_samples, SAMPLE+1] uint16 by the target, or load those of `path`."""
+    """Sample continuations [num_samples, SAMPLE+1] uint16 by the target, or load the continuations of `path`."""
     if path.is_file():
         return jnp.asarray(np.load(path))
     num_rows = min(num_samples, ROWS_PER_CALL)

@@ -3,9 +3,9 @@
     python scripts/tune_attention.py
     python scripts/tune_attention.py --pages 64 --few 64x1x4096 --many
 
-A row is BxTxC: B sequences, T new tokens each, C slots before them. The time is that of one call in a loop on the
-device, which passes the caches on, so that they are written in place. Few tokens are bound by the bytes of the cache,
-many by the products: the script prints TB/s and TFLOP/s.
+A row is BxTxC: B sequences, T new tokens each, C slots before them. It times one call in a loop on the device, which
+passes the caches on, so that they are written in place. Few tokens are bound by the bytes of the cache, many by the
+products: the script prints TB/s and TFLOP/s.
 """
 
 import argparse

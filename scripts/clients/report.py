@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-URL, MODEL, FOLDER = sys.argv[1:]  # of the server; what it calls its model; for files
+URL, MODEL, FOLDER = sys.argv[1:]  # of the server; the name of its model; for files
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 
 
