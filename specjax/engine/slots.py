@@ -11,10 +11,11 @@ token, and then its first step writes them again. What else a proposer keeps of 
 comes between the last chunk and `insert`.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from specjax.sampling.guided.tables import Guide
 from specjax.types import NO_PAGE, Array, Context, Memory, Model, ModelInput, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
 
-COMPILED_AT_A_TIME = 2  # programs, while others are traced
+COMPILED_AT_A_TIME = min(4, os.cpu_count() or 1)  # programs, while others are traced
 NAMES_OF_USES = {GREEDY: "greedy", CUT: "temperatures and cuts", EVERYTHING: "all parameters"}
 
 
@@ -496,24 +497,24 @@ class Slots:
 
     @contextmanager
     def compiling_steps(self, making: Callable[..., AbstractContextManager]) -> Iterator[None]:
-        """Compile the programs of `step`, on CPUs in other threads while the context does something else.
+        """Compile the programs of `step` in other threads, on CPUs while the context does something else.
 
         Args:
             making: function of the name of a program, and of the seconds that it has taken, which returns a context for
                 what is left of the compilation, such as `Programs.making`.
         """
-        # Elsewhere a first run prepares more, compilers measure on the device, and processes need one order.
-        if jax.default_backend() != "cpu" or jax.process_count() > 1:
+        if jax.process_count() > 1:  # processes need one order
             yield
-            for use, log_probs, num_draft_tokens, rows in self._steps():
-                with making(self._name_of_step(use, log_probs, num_draft_tokens, rows)):
-                    self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
+            self._run_steps(making)
             return
 
         def compile_step(name: str, lowered: jax.stages.Lowered, seconds: float) -> None:
             with making(name, seconds):
                 lowered.compile()
 
+        on_cpu = jax.default_backend() == "cpu"
+        if not on_cpu:  # a compiler for GPUs measures kernels on the device, where nothing else may run meanwhile
+            yield
         with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
             compiled = []
             for each in self._steps():
@@ -522,9 +523,18 @@ class Slots:
                 lowered = _step.lower(*arguments, **options)
                 seconds = time.perf_counter() - start
                 compiled.append(executor.submit(compile_step, self._name_of_step(*each), lowered, seconds))
-            yield
+            if on_cpu:
+                yield
             for future in compiled:
                 future.result()
+        if not on_cpu:  # a first run prepares more
+            self._run_steps(lambda name: nullcontext())
+
+    def _run_steps(self, making: Callable[[str], AbstractContextManager]) -> None:
+        """Run each program of `step` once."""
+        for use, log_probs, num_draft_tokens, rows in self._steps():
+            with making(self._name_of_step(use, log_probs, num_draft_tokens, rows)):
+                self.step(use, log_probs=log_probs, num_draft_tokens=num_draft_tokens, rows=rows)
 
     def _name_of_step(self, use: int, log_probs: bool, num_draft_tokens: int, rows: np.ndarray | None) -> str:
         size = self.num_slots if rows is None else len(rows)
