@@ -3,7 +3,7 @@ import gc
 import os
 import tempfile
 
-# Several processes share a GPU: each takes of its memory what it needs, when it does.
+# Several processes share a GPU: each takes memory as it needs it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The processes of a run, and those that tests start, share what they compile, in a folder that goes when the run ends.
 # Where a folder is given it stays, and later runs find what this one compiled.

@@ -1,4 +1,4 @@
-"""What tests of drafters on features share: a target, checkpoints of heads, and a run that is followed step by step."""
+"""What tests of drafters on features share: a target, checkpoints of heads, and a run followed step by step."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def make_target(feature_layers=(), **sizes):
 
 
 def random_tensors(shapes: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    """Tensors of some shapes; those of norms are around 1, matrices keep the size of what they multiply."""
+    """Tensors of some shapes; scales of norms are around 1, matrices keep the size of their input."""
     rng = np.random.default_rng(seed)
     scale = {name: 0.2 if len(shape) == 1 else 1 / shape[-1] ** 0.5 for name, shape in shapes.items()}
     return {
@@ -65,7 +65,7 @@ def features_of(target, tokens):
 
 @jax.jit
 def propose_and_step(target, proposer, state, verifier):
-    """The draft of a step and what the step does, in one program."""
+    """The draft of a step and the results of the step, in one program."""
     return propose(proposer, state), *decode.step(target, proposer, state, verifier=verifier)
 
 
@@ -86,10 +86,10 @@ def start(target, proposer, in_pages=False, temperature=1.0, max_tokens=SIZE, **
 
 
 def follow(target, proposer, reference, in_pages=False, rate=0.8):
-    """Decode, and compare the distribution of every draft with that of a transcription of the formulas.
+    """Decode, and compare the distribution of every draft with a transcription of the formulas.
 
-    The reference gets the committed tokens of a row, the target's features of them from scratch, and the drafts. What
-    the proposer keeps must give the same logits, whatever was accepted and rejected before.
+    The reference gets the committed tokens of a row, the target's features of them from scratch, and the drafts. The
+    proposer's state must give the same logits, whatever was accepted and rejected before.
     """
     width = proposer.num_draft_tokens
     verifier = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(width)])

@@ -40,7 +40,7 @@ def of_group(x, groups):
 
 
 def gptq(rng, n, k, group, *, bits=4, version=1, symmetric=False, order=False, stored_zero=None):
-    """Return arrays and matrix; `version` is of the zeros, `stored_zero` overrides what is stored for each."""
+    """Return arrays and matrix; `version` is of the zeros, `stored_zero` overrides the stored zero of each."""
     size = k if group == -1 else group
     groups = np.arange(k) // size
     if order:

@@ -1,4 +1,4 @@
-"""Small heads in the layout of the package `speculators`: what it writes and computes, as tests/goldens has it."""
+"""Small heads in the layout of the package `speculators`, and its results as tests/goldens has them."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def write(directory: Path, case: str) -> Path:
 
 
 def write_target(directory: Path) -> Path:
-    """Write what the package reads of the target: its sizes, its tables and its last norm."""
+    """Write the parts of the target that the package reads: its sizes, its tables and its last norm."""
     names = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
     own = {names[name]: table for name, table in tables().items()} | {"model.norm.weight": np.ones(HIDDEN, np.float32)}
     return heads.write(directory, LAYERS | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, own)

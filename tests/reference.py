@@ -17,7 +17,7 @@ def config(fields: dict) -> transformers.PretrainedConfig:
 
 
 def make_model(fields: dict) -> transformers.PreTrainedModel:
-    """A model of the config, its weights those of `families.make_tensor`."""
+    """A model of the config, with weights by `families.make_tensor`."""
     model = transformers.AutoModelForCausalLM.from_config(config(fields), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, tensor in stored_tensors(model).items():

@@ -25,7 +25,7 @@ KINDS = {
 
 
 def record(case: str, directory: Path) -> tuple[dict, dict]:
-    """Return the config.json and the shapes of the tensors that the package writes for a case, and what it drafts."""
+    """Return the config.json and the shapes of the tensors that the package writes for a case, and its drafts."""
     kind, layers, layer_fields, fields = recorded_heads.CASES[case]
     config_class, model_class = KINDS[kind]
     sizes = transformers.AutoConfig.for_model(layers, **recorded_heads.LAYERS | layer_fields)
@@ -51,7 +51,7 @@ def about(kind: str) -> speculators.SpeculatorsConfig:
 
 
 def fill(model: torch.nn.Module, tensors: dict[str, np.ndarray]) -> None:
-    """Give a head its tensors, and the target's tables where it has none of its own."""
+    """Give a head its tensors, and the target's tables where it has no tables."""
     shared = {f"{name}.weight": table for name, table in recorded_heads.tables().items()}
     with torch.no_grad():
         for name, target in model.state_dict().items():

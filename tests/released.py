@@ -6,7 +6,7 @@ from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import Llama3Scaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
-# The case of CONFIGS that has the same tensors, the fields, and where the network differs from that of the case.
+# The case of CONFIGS that has the same tensors, the fields, and the differences of the network from the case.
 RELEASED = {
     "Llama 3.1 8B Instruct": (
         "llama",

@@ -1,4 +1,4 @@
-"""Anthropic's Messages protocol: what is read, what is refused, answers, and the order of events."""
+"""Anthropic's Messages protocol: accepted and refused bodies, answers, and the order of events."""
 
 import json
 

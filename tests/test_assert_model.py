@@ -1,4 +1,4 @@
-"""The verdict on models: right ones of every kind pass, and each wrong one is told what is wrong with it."""
+"""The verdict on models: right ones of every kind pass, and each wrong one is told its fault."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -358,7 +358,7 @@ def test_wrong_forms(apply, verdict):
 
 @pytest.mark.parametrize(("apply", "verdict"), FORMS)
 def test_decoding_refuses_wrong_forms(apply, verdict):
-    """Where the model is called: at the first call of the target, and at that of a draft model."""
+    """Where the model is called: at the first call of the target, and at the first call of a draft model."""
     prompts, lengths = jnp.ones((3, 4), jnp.int32), jnp.full(3, 4)
     batch = sampling.batch([SamplingParams(max_tokens=4)] * 3)
     start = partial(decode.prefill, prompts=prompts, lengths=lengths, sampling=batch, keys=jax.random.key(0))

@@ -45,7 +45,7 @@ def turn(x, positions):
 
 
 def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZE**-0.5, softcap=None, num_hidden=0):
-    """What each query attends to: the slots up to its own, of which the last hold the new tokens."""
+    """Attention of each query to the slots up to its own, of which the last hold the new tokens."""
     query, key = (np.asarray(jnp.asarray(turn(x, positions)).astype(dtype), np.float64) for x in (query, key))
     keys, values = (np.array(cache[name], np.float64) for name in ("key", "value"))
     for b, slots in enumerate(positions):
@@ -175,7 +175,7 @@ def test_blocks_hold_no_more_scores_than_one():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_float16(softcap):
-    """Of many queries too, for which `jax.nn.dot_product_attention` asks CPUs for a product that they do not have."""
+    """Many queries work too, for which `jax.nn.dot_product_attention` asks CPUs for a product that they lack."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 33, heads, 8)).astype(np.float16) for heads in (4, 2, 2))
     found = jax.jit(partial(attend, mask=None, softcap=softcap))(query, key, value)

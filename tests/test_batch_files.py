@@ -30,7 +30,7 @@ def served():
 
 
 class Engine:
-    """Says the length of the prompt, in another order than that of the requests; ends at the request number `fails`."""
+    """Says the length of the prompt, in another order than the requests; ends at the request number `fails`."""
 
     def __init__(self, fails=None):
         self.fails, self.num_calls, self.running, self.most = fails, 0, 0, 0
@@ -198,7 +198,7 @@ def test_a_second_result_is_an_error(served, files):
 
 
 def test_no_room_for_results(served, files, monkeypatch):
-    """The error names the file. What has been written stays, and the next run goes on."""
+    """The error names the file. Written results stay, and the next run goes on."""
     files[2]([line(number) for number in range(5)])
     write, numbers = os.write, iter(range(2))
 

@@ -132,7 +132,7 @@ def test_parity(tmp_path, targets, case):
 
 
 def test_windows_are_counted_from_each_token(tmp_path, targets):
-    """In all layouts but that of speculators; the window is shorter than the block."""
+    """In all layouts but the layout of speculators; the window is shorter than the block."""
     case = "open window"
     target, tensors = targets[case], write(tmp_path, case)
     proposer = proposers.load(tmp_path, target, num_draft_tokens=3)

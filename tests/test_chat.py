@@ -118,7 +118,7 @@ def test_a_template_without_end(template, match, tmp_path, jinja2, monkeypatch):
 
 
 def test_an_interruption(tmp_path, jinja2, monkeypatch):
-    """The answer that it does not wait for is not that of the next question."""
+    """The answer that it does not wait for is not taken for the next question's."""
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
     def interrupt(file):

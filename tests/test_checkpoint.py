@@ -294,7 +294,7 @@ def test_field_of_config(tmp_path, change, match):
 )
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_fields_that_change_the_computation(tmp_path, change, family):
-    """Of features that the family does not have."""
+    """Fields of features that the family lacks are refused."""
     opt = {"ffn_dim": 10} if family == "opt" else {}
     write(tmp_path, CONFIG | opt | change | {"model_type": family}, make_tensors(CONFIG))
     with pytest.raises(ValueError, match=rf"^{next(iter(change))} in .*config.json must be absent"):

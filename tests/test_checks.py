@@ -62,7 +62,7 @@ def test_what_is_not_read_may_be_anything(path, index, value):
 
 
 class TestStrict:
-    """What is not read is checked too."""
+    """Values that no rule reads are checked too."""
 
     @pytest.mark.parametrize(
         "name, path, index, value, message",

@@ -71,7 +71,7 @@ def rows_of(vocab_size, seed):
 
 
 def check(logits, cut, fields, rounding=ROUNDING):
-    """The cut lies between those of slightly different top_p and min_p; returns whether those are equal, per row."""
+    """The cut lies between the cuts of slightly other top_p and min_p; returns whether these two are equal, per row."""
     sharp = []
     for i, (row, found) in enumerate(zip(logits, cut, strict=True)):
         given = {name: float(values[i]) for name, values in fields.items()}

@@ -46,7 +46,7 @@ def draft():
 
 @pytest.fixture(scope="module")
 def stranger():
-    """Of the target's form, so that both are drafts of one compiled loop, with weights of its own."""
+    """A draft model of the target's form, so that one compiled loop takes both, with other weights."""
     return model(TARGET, 1)
 
 
@@ -434,7 +434,7 @@ def test_the_callers_arrays_survive():
 
 @pytest.mark.slow
 def test_a_function_of_ones_own_as_a_model():
-    """Without a cache of its own, a model needs none of the machinery."""
+    """A model without a cache needs none of the machinery."""
 
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
     own = testing.bigram_model(table)
@@ -631,14 +631,14 @@ class TestSeveralSteps:
 
     @pytest.mark.slow
     def test_lossless(self):
-        """Of block verification, which reads noise past the last accepted token. Match is equal to plain sampling."""
+        """Block verification reads noise past the last accepted token. Match is equal to plain sampling."""
         testing.assert_lossless(one_of("block"), drafter=testing.sample_draft, num_samples=200_000)
 
     @pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
     def test_draft_model_reports_what_it_sampled(self, name):
         """A draft model at the request's temperature and cut: the output has the target's distribution at both.
 
-        Exact match does not read what a draft reports.
+        Exact match does not read the distribution that a draft reports.
         """
         rows, table = 30_000, np.array([0.3, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05, 0.05])
         target = testing.bigram_model(jnp.log(jnp.broadcast_to(jnp.asarray(table, jnp.float32)[None], (8, 8))))

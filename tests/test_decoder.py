@@ -50,7 +50,7 @@ def test_incremental_is_whole(model, pieces):
 
 
 def test_rejected_tokens_need_no_rollback(model):
-    """What was written past the committed tokens is not seen, and is overwritten."""
+    """Slots past the committed tokens are not seen, and are overwritten."""
     ids, cache = tokens(7), model.init_cache(2, SLOTS)
     _, cache = feed(model, ModelInput(ids[:, :3], positions(0, 3)), cache)
     _, cache = feed(model, ModelInput((ids[:, :5] + 1) % 61, positions(3, 5)), cache)
@@ -128,7 +128,7 @@ def test_layers_of_another_number():
 
 @pytest.mark.usefixtures("float32_products")
 def test_features(model):
-    """The taps are the residual stream: the embeddings, a model of the first layer alone, and what the norm is of."""
+    """The taps are the residual stream: the embeddings, a model of the first layer alone, and the input of the norm."""
     ids, params = tokens(7), model.params
     one = decoder_model(replace(CONFIG, num_layers=1), params | {"layers": {0: params["layers"][0]}}, (1,))
     tapped = models.with_feature_layers(model, (2, 0, 1))

@@ -15,7 +15,7 @@ def tokenizer():
 
 
 def run(tokenizer, ids, rng, prompt=(0,), **options):
-    """Feed ids in random chunks, take what is certain after each: the output and its pieces."""
+    """Feed ids in random chunks, take the certain text after each: the output and its pieces."""
     output = Detokenizer(tokenizer, list(prompt), SamplingParams(max_tokens=1000, **options))
     pieces = []
     while ids and output.finish_reason is None:
@@ -44,7 +44,7 @@ class TestCharacters:
 
     @pytest.mark.slow
     def test_ten_thousand_prompts_of_odd_bytes(self, tokenizer):
-        """What a person may paste: as a prompt, and said back token by token."""
+        """Text that a person may paste: as a prompt, and said back token by token."""
         rng = np.random.default_rng(1)
         for i in range(10_000):
             odd = rng.integers(0, 256, rng.integers(1, 16), np.uint8).tobytes()

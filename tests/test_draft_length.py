@@ -109,7 +109,7 @@ def test_text_is_that_of_plain_decoding_and_of_a_stream(tmp_path):
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     prompts = ["the cat sat", "a"]
     plain = llm.plain()
-    for prompt in prompts:  # a row a call: generate and stream share what is compiled for each number of drafts
+    for prompt in prompts:  # a row a call: generate and stream share one program for each number of drafts
         (result,), expected = llm.generate(prompt, params), plain.generate(prompt, params)[0].token_ids
         assert result.token_ids == expected
         assert result.metrics.num_drafted > 0

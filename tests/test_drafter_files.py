@@ -92,7 +92,7 @@ def test_more_drafts_than_trained_for(tmp_path, targets, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files(tmp_path, targets, kind):
-    """A file that ends early, a config.json that does, and a field that would change what is computed."""
+    """A file that ends early, a config.json that does, and a field that would change the computation."""
     KINDS[kind](tmp_path, targets["right"])
     config, file = tmp_path / "config.json", next(tmp_path.glob("*.safetensors"))
     fields, content = config.read_text(), file.read_bytes()

@@ -1,4 +1,4 @@
-"""Drafts of a reduced vocabulary: the same beside any neighbour, drawn from what is reported, and lossless."""
+"""Drafts of a reduced vocabulary: the same beside any neighbour, drawn from the reported distribution, and lossless."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def drawn(params, logits, is_greedy=False, temperature=None):
 
 @pytest.mark.parametrize("is_greedy, temperature", [(False, None), (True, None), (False, 0.5)])
 def test_a_row_draws_the_same_beside_any_other(is_greedy, temperature):
-    """The tokens and every bit of what is reported, where logits are equal too: the lowest draft token wins a tie."""
+    """The tokens and every reported bit are equal, where logits are equal too: the lowest draft token wins a tie."""
     logits = np.random.default_rng(2).normal(0, 2, (len(PLAIN) + len(READING), K, len(IDS))).astype(np.float32)
     logits[:, :, :100] = np.round(logits[:, :, :100])
     logits[0, :, 40:60] = 9
@@ -84,7 +84,7 @@ def revive(logits, context):
 
 
 def test_nothing_is_reported_that_cannot_be_drawn():
-    """A logits processor may raise tokens that the drafter lacks; they stay out of draws and of what is reported."""
+    """A logits processor may raise tokens that the drafter lacks; they stay out of draws and reports."""
     logits = np.random.default_rng(3).normal(0, 2, (2, K, len(IDS))).astype(np.float32)
     draft = drawn([SamplingParams(logits_processors=[revive], top_p=0.9)] * 2, logits)
     is_known = np.isin(np.arange(VOCAB), IDS)

@@ -62,7 +62,7 @@ def chain(tokens, features, drafts, embedding, run, score, recurrent=lambda x: x
 
 
 def widen(logits):
-    """Logits [..., D] of the reduced vocabulary as those of the target's."""
+    """Logits [..., D] of the reduced vocabulary, spread over the target's vocabulary."""
     wide = np.full((*logits.shape[:-1], VOCAB), -np.inf)
     wide[..., IDS] = logits
     return wide
@@ -492,7 +492,7 @@ def test_bad_files(tmp_path, tapped, write_changed, change_files, message):
 
 
 def test_norms_of_eagle_in_the_layout_of_speculators(tmp_path, target):
-    """What its rows read in place of features, where it has these norms, is not defined."""
+    """A head with these norms leaves undefined which numbers its rows read in place of features."""
     write_eagle(tmp_path, target, "speculators", layernorms=True)
     with pytest.raises(ValueError, match=r"layernorms in .* must be False, the only value that specjax supports"):
         load(tmp_path, target)

@@ -74,7 +74,7 @@ def test_default_drafters(llm):
 
 @pytest.mark.parametrize("name", FLOORS)
 def test_mean_acceptance_length_on_held_out_modules(name):
-    """Of greedy and of sampled requests, all in one batch."""
+    """One batch has greedy and sampled requests."""
     llm = specjax.LLM(draft=models.EMBEDDED / name)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     prompts = []

@@ -305,7 +305,7 @@ def test_cancelled_requests_end(engine):
         problems = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
         await cancel()
-        await engine.generate([4], params)  # the engine forgets what it has changed last
+        await engine.generate([4], params)  # the engine forgets its last change
         gc.collect()
         return problems
 
@@ -453,7 +453,7 @@ def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkey
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_start(target):
-    """Of two numbers of drafts, chunks of all kinds, and all other kinds of requests."""
+    """The requests are of all kinds, with two numbers of drafts and chunks of all kinds."""
     small = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=2, grammars=1, grammar_states=8)
     options = {"draft_lengths": (0, 2), "choose_draft_length": lambda running, rate: 0 if running > 1 else 2}
     options |= {"short_chunks": [(2, CHUNK // 2)]}
@@ -512,7 +512,7 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
 
 @pytest.fixture(scope="module")
 def elsewhere(target):
-    """An engine of few programs, of a maker with a device and a precision of its own."""
+    """An engine of few programs, made under another device and another precision."""
     device = jax.devices("cpu")[1]
     with jax.default_device(device), jax.default_matmul_precision("float32"):
         engine = engine_of(jax.device_put(target, device), None, capacities=FEW)

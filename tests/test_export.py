@@ -20,7 +20,7 @@ from specjax.models.linear import linear
 from specjax.sampling import Sampling
 from specjax.sampling.cut import min_logit
 
-pytestmark = pytest.mark.slow  # what is exported is tested elsewhere
+pytestmark = pytest.mark.slow  # the exported functions are tested elsewhere
 
 VOCAB = 4096  # kernels are worthwhile
 NUM_DRAFTS = 2
@@ -37,7 +37,7 @@ def arguments(batch_size: int):
 
 
 def shapes(arguments, batch_size: int | None = None):
-    """Shapes of arguments for a batch of 1; those of another size, or of any, have it in its place."""
+    """Shapes of arguments for a batch of 1, of another size, or of any size."""
     size = export.symbolic_shape("b")[0] if batch_size is None else batch_size
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if x.ndim else (), x.dtype), arguments)
 

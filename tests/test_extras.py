@@ -1,4 +1,4 @@
-"""The command that installs what is missing, for each way in which specjax can be installed."""
+"""The command that installs missing packages, for each way in which specjax can be installed."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def site(tmp_path, monkeypatch):
 
 class TestCommand:
     def test_installed_from_an_index(self, site):
-        """Only what is missing is named: numpy and jinja2 are here."""
+        """Only missing packages are named: numpy and jinja2 are here."""
         assert install_command("cli", "jinja2") == 'pip install "not-there[x]<3,>=2.5"'
         assert install_command("other", "x") == 'pip install "not-here>=1" "nor-here>=1"'
 

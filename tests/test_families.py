@@ -1,4 +1,4 @@
-"""Every family's logits are those of transformers: recorded ones everywhere, live ones where it is installed."""
+"""Every family's logits equal transformers' logits: recorded ones everywhere, live ones where it is installed."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ def difference(logits: np.ndarray, expected: np.ndarray) -> float:
 
 
 def distance(logits: np.ndarray, expected: np.ndarray) -> float:
-    """Root mean square of the difference where a row has tokens, relative to that of the logits."""
+    """Root mean square of the difference where a row has tokens, relative to the logits."""
     is_token = np.arange(NUM_TOKENS) < np.array(LENGTHS)[:, None]
     logits, expected = np.asarray(logits)[is_token], expected[is_token]
     return np.linalg.norm(logits - expected) / np.linalg.norm(expected)
@@ -127,7 +127,7 @@ def test_fields_of_released_checkpoints(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_every_field_that_transformers_writes(case, reference, tmp_path):
-    """With the defaults, in the fields of its version, which may be another than that of the configs here."""
+    """With the defaults, in the fields of its version, which may differ from the configs here."""
     directory = write(tmp_path / case, case)
     expected = load(directory).apply.config
     (directory / "config.json").write_text(reference.config(CONFIGS[case]).to_json_string(use_diff=False))

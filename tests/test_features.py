@@ -1,7 +1,7 @@
 """A toy head on features, whose drafts are right only if no feature that it was given is stale.
 
 The target's features are a state r[s] = (5 r[s-1] + token[s] + 1) mod 97. The head keeps r[s], made of feature s-1 and
-token s, in slot s of a cache of its own. The next token of both is a sum over all slots that they hold, so that one
+token s, in slot s of its cache. The next token of both is a sum over all slots that they hold, so that one
 stale or misplaced number shows in every draft from there on.
 """
 
@@ -105,7 +105,7 @@ def states_of(tokens):
 
 
 def check(state, table=None):
-    """The caches of target and head hold what the tokens of each row make of them, from scratch."""
+    """The caches of target and head equal caches that are computed from the tokens of each row from scratch."""
     context = jax.device_get(state.context)
     for name, cache, end in (("target", state.cache.pools, 1), ("head", state.proposer.pools, 0)):
         held = np.asarray(read_slots(cache, None if table is None else jnp.asarray(table)))
@@ -221,7 +221,7 @@ def test_samples_of_a_prompt():
 
 @pytest.mark.parametrize("what", ["previous", "features"])
 def test_a_stale_feature_shows(what):
-    """The toy itself: it must find what it is there for."""
+    """The toy itself: it must find a stale feature."""
 
     class Stale(Head):
         def prefill(self, inputs, following, previous, features, state):

@@ -1,4 +1,4 @@
-"""Whose grammars are compiled when, and what is known of those that do not compile."""
+"""Whose grammars are compiled when, and the errors of grammars that do not compile."""
 
 import threading
 from concurrent.futures import CancelledError, wait
@@ -17,7 +17,7 @@ GRAMMAR = Grammar(np.zeros(3, np.int32), np.zeros((1, 1), np.int32))
 
 
 class Workers:
-    """What the processes have been asked. A pattern that begins with "wait" has no answer before the test says so."""
+    """Processes that note their questions. A pattern that begins with "wait" has no answer before the test says so."""
 
     def __init__(self):
         self.asked, self.num_started, self.begun, self.go_on = [], 0, threading.Semaphore(0), threading.Event()
@@ -76,7 +76,7 @@ def test_clients_take_turns(compiler, workers, monkeypatch):
     futures = ask(compiler, "a", "wait 0")
     assert workers.begun.acquire(timeout=20)
     futures += ask(compiler, "a", "a1", "a2", "a3") + ask(compiler, "b", "b1") + ask(compiler, None, "c1", "c2")
-    futures += ask(compiler, "b", "a3")  # that is before other grammars of b, not behind those of a
+    futures += ask(compiler, "b", "a3")  # that is before other grammars of b, not behind the grammars of a
     workers.go_on.set()
     wait(futures, timeout=20)
     assert workers.asked == ["wait 0", "a1", "b1", "c1", "a2", "a3", "c2"]

@@ -1,4 +1,4 @@
-"""Grammars in tables of fixed sizes: what the tables say is what each grammar says, whatever came and left before."""
+"""Grammars in tables of fixed sizes: they allow the same tokens as each grammar, whatever came and left before."""
 
 import numpy as np
 import pytest

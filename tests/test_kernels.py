@@ -28,7 +28,7 @@ def slow(*values) -> list:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-# What all verifiers share is tested on one of each kind elsewhere.
+# Common parts of all verifiers are tested on one of each kind elsewhere.
 SHARED = ["match", *slow("rejection"), *on_gpu("block", "typical", "synthetic")]
 SHARED_AND_BLOCK = ["rejection", "block", *slow("match"), *on_gpu("typical", "synthetic")]
 
@@ -288,7 +288,7 @@ class TestThresholds:
 
     @pytest.mark.parametrize(("level", "tokens"), [(0, (3, 599)), (1, (3, 400))])
     def test_recovered_token(self, level, tokens):
-        """Of a residual on two tokens, of one block or of two, the first is drawn iff its share exceeds u."""
+        """From a residual on two tokens, of one block or of two, the first is drawn iff its share exceeds u."""
         keys, _, uniforms = self.chance()
         share = self.share(uniforms[:, level])
         drawn_from = {450: 0.7, tokens[0]: 0.2, tokens[1]: 0.1}
@@ -310,7 +310,7 @@ class TestThresholds:
     @pytest.mark.slow
     @pytest.mark.parametrize("tokens", [(3, 9000), (3, 599), (3, 400)])
     def test_sampled_token(self, tokens):
-        """Of two tokens the one whose logit and Gumbel number add up to more."""
+        """The token whose logit and Gumbel number add up to more is drawn from two tokens."""
         vocab_size = max(600, tokens[1] + 1)
         keys = jax.random.split(jax.random.key(6), self.BATCH)
         of_row = stream(of_step(keys, self.BATCH, 1), TARGET)
@@ -518,7 +518,7 @@ def test_a_mesh_of_explicit_axes(verifier, is_traced, implementation):
     [("block", None), ("block", 0.0), ("rejection", None), ("rejection", 0.0), ("synthetic", None)],
 )
 def test_rows_without_mass(verifier, temperature):
-    """Of target and draft, in every place: the same tokens, and no log-probability that is not a number."""
+    """Rows of target and draft, in every place: the same tokens, and no log-probability that is not a number."""
     draft, target = random_case(21, 16, target_temperature=temperature, vocab_size=600)
     distribution, sequence = draft.distribution, np.arange(16)[:, None, None]
     is_empty = sequence % 4 == np.arange(4)[None, :, None]

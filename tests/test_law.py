@@ -1,4 +1,4 @@
-"""The exact distribution of one step of every verifier, on cases beside those of `testing.assert_lossless`."""
+"""The exact distribution of one step of every verifier, on cases beside the cases of `testing.assert_lossless`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ def random_tables(seed: int, levels: int, zeros: bool = False) -> list[np.ndarra
 
 
 def error(verifier, target, draft, temperature=None, **options) -> float:
-    """Total variation between what the verifier emits and the target."""
+    """Total variation between the output of the verifier and the target."""
     distribution = testing.enumerate_law(verifier, target, draft, target_temperature=temperature, **options)
     exact = testing.product_law([testing.probabilities(t, temperature) for t in target])
     assert abs(distribution.sum() - 1) < 1e-5
@@ -144,7 +144,7 @@ def test_resampling_from_the_target_fails():
 @pytest.mark.parametrize("empty", [-np.inf, np.nan])
 @pytest.mark.parametrize("name", ["block", "rejection"])
 def test_a_row_without_mass(name, empty):
-    """Block verification looks ahead; a target row without mass, as after a stop token, ends what it looks at."""
+    """Block verification looks ahead; a target row without mass, as after a stop token, ends its view."""
     target, draft = np.log([0.5, 0.5]), np.log([0.9, 0.1])
     distribution, rows = np.zeros(2), jnp.asarray(np.stack([target, np.full(2, empty), target])[None], jnp.float32)
     for path in np.ndindex(2, 2):

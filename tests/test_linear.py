@@ -177,7 +177,7 @@ def test_few_rows_fit_registers_and_shared_memory(num_rows, size, num_outputs, g
 
 
 def test_what_in_a_model_takes_a_kernel():
-    """Of one token norm, gate and sum too; a few tokens where the matrix is large."""
+    """One token takes kernels with norm, gate and sum too; a few tokens where the matrix is large."""
 
     def kernels(num_tokens, size, num_rows):
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Loads of the benchmarks: what is sent, when, and what is made of what comes back."""
+"""Loads of the benchmarks: the requests, their times, and the figures that are made of the answers."""
 
 import asyncio
 import importlib
@@ -98,7 +98,7 @@ EVENTS = [
 
 
 def serve_once(script, body, status="200 OK", chunk=7):
-    """Send a request to a server that answers with these bytes in small chunks; return what came, and what it got."""
+    """Send a request to a server that answers with these bytes in small chunks; return its trace and the bytes sent."""
     bench, got = script("bench_serve"), {}
 
     async def answer(reader, writer):

@@ -111,7 +111,7 @@ def test_log_acceptance_of_a_certain_target_is_its_cross_entropy(x64):
 
 
 def test_text_and_variation(x64):
-    """Its value, and its gradient by formula: the two parts are those of the cross entropy and of 2 TV."""
+    """Its value, and its gradient by formula: the sum of the gradients of cross entropy and of 2 TV."""
     tokens = jnp.array([0, 3, 6, 2, 5])
     given = partial(losses.text_and_variation, target_logits=jnp.asarray(TARGET), tokens=tokens, text_weight=0.3)
     expected = -0.3 * np.log(Q[np.arange(5), tokens]) + 0.7 * np.abs(P - Q).sum(-1)

@@ -164,7 +164,7 @@ COPIED = Model((), follows, no_states, TOKENS, takes_pages=True)
 
 
 def copying_heads(num_heads=3):
-    """Head i knows what the target says of the state i + 1 tokens later."""
+    """Head i knows the target's token i + 1 tokens later."""
     state, made = np.arange(MODULUS), []
     for _ in range(num_heads):
         state = (FACTOR * state + state % TOKENS + 1) % MODULUS

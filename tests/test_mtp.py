@@ -73,7 +73,7 @@ def test_parity(directory, target):
 
 
 def test_the_target_is_a_qwen2(tmp_path, directory, target):
-    """The layers for prediction change nothing, and the model is otherwise that of Qwen2."""
+    """The layers for prediction change nothing, and the model is otherwise a Qwen2."""
     own = {name: array for name, array in TENSORS.items() if not name.startswith(NAME)}
     plain = models.load(heads.write(tmp_path, CONFIG | {"model_type": "qwen2"}, own))
     assert plain.apply == target.apply
@@ -91,7 +91,7 @@ def test_greedy_is_plain(directory, target):
 
 @pytest.mark.slow
 def test_the_distribution_is_the_targets():
-    """Of the bigram target of the public verdict, whose hidden states are its logits."""
+    """The target is the bigram model of the public verdict, whose hidden states are its logits."""
     head = proposers.MTPHead(DecoderConfig(8, 8, 1, 2, 1, 4, 8, 64))
     keys = jax.random.split(jax.random.key(3), 3)
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, trunk.random_params(head.shapes(), keys[0]))

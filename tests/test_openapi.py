@@ -1,4 +1,4 @@
-"""The description of the operations: it is what the server checks and answers, for whatever schemathesis sends."""
+"""The description of the operations holds for every request of schemathesis and its answer."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ from specjax.server.responses import ResponseAnswer, parse_response
 __all__ = ["engine", "served"]  # fixtures
 
 NUM_EXAMPLES = 25  # of each operation and kind of input
-# All checks but those of an API whose fields are independent: a body whose fields do not fit together is refused.
+# All checks but the checks for independent fields: a body whose fields do not fit together is refused.
 CHECKS = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def python(code: str, *, path: Path = ROOT, cwd: Path = ROOT) -> str:
-    """What a process of its own prints."""
+    """The output of a separate process."""
     others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part not in ("", str(ROOT))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *others])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=environment)
@@ -144,7 +144,7 @@ def test_readme_block_runs(index):
 
 
 NUM_DEVICES = {ROOT / "docs" / "devices.md": 4}  # that a page needs, where it is more than one
-NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # test_server runs those of the first
+NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # test_server runs the blocks of the first
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_of_a_page_lead_somewhere(page):
-    """scripts/docs checks those of the site; README and its neighbours are no part of it."""
+    """scripts/docs checks the links of the site; README and its neighbours are no part of it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not target.startswith("https://"):
             path, _, anchor = target.partition("#")

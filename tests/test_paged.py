@@ -1,4 +1,4 @@
-"""Caches in pages: a table gives what a dense cache gives, to the bit, and no other page is read or written."""
+"""Caches in pages: a table gives the results of a dense cache, to the bit, and no other page is read or written."""
 
 from dataclasses import replace
 from functools import partial
@@ -189,7 +189,7 @@ def every_proposer(target, draft):
 
 
 def foreign(state, table, num_pages):
-    """Which slots [num_pages, page_size] belong to no row, to an ended one, or lie past what a row has committed."""
+    """Which slots [num_pages, page_size] belong to no row, to an ended one, or lie past a row's committed tokens."""
     slots = np.ones((num_pages, PAGE_SIZE), bool)
     for row, length, active in zip(table, state.context.length.tolist(), state.context.active.tolist(), strict=True):
         for page, first in zip(row, range(0, length if active else 0, PAGE_SIZE), strict=False):
@@ -200,7 +200,7 @@ def foreign(state, table, num_pages):
 def run_both(target, proposer, verifier):
     """Decode dense and in pages, and compare after every step.
 
-    Before it, every slot that may not be read becomes NaN. What no active row owns must stay as it is.
+    Before it, every slot that may not be read becomes NaN. Slots that no active row owns must stay as they are.
     """
     paged = pages()
     table = np.asarray(paged.table)
@@ -218,7 +218,7 @@ def run_both(target, proposer, verifier):
 
 
 def floats(pools, rows):
-    """What is in some pages of every leaf of floats."""
+    """The contents of some pages of every leaf of floats."""
     return [np.asarray(x)[rows] for x in jax.tree.leaves(pools) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 

@@ -19,7 +19,7 @@ def prompt(length, first=0):
 
 
 def compute(pages, row, num_tokens):
-    """Register what a prefill of so many tokens does."""
+    """Register the chunks of a prefill of `num_tokens` tokens."""
     for end in range(row.num_cached_tokens + pages.chunk_size, num_tokens + 1, pages.chunk_size):
         pages.register(row, end, end)
 
@@ -196,7 +196,7 @@ def test_fork(length):
     assert copies == [(row.table[num_shared], fork.table[num_shared])] * (length > 1)
     assert pages.may_write(row, length - 2) and pages.may_write(fork, length - 2)
     assert not num_shared or not pages.may_write(fork, 2 * num_shared - 1)
-    third, copies = pages.fork(fork, 0)  # which has pages for what it copies, at least
+    third, copies = pages.fork(fork, 0)  # which has pages for its copies, at least
     assert copies == [(fork.table[num_shared], third.table[num_shared])] * (length > 1)
     assert 24 not in third.table[: length // 2]
     pages.check()
@@ -354,7 +354,7 @@ class Reference:
 
 
 class Sequence:
-    """What a request has in the simulation."""
+    """A request in the simulation."""
 
     def __init__(self, row, salt, tokens):
         self.row, self.salt, self.tokens = row, salt, tokens
@@ -406,7 +406,7 @@ class Simulation:
             self.check()
         assert self.tables.stats().num_used == 0
 
-    # What an engine does, on the tables and on the reference.
+    # Calls of an engine, on the tables and on the reference.
 
     def arrive(self):
         """One or two equal requests come, or one goes on that was refused or preempted."""
@@ -529,7 +529,7 @@ class Simulation:
         return self.random.choice(fitting) if fitting else None
 
     def ensure(self, sequence, num_slots):
-        """Whether a sequence has its pages now; if not, some sequence has lost all of its own."""
+        """Whether a sequence has its pages now; if not, some sequence has lost all its pages."""
         row = sequence.row
         before = row.stop
         is_enough = self.tables.ensure(row, num_slots)
@@ -641,7 +641,7 @@ def test_random_requests_meet_every_case(window):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_requests_with_equal_hashes(seed, monkeypatch):
-    """Hashes of one bit: what is found must still be what was looked for."""
+    """Hashes of one bit: a chunk that is found must still be the right one."""
     hash_ = prefix_cache._hash
     monkeypatch.setattr(prefix_cache, "_hash", lambda data: bytes([hash_(data)[0] % 2]))
     simulation = Simulation(seed, is_exact=False)

@@ -166,7 +166,7 @@ def test_rows_that_devices_share():
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, parts, prompts", [(2, 2, None), (4, 1, np.array([0, 1, 1, 0]))])
 def test_tokens_where_devices_share_the_rows(rows, parts, prompts):
-    """With parameters of every kind: those of all rows, such as grammars, are whole on each device."""
+    """Parameters of every kind occur; parameters of all rows, such as grammars, are whole on each device."""
     model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
     processors = [Partial(add_to_id, jnp.float32(9))] if parts == 1 else None  # they take whole rows
     params = [*PARAMS, SamplingParams(max_tokens=8, guided_decoding=GRAMMAR, logits_processors=processors)]

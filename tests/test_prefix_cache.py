@@ -13,7 +13,7 @@ def tokens(text):
 
 
 class Chunks:
-    """A cache of chunks of two tokens, each in a page of its own."""
+    """A cache of chunks of two tokens, each in a separate page."""
 
     def __init__(self, num_pages=8):
         self.pool = PagePool(num_pages)

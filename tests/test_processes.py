@@ -92,7 +92,7 @@ class Adder:
 
 
 class Sent(list):
-    """A connection that keeps what is sent."""
+    """A connection that keeps sent bytes."""
 
     name = "process 1"
 
@@ -124,7 +124,7 @@ def test_calls_are_repeated():
 
 
 def meet(check=lambda hello, number: None, hellos=(), num_processes=3, timeout=20.0):
-    """What `accept` returns or raises, and what each of the others gets that says such a hello."""
+    """The result or error of `accept`, and the answer to each other process that says a hello of `hellos`."""
     listener = connection.listen("127.0.0.1", 0)
     port, answers = listener.getsockname()[1], {}
 

@@ -1,4 +1,4 @@
-"""Prompts in chunks: what is fed, in how many calls, and that a prompt may begin at any chunk."""
+"""Prompts in chunks: the tokens and number of the calls, and that a prompt may begin at any chunk."""
 
 from dataclasses import replace
 
@@ -105,7 +105,7 @@ def test_rows_on_several_devices_are_fed_together(num_devices, expected):
 
 @pytest.mark.parametrize("in_pages, takes_pages", [(False, True), (True, True), (False, False)])
 def test_chunks_and_groups_change_nothing(monkeypatch, in_pages, takes_pages):
-    """Caches, log-probabilities and the proposer's state are those of one call with all rows and tokens."""
+    """One call with all rows and tokens gives the same caches, log-probabilities and proposer's state."""
     target, proposer = model(0), proposers.draft_model(replace(model(1), takes_pages=takes_pages), 2)
     options = {"num_logprobs": 2, "prompt_logprobs": True}
     expected = start(target, proposer, jax.jit(decode.prefill, static_argnames=STATIC), **options)
@@ -127,7 +127,7 @@ def test_chunks_and_groups_change_nothing(monkeypatch, in_pages, takes_pages):
 
 
 def test_a_prompt_may_begin_at_any_chunk():
-    """After a shared prefix everything is that of the whole prompt, to the bit."""
+    """After a shared prefix everything equals the run of the whole prompt, to the bit."""
     target, proposer, size = model(0), proposers.draft_model(model(1), 2), 8
     feed, ids = jax.jit(prompts.feed_chunk), some_prompts()
 

@@ -279,7 +279,7 @@ class TestFallback:
 
     @pytest.mark.slow
     def test_the_second_knows_what_the_first_wrote(self, target):
-        """Its drafts are those of a fresh start from what is committed, whoever drafted it, in whichever steps."""
+        """Its drafts equal a fresh start's from the committed tokens, whoever drafted them, in whichever steps."""
         noise = init_params(CONFIG, 1)
         other = replace(target, params=jax.tree.map(lambda x, y: x + 0.3 * y, target.params, noise))
         params, lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (57, 25)], (5, 2)
@@ -289,7 +289,7 @@ class TestFallback:
 
         @jax.jit
         def drafts(state):
-            """Those of the second as it goes on, those of a fresh start, and in which rows they are used."""
+            """Drafts of the second as it goes on, drafts of a fresh start, and the rows that use them."""
             context = state.context
             keys = positions(state.keys, context.length, 3)
             slots = jnp.broadcast_to(jnp.arange(64), context.tokens.shape)
@@ -342,7 +342,7 @@ def test_verdict_on_a_proposer():
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3", "p_eagle", "medusa"])
 def test_prompts_are_fed_to_their_slots(kind):
-    """By calls of some rows, in any order and with room for more: what is kept is what one call for all rows keeps."""
+    """Calls of some rows, in any order and with room for more, leave the same state as one call for all rows."""
     if kind == "draft_model":
         proposer = proposers.draft_model(testing.bigram_model(jnp.zeros((8, 8))), 2)
     elif kind == "medusa":

@@ -1,4 +1,4 @@
-"""What goes into the corpus of the embedded family, and how the text of its target is judged."""
+"""The corpus of the embedded family, and the judgement of its target's text."""
 
 import importlib
 from email.message import Message

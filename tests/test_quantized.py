@@ -1,4 +1,4 @@
-"""Quantised matrices: what their codes stand for, bit by bit, how they are cut and joined, and what is refused."""
+"""Quantised matrices: the values of their codes, bit by bit, how they are cut and joined, and refused layouts."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ verify = jax.jit(ragged.verify, static_argnames=("verifier", "max_draft_tokens",
 
 @from_core
 def first_only(draw, draft, target, *, chance=0.7, log_probs=False, **options):
-    """A user's verifier: it keeps drafts by a chance of its own, and replaces them by draws from the target."""
+    """A user's verifier: it keeps drafts by the chance `chance`, and replaces them by draws from the target."""
     normalized = distributions.normalize(target)
     num_accepted = count_accepted(draft, draw.flip(jnp.where(draft.tokens > 1, chance, 0.3)))
     last = draw.pick(distributions.Residual(distributions.take_row(normalized, num_accepted)))
@@ -188,7 +188,7 @@ def repacked(verifier):
 
 @pytest.mark.parametrize("name", ["rejection", "block", "match"])
 def test_exact_distribution(name):
-    """Sequences of 0 to 2 drafts in one packed batch, each of its own temperature, emit the target's distribution."""
+    """Sequences of 0 to 2 drafts in one packed batch, each with another temperature, emit the target's distribution."""
     rng = np.random.default_rng(5)
     vocab_size, temperature = 3, [1.0, 0.7, 1.6]
     target = [2 * rng.normal(size=(vocab_size,) * level) for level in (1, 2, 3)]

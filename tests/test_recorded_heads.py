@@ -71,7 +71,7 @@ def test_parity(tmp_path, target, goldens, case):
 
 
 def test_dflash2_in_the_layout_of_its_authors(tmp_path, target, goldens):
-    """The same head with the fields of layers beside a table of its own, whose ids count layers by their outputs."""
+    """The same head with the fields of layers beside a separate table, whose ids count layers by their outputs."""
     recorded = json.loads((GOLDENS / "heads.json").read_text())["dflash2"]
     config, tensors = recorded["config"], recorded_heads.tensors(recorded["shapes"])
     names = "mask_token_id", "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"

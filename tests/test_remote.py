@@ -320,7 +320,7 @@ def test_tokens_that_have_come_are_one_event(served):
 
 class TestWire:
     def test_results(self, engine):
-        """What comes back is the result that the engine has, but for the prompt."""
+        """The result is the engine's result, but for the prompt."""
         params = SamplingParams(n=2, best_of=3, seed=4, max_tokens=20, logprobs=2, prompt_logprobs=1, stop="e")
         request = engine.submit("the cat", params)
         expected = request.result(timeout=60)
@@ -369,7 +369,7 @@ class TestWire:
 
 
 def test_no_device_is_opened():
-    """By what the process that speaks HTTP imports."""
+    """The imports of the process that speaks HTTP open no device."""
     code = "import specjax.server.http_process, jax._src.xla_bridge as x; print(x.backends_are_initialized())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

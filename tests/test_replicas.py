@@ -30,7 +30,7 @@ STREAM = [head(b"text/event-stream; charset=utf-8"), part(EVENT), part(EVENT), p
 
 
 class Replicas:
-    """What each replica that is asked sends, an exception where it ends so."""
+    """Replicas whose answers are given, with an exception where one ends so."""
 
     def __init__(self, *scripts):
         self.scripts, self.asked, self.closed = iter(scripts), [], 0
@@ -123,7 +123,7 @@ class TestFront:
         assert json.loads(whole)["error"]["type"] == "api_error"
 
     def test_an_error_after_the_end(self):
-        """An application raises what it has told the client already; the client is not told a second time."""
+        """An application raises an error that it has told the client already; the client is not told a second time."""
         _, front = front_of([head(b"application/json", 500), part(b"{}", True), TypeError("broken")])
         assert call(front)[::2] == (500, b"{}")
 

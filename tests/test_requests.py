@@ -39,8 +39,7 @@ def forward(model, inputs):
 def expected_log_probs(llm, prompt, output, params=None):
     """Log-probabilities [N, V] of all tokens after the first, in float64.
 
-    With params those of the output are of the distribution that it is drawn from, by presence_penalty, temperature and
-    top_k.
+    With params the output's log-probabilities follow presence_penalty, temperature and top_k, as its tokens do.
     """
     size = len(prompt) + len(output)
     sequence = np.array([prompt + output + [0] * (80 - size)], np.int32)

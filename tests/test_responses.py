@@ -1,4 +1,4 @@
-"""The Responses protocol: what is read, what is refused, answers, and the order of events."""
+"""The Responses protocol: accepted and refused bodies, answers, and the order of events."""
 
 import json
 import math

@@ -173,7 +173,7 @@ def check(params, num_drafts, seed=0):
     return rows, context, tokens, logits, distribution
 
 
-# Of each feature, the values of some rows; the other rows of the batch do not use it.
+# The values of some rows for each feature; the other rows of the batch do not use it.
 FEATURES = {
     "presence_penalty": [1.5, -0.5, 2],
     "frequency_penalty": [0.7, -1.1, 2],

@@ -1,4 +1,4 @@
-"""Jobs on slots: in any order of arrival, with too few pages, cancelled or stopped, each gets what it gets alone."""
+"""Jobs on slots: in any order of arrival, with too few pages, cancelled or stopped, each gets its tokens as alone."""
 
 from dataclasses import replace
 
@@ -109,7 +109,7 @@ def preempting(scheduler):
 
     def preempt():
         is_third = next(rounds) % 3 == 0
-        for _ in range(2):  # the first call may find that reading what is in flight is enough
+        for _ in range(2):  # the first call may find that reading the steps in flight is enough
             if is_third and scheduler.running:
                 scheduler._make_room()
 
@@ -296,7 +296,7 @@ def test_grammars_survive_preemption_and_wait_for_a_place(device):
 
 @pytest.mark.parametrize("device", [PLENTY, pytest.param(None, marks=pytest.mark.slow)], indirect=True)
 def test_log_probs_of_prompts_are_those_of_prefill(device):
-    """Of prompts with a common beginning, one of which is preempted before it is read."""
+    """The prompts have a common beginning; one is preempted before it is read."""
     requests = some_jobs(6, 5)
     jobs = [job_of(request, wants_prompt_log_probs=i % 3 < 2) for i, request in enumerate(requests)]
     scheduler, tables = scheduler_of(device)
@@ -352,7 +352,7 @@ def test_samples_compute_a_chunk_once(device, monkeypatch):
 
 @pytest.mark.slow
 def test_the_number_of_drafts_follows_the_load(target):
-    """Under `match` the tokens stay those of the request alone, whatever is chosen before each step."""
+    """Under `match` the tokens equal the tokens of the request alone, whatever is chosen before each step."""
     pool = PLENTY, PAGE_SIZE
     sizes = {
         "num_slots": NUM_SLOTS,
@@ -498,7 +498,7 @@ def called(device, monkeypatch):
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
 def test_short_prompts_are_fed_together(device, monkeypatch):
-    """Also with what is left of a long one; others are fed alone. Rows that end together leave together."""
+    """The rest of a long prompt is fed with them; other chunks are fed alone. Rows that end together leave together."""
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
     scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=[SHORT], chunks_per_step=4)

@@ -38,7 +38,7 @@ def out():
 
 @pytest.fixture
 def run(script, out, monkeypatch):
-    """Run a script with arguments; gives what it printed."""
+    """Run a script with arguments; gives its output."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -50,7 +50,7 @@ def run(script, out, monkeypatch):
 
 
 def written(out):
-    """What has left the buffer."""
+    """The text that has left the buffer."""
     return out.buffer.getvalue().decode()
 
 

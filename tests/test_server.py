@@ -684,7 +684,7 @@ class TestKeys:
 
 
 class TestDocs:
-    """What docs/server.md shows and says."""
+    """The examples and statements of docs/server.md."""
 
     def adapted(self, text, client):
         return text.replace("127.0.0.1:8000", f"127.0.0.1:{client.port}").replace("specjax", "small")
@@ -773,7 +773,7 @@ class TestDocs:
 
 @contextmanager
 def process(*arguments, **environment):
-    """The command in a process of its own: the process, and a client of its server."""
+    """The command in a separate process: the process, and a client of its server."""
     command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--num-slots", "2", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env=os.environ | environment) as started:
@@ -949,7 +949,7 @@ def ask(client):
 
 @pytest.fixture(scope="module")
 def neighbour(client):
-    """What a request gets alone."""
+    """The answer to a request that runs alone."""
     return ask(client)
 
 
@@ -1005,7 +1005,7 @@ class TestHostileInputs:
         assert counts[0] == counts[1]
 
     def test_a_grammar_too_costly_to_compile(self, client, neighbour):
-        """Neither its time nor its memory is that of the server."""
+        """Neither its time nor its memory is taken from the server."""
         with ThreadPoolExecutor(1) as pool:
             body = completion(guided_regex="(a|b)*a(a|b){22}", stream=True)
             costly = pool.submit(client.call, "POST", "/v1/completions", body)

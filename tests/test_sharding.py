@@ -1,4 +1,4 @@
-"""Checkpoints that are read to the devices of a mesh part by part: what is read, what comes out, what is refused."""
+"""Checkpoints that are read to the devices of a mesh part by part: the bytes read, the models, and refused meshes."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def mesh_of(*sizes, names=("tensor",)):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Record what is read: the bytes from files, and the sizes of the host's arrays."""
+    """Record the bytes that are read from files, and the sizes of the host's arrays."""
     found = {"bytes": 0, "arrays": []}
     read_slice, empty = tensors.Tensors._read_slice, tensors._aligned_empty
 
@@ -79,7 +79,7 @@ def test_devices_read_their_parts(case, tmp_path, reads):
 
 
 def test_the_host_holds_one_part_at_a_time(tmp_path, monkeypatch):
-    """Of one parameter for one device; what is on a device is a copy here, as on a GPU."""
+    """It holds one parameter for one device; arrays on a device are copies here, as on a GPU."""
     alive, most = set(), 0
     empty, device_put = tensors._aligned_empty, jax.device_put
 
@@ -99,7 +99,7 @@ def test_the_host_holds_one_part_at_a_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST[2:] else pytest.mark.slow) for c in CONFIGS])
 def test_logits_are_the_recorded_ones(case, tmp_path):
-    """Of every family, on two devices, for whole rows and from a cache."""
+    """For every family, on two devices, for whole rows and from a cache."""
     model = load(write(tmp_path / case, case), mesh=mesh_of(2))
     expected = np.load(GOLDENS / "logits.npz")[case]
     assert difference(whole_logits(model), expected) <= TOLERANCE
@@ -128,7 +128,7 @@ def test_padded_vocabulary_and_repeated_heads(number, tmp_path):
 
 
 def test_mesh_of_rows_and_parts(tmp_path, reads):
-    """Devices with the same part share what is read once; a mesh of rows alone has the model whole on each."""
+    """Devices with the same part share one read of it; a mesh of rows alone has the model whole on each."""
     directory = write(tmp_path / "opt", "opt")
     names = "batch", "tensor"
     expected = data_parallel(tensor_parallel(load(directory), mesh_of(2, 2, names=names)), mesh_of(2, 2, names=names))
@@ -143,7 +143,7 @@ def test_mesh_of_rows_and_parts(tmp_path, reads):
 
 
 def test_a_drafter_of_a_shared_target(tmp_path):
-    """Its taps and tables are those of the whole target, without padding."""
+    """Its taps and tables equal the whole target's, without padding."""
     target = heads.make_target()
     test_eagle.write_eagle3(tmp_path, target, "authors")
     shared = tensor_parallel(target, mesh_of(2))

@@ -325,7 +325,7 @@ def test_own_part():
 
 
 def test_own_draft():
-    """What is padded at the end of the last part has no probability: each draft keeps its own."""
+    """The padding at the end of the last part has no probability: each draft keeps its probability."""
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("vocab",))
     logits = jnp.asarray(np.random.default_rng(6).normal(-3, 1, (2, 3, 11)), jnp.float32)
     tokens = jnp.array([[0, 4, 10], [3, 8, 2]])

@@ -171,7 +171,7 @@ def some_jobs(number, seed=0, kinds=KINDS):
 
 
 def alone(target, proposer, verifier, job, num_logprobs=None, params=None):
-    """The last state of `specjax.generate` of the request in a batch of its own, with the arrays of its parameters."""
+    """The last state of `specjax.generate` of the request alone in a batch, with the arrays of its parameters."""
     prompt = np.zeros((1, LONGEST), np.int32)
     prompt[0, : len(job.prompt)] = job.prompt
     params = sampling.batch([job.params], EOS, VOCAB) if params is None else params
@@ -190,7 +190,7 @@ def assert_as_alone(target, proposer, verifier, job):
 
 
 class Host:
-    """What a host does, at random: admit, feed a chunk of one prompt or short ones of two, step, evict, admit again."""
+    """A host that acts at random: admit, feed a chunk of one prompt or short ones of two, step, evict, admit again."""
 
     def __init__(self, slots, jobs, seed, pages=True, varies=True):
         self.slots, self.rng, self.jobs = slots, np.random.default_rng(seed), list(jobs)
@@ -307,7 +307,7 @@ class Host:
                 self.tables.free(job.pages)
 
     def place(self):
-        """Send the tables, also those of rows that are not active yet."""
+        """Send the tables, also of rows that are not active yet."""
         if self.tables is not None:
             table = np.full((self.slots.num_slots, self.tables.pages_per_row), NUM_PAGES, np.int32)
             for slot, job in self.slot_of.items():
@@ -315,7 +315,7 @@ class Host:
             self.slots.set_pages(table)
 
     def only_writes_to(self, slots, first):
-        """Compare before and after a call what it must not write, where each row may write from slot `first` on."""
+        """Compare the slots that a call must not write before and after it; each row may write from slot `first` on."""
         return Guard(self, slots, first)
 
 
@@ -421,7 +421,7 @@ def test_every_proposer_and_verifier(target, draft, name, verifier, in_pages):
 
 
 class Compilations:
-    """Counts what XLA compiles, or loads from the cache of programs, eager operations included; and what is traced."""
+    """Counts programs that XLA compiles or loads from the cache, eager operations included; and traced functions."""
 
     def __enter__(self):
         self.number = self.number_in_threads = self.number_traced = 0
@@ -458,7 +458,7 @@ def test_nothing_is_compiled_after_the_start(target, in_pages, caplog):
 
 @pytest.mark.parametrize("in_pages", [True, False])
 def test_each_prompt_has_its_features(target, in_pages):
-    """Those of the last tokens, alone and together, and after rows without tokens those that were there before."""
+    """Features of the last tokens, alone and together; rows without tokens keep the features that were there before."""
     slots = make_slots(target, None, in_pages, num_slots=3)
     if in_pages:
         slots.set_pages(np.arange(21, dtype=np.int32).reshape(3, 7))
@@ -477,7 +477,7 @@ def test_each_prompt_has_its_features(target, in_pages):
 
 
 def test_log_probs_and_samples(target):
-    """Of a greedy row and one with everything, which is sample 2 of its request."""
+    """A greedy row, and one with everything, which is sample 2 of its request."""
     proposer = make_proposer("ngram", None)
     slots = make_slots(target, proposer, True, num_slots=2)
     jobs = some_jobs(3, seed=4)[1:]
@@ -490,7 +490,7 @@ def test_log_probs_and_samples(target):
             (previous,), _ = slots.prefill([slot], [chunk_at(job.tokens, start, CHUNK, previous)])
         slots.insert(slot, request(slots.state, job.tokens, job.key, job.row, sample=2 * slot))
     entries = [slots.step(log_probs=True) for _ in range(24)]
-    entries = jax.device_get(entries)  # a later step reuses the state, and not what an earlier one has put out
+    entries = jax.device_get(entries)  # a later step reuses the state, and not the output of an earlier one
     assert entries[-1].finished.all() and (entries[-1].tokens == -1).all()
     for slot, job in enumerate(jobs):
         key = jax.random.wrap_key_data(job.key[None], impl="threefry2x32")
@@ -507,7 +507,7 @@ def test_log_probs_and_samples(target):
 
 @pytest.mark.parametrize("kind, use", [(KINDS[0], GREEDY), (KINDS[1], CUT)])
 def test_neutral_parameters_change_no_bit(kind, use):
-    """Neither what is left out nor what stands in its place: the distributions are those of `sampling.batch`."""
+    """Parameters that are left out, and their neutral values, give the distributions of `sampling.batch`."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (2, 4, VOCAB)).astype(np.float32)
     logits[0, 1, 3:9], logits[1, 2, 5] = -np.inf, -0.0

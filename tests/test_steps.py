@@ -1,4 +1,4 @@
-"""Steps of some rows of a batch, and what a model keeps of a step where overwriting does not suffice."""
+"""Steps of some rows of a batch, and the states that a model keeps of a step where overwriting does not suffice."""
 
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,7 @@ def random_pages():
 @pytest.mark.parametrize("form", ["dense", "pages", "no pages"])
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 def test_rows_in_any_order_and_number(form, verifier):
-    """Each row gets the tokens of steps of all rows, and what a step does not compute stays as it is."""
+    """Each row gets the tokens of steps of all rows, and rows that a step does not compute stay as they are."""
     target, draft = decoder(0), decoder(1)
     if form == "no pages":
         target, draft = (replace(model, takes_pages=False) for model in (target, draft))
@@ -198,7 +198,7 @@ def bigrams():
 
 @pytest.mark.parametrize("in_pages", [True, False])
 def test_a_recurrent_state_follows_what_is_accepted(in_pages):
-    """Greedy tokens are those of a loop, whatever was drafted, in steps of all rows and of some."""
+    """Greedy tokens equal the tokens of a plain loop, whatever was drafted, in steps of all rows and of some."""
     target, proposer = recurrent(in_pages), bigrams()
     params = sampling.batch([SamplingParams(temperature=0, max_tokens=12)] * 4)
     given = target, proposer, prompts(), np.array(LENGTHS), params, jax.random.key(0)

@@ -1,4 +1,4 @@
-"""JAX's strict modes, gradients, and arrays of the wrong kind: what a stranger's program may bring along."""
+"""JAX's strict modes, gradients, and arrays of the wrong kind, which a stranger's program may bring along."""
 
 from functools import partial
 
@@ -123,7 +123,7 @@ def every_proposer():
 
 
 def nan_made_by(function, *arguments):
-    """What checkify says of the first NaN in the program, also of one that is masked later; None without any.
+    """The error of checkify for the first NaN in the program, also of one that is masked later; None without any.
 
     It looks at every operation, as `jax_debug_nans` does outside jit, and into loops, where that does not.
     """
@@ -173,7 +173,7 @@ def log_probs_of(target, tokens):
 
 @jax.jit
 def gradients(draft, target):
-    """Of every verifier, the gradients of its log-probabilities in logits and temperature, and what it gave."""
+    """For every verifier, the gradients of its log-probabilities in logits and temperature, and its output."""
 
     normalized = distributions.normalize(target)
     log_normalizer = (
@@ -214,7 +214,7 @@ class TestGradients:
             assert all(np.isfinite(gradient).all() for gradient in found), name
 
     def test_where_a_kernel_would_run(self):
-        """Of a vocabulary that takes kernels on a GPU; the branches of every platform are traced."""
+        """The vocabulary takes kernels on a GPU; the branches of every platform are traced."""
 
         def total(logits):
             draft = Draft(jnp.array([[1, 2]]), Categorical(jnp.zeros((1, K, 2048))))
@@ -225,7 +225,7 @@ class TestGradients:
         assert np.count_nonzero(gradient) > 0
 
     def test_through_sampling_parameters(self):
-        """What is cut away has no gradient, nor has the cut itself."""
+        """Tokens that are cut away have no gradient, nor has the cut itself."""
         params = sampling.batch([SamplingParams(top_k=3, top_p=0.9, min_p=0.01, temperature=0.8)])
         context = Context(jnp.zeros((1, 2), jnp.int32), jnp.array([1]), jnp.array([True]))
 
@@ -464,7 +464,7 @@ class TestNumPy:
         assert distribution.logits.dtype == distribution.min_logit.dtype == jnp.float32
 
     def test_unsigned_tokens(self):
-        """-1 has a form of its own in them."""
+        """They have another form of -1."""
         draft = verifiers.canonical(Draft(jnp.array([[3, 4]], jnp.uint8), None, jnp.array([1])))
         assert draft.tokens.tolist() == [[3, -1]] and draft.tokens.dtype == jnp.int32
 

@@ -1,4 +1,4 @@
-"""The suite itself: what is collected, how it is split, and which interpreter `scripts/test` uses."""
+"""The suite itself: the collected tests, how they are split, and which interpreter `scripts/test` uses."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ def collect(*arguments, **environment) -> list[str]:
 
 @pytest.mark.slow
 def test_collecting_starts_no_device():
-    """What is found could depend on it, and processes that share one could find different tests."""
+    """Collected tests could depend on a device, and processes that share one could find different tests."""
     assert collect(JAX_PLATFORMS="none")
 
 

@@ -1,4 +1,4 @@
-"""Training from the command line: what it writes decodes, and a run that was killed ends with the same weights."""
+"""Training from the command line: the drafter decodes, and a run that was killed ends with the same weights."""
 
 import importlib
 import json
@@ -71,7 +71,7 @@ def loaded(directory, target):
 
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dflash", "dspark", "medusa"])
 def test_what_was_trained_decodes(kind, train, target):
-    """In the layout of the kind's authors, and in that of speculators."""
+    """In the layout of the kind's authors, and in the layout of speculators."""
     out = train(kind, "own", *(() if kind == "medusa" else ("--vocab-size", "1000")))
     assert proposers.kind_of(out) == kind
     if kind in ("eagle3", "dflash", "medusa"):
@@ -103,7 +103,7 @@ def cycle():
 
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dflash", "dspark", "medusa"])
 def test_a_target_that_can_be_copied_is_copied(kind, script, cycle):
-    """Every draft of a trained drafter is accepted, greedy and sampled: it decodes with what it was trained on."""
+    """Every draft of a trained drafter is accepted, greedy and sampled: it decodes with the features of training."""
     target = models.with_feature_layers(cycle, script.layers_of(2, kind))
     made, params, frozen = script.new_drafter(kind, target, 3, 8, 0, None, jax.random.key(0))
     batch = training.pack([(np.arange(24) + i) % 16 for i in range(16)], 24)

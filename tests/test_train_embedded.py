@@ -112,7 +112,7 @@ def test_unlikelihood(script, x64):
 
 
 def test_the_loss_is_the_weighted_unlikelihood_of_marked_tokens(tiny, texts):
-    """That of an unchanged target, whose divergence is 0 everywhere, on the only row that there is."""
+    """The target is unchanged, so its divergence is 0 everywhere; there is one row."""
     params = init_params(TINY, seed=0)
     params["embedding"] *= 15
     before = decoder_model(TINY, tiny.bfloat16(params))

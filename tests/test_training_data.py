@@ -154,7 +154,7 @@ def test_what_is_written_is_read(name, layout, on_one_gpu, target, tmp_path, mon
     assert proposers.feature_layers(tmp_path, target) == target.feature_layers
     found = proposers.load(tmp_path, target, num_draft_tokens=3)
     assert found.head == made.head
-    assert jax.tree.structure(found) == jax.tree.structure(made)  # with what is static
+    assert jax.tree.structure(found) == jax.tree.structure(made)  # with its static fields
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(made), strict=True):
         np.testing.assert_array_equal(x, y)
 

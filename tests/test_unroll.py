@@ -60,7 +60,7 @@ def params_of(head):
 
 
 def drafted(target, proposer, prompts, lengths, steps=1):
-    """What decoding drafts in its last step: the lengths before it, the tokens then drafted and their logits."""
+    """The last step of decoding: the lengths before it, the tokens then drafted and their logits."""
     params = sampling.batch([SamplingParams(temperature=1.0, max_tokens=40)] * len(prompts))
     state = prefill(target, proposer, prompts, lengths, params, jax.random.key(2), max_length=48)
     state = decode.generate(target, proposer, state, max_steps=steps - 1)

@@ -1,4 +1,4 @@
-"""The verdict on a verifier: right ones pass, each wrong one is found, and keys do what the enumeration says."""
+"""The verdict on a verifier: right ones pass, each wrong one is found, and keys act as the enumeration says."""
 
 import re
 from pathlib import Path

@@ -256,7 +256,7 @@ class TestContract:
         assert TRACES[name] == first > 0
 
     def test_key_forms_of_one_request_agree(self, name):
-        """A key a row is that of the K+1 positions it is spread over."""
+        """A key of a row equals the keys of the K+1 positions that it is spread over."""
         keys = row_keys()
         spread = of_step(keys, BATCH, DRAFTS)
         assert spread.shape == (BATCH, DRAFTS + 1)
@@ -378,14 +378,14 @@ class TestContract:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["block", "match", "typical"])  # what the others do is in these
+@pytest.mark.parametrize("name", ["block", "match", "typical"])  # the steps of the others are in these
 def test_eager_is_jit(name):
     arguments = row_keys(), *example()
     for eager, compiled in zip(bound(name)(*arguments), jitted(name)(*arguments), strict=True):
         np.testing.assert_array_equal(eager, compiled)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "synthetic"])  # which accepts what it is given
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "synthetic"])  # which accepts by a given rate
 def test_drafts_outside_the_vocabulary_are_rejected(name):
     draft, target = example()
     wild = Draft(jnp.full_like(draft.tokens, VOCAB + 7), draft.distribution._replace(temperature=jnp.ones(BATCH)))
@@ -394,7 +394,7 @@ def test_drafts_outside_the_vocabulary_are_rejected(name):
     assert int(verified.tokens.max()) < VOCAB
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "synthetic"])  # which accepts what it is given
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "synthetic"])  # which accepts by a given rate
 def test_greedy_rows_of_a_mixed_batch(name):
     """Rows of temperature 0 emit the argmax at every position, lowest id on ties, beside sampled rows."""
     draft, target = example()
@@ -603,8 +603,8 @@ def test_sampled_distribution(name, temperature, top_p):
     """200,000 first tokens of a vocabulary of 4096 against the distribution, by chi-square.
 
     Every verifier at every temperature is enumerated in test_law.py. Here it is the draws from a large vocabulary that
-    count: that of a recovered token, which rejection and block share, and that of a sample. Drafts are sampled for
-    rejection and block; deterministic ones they verify by match.
+    count: the draw of a recovered token, which rejection and block share, and the draw of a sample. Drafts are sampled
+    for rejection and block; deterministic ones they verify by match.
     """
     rng = np.random.default_rng(5)
     target_logits, draft_logits = (1.5 * rng.normal(size=(2, VOCAB_SAMPLED))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What happens on versions of JAX other than those the tests run on."""
+"""Behaviour on other versions of JAX than the version of the tests."""
 
 import os
 import subprocess

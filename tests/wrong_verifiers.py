@@ -10,7 +10,7 @@ from specjax import distributions, verifiers
 from specjax.verifiers import core
 from specjax.verifiers.rejection import rejection
 
-WRONG = {}  # name: the verifier, and what the verdict says
+WRONG = {}  # name: the verifier, and the message of the verdict
 
 
 def wrong(message):
@@ -58,7 +58,7 @@ def one_coin_for_all_iterations(draw, draft, target, **options):
 
 @wrong("row with 1 of 2 drafts'")
 def looks_past_num_tokens(draw, draft, target, **options):
-    """Multiplies what is after the row's own drafts by 0, which is NaN where that is NaN."""
+    """Multiplies the numbers after the row's own drafts by 0, which gives NaN where they are NaN."""
     if draft.distribution is None:
         return rejection.core(draw, draft, target, **options)
     behind = 0 * jnp.sum(draft.distribution.logits, axis=(1, 2), where=jnp.isnan(draft.distribution.logits))[:, None]
