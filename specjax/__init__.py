@@ -35,6 +35,7 @@ from specjax.types import (
     ModelOutput,
     Verified,
 )
+from specjax.version import __version__ as __version__
 
 __all__ = [
     "LLM",
@@ -74,5 +75,3 @@ __all__ = [
     "theory",
     "verifiers",
 ]
-
-__version__ = "0.1.0"

@@ -20,6 +20,7 @@ import specjax
 from specjax.extras import needs
 from specjax.terminal import shown, timed
 from specjax.validation import suggestion
+from specjax.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding for JAX.")
-    parser.add_argument("--version", action="version", version=f"specjax {specjax.__version__}")
+    parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate",

@@ -1,5 +1,7 @@
 """Several processes: what they send, how they meet, that they work as one, and that none is left when one is lost."""
 
+import ast
+import inspect
 import json
 import os
 import queue
@@ -26,11 +28,13 @@ from test_parallel import CONFIG
 from test_server import Client, completion
 
 from specjax import Capacities, cli, proposers, verifiers
+from specjax.engine.slots import Slots
 from specjax.models.decoder import decoder_model, init_params
-from specjax.processes import connection, fingerprint, group, messages
+from specjax.processes import connection, fingerprint, meeting, messages
 from specjax.processes.connection import CALL, HELLO, Connection, Lost
 from specjax.processes.follower import _Replay
-from specjax.processes.leader import Calls, Leader, replayed
+from specjax.processes.leader import Calls, Leader
+from specjax.processes.repeat import REPEATED, Repeated, sent
 from specjax.types import Chunk, Context
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -83,12 +87,19 @@ class Adder:
     """As `Slots`, with a state and a call."""
 
     def __init__(self):
-        self.state, self.calls = jnp.zeros(2), None
+        self.state = jnp.zeros(2)
 
-    @replayed
-    def add(self, number, last=None):
+    def step(self, number, last=None):
         self.state = self.state + number + (0 if last is None else last)
         return jnp.ones(1), self.state * 2
+
+
+class RepeatedAdder(Adder):
+    step = sent(Adder.step)
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
 
 
 class Sent(list):
@@ -106,21 +117,42 @@ class Sent(list):
 
 def test_calls_are_repeated():
     """Results of calls go into later ones, and are dropped when nobody has them."""
-    sent, adder, other = Sent(), Adder(), Adder()
-    adder.calls = Calls(Leader(0, 2, {1: sent}), 1)
+    frames, other = Sent(), Adder()
+    adder = RepeatedAdder(Calls(Leader(0, 2, {1: frames}), 1))
     replay = _Replay(None, None, None)
     replay._slots[1] = other
-    first = adder.add(np.float32(1.5))[1]
-    adder.add(np.float32(2), last=first)
-    for message in sent:
+    first = adder.step(np.float32(1.5))[1]
+    adder.step(np.float32(2), last=first)
+    for message in frames:
         replay.repeat(message)
     np.testing.assert_array_equal(other.state, [6.5, 6.5])
     assert set(replay._results) == {(1, 1), (2, 0), (2, 1)}  # the others were dropped before the second call
     del first
-    adder.add(np.float32(0))
-    replay.repeat(sent[-1])
+    adder.step(np.float32(0))
+    replay.repeat(frames[-1])
     assert set(replay._results) == {(3, 0), (3, 1)}
     assert not adder.calls._leader._places
+
+
+def test_nothing_but_calls_of_slots_is_repeated():
+    replay = _Replay(None, None, None)
+    replay._slots[1] = Adder()
+    message = messages.encode((1, "__class__", (), {}, [], []), lambda leaf: None)
+    with pytest.raises(ValueError, match="must send a call of slots that is to be repeated, got '__class__'"):
+        replay.repeat(message)
+
+
+def sets_state(node):
+    """Return whether a node is the target `self.state` of an assignment."""
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == "state"
+
+
+def test_every_call_that_changes_the_state_is_sent():
+    """A call that process 0 made alone would leave the others with another state."""
+    methods = [node for node in ast.parse(inspect.getsource(Slots)).body[0].body if isinstance(node, ast.FunctionDef)]
+    changing = {method.name for method in methods for node in ast.walk(method) if sets_state(node)}
+    assert changing == {*REPEATED, "_make_state"}
+    assert {name for name in vars(Repeated) if name in vars(Slots)} >= changing
 
 
 def meet(check=lambda hello, number: None, hellos=(), num_processes=3, timeout=20.0):
@@ -316,17 +348,17 @@ class TestFingerprints:
 
 
 class TestArguments:
-    @pytest.mark.parametrize("names", group.VARIABLES, ids=lambda names: names[0])
+    @pytest.mark.parametrize("names", meeting.VARIABLES, ids=lambda names: names[0])
     def test_launchers(self, names, monkeypatch):
-        for others in group.VARIABLES:
+        for others in meeting.VARIABLES:
             for name in others:
                 monkeypatch.delenv(name, raising=False)
         with pytest.raises(ValueError, match="num_processes must be an integer >= 2, got None"):
-            group._numbers(None, None)
+            meeting._numbers(None, None)
         for name, number in zip(names, "31", strict=True):
             monkeypatch.setenv(name, number)
-        assert group._numbers(None, None) == (3, 1)
-        assert group._numbers(4, 2) == (4, 2)
+        assert meeting._numbers(None, None) == (3, 1)
+        assert meeting._numbers(4, 2) == (4, 2)
 
     @pytest.mark.parametrize(
         "arguments, message",

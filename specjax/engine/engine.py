@@ -27,6 +27,7 @@ from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Counts, Job, Scheduler
 from specjax.engine.slots import Slots
+from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import Capacities, check_grammar, of_request
 from specjax.sampling.guided import Grammar, Source, vocabulary
@@ -227,7 +228,7 @@ class Engine:
             sizes_of_platform = CPU_STEP_SIZES if jax.default_backend() == "cpu" else STEP_SIZES
             step_sizes = [size for size in sizes_of_platform if size < num_slots]
         steps = {"verifier": verifier, "draft_lengths": draft_lengths, "step_sizes": step_sizes}
-        device = Slots(model, proposer, chunk_size=chunk_size, **steps, **sizes)
+        device = (Repeated if leads(model) else Slots)(model, proposer, chunk_size=chunk_size, **steps, **sizes)
         log_caches(device, pool)
         device.compile(chunk_size, short_chunks)
         self._scheduler = Scheduler(

@@ -17,6 +17,7 @@ from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.slots import Output, Row, Slots
 from specjax.parallel import OnMesh
+from specjax.processes.repeat import Repeated, leads
 from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
@@ -169,7 +170,7 @@ class Run:
             sizes["num_samples"] = sum(p.num_samples for p in params)
             pool = num_pages_that_fit(llm.model, llm.proposer, **sizes), page_size
             tables = PageTables(*pool, -(-max_length // page_size), chunk_size)
-        device = _Device(
+        device = (_RepeatedDevice if leads(llm.model) else _Device)(
             llm.model,
             llm.proposer,
             num_slots=num_slots,
@@ -283,6 +284,10 @@ class _Device(Slots):
         sizes = [self._no_rows(size) for size in self.step_sizes[:-1]]
         rows = sizes if self._num_samples == 1 and sizes else [*sizes, None]
         return [(self._use, self._log_probs, k, each) for k in self.draft_lengths[:1] for each in rows]
+
+
+class _RepeatedDevice(_Device, Repeated):
+    """The same where other processes share the model."""
 
 
 def _num_slots(llm: "LLM", params: Sequence[SamplingParams]) -> int:

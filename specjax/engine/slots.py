@@ -32,7 +32,6 @@ from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
 from specjax.parallel import WHOLE, OnMesh, on_devices, put
-from specjax.processes.leader import Calls, repeated, replayed
 from specjax.prompts import run_chunk
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral, neutral_like, placed, restrict
@@ -462,13 +461,12 @@ class Slots:
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         for each in self._proposers.values():
             self._functions = decode.as_pytrees(verifier, scorer, each)
-        sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self.capacities, "pool": pool}
-        more = {"draft_lengths": None if draft_lengths is None else tuple(draft_lengths), "chunk_size": chunk_size}
-        more["step_sizes"] = self.step_sizes[:-1]
-        self.calls: Calls | None
-        with repeated(self, proposer or proposers.none(), verifier, scorer, sizes | more):
-            self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes)
-            self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
+        self._make_state(pool, chunk_size)
+
+    def _make_state(self, pool: tuple[int, int] | None, chunk_size: int) -> None:
+        sizes = {"num_slots": self.num_slots, "max_length": self.max_length, "capacities": self.capacities}
+        self.state, self._sharding = _empty_on_devices(self.model, self.proposer, **sizes, pool=pool)
+        self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
 
     def compile(self, chunk_size: int, short_chunks: Sequence[tuple[int, int]] = ()) -> None:
         """Compile every call, while all slots are vacant.
@@ -563,13 +561,11 @@ class Slots:
         rows[: len(slots)] = slots
         return rows
 
-    @replayed
     def insert(self, slot: int, row: Row) -> None:
         """Make a vacant slot an active row; see `insert`."""
         self._check(slot)
         self.state = _insert(self.state, np.int32(slot), row)
 
-    @replayed
     def evict(self, slots: Sequence[int]) -> None:
         """Make slots vacant; see `evict`."""
         rows = np.zeros(self.num_slots, bool)
@@ -578,7 +574,6 @@ class Slots:
             rows[slot] = True
         self.state = _evict(self.state, rows)
 
-    @replayed
     def set_pages(self, table: np.ndarray) -> None:
         """Replace the page table [B, P] int32, where a number outside the pool is no page."""
         pages = self.state.context.pages
@@ -587,7 +582,6 @@ class Slots:
             raise ValueError(f"table must be {expected}, got {table.dtype} {table.shape}")
         self.state = with_pages(self.state, put(table.copy(), self._sharding))
 
-    @replayed
     def set_grammars(self, token_classes: np.ndarray, transitions: np.ndarray) -> None:
         """Replace the tables of grammars, which `GrammarTables` makes; see `with_grammars`."""
         guide = self.state.sampling.guide
@@ -599,7 +593,6 @@ class Slots:
         tables = put((token_classes.copy(), transitions.copy()), self._sharding)
         self.state = with_grammars(self.state, *tables)
 
-    @replayed
     def prefill(
         self, slots: Sequence[int], chunks: Sequence[Chunk], num_rows: int = 1, *, log_probs: bool = False
     ) -> tuple[tuple[PyTree, ...], LogProbs | None]:
@@ -627,7 +620,6 @@ class Slots:
         self.state, features, entries = _prefill_chunk(*given, num_logprobs=num_logprobs)
         return features, entries
 
-    @replayed
     def step(
         self,
         use: int = EVERYTHING,

@@ -9,32 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from specjax import proposers, verifiers
 from specjax.engine import compilation_cache
+from specjax.engine.slots import Slots
 from specjax.processes import fingerprint, messages
 from specjax.processes.connection import END, READY, Connection, Lost
 from specjax.processes.group import SECONDS_TO_END, Group
+from specjax.processes.repeat import REPEATED
 from specjax.types import Model, Proposer, Verifier
-
-if TYPE_CHECKING:
-    from specjax.engine.slots import Slots
 
 CALLS_AHEAD = 16  # calls that may be under way on the devices before the first of them is waited for
 
 
 class Follower(Group):
-    """A process that repeats the calls of process 0 to its own devices.
-
-    Attributes:
-        is_following: whether it does so now.
-    """
+    """A process that repeats the calls of process 0 to its own devices."""
 
     def __init__(self, *args: Any):
-        self.is_following = False
         self._timer: threading.Timer | None = None
         self._frames: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
         super().__init__(*args)
@@ -60,16 +54,12 @@ class Follower(Group):
         """
         proposer = proposer or proposers.none()
         replay = _Replay(model, proposer, verifier)
-        self.is_following = True
-        try:
-            with _probe() as file, _patience():
-                about = fingerprint.of_model(model, verifier), fingerprint.of_proposer(proposer), file
-                self._others[0].send(READY, messages.encode(about, lambda _: None))
-                while (frame := self._frames.get())[0] != END:
-                    replay.repeat(frame[1])
-                replay.finish()
-        finally:
-            self.is_following = False
+        with _probe() as file, _patience():
+            about = fingerprint.of_model(model, verifier), fingerprint.of_proposer(proposer), file
+            self._others[0].send(READY, messages.encode(about, lambda _: None))
+            while (frame := self._frames.get())[0] != END:
+                replay.repeat(frame[1])
+            replay.finish()
 
     def _received(self, other: Connection, kind: bytes, content: bytes) -> None:
         if kind == END:
@@ -114,8 +104,6 @@ class _Replay:
         jax.block_until_ready((list(self._under_way), [slots.state for slots in self._slots.values()]))
 
     def _make(self, number: int, *, is_plain: bool, has_cache: bool, **sizes: Any) -> Any:
-        from specjax.engine.slots import Slots
-
         if not has_cache:
             compilation_cache.disable()
         proposer = proposers.none() if is_plain else self._proposer
@@ -123,10 +111,9 @@ class _Replay:
         return slots.no_features
 
     def _call(self, number: int, name: str, arguments: tuple, options: dict[str, Any]) -> Any:
-        method = getattr(self._slots[number], name)
-        if not getattr(method, "is_replayed", False):
+        if name not in REPEATED:
             raise ValueError(f"process 0 must send a call of slots that is to be repeated, got {name!r}")
-        return method(*arguments, **options)
+        return getattr(self._slots[number], name)(*arguments, **options)
 
 
 @contextmanager

@@ -6,8 +6,6 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +13,9 @@ import jax
 
 from specjax import scorers
 from specjax.engine import compilation_cache
-from specjax.parallel import OnMesh
 from specjax.processes import fingerprint, messages
 from specjax.processes.connection import CALL, END, Connection, Lost
-from specjax.processes.group import SECONDS_TO_END, Group, joined
+from specjax.processes.group import SECONDS_TO_END, Group
 from specjax.proposers import NoDrafts
 from specjax.types import Model, Proposer, Scorer, Verifier
 
@@ -66,7 +63,7 @@ class Leader(Group):
         Raises:
             ValueError: they have another model, or the scorer or a size cannot be sent.
         """
-        if sizes["capacities"].logits_processors:
+        if slots.capacities.logits_processors:
             raise ValueError(
                 "logits_processors must be None where several processes share a model: functions stay here"
             )
@@ -164,47 +161,3 @@ class Calls:
     def keep(self, result: Any) -> None:
         """Note the result of the last call."""
         self._leader.keep(self._last, result)
-
-
-@contextmanager
-def repeated(
-    slots: "Slots", proposer: Proposer, verifier: Verifier, scorer: Scorer, sizes: dict[str, Any]
-) -> Iterator[None]:
-    """Have the other processes that share the model of the slots make the same slots, while this process does.
-
-    The attribute `calls` of the slots is how their calls reach the others; it is None where no others share the model.
-
-    Raises:
-        RuntimeError: this process has to follow.
-        ValueError: as `Leader.start`.
-    """
-    group, apply = joined(), slots.model.apply
-    slots.calls = None
-    is_shared = group is not None and isinstance(apply, OnMesh) and not apply.whole.is_fully_addressable
-    if is_shared and isinstance(group, Leader):
-        with group.lock:
-            slots.calls = group.start(slots, proposer, verifier, scorer, sizes)
-            yield
-            slots.calls.keep(slots.no_features)
-        return
-    if group is not None and is_shared and not getattr(group, "is_following", False):
-        raise RuntimeError(f"process {group.process_id} follows process 0: it must call `follow` and nothing else")
-    yield
-
-
-def replayed(method: Callable) -> Callable:
-    """Make a method of `Slots` one that the other processes repeat: they get its name and its arguments."""
-
-    @functools.wraps(method)
-    def call(self: "Slots", *args: Any, **options: Any) -> Any:
-        calls = self.calls
-        if calls is None:
-            return method(self, *args, **options)
-        with calls.lock:
-            calls.send(method.__name__, args, options)
-            result = method(self, *args, **options)
-            calls.keep(result)
-        return result
-
-    call.is_replayed = True  # pyright: ignore[reportAttributeAccessIssue]
-    return call

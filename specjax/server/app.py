@@ -16,7 +16,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-import specjax
 from specjax.engine.engine import Engine
 from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Result
@@ -35,6 +34,7 @@ from specjax.server.remote import RemoteEngine
 from specjax.server.responses import ResponseAnswer
 from specjax.server.served import Served, tokenizer_info
 from specjax.server.streams import Answer, CompletionAnswer
+from specjax.version import __version__
 
 LAST_WORDS_SECONDS = 5.0  # for the error that ends a stream
 PAGE_POLICY = (
@@ -127,7 +127,7 @@ class App:
         return JSONResponse({"status": "ok" if is_well else "ending"}, 200 if is_well else 503)
 
     async def _version(self, http: HttpRequest) -> Response:
-        return JSONResponse({"version": specjax.__version__})
+        return JSONResponse({"version": __version__})
 
     async def _write_metrics(self, http: HttpRequest) -> Response:
         return Response(await in_thread(self.metrics), media_type=CONTENT_TYPE)

@@ -5,10 +5,10 @@ The routes, /openapi.json and /docs come from this list, and the bodies in it ar
 
 from typing import Any, NamedTuple
 
-import specjax
 from specjax.server import anthropic, bodies, responses
 from specjax.server.fields import Kind
 from specjax.server.served import Served
+from specjax.version import __version__
 
 STRING, INTEGER, NUMBER, ANY = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {}
 BOOLEAN = {"type": "boolean"}
@@ -327,7 +327,7 @@ def openapi(listed: list[Operation], has_keys: bool) -> dict[str, Any]:
     schemes = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "specjax", "version": specjax.__version__},
+        "info": {"title": "specjax", "version": __version__},
         "paths": paths,
         "components": {"schemas": {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}}
         | ({"securitySchemes": schemes} if has_keys else {}),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-import specjax
 from specjax.models.directory import Checkpoint
 from specjax.sampling import guided
+from specjax.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -110,7 +110,7 @@ def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name
     for each in (name, *aliases):
         if not 0 < len(each) <= MAX_NAME_LENGTH:
             raise ValueError(f"the name of a model must have 1 to {MAX_NAME_LENGTH} characters, got {each[:100]!r}")
-    about = [specjax.__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
+    about = [__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
     about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm.checkpoint.directory.name]
     about += [str(leaf.dtype) for leaf in jax.tree.leaves(llm.model.params)[:1]]
     return Served(
