@@ -1,4 +1,4 @@
-"""Attention over a cache addressed by position: what each query sees, what a call writes, and the attention itself.
+"""Attention over a cache addressed by position: the slots that a query sees, the writes of a call, and the attention.
 
 The S slots of a row are its row of a dense cache, or the pages that `ModelInput.pages` names, one after another.
 """
@@ -42,7 +42,7 @@ class KeyValues(Protocol):
             softcap: number c that turns a score s into c tanh(s / c); None for none.
 
         Returns:
-            What the queries attended to [B, T, H, D], and what stands in the place of the layer's cache afterwards.
+            The attention of the queries [B, T, H, D], and the record that replaces the layer's cache.
         """
         ...
 
@@ -294,9 +294,9 @@ def attend_in_blocks(
 ) -> Array:
     """Attend from the tokens of a chain to their slots and those before, a block of `size` slots at a time.
 
-    No more scores exist than those of one block, and slots past the longest row cost nothing, nor does a row without
-    pages. With `is_together` the heads of a sequence share a product (`heads_together`). The other arguments are those
-    of `attend_to_cache`; the cache holds the tokens of the call.
+    Only the scores of one block exist at a time, and slots past the longest row cost nothing, nor does a row without
+    pages. With `is_together` the heads of a sequence share a product (`heads_together`). `attend_to_cache` describes
+    the other arguments; the cache holds the tokens of the call.
     """
     batch_size, num_tokens, _, head_size = query.shape
     num_kv_heads = cache["key"].shape[2]
@@ -374,7 +374,7 @@ def attend_to_cache(
         implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
 
     Returns:
-        What the queries attended to [B, T, H, D], and the cache.
+        The attention of the queries [B, T, H, D], and the cache.
 
     Raises:
         NotImplementedError: if the named implementation does not support the case.

@@ -122,7 +122,7 @@ def _enough_memory(directory: Path, dtype: np.dtype) -> Iterator[None]:
 
 
 def _axes(mesh: Mesh, sharding: jax.sharding.Sharding | None) -> Collection[str]:
-    """Return the axes of a mesh; raise ValueError unless they say what the devices share."""
+    """Return the axes of a mesh; raise ValueError unless they say how the devices share the model."""
     if sharding is not None:
         raise ValueError(f"sharding must be None where mesh is given, got {sharding}")
     if not mesh.shape or not set(mesh.shape) <= {"tensor", "batch"}:

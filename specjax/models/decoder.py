@@ -1,7 +1,7 @@
 """The decoder of most families: embeddings, layers of `models/layer.py`, a norm and a head.
 
 Families that vary it describe their layers and set options of `DecoderConfig`; a network with another structure has a
-file of its own.
+separate file.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class DecoderConfig:
     scale_embedding: bool = False  # whether embeddings are multiplied by sqrt(hidden_size)
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
-    axis_name: str | None = None  # mesh axis whose devices share the decoder; sizes are then those of one device's part
+    axis_name: str | None = None  # mesh axis whose devices share the decoder; the sizes then describe one device's part
     num_padding: int = 0  # ids of the vocabulary that are padding, after the others on the last devices
 
     def __post_init__(self):

@@ -49,7 +49,7 @@ def lacks(directory: Path, *names: str) -> FileNotFoundError:
 
 
 def _base(directory: Path) -> str:
-    """Return what an adapter calls the model that it belongs to."""
+    """Return the name that an adapter gives to its model."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads((directory / "adapter_config.json").read_text())["base_model_name_or_path"]
     return "its base model"

@@ -87,7 +87,7 @@ class Attention:
     def __call__(
         self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation, memory: KeyValues
     ) -> tuple[Array, Any]:
-        """Return the residual stream after the attention [B, T, h], and what the layer's cache holds then."""
+        """Return the residual stream after the attention [B, T, h], and the layer's cache afterwards."""
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
         qkv = qkv.reshape(*call.x.shape[:2], heads + 2 * kv_heads, size)
@@ -139,7 +139,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The kinds and options of one layer; its sizes are those of the `DecoderConfig`."""
+    """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
     mixer: Attention = Attention()
     ffn: GatedMLP = GatedMLP()
@@ -185,7 +185,7 @@ def run_layer(
         residual: [B, T, h], the residual stream; None: it is `x`.
 
     Returns:
-        The residual stream after the layer [B, T, h], and what the layer's cache holds then.
+        The residual stream after the layer [B, T, h], and the layer's cache afterwards.
     """
     call = _enter(config, layer, params, "attention", x, x if residual is None else residual)
     stream, kept = layer.mixer(config, params, call, turns, memory)

@@ -151,7 +151,7 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
 
 
 def of_one_device(model: Model) -> Any:
-    """Return `model.apply`, that of one device's part where devices share the model."""
+    """Return `model.apply`, or the `apply` of one device's part where devices share the model."""
     return model.apply.apply if isinstance(model.apply, OnMesh) else model.apply
 
 

@@ -67,7 +67,7 @@ def pack(
 
     Args:
         codes: [..., N, K]: int8 for integers of 8 bits, float8_e4m3fn for "e4m3", and uint8 in [0, 15] for 4 bits.
-        scale: [..., ceil(N / rows), ceil(K / columns)], rows and columns being those of a group: float32, float16 or
+        scale: [..., ceil(N / rows), ceil(K / columns)], with the rows and columns of a group: float32, float16 or
             bfloat16, whichever the checkpoint has, or uint8 s that stands for 2 ** (s - 127). Kernels read them as they
             are, so that scales of 16 bits cost half of what scales of 32 bits do.
         bits: of a code, 8 or 4.

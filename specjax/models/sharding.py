@@ -127,7 +127,7 @@ def _cut(name: str, whole: Config, part: Config, number: int) -> Cut | None:
 
 
 def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> list[Run]:
-    """Return what a device has of the axis of a parameter that is split; nothing where none is."""
+    """Return a device's part of the axis of a parameter that is split; nothing where none is."""
 
     def own(size: int, begin: int = 0) -> Run:
         return begin + device * size, begin + (device + 1) * size
@@ -159,7 +159,7 @@ def _split(leaf: Array | Stored, cut: Cut | None, sharding: NamedSharding) -> Ar
 
 @partial(jax.jit, static_argnames="cut")  # layers of equal shapes share a program
 def _arrange(leaf: Array, cut: Cut) -> Array:
-    """Return a parameter with the part of each device after that of the one before."""
+    """Return a parameter as the parts of all devices, one after the other."""
     parts = []
     for runs in cut.runs:
         own = jnp.concatenate([jax.lax.slice_in_dim(leaf, *run, axis=cut.axis) for run in runs], cut.axis)

@@ -255,7 +255,7 @@ class Tensors:
 def place(stored: Stored, sharding: jax.sharding.Sharding | None) -> Array:
     """Read an array to its devices, so that the host holds the part of one device at a time.
 
-    Devices with the same part share what is read once, and devices of other processes are left to these. A sharding of
+    Devices with the same part share one read of it, and devices of other processes are left to these. A sharding of
     None is the default device.
     """
 
@@ -275,7 +275,7 @@ def place(stored: Stored, sharding: jax.sharding.Sharding | None) -> Array:
 
 
 def _chunks(begin: int, end: int, width: int) -> Iterator[slice]:
-    """Return the rows [begin, end) as slices of at most CHUNK_BYTES each, but at least one row, of so many numbers."""
+    """Return the rows [begin, end) as slices of at most CHUNK_BYTES each, but at least one row."""
     step = max(1, CHUNK_BYTES // (4 * max(1, width)))
     return (slice(row, min(row + step, end)) for row in range(begin, end, step))
 

@@ -2,7 +2,7 @@
 
 Such a file is a zip archive with one entry for each storage, an array of numbers, and a pickle that says which tensors
 lie in which storage. A pickle is a program that can call any function. Here it is interpreted by a stack machine that
-knows what a dictionary of tensors needs, and that refuses everything else.
+knows the operations for a dictionary of tensors, and that refuses everything else.
 """
 
 import math
@@ -58,7 +58,7 @@ class _View(NamedTuple):
 
 
 class Slice:
-    """A stored tensor, of which `[index]` reads a part. The interface is that of safetensors."""
+    """A stored tensor, of which `[index]` reads a part. It has the interface of safetensors."""
 
     def __init__(self, path: Path, name: str, view: _View, start: int):
         self._path, self._name, self._view, self._start = path, name, view, start
@@ -80,7 +80,7 @@ class Slice:
 
 
 class TorchFile:
-    """The tensors of an open file by name. The interface is that of `safetensors.safe_open`."""
+    """The tensors of an open file by name. It has the interface of `safetensors.safe_open`."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile):
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}

@@ -1,7 +1,7 @@
 """The sampling parameters of one request as arrays whose sizes do not depend on the request.
 
-A batch whose requests come and go keeps one compiled program if each request has the same arrays. What a request does
-not use has neutral values, which change no number of a distribution.
+A batch whose requests come and go keeps one compiled program if each request has the same arrays. Parameters that a
+request does not use have neutral values, which change no number of a distribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from specjax.sampling.guided.tables import Grammar, Guide
 from specjax.sampling.params import LogitsProcessor, SamplingParams
 from specjax.validation import is_integer
 
-GREEDY, CUT, EVERYTHING = range(3)  # what a step computes: argmaxima; temperatures and cuts; all parameters
+GREEDY, CUT, EVERYTHING = range(3)  # a step computes argmaxima, temperatures and cuts, or all parameters
 
 _UNKNOWN = -1  # stands for a grammar whose place in the tables is not known yet
 
@@ -154,7 +154,7 @@ def of_request(
             need it.
 
     Returns:
-        Sampling, whose fields have the shapes of those of a batch without the axis of the batch.
+        Sampling, whose fields have the shapes of a batch's fields without the axis of the batch.
 
     Raises:
         ValueError: the request asks for more than a capacity, or for what `sampling.batch` refuses.
@@ -228,7 +228,7 @@ def _uses_of(functions: Sequence[LogitsProcessor], known: Sequence[LogitsProcess
 
 
 def use_of(row: Sampling) -> int:
-    """Return what a step must compute for a request with the parameters that `of_request` gave.
+    """Return GREEDY, CUT or EVERYTHING, whichever a request with the parameters that `of_request` gave needs.
 
     Returns:
         GREEDY, CUT or EVERYTHING. A step serves a batch if it computes the largest of its rows' numbers.

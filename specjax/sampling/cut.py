@@ -183,7 +183,7 @@ def _search(x: Array, limits: Limits, total: Array | None = None, axis_name: str
         axis_name: the axis whose devices have the rest of x; None is none.
 
     Returns:
-        The cut [N], and a logit [N]: the cut is that of the whole row if this logit lies above all that x leaves out.
+        The cut [N], and a logit [N]: the cut holds for the whole row if this logit lies above all that x leaves out.
     """
     x = jnp.nan_to_num(x, nan=-jnp.inf, neginf=-jnp.inf)
     highest = shards.largest(x.max((1, 2)), axis_name)

@@ -67,7 +67,7 @@ def adjust(
 ) -> Array:
     """Return the logits after all that treats tokens by their ids: processors, bias, masks and penalties.
 
-    The arguments and errors are those of `process`, and so is the shape of the result.
+    The arguments, the errors and the shape of the result are the same as for `process`.
     """
     logits, context, drafts = jax.tree.map(jnp.asarray, (logits, context, drafts))
     check_array("logits", logits, "[B, T, V]", (*context.length.shape, None, None), jnp.floating)
@@ -264,7 +264,7 @@ class _Part(NamedTuple):
     axis_name: str | None
 
     def index(self, ids: Array) -> Array:
-        """Return the index of each id in this part, and `size` for negative ids and those of other parts."""
+        """Return the index of each id in this part, and `size` for negative ids and ids of other parts."""
         index = ids - shards.first_id(self.size, self.axis_name)
         return jnp.where((ids < 0) | (index < 0), self.size, index)
 

@@ -36,7 +36,7 @@ class SamplingParams:
         top_k: the number of most likely tokens to keep; -1 keeps all. Tokens as likely as the last one are kept too
             (`sampling.ExactTopK` keeps exactly k).
         top_p: the probability mass to keep, in (0, 1]. Tokens as likely as the last one are kept too.
-        min_p: the smallest probability to keep, relative to that of the most likely token, in [0, 1].
+        min_p: the smallest probability to keep, relative to the probability of the most likely token, in [0, 1].
         seed: an integer that fixes the request's random numbers; None takes them from the call.
         stop: strings that end the text. They are not part of it.
         include_stop_str_in_output: whether the stop string that ended the text is part of it.
@@ -60,10 +60,10 @@ class SamplingParams:
             on, and `prompt_length`. Functions that compare equal share a compilation; in `sampling.batch` arrays that
             are bound by `jax.tree_util.Partial` may change without another compilation.
         guided_decoding: a `specjax.guided.Grammar` that the generated text must follow. `Engine` and `LLM` also take
-            what it is compiled from, `guided.Regex`, `guided.JsonSchema` or `guided.Choices`, and compile it.
+            its source, `guided.Regex`, `guided.JsonSchema` or `guided.Choices`, and compile it.
         logprobs: how many of the most likely tokens to list with their log-probabilities for every generated token,
-            beside the token itself; None lists none. The log-probabilities are those of the distribution that the token
-            was drawn from, after the effect of all these parameters; at temperature 0, of this distribution at
+            beside the token itself; None lists none. The log-probabilities belong to the distribution from which the
+            token was drawn, after the effect of all these parameters; at temperature 0, of this distribution at
             temperature 1.
         prompt_logprobs: the same number for the tokens of the prompt, under the model's logits as they are.
         detokenize: whether to make text. Without text there are only token ids, and no stop strings.

@@ -11,7 +11,7 @@ from specjax.validation import is_integer
 
 @dataclass(frozen=True)
 class ExactTopK:
-    """A logits processor that keeps exactly the k most likely tokens; of equally likely ones, those of lower id.
+    """A logits processor that keeps exactly the k most likely tokens; of equally likely tokens, the lower ids stay.
 
     `SamplingParams.top_k` and `top_p` also keep all tokens that are as likely as the last one. They are
     stored as the smallest kept logit of a row; to separate equal logits, all logits would have to be written once more.

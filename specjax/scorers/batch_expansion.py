@@ -1,4 +1,4 @@
-"""Batch expansion, which scores every prefix of a draft as a sequence of its own."""
+"""Batch expansion, which scores every prefix of a draft as a separate sequence."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from specjax.types import Array, Context, Draft, Memory, Model, ModelOutput, PyT
 def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[ModelOutput, PyTree]:
     """Score a draft by a call with K+1 copies of each sequence, where copy i is fed the first i drafts.
 
-    The output is that of `mqa`, at K+1 times the cost. It serves models whose query tokens must not share a call with
+    It gives the output of `mqa` at K+1 times the cost. It serves models whose query tokens must not share a call with
     later drafts.
 
     Args:
@@ -22,7 +22,7 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
 
     Returns:
         ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the memory or
-        cache with what the copies that were fed all drafts have written.
+        cache as the copies with all drafts left it.
     """
     if not isinstance(cache, Memory):
         memory = Memory(cache) if model.takes_pages else Memory(rows=cache)
@@ -46,7 +46,7 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
     written = fed(context, draft).positions
 
     def keep(pool: Array, own: Array) -> Array:
-        """Write to the pool what the call has written to the slots [B, S, ...] of each sequence."""
+        """Copy the writes of the call from the slots [B, S, ...] of each sequence to the pool."""
         index = jnp.minimum(written, own.shape[1] - 1).reshape(*written.shape, *[1] * (own.ndim - 2))
         return write_slots(pool, written, jnp.take_along_axis(own, index, axis=1), context.pages)
 

@@ -22,7 +22,7 @@ def mqa(model: Model, context: Context, draft: Draft, cache: PyTree) -> tuple[Mo
 
 
 def fed(context: Context, draft: Draft) -> ModelInput:
-    """Return what the target is fed in a step: the last committed token of each sequence, and its drafts."""
+    """Return the target's input in a step: the last committed token of each sequence, and its drafts."""
     num_tokens = draft.tokens.shape[1] + 1
     start = jnp.maximum(context.length - 1, 0)[:, None]
     last = jnp.take_along_axis(context.tokens, start, axis=1)

@@ -1,4 +1,4 @@
-"""Checks of verifiers, proposers and models, which raise AssertionError and say what is wrong."""
+"""Checks of verifiers, proposers and models, which raise an AssertionError that names the fault."""
 
 from specjax.testing.cases import BLOCK_INSTANCE
 from specjax.testing.enumeration import (

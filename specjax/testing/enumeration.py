@@ -108,8 +108,8 @@ def enumerate_outcomes(
         **options: the verifier's options.
 
     Returns:
-        Verified with a leading axis of B * N, the N outcomes of one row after those of another; and the probability
-        [B, N] of each outcome.
+        Verified with a leading axis of B * N, the N outcomes of one row after the outcomes of another; and the
+        probability [B, N] of each outcome.
 
     Raises:
         AssertionError: two calls of the core get the same noise.
@@ -212,7 +212,7 @@ def enumerate_law(
         **options: the verifier's options.
 
     Returns:
-        float64 array [V] * (K + 1). That of a lossless verifier equals `product_law` of the target's probabilities.
+        float64 array [V] * (K + 1). The law of a lossless verifier equals `product_law` of the target's probabilities.
 
     Raises:
         AssertionError: two calls of the core get the same noise.

@@ -135,7 +135,7 @@ _LOSSLESS = verifiers.rejection, verifiers.block, verifiers.match
 
 
 def _lossless(keys: Array, draft: Draft, target: Categorical | Array, *, index: Array) -> Verified:
-    """Verify by one of the verifiers, that of a traced index, so that one program decodes with all of them."""
+    """Verify by the verifier of a traced index, so that one program decodes with all verifiers."""
     return jax.lax.switch(index, _LOSSLESS, keys, draft, target)
 
 

@@ -29,7 +29,7 @@ class Document(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """How much of what a drafter proposes a target accepts."""
+    """Counts of proposed and accepted drafts."""
 
     by_position: np.ndarray  # [K] float64, share of the drafts at each position that were accepted, with all before
     tokens_per_step: float  # mean tokens of a step, the recovered or bonus token counted
@@ -96,7 +96,7 @@ def pack(texts: Iterable[Document | Sequence[int]], length: int) -> Batch:
         length: L >= 2.
 
     Returns:
-        A batch of NumPy arrays [N, L]. A piece of a document is a segment of its own. Where a row has room left, it is
+        A batch of NumPy arrays [N, L]. A piece of a document is a separate segment. Where a row has room left, it is
         padded with segment 0.
 
     Raises:
@@ -151,7 +151,7 @@ def regenerate(
         batch_size: prompts of a call.
 
     Returns:
-        A document for each prompt; what the target wrote is what a drafter learns.
+        A document for each prompt; a drafter learns the text that the target wrote.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     made = []
@@ -175,7 +175,7 @@ def replay(
     max_steps: int | None = None,
     verifier: Verifier = verifiers.rejection,
 ) -> Acceptance:
-    """Decode from prompts and count what is accepted: the health check of a trained drafter.
+    """Decode from prompts and count accepted drafts: the health check of a trained drafter.
 
     Args:
         target: the target, with the features that the proposer reads.
@@ -184,7 +184,7 @@ def replay(
         params: of all prompts.
         key: a typed key.
         max_steps: steps from each prompt. 1 measures drafts after the text of the prompts alone; None decodes to the
-            end, after what the target itself wrote.
+            end, after text that the target itself wrote.
         verifier: one of `specjax.verifiers`.
 
     Returns:

@@ -20,7 +20,7 @@ from specjax.types import Array, Model, Proposer, PyTree
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
-LAYOUTS = {  # of each kind, that of its authors first
+LAYOUTS = {  # of each kind, with the layout of its authors first
     "eagle3": ("eagle3", "speculators"),
     "p_eagle": ("p_eagle", "speculators"),
     "dflash": ("dflash", "speculators"),
@@ -41,13 +41,13 @@ def save_pretrained(
         path: the directory, which is made where there is none.
         target: its target, with the feature layers that the drafter reads. Tables of the drafter that are the target's
             are not written, except in the layouts "speculators" and "deepspec", whose readers want them.
-        layout: "eagle3", "p_eagle", "dflash", "deepspec" (of DSpark) or "medusa", those of the methods' authors, or
+        layout: "eagle3", "p_eagle", "dflash", "deepspec" (of DSpark) or "medusa", by the methods' authors, or
             "speculators" for all but Medusa; None is the authors'.
         target_name: name or path of the target, which the layout "speculators" records.
 
     Raises:
-        ValueError: the drafter is of another kind, its kind has no such layout, or the layout cannot say what a head
-            does, such as where its windows begin.
+        ValueError: the drafter is of another kind, its kind has no such layout, or the layout has no field for a
+            property of the head, such as where its windows begin.
     """
     from safetensors.numpy import save_file
 

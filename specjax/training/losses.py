@@ -1,4 +1,4 @@
-"""Losses that bring the distribution of a drafter to that of its target: pure functions of logits, one value a row.
+"""Losses that bring a drafter's distribution to its target's: pure functions of logits, one value a row.
 
 In what follows p is the target's distribution of one row, q the drafter's, and alpha = sum(min(p, q)) the probability
 that `verifiers.rejection` accepts a draft of q.
@@ -66,13 +66,13 @@ def forward_kl(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary |
 
 
 def reverse_kl(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary | None = None) -> Array:
-    """Compute KL(q || p), which lets q leave out what p holds. Arguments and result are those of `forward_kl`."""
+    """Compute KL(q || p), which lets q leave out what p holds. Arguments and result are as for `forward_kl`."""
     log_target, log_draft = _log_probs(draft_logits, target_logits, vocab)
     return _divergence(log_draft, log_target)
 
 
 def jensen_shannon(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary | None = None) -> Array:
-    """Compute the Jensen-Shannon divergence, at most log 2. Arguments and result are those of `forward_kl`."""
+    """Compute the Jensen-Shannon divergence, at most log 2. Arguments and result are the same as for `forward_kl`."""
     log_target, log_draft = _log_probs(draft_logits, target_logits, vocab)
     log_mean = jnp.logaddexp(log_target, log_draft) - jnp.log(2.0).astype(log_draft.dtype)
     return (_divergence(log_target, log_mean) + _divergence(log_draft, log_mean)) / 2
@@ -111,7 +111,7 @@ def total_variation(draft_logits: Array, target_logits: Array, *, vocab: Vocabul
     """Compute sum(|p - q|) / 2 = 1 - alpha, the probability that a draft is rejected.
 
     Its gradient vanishes where p and q hardly overlap, so training starts with another loss. Arguments and result are
-    those of `forward_kl`.
+    the same as for `forward_kl`.
     """
     target, draft = _probs(draft_logits, target_logits, vocab)
     outside = 0.0 if vocab is None else 1 - jnp.sum(target, axis=-1)
@@ -221,7 +221,7 @@ def text_and_variation(
         target_logits: [..., V].
         tokens: [...] integers, the target's ids of the text.
         text_weight: w, in [0, 1].
-        vocab: the draft vocabulary; None is the whole one. Of a token that it lacks there is no cross entropy.
+        vocab: the draft vocabulary; None is the whole one. A token that it lacks has no cross entropy.
 
     Returns:
         [...] float32 (float64 of float64 logits).
@@ -255,7 +255,7 @@ def expected_tokens(rates: Array) -> Array:
 
 
 def prefix_weights(probs: Array, *, floor: float = 0.5) -> Array:
-    """Weigh each position of a block by what it brings: the expected accepted drafts that depend on it.
+    """Weigh each position of a block by its worth: the expected accepted drafts that depend on it.
 
     With s = (1 - floor) q(x) + floor of every position, weight i is sum_{j >= i} prod_{l <= j} s_l. It is a constant
     for the gradient and multiplies a cross entropy.
@@ -379,12 +379,13 @@ def from_hidden(
     Args:
         loss: a loss of this module with its options bound by `functools.partial`, or any function
             `(draft_logits [chunk, D], target_logits [chunk, V], vocab=) -> arrays [chunk]`, one or a pytree of them.
-        hidden: [..., h], what the drafter's head scores; or a pytree of arrays [..., *] that `head` takes.
+        hidden: [..., h], input of the drafter's head; or a pytree of arrays [..., *] that `head` takes.
         head: [V, h], or [D, h] with `vocab`; or a function of rows [chunk, h] that returns their logits.
-        target_hidden: [..., H], what the target's head scores. It is a constant for the gradient.
+        target_hidden: [..., H], input of the target's head. It is a constant for the gradient.
         target_head: [V, H], or a function of rows [chunk, H] that returns their logits; a constant too.
         mask: [...] bool, the rows that count. The loss of the others is 0. Its first axis is the batch, if it has two.
-        tokens: [...] integers for a loss that reads them, which gets those of a chunk as its third argument; or None.
+        tokens: [...] integers for a loss that reads them, which gets the integers of a chunk as its third argument; or
+            None.
         chunk: rows whose logits exist at a time, >= 1, but at least one of each sequence.
         vocab: the draft vocabulary; None is the whole one.
 

@@ -1,4 +1,4 @@
-"""What a drafter computes on known text, for the losses: its steps, unrolled from every row at once.
+"""Steps of a drafter on known text, for the losses, unrolled from every row at once.
 
 Row s of a document is made of token s and of the target's feature of token s-1, as in decoding, and predicts token s+1.
 Its target distribution is the one that the target has after token s.
@@ -38,17 +38,17 @@ class Batch(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What unrolled steps give. An output of step j that begins at token s predicts token s + 1 + j.
+    """Outputs of unrolled steps, and their labels. An output of step j that begins at token s predicts token s + 1 + j.
 
     In `feature_unroll` and `medusa_unroll`, N = L and output s begins at token s.
     """
 
-    outputs: tuple[Array, ...]  # of each step [B, N, h], what the drafter's head scores or norms first
+    outputs: tuple[Array, ...]  # of each step [B, N, h], input of the drafter's head, or of its norm
     labels: tuple[Array, ...]  # of each step [B, N] int32, the token to predict
     masks: tuple[Array, ...]  # of each step [B, N] bool, the outputs that have a label to learn
     rows: tuple[Array, ...]  # of each step [B, N] int32, the token s at which each output begins
     previous: tuple[Array, ...]  # of each step [B, N] int32, the token before the label
-    target_hidden: tuple[Array, ...]  # of each step [B, N, H], what the target predicts the label from
+    target_hidden: tuple[Array, ...]  # of each step [B, N, H], hidden state from which the target predicts the label
 
 
 def features(target: Model, batch: Batch, feature_layers: Sequence[int] = ()) -> Batch:
@@ -118,7 +118,7 @@ def feature_unroll(head: FeatureHead, params: PyTree, batch: Batch, *, steps: in
         feature, and its mask is false.
 
     Raises:
-        ValueError: the batch has no features, or not those of the head; or `steps` is not an integer >= 1.
+        ValueError: the batch has no features, or not the features of the head; or `steps` is not an integer >= 1.
 
     References:
         Li et al., EAGLE-3, NeurIPS 2025: training-time test.
@@ -152,14 +152,14 @@ def depth_unroll(
         batch: with features.
         mask_token: the id of the mask token in the embedding.
         depths: J >= 1, the drafts of a step.
-        keep: in [0, 1]: rows of depth d begin at a share keep^d of the tokens, or 0.2 if that is more, at random. Those
-            of a depth are among those of the depth before.
+        keep: in [0, 1]: rows of depth d begin at a share keep^d of the tokens, or 0.2 if that is more, at random. The
+            rows of a depth are among the rows of the depth before.
 
     Returns:
         J steps, of N = L outputs and then of fewer; `head.logits(params, output)` gives logits.
 
     Raises:
-        ValueError: the batch has no features, or not those of the head; or a number is out of its range.
+        ValueError: the batch has no features, or not the features of the head; or a number is out of its range.
 
     References:
         P-EAGLE: Parallel-Drafting EAGLE with Scalable Training, 2026.
@@ -236,12 +236,12 @@ def block_unroll(head: BlockHead, params: PyTree, batch: Batch, anchors: Array) 
         anchors: [B, N] int32, -1 for none.
 
     Returns:
-        J = `head.most_drafts` steps of N outputs, those of step k being the rows of draft k; `head.logits(params,
-        output)` gives logits, to which `head.markov_logits(params, previous)` adds what the token before a draft says.
-        The masks end where the document or what the drafter learns does.
+        J = `head.most_drafts` steps of N outputs, step k with the rows of draft k; `head.logits(params,
+        output)` gives logits, to which `head.markov_logits(params, previous)` adds the logits by the token before a
+        draft. The masks end where the document or the learned tokens end.
 
     Raises:
-        ValueError: the batch has no features, or not those of the head, or the head has convolutions.
+        ValueError: the batch has no features, or not the features of the head, or the head has convolutions.
     """
     features = _features_of(batch)
     if head.conv_taps:  # they would have to begin anew in each block
@@ -283,7 +283,7 @@ def _features_of(batch: Batch) -> Features:
 
 
 def _first_step(head: FeatureHead, params: PyTree, batch: Batch) -> tuple[Array, list["Rows"]]:
-    """Return what the rows of the first step read of the target's features, and what each layer attends to."""
+    """Return the features of the first step, and an attention record in place of each layer's cache."""
     feature = head.feature(params, jax.tree.map(partial(shift, count=-1), _features_of(batch)))
     return feature, [Rows(batch.segments, positions(batch) > 0, (), ()) for _ in params["layers"]]
 
@@ -317,7 +317,7 @@ def _check_scores(scale: float | None, softcap: float | None) -> None:
 
 
 class Rows(NamedTuple):
-    """Keys and values of one layer, to which it attends: those of step 0, then those of later steps."""
+    """Keys and values of one layer, to which it attends: of step 0, then of later steps."""
 
     segments: Array | None  # [B, L] int32
     is_seen: Array  # [B, L] bool, whether other rows see a row of step 0

@@ -24,7 +24,7 @@ def vocabulary(counts: ArrayLike, size: int) -> Vocabulary:
     ids that do not occur fill the vocabulary.
 
     Args:
-        counts: [V] integers >= 0, how often each token occurs in what the drafter will be trained on.
+        counts: [V] integers >= 0, how often each token occurs in the text for the drafter's training.
         size: D, in [1, V].
 
     Returns:

@@ -35,7 +35,7 @@ def decoder(
     ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> Model:
-    """Build the model of a checkpoint whose network is that of `models/decoder.py`.
+    """Build the model of a checkpoint with the network of `models/decoder.py`.
 
     Args:
         config: config.json, with the field names of Llama.

@@ -1,4 +1,4 @@
-"""OPT: a network of its own with LayerNorm, learned positions, biases everywhere, and a ReLU MLP.
+"""OPT: a separate network with LayerNorm, learned positions, biases everywhere, and a ReLU MLP.
 
 Its norms stand before attention and MLP, or after them in some sizes.
 """
@@ -98,7 +98,7 @@ def _norm(params: PyTree, x: Array) -> Array:
 
 @partial(jax.jit, static_argnames="config")  # under jit, the layers are traced once
 def _run_layer(config: OPTConfig, params: PyTree, x: Array, memory: KeyValues) -> tuple[Array, Any]:
-    """Run a layer on hidden states x [B, T, D]; return them, and what the layer's cache holds then."""
+    """Run a layer on hidden states x [B, T, D]; return them, and the layer's cache afterwards."""
     qkv = _affine(params["qkv"], _norm(params["attention_norm"], x) if config.norm_first else x)
     qkv = qkv.reshape(*x.shape[:2], 3 * config.num_heads, config.head_size)
     query, key, value = jnp.split(qkv, 3, axis=2)

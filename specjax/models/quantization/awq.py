@@ -26,7 +26,7 @@ class AWQ:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "AWQ":
-        """Return what the table quantization_config says.
+        """Read the table quantization_config.
 
         Raises:
             ValueError: a field is missing, has a wrong value, or is not supported.

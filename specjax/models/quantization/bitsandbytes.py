@@ -31,7 +31,7 @@ class BitsAndBytes:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "BitsAndBytes":
-        """Return what the table quantization_config says.
+        """Read the table quantization_config.
 
         Raises:
             ValueError: a field has a wrong value, or is not supported.

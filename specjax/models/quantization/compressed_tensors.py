@@ -66,7 +66,7 @@ class CompressedTensors:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "CompressedTensors":
-        """Return what the table quantization_config says.
+        """Read the table quantization_config.
 
         Raises:
             ValueError: a field is missing, has a wrong value, or is not supported.

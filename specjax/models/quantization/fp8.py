@@ -21,7 +21,7 @@ class FP8:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "FP8":
-        """Return what the table quantization_config says.
+        """Read the table quantization_config.
 
         Raises:
             ValueError: a field has a wrong value, or is not supported.

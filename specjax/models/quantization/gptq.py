@@ -27,7 +27,7 @@ class GPTQ:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "GPTQ":
-        """Return what the table quantization_config says.
+        """Read the table quantization_config.
 
         Raises:
             ValueError: a field is missing, has a wrong value, or is not supported.

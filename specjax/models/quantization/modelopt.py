@@ -23,7 +23,7 @@ class ModelOpt:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "ModelOpt":
-        """Return what the table quantization_config says, or the table quantization of hf_quant_config.json.
+        """Read the table quantization_config, or the table quantization of hf_quant_config.json.
 
         Raises:
             ValueError: a field is missing, has a wrong value, or is not supported.

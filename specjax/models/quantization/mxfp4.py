@@ -22,7 +22,7 @@ class MXFP4:
 
     @classmethod
     def of(cls, config: ConfigFile) -> "MXFP4":
-        """Return what the table quantization_config says.
+        """Read the table quantization_config.
 
         Raises:
             ValueError: a field has a wrong value.

@@ -16,8 +16,8 @@ def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequenc
     The library outlines-core, of the extra `specjax[guided]`, makes the automaton.
 
     Args:
-        pattern: a regular expression in the syntax of Rust's `regex`, which is that of `re` without back-references,
-            look-around and anchors. `\d` and `\w` are Unicode, and take more states than `[0-9]`.
+        pattern: a regular expression in the syntax of Rust's `regex`, which equals the syntax of `re` without
+            back-references, look-around and anchors. `\d` and `\w` are Unicode, and take more states than `[0-9]`.
         vocabulary: the bytes of every token, as `vocabulary` returns them; tokens without bytes are never generated.
         eos_token_ids: the tokens that are allowed where the text matches; after one of them no others are allowed.
 

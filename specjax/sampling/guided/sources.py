@@ -1,4 +1,4 @@
-"""What a grammar is compiled from: regular expressions, JSON schemas and choices, as values that requests carry."""
+"""Sources of grammars: regular expressions, JSON schemas and choices, as values that requests carry."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Regex:
             raise ValueError(f"pattern must be a string, got {self.pattern!r}")
 
     def compile(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-        """Return the grammar; the arguments are those of `guided.from_regex`."""
+        """Return the grammar; `guided.from_regex` describes the arguments."""
         return from_regex(self.pattern, vocabulary, eos_token_ids)
 
 
@@ -55,7 +55,7 @@ class JsonSchema:
         object.__setattr__(self, "schema", text)
 
     def compile(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-        """Return the grammar; the arguments are those of `guided.from_json_schema`."""
+        """Return the grammar; `guided.from_json_schema` describes the arguments."""
         assert isinstance(self.schema, str), "it is kept as text"
         return from_json_schema(json.loads(self.schema), vocabulary, eos_token_ids)
 
@@ -80,7 +80,7 @@ class Choices:
         object.__setattr__(self, "texts", tuple(texts))
 
     def compile(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
-        """Return the grammar; the arguments are those of `guided.from_choices`."""
+        """Return the grammar; `guided.from_choices` describes the arguments."""
         return from_choices(self.texts, vocabulary, eos_token_ids)
 
 

@@ -67,8 +67,8 @@ def batch(grammars: Sequence[Grammar | None], vocab_size: int | None = None) -> 
 
     Args:
         grammars: the grammar of each row; None allows all tokens. A grammar that several rows share is stored once.
-        vocab_size: the size of the model's vocabulary; None is that of the largest grammar. Tokens that a grammar does
-            not know are forbidden.
+        vocab_size: the size of the model's vocabulary; None is the vocabulary of the largest grammar. Tokens that a
+            grammar does not know are forbidden.
 
     Returns:
         Guide, or None if no row has a grammar.
