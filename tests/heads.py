@@ -1,4 +1,4 @@
-"""What tests of drafters on features share: a target, checkpoints of heads, and a run followed step by step."""
+"""Helpers for tests of drafters on features: a target, checkpoints of heads, and a run followed step by step."""
 
 import json
 from dataclasses import replace

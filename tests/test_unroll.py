@@ -260,7 +260,7 @@ def test_only_tokens_of_the_loss_mask_are_learned(target):
 
 @pytest.mark.slow
 def test_gradients_flow_through_the_steps(target):
-    """Those of the last step, in a random direction, by a difference; none but through its own row if detached."""
+    """The last step has the gradients of a difference, in a random direction; detached, they pass its row alone."""
     head = HEADS["eagle3"]
     params = params_of(head)
     batch = features(target, Batch(jnp.arange(8)[None], None, jnp.ones((1, 8), bool)), LAYERS)

@@ -200,7 +200,7 @@ class _Machine:
 
 
 def _interpret(program: bytes, path: Path) -> Any:
-    """Return what a pickle builds; raise ValueError for everything that a dictionary of tensors does not need."""
+    """Return the object that a pickle builds; raise ValueError for operations that a dictionary of tensors lacks."""
     machine = _Machine()
     try:
         for operation, argument, _ in pickletools.genops(program):

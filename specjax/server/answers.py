@@ -15,7 +15,7 @@ LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
 
 
 class Head(NamedTuple):
-    """What all chunks of an answer share."""
+    """Fields that all chunks of an answer share."""
 
     id: str
     created: int  # seconds since 1970
@@ -40,7 +40,7 @@ def answer(call: Call, results: Sequence[Result], head: Head, served: Served) ->
     choices = []
     for prompt, result in enumerate(results):
         completions = result.completions
-        if call.params.num_samples == call.params.n:  # all have a place, which is that of the stream
+        if call.params.num_samples == call.params.n:  # all have a place, the place of the stream
             completions = sorted(completions, key=lambda each: each.index)
         for i, completion in enumerate(completions):
             choice = make(call, prompt, result, completion, served)
@@ -166,7 +166,7 @@ def list_chat(
     Args:
         served: the model.
         tokens: the token ids.
-        entries: for each token, its own log-probability and those of the most likely tokens.
+        entries: for each token, its log-probability and the log-probabilities of the most likely tokens.
         top: how many of the most likely tokens to list.
     """
 
@@ -215,7 +215,7 @@ def list_prompt(served: Served, token: int, entry: TokenLogProbs, top: int) -> d
     Args:
         served: the model.
         token: the token that is there.
-        entry: its own log-probability and those of the most likely tokens.
+        entry: its log-probability and the log-probabilities of the most likely tokens.
         top: how many of these to list. The rank of the token is only known if it is one of them.
     """
     entry = cut(entry, token, top)
@@ -250,7 +250,7 @@ class ChoiceStream:
     Args:
         call: the request.
         prompt: the number of the prompt.
-        sample: the number of the sample among those of the prompt.
+        sample: the number of the sample among the samples of the prompt.
         head: made by `new_head`, for all choices of the answer.
         served: the model.
     """

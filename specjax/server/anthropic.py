@@ -1,4 +1,4 @@
-"""Anthropic's Messages protocol: what a body asks for, and its answer, whole and as events.
+"""Anthropic's Messages protocol: the meaning of a body, and its answer, whole and as events.
 
 A body becomes a chat: its blocks are messages and calls of tools. All behind that is what chat completions have.
 """
@@ -286,7 +286,7 @@ class MessageAnswer:
         }
 
     def start(self) -> bytes:
-        # What of the prompt is found in pages of other requests is not known yet; the last events say it.
+        # The number of prompt tokens in pages of other requests is not known yet; the last events say it.
         usage = {"input_tokens": len(self._call.prompts[0]), "output_tokens": 0}
         return _event("message_start", message=self._message([], usage)) + _event("ping")
 
@@ -362,7 +362,7 @@ def _tool_use(made: ToolCall, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(call: Call, result: Result) -> dict[str, int]:
-    """Return the counts of tokens; those of the prompt that were found in pages of other requests count apart."""
+    """Return the counts of tokens; prompt tokens that were found in pages of other requests count apart."""
     counts = answers.usage(call, [result])
     num_cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {

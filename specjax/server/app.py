@@ -1,4 +1,4 @@
-"""The routes of the server: bodies in, answers and streams out. `protocol` and `answers` know what is in them."""
+"""The routes of the server: bodies in, answers and streams out. `protocol` and `answers` know their fields."""
 
 import asyncio
 import concurrent.futures
@@ -47,7 +47,7 @@ Parse = Callable[[Any, Served], Call]
 
 @dataclass(frozen=True)
 class About:
-    """What `/v1/models` tells of how the model is served."""
+    """Settings of the server that `/v1/models` lists."""
 
     num_draft_tokens: int  # drafts of a step; 0 is plain decoding
     verifier: str  # name of the verifier
@@ -222,7 +222,7 @@ class App:
     async def _events(
         self, call: Call, requests: Sequence[Pending], answer: Answer, start: float
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events that are there at a time, together; those of a grammar not before it is compiled."""
+        """Yield the events that are there at a time, together; with a grammar, not before it is compiled."""
         held = answer.start()
         if call.constraint is None:
             yield held
@@ -238,7 +238,7 @@ class App:
         yield held + answer.finish(await self._results(requests, start))
 
     async def _begin(self, body: Any, parse: Parse, client: str) -> tuple[Call, list[Pending]]:
-        """Submit what a body asks for."""
+        """Submit the requests of a body."""
         call = await self._turns.run(client, lambda: parse(body, self._served))
         asked = call.params, call.priority, call.cache_salt, client
         submissions = [Submission(prompt, *asked) for prompt in call.prompts]

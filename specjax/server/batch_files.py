@@ -1,8 +1,8 @@
 """Answer a file of requests in OpenAI's batch format, so that a run that was killed goes on where it was.
 
 A line of the file is `{"custom_id", "method", "url", "body"}`. Each becomes one line of the file of results, in the
-order in which the requests end, as soon as they do. That file alone says what is done: a run that finds it there drops
-a last line without its end, and leaves out the requests that have a result.
+order in which the requests end, as soon as they do. That file alone says which requests are done: a run that finds it
+there drops a last line without its end, and leaves out the requests that have a result.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _BY_LINE = "line-"  # begins the id of a result whose request has no custom_id: 
 
 
 class Generates(Protocol):
-    """What answering needs of an engine."""
+    """The method of an engine that answering needs."""
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
@@ -54,7 +54,7 @@ class Request(NamedTuple):
     custom_id: str | None  # None if the line has none
     url: str
     body: Any
-    error: str | None  # what is wrong with the line itself
+    error: str | None  # the fault of the line itself, None without one
 
     @property
     def key(self) -> bytes:
@@ -63,10 +63,10 @@ class Request(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a run did."""
+    """Counts of a run."""
 
     answered: int  # requests that it answered
-    errors: int  # those of them whose result is an error
+    errors: int  # answered requests whose result is an error
     known: int  # requests that had a result before
 
 
@@ -201,7 +201,7 @@ def run(engine: Generates, served: Served, requests: Path, results: Path, *, num
     Raises:
         ValueError: two requests have the same custom_id, or the file of results is of other requests.
         OSError: the file of results cannot be written.
-        RuntimeError: the engine has failed. What has been written stays.
+        RuntimeError: the engine has failed. Written results stay.
     """
     keys = check_ids(requests)
     file, done = open_results(results, keys)

@@ -1,4 +1,4 @@
-"""Declare the bodies of requests: what the routes take, check and describe. `protocol` says what a body asks for.
+"""Declare the bodies of requests, which the routes take, check and describe. `protocol` reads their meaning.
 
 Every limit on sizes and counts is a constant of this module, of `messages` or of `tools`. The limits of a model, its
 vocabulary and its maximum length, are arguments.
@@ -269,7 +269,7 @@ CHAT_FIELDS: dict[str, Kind] = {
 
 @cache
 def chat(vocab_size: int, max_length: int) -> Object:
-    """Return the declaration of a body of /v1/chat/completions; the arguments are those of `completion`."""
+    """Return the declaration of a body of /v1/chat/completions; `completion` describes the arguments."""
     limit = Integer(1, max_length, about="Most tokens of the answer; default: all that fit.")
     fields: dict[str, Kind] = {
         "model": MODEL,

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Submission(NamedTuple):
-    """What an engine is asked for."""
+    """Arguments of `Engine.submit`."""
 
     prompt: list[int]
     params: SamplingParams
@@ -141,7 +141,7 @@ async def submit(engine: Engine | RemoteEngine, submissions: Sequence[Submission
 
 
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
-    """Return what a function returns in a thread; if the caller is cancelled meanwhile, `undo` gets it."""
+    """Run a function in a thread and return its result; if the caller is cancelled meanwhile, `undo` gets it."""
     future = asyncio.get_running_loop().run_in_executor(None, function)
     try:
         return await asyncio.shield(future)
@@ -157,7 +157,7 @@ class Turns:
         self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # as long as somebody waits
 
     async def run(self, client: str, function: Callable[[], T]) -> T:
-        """Return what a function returns in a thread. It keeps its turn to its end, also where the caller leaves."""
+        """Run a function in a thread, return its result. It keeps its turn to its end, also where the caller leaves."""
         loop, free = asyncio.get_running_loop(), self._free.get(client)
         if free is None:
             free = self._free[client] = asyncio.Semaphore(THREADS_OF_CLIENT)

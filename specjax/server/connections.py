@@ -66,7 +66,7 @@ class Connection(H11Protocol):
 
     Attributes:
         address: where its client is, as `guard.address_of` has it.
-        is_extra: whether it has no place of its own, so that only questions about the health are answered.
+        is_extra: whether it holds none of the places, so that only questions about the health are answered.
     """
 
     server_state: Places

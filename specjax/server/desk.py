@@ -1,4 +1,4 @@
-"""Where an engine meets the process that speaks HTTP for it, which has an interpreter of its own, and no devices."""
+"""The engine's side of the process that speaks HTTP, which has a separate interpreter, and no devices."""
 
 import json
 import socket
@@ -51,14 +51,14 @@ def http_process(listener: socket.socket) -> Iterator[tuple[subprocess.Popen, so
 
 
 class Desk:
-    """Do for the process that speaks HTTP what it asks of an engine.
+    """Serve the HTTP process: submit, cancel and stream its requests.
 
-    The thread of the engine never waits for it: another thread sends what is new when the last frame has been taken, so
+    The thread of the engine never waits for it: another thread sends new pieces when the last frame has been taken, so
     that a slow process gets fewer and larger frames.
 
     Args:
         channel: a socket that is connected with the process.
-        setup: what the process reads first, for JSON. It loads what it needs while the engine compiles.
+        setup: first message to the process, for JSON. The process loads its modules while the engine compiles.
     """
 
     def __init__(self, channel: socket.socket, setup: dict[str, Any]):
@@ -72,7 +72,7 @@ class Desk:
         threading.Thread(target=self._write, args=(first,), name="specjax sender", daemon=True).start()
 
     def serve(self, engine: Engine, greet: Callable[[], object]) -> None:
-        """Do what the process asks of the engine until it ends; what it has asked for ends with it.
+        """Serve the process until it ends; its requests end with it.
 
         Args:
             engine: the engine.
@@ -117,7 +117,7 @@ class Desk:
         self._news.append([kind, number, content])
 
     def _read(self, engine: Engine) -> None:
-        """What the thread that reads does."""
+        """Read and serve questions, in a thread, until the process ends."""
         try:
             with suppress(EOFError, OSError), self._channel.makefile("rb") as file:
                 while True:
@@ -157,7 +157,7 @@ class Desk:
             self._live[number][0].cancel()
 
     def _write(self, data: bytes) -> None:
-        """What the thread that sends does; `data` comes first."""
+        """Send frames, in a thread, beginning with `data`."""
         try:
             while True:
                 self._channel.sendall(data)

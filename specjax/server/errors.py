@@ -90,7 +90,7 @@ def shutting_down() -> ApiError:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return what the client is told of an error."""
+    """Return the answer to the client for an error."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""Declare what a JSON body may hold: a declaration checks a value, and describes what it takes as a JSON schema.
+"""Declare the fields of a JSON body: a declaration checks a value, and describes allowed values as a JSON schema.
 
 A body is declared as an `Object` of kinds. `Object.read` returns the values of the fields that are there; a field that
 is null counts as absent, and a field that is not declared is an error unless it is null.
@@ -37,7 +37,7 @@ class BadRequest(ValueError):
 
 
 def refusal(name: str, expected: str, value: Any, code: str | None = None) -> BadRequest:
-    """Return the error that says what a field must be, and what came."""
+    """Return the error that names a field, the expected value and the actual one."""
     return BadRequest(f"{name or 'the body'} must be {expected}, got {shown(value)}", name or None, code)
 
 
@@ -98,17 +98,17 @@ def token_ids(values: list[Any], vocab_size: int) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be.
+    """A kind of values.
 
     Args:
-        about: what the value does, in a sentence for readers of the description.
+        about: effect of the value, in a sentence for readers of the description.
     """
 
     about: str = field(default="", kw_only=True)
 
     @property
     def expected(self) -> str:
-        """What messages say that the value must be."""
+        """Name of the expected values in messages."""
         return "any value"
 
     def takes(self, value: Any) -> bool:
@@ -420,7 +420,7 @@ class Tagged(Kind):
         return isinstance(value, dict)
 
     def read(self, value: Any, name: str) -> dict[str, Any]:
-        """Return the values of the fields, that of the tag among them."""
+        """Return the values of the fields, the tag's value among them."""
         if not isinstance(value, dict):
             raise refusal(name, self.expected, value)
         path, tag = f"{name}.{self.tag}" if name else self.tag, value.get(self.tag)
@@ -486,7 +486,7 @@ class Unsupported(Kind):
 
 
 def described_by(kind: Kind) -> dict[str, Any]:
-    """Return the JSON schema of a kind with what it is about."""
+    """Return the JSON schema of a kind with its description."""
     return kind.schema() | ({"description": kind.about} if kind.about else {})
 
 

@@ -1,4 +1,4 @@
-"""What every request passes before a route: checks of its size, host and key, and whether the server is ending."""
+"""Checks of every request before a route: checks of its size, host and key, and whether the server is ending."""
 
 import asyncio
 import hmac

@@ -81,7 +81,7 @@ async def _watch(started: asyncio.Event, engine: RemoteEngine, lines: Lines) -> 
 async def _receive(
     reader: asyncio.StreamReader, engine: RemoteEngine, commands: Mapping[str, Callable[[], object]]
 ) -> None:
-    """Take what the engine tells, until its process ends."""
+    """Take the frames of the engine, until its process ends."""
     try:
         while True:
             for word in engine.receive(await _read_frame(reader)):

@@ -1,4 +1,4 @@
-"""The log of a server: a line for each request, and under load a line on what the engine does.
+"""The log of a server: a line for each request, and under load a line on the engine.
 
 Lines have neither prompts nor answers, keys, queries or headers of clients but `X-Request-Id`.
 """
@@ -56,7 +56,7 @@ class Lines:
             self._num_lost += 1
 
     def close(self) -> None:
-        """Wait a moment for what is left to be written."""
+        """Wait a moment until the remaining lines are written."""
         with suppress(Full):
             self._queue.put(None, timeout=SECONDS_TO_WRITE)
         self._thread.join(SECONDS_TO_WRITE)
@@ -75,7 +75,7 @@ class Lines:
 
 @dataclass
 class _Noted:
-    """What is known of a request besides its answer's status."""
+    """Facts of a request besides its answer's status."""
 
     results: list[Result] = field(default_factory=list)
     is_given_up: bool = False
@@ -132,7 +132,7 @@ class AccessLog:
 
 
 def request_line(scope: Scope, status: int | None, seconds: float, noted: _Noted, request_id: str) -> str:
-    """Return the line of a request, without the time: what it asked for, then `name=value` of what is known."""
+    """Return the line of a request, without the time: its method and path, then the known figures as `name=value`."""
     host = (scope.get("client") or ("-",))[0]
     path = quote(scope["path"], safe="/:@!$&'()*+,;=-._~")[:MAX_PATH_LENGTH]
     words = [host, scope["method"], path, "-" if status is None else str(status)]

@@ -2,8 +2,8 @@
 
 The chat template writes the control tokens of a conversation as text, and the tokenizer reads them. A user can write
 the same text. So before the template runs, text that the tokenizer would read as a special token gets a mark inside;
-what the template returned is cut at the marks, and its parts are tokenized one by one. The marks are gone, the text is
-what the user wrote, and its tokens are those of ordinary text. A conversation without such text is tokenized whole.
+the text from the template is cut at the marks, and its parts are tokenized one by one. The marks are gone, the user's
+text is unchanged, and it becomes tokens of ordinary text. A conversation without such text is tokenized whole.
 """
 
 import json

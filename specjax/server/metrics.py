@@ -18,7 +18,7 @@ _REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 
 
 
 class ServerMetrics:
-    """Count what a server does, and write it with what its engine does in the text format of Prometheus.
+    """Count the requests of a server, and write the counts with its engine's in the text format of Prometheus.
 
     Args:
         engine: the engine.

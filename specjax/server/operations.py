@@ -16,11 +16,11 @@ STRINGS, INTEGERS = {"type": "array", "items": STRING}, {"type": "array", "items
 
 
 class Operation(NamedTuple):
-    """What a client may ask of a path."""
+    """A method and path for clients, with its body and answer."""
 
     method: str
     path: str
-    about: str  # what it does, in a sentence
+    about: str  # its purpose, in a sentence
     answer: dict[str, Any]  # JSON schema of the answer
     body: Kind | None = None  # declaration of the body; None takes none
     is_stream: bool = False  # whether the answer may be server-sent events

@@ -1,4 +1,4 @@
-"""Say what the bodies of OpenAI's completion requests ask for. Nothing here knows of HTTP.
+"""Turn the bodies of OpenAI's completion requests into calls of an engine. Nothing here knows of HTTP.
 
 `bodies` declares what such a body may hold, and `answers` makes what goes back.
 """
@@ -44,23 +44,23 @@ SAMPLING = (
 
 
 class Constraint(NamedTuple):
-    """What the text of an answer must follow."""
+    """A grammar that the text of an answer must follow."""
 
-    source: guided.Source  # what an engine compiles to a grammar
+    source: guided.Source  # source that an engine compiles to a grammar
     param: str  # the field of the body that asks for it
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the body of a request asks for.
+    """The meaning of the body of a request.
 
     Attributes:
         is_chat: whether it is of a chat.
         prompts: token ids of each prompt; a chat has one.
         prompt_texts: text of each prompt, empty where the answer does not echo it.
-        params: sampling parameters, with what the grammar is compiled from.
+        params: sampling parameters, with the source of the grammar.
         model: the name of the model that the answer carries.
-        constraint: what the answers must follow, None for free text.
+        constraint: the grammar that the answers must follow, None for free text.
         priority: requests with a smaller number come first.
         cache_salt: only requests with the same text share pages of prompts.
         request_id: the end of the answer's id; empty for a new one.
@@ -74,7 +74,7 @@ class Call:
         has_token_ids: whether the answer has token ids.
         has_token_kinds: whether a stream says how each token came about.
         tools: the tools that the model may call.
-        user: what the client says of its user.
+        user: the client's name for its user.
         repeated: fields that the answer repeats, in protocols whose answers say what was asked for.
     """
 
@@ -178,7 +178,7 @@ def chat_call(
         given: the fields of a chat; protocols that call them otherwise translate theirs.
         served: the model that answers.
         tools: the tools that it may call.
-        constraint: what the answer must follow.
+        constraint: the grammar that the answer must follow.
         max_tokens: the most tokens of the answer, None for all that fit.
         may_be_cut: whether the maximum length may end the answer before `max_tokens` does; else that is an error.
         top_logprobs: as in `Call`.
@@ -252,8 +252,8 @@ def bad_parameter(error: ValueError, constraint: Constraint | None = None) -> Ba
     """Return the answer to a request that the engine refuses; its messages begin with the name of a parameter.
 
     Args:
-        error: what the engine raised.
-        constraint: that of the request, to say which of its fields made the grammar.
+        error: the error that the engine raised.
+        constraint: the constraint of the request, to say which of its fields made the grammar.
     """
     if isinstance(error, BadRequest):
         return error
@@ -364,7 +364,7 @@ def read_params(
     max_tokens: int | None,
     **more: Any,
 ) -> SamplingParams:
-    """Return the sampling parameters: those of the body, then those of the checkpoint, then OpenAI's.
+    """Return the sampling parameters: from the body, then from the checkpoint, then OpenAI's defaults.
 
     Args:
         given: the fields of the body.
@@ -401,7 +401,7 @@ def _larger(first: int | None, second: int | None) -> int | None:
 
 
 def read_constraint(given: Mapping[str, Any], tool_schema: dict[str, Any] | None) -> Constraint | None:
-    """Return what the answer must follow, by at most one of the fields that say so.
+    """Return the constraint on the answer, from at most one of the fields that may set it.
 
     Args:
         given: the fields of the body.

@@ -55,7 +55,7 @@ def application(
 ) -> Any:
     """Return an application of Ray Serve with the routes of `specjax serve`, for `ray.serve.run`.
 
-    Each replica has an engine of its own. A request goes to the replica with the shorter queue of two; what no replica
+    Each replica has a separate engine. A request goes to the replica with the shorter queue of two; what no replica
     has room for waits at the front. Where a replica ends, requests of which nothing has been sent go to another one,
     the others end with an error, and Ray starts a new replica.
 
@@ -80,7 +80,7 @@ def application(
         **options: `num_draft_tokens`, `dtype`, `max_length`, `tensor_parallel` and `compilation_cache` of `LLM`.
 
     Raises:
-        ValueError: an argument is out of its range. Those of `LLM` are looked at where the replicas start.
+        ValueError: an argument is out of its range. The arguments of `LLM` are checked where the replicas start.
         TypeError: `LLM` has no such option.
     """
     signature(LLM).bind(model, draft, verifier=None, **options)
@@ -145,7 +145,7 @@ def _check_types(integers: Mapping[str, Any], numbers: Mapping[str, Any], api_ke
 
 
 class Replica:
-    """An engine and its routes. The arguments are those of `application`; `names` has one name or more."""
+    """An engine and its routes. It takes the arguments of `application`; `names` has one name or more."""
 
     def __init__(
         self,
@@ -193,7 +193,13 @@ class Replica:
 
 
 class FrontReplica:
-    """The process that clients reach. The arguments: the handle of the replicas, and those of `Front`."""
+    """The process that clients reach.
+
+    Args:
+        replicas: the handle of the replicas.
+        api_keys: the keys of clients; none lets everybody in.
+        request_timeout: seconds after which a request ends.
+    """
 
     def __init__(self, replicas: Any, api_keys: Sequence[str], request_timeout: float):
         self._answers = replicas.options(method_name="answer", stream=True)

@@ -59,7 +59,7 @@ class RemoteRequest(Pending):
 
 
 class RemoteEngine:
-    """An engine in another process; what a server needs of an `Engine`, it has.
+    """An engine in another process, with the methods of `Engine` that a server needs.
 
     `stats` waits for the other process, so that the thread that calls `receive` must not call it.
 
@@ -98,7 +98,7 @@ class RemoteEngine:
         return request
 
     def stats(self) -> Stats:
-        """Return what the engine is doing now."""
+        """Return the engine's load now, and its counters."""
         number, found = next(self._numbers), Future()
         with self._lock:
             self._check_running()

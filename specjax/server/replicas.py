@@ -1,4 +1,4 @@
-"""Answer requests by replicas of a server in other processes: what a replica does, and the front before all of them."""
+"""Answer requests by replicas of a server in other processes: the work of a replica, and the front of them all."""
 
 import asyncio
 import re
@@ -83,12 +83,12 @@ class Front:
         request_timeout: float = 600.0,
     ):
         self._ask, self._timeout = ask, request_timeout
-        self._reports: dict[str, tuple[float, str]] = {}  # by replica: when it came, and what it says
+        self._reports: dict[str, tuple[float, str]] = {}  # by replica: the time of its report, and the report
         routes = [Route("/health", self._health), Route("/metrics", self._metrics), Mount("", self._forward)]
         self._guard = Guard(Starlette(routes=routes, exception_handlers=ERROR_HANDLERS), api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":  # what the path begins with where the front is mounted is no part of it
+        if scope["type"] == "http":  # the prefix under which the front is mounted is no part of the path
             scope = {**scope, "path": scope["path"].removeprefix(scope.get("root_path", "")) or "/"}
         await self._guard(scope, receive, send)
 
@@ -143,7 +143,7 @@ class Front:
 
 
 class _Reply:
-    """What a client is sent: streams as they come, other answers when they are whole, so that errors can replace them.
+    """Answer to a client: streams go out as they come, other answers when whole, so that errors can replace them.
 
     Attributes:
         is_started: whether something has been sent.
@@ -159,7 +159,7 @@ class _Reply:
     async def pass_on(self, message: Message) -> None:
         """Take a message of an answer."""
         if message["type"] == "http.response.start":
-            self._held = [message]  # what is held of an answer that was lost goes
+            self._held = [message]  # held parts of an answer that was lost go
             self._is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
             return
         self._held.append(message)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses protocol: what a body asks for, and its answer, whole and as events. Nothing is stored.
+"""OpenAI's Responses protocol: the meaning of a body, and its answer, whole and as events. Nothing is stored.
 
 A body becomes a chat: its items are messages, its functions are tools. All behind that is what chat completions have.
 """
@@ -264,7 +264,7 @@ def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _constraint(form: Mapping[str, Any]) -> Constraint | None:
-    """Return what a text of this form follows, None for free text."""
+    """Return the constraint on a text of this form, None for free text."""
     if form["type"] == "text":
         return None
     schema = form["schema"] if form["type"] == "json_schema" else {"type": "object"}
@@ -397,7 +397,7 @@ class ResponseAnswer:
         )
 
     def _response(self, status: str, output: Sequence[dict[str, Any]] = (), **fields: Any) -> dict[str, Any]:
-        """Return the response object. What the request said of itself is repeated in it."""
+        """Return the response object. It repeats fields of the request."""
         params = self._call.params
         return {
             "id": self._id,

@@ -112,7 +112,7 @@ def _signals(end: Callable[[], object]) -> Iterator[None]:
 
 
 def start_engine(llm: LLM, num_slots: int, max_waiting: int | None, step_sizes: Sequence[int] | None = None) -> Engine:
-    """Start an engine for the requests of clients; the arguments are those of `Engine`.
+    """Start an engine for the requests of clients, with the arguments of `Engine`.
 
     Tracing makes many objects that stay, so garbage is not searched for until it is ready.
     """

@@ -1,4 +1,4 @@
-"""What parsing a body and writing an answer need to know of the model that serves."""
+"""Properties of the served model for parsing bodies and writing answers."""
 
 import codecs
 import hashlib
@@ -75,7 +75,7 @@ class Served:
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; of a special token, those of its name."""
+        """Return the bytes of a token; of a special token, the bytes of its name."""
         known = self.vocabulary[token] if token < len(self.vocabulary) else b""
         return known or (self.tokenizer.id_to_token(token) or "").encode()
 
@@ -98,11 +98,11 @@ class Served:
 
 def name_of(model: str | Path | None) -> str:
     """Return what clients call a model by default: the name of its directory, specjax for the embedded family."""
-    return "specjax" if model is None else Path(model).absolute().name  # "." has no name of its own
+    return "specjax" if model is None else Path(model).absolute().name  # "." alone has no name
 
 
 def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name: bool = False) -> Served:
-    """Return what serving the model of an LLM under some names needs; the arguments are those of `Served`.
+    """Return the `Served` of an LLM under some names; `Served` describes the arguments.
 
     Raises:
         ValueError: generation_config.json of the checkpoint is damaged, or a name is empty or too long.

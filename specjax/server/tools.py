@@ -123,9 +123,9 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
     calls are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere, or such objects, one or a list of
-    them, as the whole text; "parameters" stands for "arguments", too. Only names of the request's tools count. What is
-    no call stays text, and so does an answer that ended before its JSON did. Where only one call may be, those after it
-    are left out.
+    them, as the whole text; "parameters" stands for "arguments", too. Only names of the request's tools count.
+    Everything else stays text, and so does an answer that ended before its JSON did. Where only one call may be, those
+    after it are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if _load(text) is not None else (text, [])
@@ -185,7 +185,7 @@ class CallFinder:
         self._text, self._num_given = "", 0  # characters of the text that have been returned
 
     def feed(self, text: str) -> str:
-        """Take more of the answer, and return what is now certain to be text."""
+        """Take more of the answer, and return the part that is now certain to be text."""
         self._text += text
         size = len(self._text) if self._tools is None else num_certain(self._text, self._tools)
         start, self._num_given = self._num_given, max(size, self._num_given)

@@ -1,4 +1,4 @@
-"""What the process of an engine and the one that speaks HTTP tell each other, as bytes. Nothing here can run code.
+"""Messages between the process of an engine and the process that speaks HTTP, as bytes. Nothing here can run code.
 
 A frame to the engine is one question, `(kind, number, ...)` as `specjax.processes.messages` writes it. A frame to the
 other process is a list in JSON of what has happened since the one before, each `[kind, number, content]`: several steps
