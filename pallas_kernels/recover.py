@@ -391,7 +391,7 @@ def _store_masses(source: _Source, tile: Array, out: _Masses[Ref], tile_size: in
 
 
 def _store_candidates(inputs: _Inputs[Ref], source: _Source, tile: Array, out: Candidates[Ref], tile_size: int):
-    """Store the masses of the blocks of a tile, and the token that each would give."""
+    """For each block of a tile, store its mass and the token that a draw from it would return."""
     target, num_blocks = source.target, tile_size // BLOCK_SIZE
     block, inside = (jax.lax.broadcasted_iota(jnp.int32, (num_blocks, BLOCK_SIZE), axis) for axis in range(2))
     ids = target.rows.whole_ids(tile * tile_size + block * BLOCK_SIZE + inside)

@@ -132,7 +132,8 @@ def markdown(text: str) -> Iterator[Paragraph]:
 def docstring(text: str, first_line: int = 1) -> Iterator[Paragraph]:
     """Yield the paragraphs of a docstring and the entries of its sections, without doctests and other code."""
     lines: list[tuple[int, str]] = []
-    fence, in_section, in_code, indents = "", False, False, _indents(text)
+    fence, indents = "", _indents(text)
+    in_section = in_code = in_doctest = False
     for number, line in enumerate([*text.splitlines(), ""], first_line):
         mark = _FENCE.match(line)
         if fence:
@@ -148,11 +149,13 @@ def docstring(text: str, first_line: int = 1) -> Iterator[Paragraph]:
             fence = mark[1]
             continue
         if not line.strip():
+            in_doctest = False
             continue
         if indent <= 0:
             in_section = bool(re.fullmatch(r"\s*[A-Z][a-z]+:\s*", line))
         # A block that is indented after an empty line is code, outside of a section such as `Args:`.
-        if line.lstrip().startswith((">>>", "... ")) or (in_code and indent >= 4 and not in_section):
+        in_doctest = in_doctest or line.lstrip().startswith(">>>")
+        if in_doctest or (in_code and indent >= 4 and not in_section):
             continue
         in_code = False
         entry = _ENTRY.match(line) if in_section and indent <= 4 else None

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments of the command; None takes the arguments of the process.
 
     Returns:
-        The exit code: 0 for success, 2 for bad arguments, 130 after an interruption, 141 where what the command writes
-        is not read any more, as `head` does.
+        The exit code: 0 for success, 2 for bad arguments, 130 after an interruption, 141 where the reader of its output
+        stops, as `head` does.
     """
     _open_missing_files()
     args = _parser().parse_args(argv)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _level(args: argparse.Namespace) -> int:
-    """Return the level of the log that a command shows; `generate` says on a terminal alone what it does meanwhile."""
+    """Return the level of the log that a command shows; `generate` logs on a terminal alone."""
     is_told = args.command != "generate" or (sys.stderr.isatty() and not args.json)
     return logging.INFO if is_told else logging.WARNING
 
@@ -107,7 +107,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Let Python write what is left of the output to nowhere, else it complains when it ends.
+    """Let Python write the rest of the output to nowhere, else it complains when it ends.
 
     The signal SIGPIPE, which ends other commands here, stays ignored: it would also end this process without a message
     where a client of the server, a process that compiles grammars or another process of the job has gone.

@@ -36,9 +36,9 @@ def dispatch(
 ) -> Any:
     """Run an operation by XLA or by Pallas kernels.
 
-    What kernels run is decided here, by shapes and dtypes, as `jax.lax.platform_dependent` traces what it may run on
-    every platform. Operands with symbolic dimensions, as `jax.export` knows them, are left to XLA, and so are operands
-    that XLA may spread over several devices, since it would gather them on each device for a kernel.
+    The kernels are chosen here, by shapes and dtypes, because `jax.lax.platform_dependent` traces the branches of every
+    platform. Operands with symbolic dimensions, as `jax.export` knows them, are left to XLA, and so are operands that
+    XLA may spread over several devices, since it would gather them on each device for a kernel.
 
     Args:
         operands: pytrees of arrays.

@@ -7,7 +7,7 @@ A step that starts at absolute position s verifies K drafts with K+1 keys, one f
   recovered token, come from the key of the step's FIRST position s.
 
 Exactness depends on this choice. A step may look at noise past the last token that it accepts, as block verification
-does. If that noise came from the key of its own position, the next step would use it again, although its distribution
+does. If that noise came from the key of its position, the next step would use it again, although its distribution
 is no longer the same, given the outcome of the first step. A step commits at least one token, so no two steps of a
 sequence start at the same s.
 """

@@ -30,7 +30,7 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0, *, axis_nam
     Args:
         logits: [B, T, V] float32 or bfloat16, where -inf excludes a token; or a Categorical.
         tokens: [B, T] int32, such as `Verified.tokens`; -1 stands for no token. An id >= V counts as a token of
-            probability 0: its log-probability is -inf, and its rank comes after those of all possible tokens.
+            probability 0: its log-probability is -inf, and its rank comes after the ranks of all possible tokens.
         n: how many of the most likely tokens to list, static.
         axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static: each gives its own part
             [B, T, V / n] of the logits. None is a whole vocabulary.

@@ -16,9 +16,9 @@ def as_carry(body: Callable[[Any], PyTree], carry: PyTree, *operands: PyTree) ->
     """Return the first carry of a loop, each array varying over the axes over which the loop makes it vary.
 
     Args:
-        body: what the loop does to its carry.
+        body: the body of the loop, a function of its carry.
         carry: the carry.
-        operands: the other arrays that `body` uses. Where neither these nor those of the carry vary, as outside of
+        operands: the other arrays that `body` uses. Where neither these nor the arrays of the carry vary, as outside of
             `jax.shard_map`, the carry is returned as it is, and `body` is not traced.
     """
     if not any(_axes(jax.typeof(x)) for x in jax.tree.leaves((carry, operands))):
@@ -31,7 +31,7 @@ def as_carry(body: Callable[[Any], PyTree], carry: PyTree, *operands: PyTree) ->
 
 
 def varying(arrays: PyTree, like: PyTree) -> PyTree:
-    """Return arrays as they are, but varying over the axes, too, over which those of the types `like` vary."""
+    """Return arrays as they are, but varying over the axes, too, over which the types `like` vary."""
 
     def vary(x: Any, kind: Any) -> Any:
         axes = _missing(x, kind)

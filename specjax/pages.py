@@ -33,7 +33,7 @@ class Pages:
 
 
 def write_slots(leaf: Array, slots: Array, values: Array, table: Array | None = None) -> Array:
-    """Write to slots of each row. What would lie past the last slot, or has no page, is dropped.
+    """Write to slots of each row. Values past the last slot, or without a page, are dropped.
 
     Args:
         leaf: [num_pages, page_size, ...]; a dense one [B, S, ...] without a table.
@@ -83,7 +83,7 @@ def read_slots(leaf: Array, table: Array | None = None) -> Array:
 
 
 def _in_range(table: Array, num_pages: int) -> Array:
-    """Return a table as int32 with NO_PAGE for what is not in the pool: a negative index would count from the end."""
+    """Return a table as int32 with NO_PAGE for pages outside the pool: a negative index would count from the end."""
     table = jnp.asarray(table, jnp.int32)  # in a smaller dtype num_pages may have no place, and would wrap
     return jnp.where(in_pool(table, num_pages), table, NO_PAGE)
 
@@ -115,7 +115,7 @@ def copy_pages(cache: PyTree, source: Array, target: Array) -> PyTree:
 
 
 def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int, max_length: int) -> None:
-    """Raise ValueError unless target and proposer take pages, and the table can be that of B rows of max_length tokens.
+    """Raise ValueError unless target and proposer take pages, and the table fits B rows of max_length tokens.
 
     Under jit the table has no values, so that only its shape is checked.
     """

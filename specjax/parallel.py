@@ -159,8 +159,8 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     """Return a model for batches whose rows the devices along one axis of a mesh share.
 
     Each device decodes its rows by itself, with all of the weights, or with its part of them where the model is one of
-    `models.tensor_parallel` on the same mesh. Rows draw their noise from keys of their own, so the tokens are those of
-    one device. Caches are dense: pages would be anybody's.
+    `models.tensor_parallel` on the same mesh. Rows draw their noise from keys of their own, so the tokens are the same
+    as on one device. Caches are dense: pages would be anybody's.
 
     Args:
         model: any model.

@@ -19,7 +19,7 @@ CHUNK = 256  # tokens of a prompt in a call; on a GPU more, where the rows are t
 
 
 class Fed(NamedTuple):
-    """What a model and a proposer keep of the prompts that they were fed."""
+    """State of a model and a proposer after prompts or chunks of prompts."""
 
     cache: Memory  # the target's
     proposer: Memory  # the proposer's
@@ -48,11 +48,11 @@ def feed_chunk(
         following: [R, T] int32, the token after each, -1 where it is not known.
         previous: features of the token before the chunk, [R, ...], as the call before returned them; None at the start
             of the prompts.
-        fed: what the calls before have kept. Its `log_probs` is a buffer with the rows of the batch, which gets the
+        fed: the state after the calls before. Its `log_probs` is a buffer with the rows of the batch, which gets the
             log-probability of prompt token i under the model in slot i, for i >= 1; or None.
 
     Returns:
-        What is kept, and the features of the last token of each row [R, ...]. Padding of a chunk is in slots that are
+        The state, and the features of the last token of each row [R, ...]. Padding of a chunk is in slots that are
         overwritten before any token sees them.
     """
     cache, proposer_state, last, logits = run_chunk(

@@ -152,8 +152,8 @@ class _Rows(NamedTuple):
     num_drafts: Array  # [B] int32, at most K
     is_draft: Array  # [B, K] bool
     first: Array  # [B] int32, the row of the first draft
-    draft: Array  # [B, K] int32, the row of each draft, and past the drafts that of the last one
-    target: Array  # [B, K+1] int32, the row that verifies each draft, then that of the bonus token
+    draft: Array  # [B, K] int32, the row of each draft; past the drafts, the row of the last one
+    target: Array  # [B, K+1] int32, the row that verifies each draft, then the row of the bonus token
 
 
 def _rows(counts: Array, num_tokens: int, max_draft_tokens: int) -> _Rows:
@@ -180,7 +180,8 @@ def _unpacked(packed: Categorical, rows: _Rows, tokens: Array, counts: Array, ta
     _check_packed("draft_distribution", packed, "[num_tokens, V]", (num_tokens, target.logits.shape[1]))
     temperature = packed.temperature
     if temperature is not None and batch_size:
-        # Sequences that point at the same row must have the same temperature: that of the row's own sequence.
+        # Sequences that point at the same row must have the same temperature: the temperature of the row's own
+        # sequence.
         check_array("draft_distribution.temperature", temperature, "[B]", (batch_size,), jnp.floating)
         temperature = expand_to_tokens(temperature, counts, max(num_tokens, 1))[rows.first]
     if num_tokens == 0:

@@ -20,7 +20,7 @@ def widen(array: Array, dtype: jnp.dtype | None = None) -> Array:
 
 
 def in_memory_order(distribution: Categorical) -> Categorical:
-    """Return the rows in the order in which they lie in memory, each with its temperature.
+    """Unpack the distribution without a gather: [R, 1, V], with one temperature per row.
 
     A function that reads all rows then need not gather them.
     """

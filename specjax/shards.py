@@ -1,10 +1,11 @@
 """Exchanges between devices that each hold a part of every vocabulary-sized array.
 
-Inside `jax.shard_map`, device r of the n devices along a mesh axis holds the logits of the ids [r V/n, (r+1) V/n). What
-is of the size of the vocabulary stays where it is; the devices exchange a few numbers for each row. Decisions rest on
-these exchanges alone, and every device must decide alike. A sum of different numbers may come out differently on two
-devices, because they may add in different orders. So each exchange is a table with a row for each device, and the sum
-adds nothing but zeros to an entry: all devices have the same table, whatever the order, and finish from it alike.
+Inside `jax.shard_map`, device r of the n devices along a mesh axis holds the logits of the ids [r V/n, (r+1) V/n).
+Arrays of the size of the vocabulary stay where they are; the devices exchange a few numbers for each row. Decisions
+rest on these exchanges alone, and every device must decide alike. A sum of different numbers may come out differently
+on two devices, because they may add in different orders. So each exchange is a table with a row for each device, and
+the sum adds nothing but zeros to an entry: all devices have the same table, whatever the order, and finish from it
+alike.
 
 An `axis_name` of None stands for a vocabulary that is whole, and then nothing is exchanged.
 """
@@ -47,7 +48,7 @@ def first_id(size: int, axis_name: str | None) -> Array | int:
 def part_size(vocab_size: int, parts: int) -> int:
     """Return how many ids each of the devices holds, the padding after the last one included.
 
-    A part is whole blocks of the ids that are drawn together, so that tokens are those of one device, where the
+    A part is whole blocks of the ids that are drawn together, so that tokens are the same as on one device, where the
     vocabulary has a block for each.
     """
     unit = BLOCK_SIZE if vocab_size >= parts * BLOCK_SIZE else 1

@@ -76,7 +76,7 @@ def take(state: "State", rows: Array) -> "State":
 
 
 def put(state: "State", rows: Array, part: "State") -> "State":
-    """Return a state with what a step has changed in the rows that `take` has taken out; a step draws no new keys."""
+    """Return a state with the rows that `take` has taken out and a step has changed; a step draws no new keys."""
 
     def write(x: Array, new: Array) -> Array:
         return x.at[rows].set(new, mode="drop")
@@ -93,14 +93,14 @@ def put(state: "State", rows: Array, part: "State") -> "State":
 
 
 def _changed(state: "State") -> tuple:
-    """Return what a step changes of a state, beside the memories."""
+    """Return the parts of a state that a step changes, beside the memories."""
     return state.context._replace(pages=None), state.finished, state.totals, state.log_probs
 
 
 def take_sampling(sampling: Sampling, read: Callable[[Array], Array]) -> Sampling:
     """Return the parameters with `read` of every array that has a row for each request.
 
-    The tables of grammars and what is bound to logits processors are of all rows.
+    The tables of grammars and arrays that are bound to logits processors are of all rows.
     """
     guide, processors = sampling.guide, sampling.logits_processors
     taken = jax.tree.map(read, sampling._replace(guide=None, logits_processors=None))

@@ -1,4 +1,4 @@
-"""Show on standard error what the library logs while a command runs: a line a record, and a bar on a terminal."""
+"""Show the library's log on standard error while a command runs: a line a record, and a bar on a terminal."""
 
 import logging
 import sys
@@ -27,7 +27,7 @@ class Lines(logging.Handler):
 
 
 class Bar(Lines):
-    """Write each record as a line, but those of `specjax.engine.report.Programs` as a bar that goes when all are ready.
+    """Write each record as a line, but records of `specjax.engine.report.Programs` as a bar until all are ready.
 
     It needs rich, and a terminal.
     """
@@ -72,7 +72,7 @@ def _progress() -> "Progress":
 
 @contextmanager
 def shown(level: int = logging.INFO) -> Iterator[None]:
-    """Show what the library logs at a level or above, until the end of the context."""
+    """Show the library's records of a level or above, until the end of the context."""
     logger = logging.getLogger("specjax")
     has_bar = sys.stderr.isatty() and find_spec("rich") is not None
     handler, before = Bar() if has_bar else Lines(), logger.level

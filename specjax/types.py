@@ -183,7 +183,7 @@ class Model:
     A model in pages that keeps more of a sequence than its slots, such as a recurrent state, has `init_rows`. Its
     `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.
 
-    Overwriting forgets what a rejected draft left in a slot. A model that keeps a recurrent state has `commit`, which
+    Overwriting clears the slot of a rejected draft. A model that keeps a recurrent state has `commit`, which
     the loop calls after each step: it keeps the tokens of the call that the sequence keeps, and no others.
 
     The functions should be module-level functions or frozen dataclasses with `__call__`. These compare by value, so a
@@ -213,7 +213,7 @@ class Model:
         Args:
             batch_size: B, the number of sequences.
             num_pages: number of pages of each pool. A dense memory has B pages, one for each sequence.
-            page_size: slots of a page; of a dense memory, those of a sequence.
+            page_size: slots of a page; of a dense memory, slots of a sequence.
         """
         cache = self.init_cache(num_pages, page_size)
         if not self.takes_pages:
@@ -238,9 +238,8 @@ class Proposer(Protocol):
     of any leaves [B, ...], and `prefill(chunk, features, state)` gets a `Chunk` and the state of the rows that it
     feeds.
 
-    A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. What a proposer
-    without it keeps in the rows must follow from the last chunk of a prompt, as chunks before may come from the pages
-    of others.
+    A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. The rows of a
+    proposer without it must follow from the last chunk of a prompt, as chunks before may come from the pages of others.
     """
 
     @property
@@ -254,7 +253,7 @@ class Proposer(Protocol):
         ...
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
-        """Return the state of a batch; the arguments are those of `Model.init_memory`."""
+        """Return the state of a batch; `Model.init_memory` describes the arguments."""
         ...
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:

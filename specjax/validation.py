@@ -93,7 +93,7 @@ def check_categorical(
 
 
 def check_number(name: str, value: Any, expected: str, least: float, most: float) -> None:
-    """Raise ValueError unless `value` is one number in [least, most]. Of a traced value only the shape is checked."""
+    """Raise ValueError unless `value` is one number in [least, most]. For a traced value only the shape is checked."""
     if isinstance(value, Tracer):
         is_valid = value.shape == ()
     else:

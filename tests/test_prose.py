@@ -51,8 +51,11 @@ def test_code_blocks_are_left_out():
 
 
 def test_doctests_and_indented_code_are_left_out():
-    text = "Run it.\n\n    scripts/it  # what it does\n\nExample:\n    >>> f()  # what it gives\n\nAdd what it gives."
-    assert phrases(prose.docstring(text)) == [("what a/an/the/it/is", 8)]
+    text = (
+        "Run it.\n\n    scripts/it  # what it does\n\nExample:\n    >>> f()  # what it gives\n    'what a row needs'"
+        "\n\nAdd what it gives."
+    )
+    assert phrases(prose.docstring(text)) == [("what a/an/the/it/is", 9)]
 
 
 def test_headings_and_cells_are_no_sentences():

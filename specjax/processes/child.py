@@ -1,4 +1,4 @@
-"""Other Python processes that this one starts for work of its own, and the frames of bytes that they are sent.
+"""Other Python processes that this one starts for separate work, and the frames of bytes that they are sent.
 
 A frame is its length in 8 bytes, then that many bytes.
 """
@@ -19,18 +19,18 @@ def start_child(module: str, *arguments: str, **options: Any) -> subprocess.Pope
     Args:
         module: name of the module.
         *arguments: what its `sys.argv` has after the first.
-        **options: those of `subprocess.Popen`.
+        **options: options of `subprocess.Popen`.
     """
     command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
     return subprocess.Popen(command, env=_environment(), **options)
 
 
 def start_script(path: Path, **options: Any) -> subprocess.Popen:
-    """Start another process that runs a file, without its folder among those of modules.
+    """Start another process that runs a file, without its folder among the folders of modules.
 
     Args:
         path: the file.
-        **options: those of `subprocess.Popen`.
+        **options: options of `subprocess.Popen`.
     """
     return subprocess.Popen([sys.executable, "-P", str(path)], env=_environment(), **options)
 

@@ -125,7 +125,7 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(host: str, port: int, hello: Any, timeout: float) -> tuple[Connection, Any]:
-    """Connect to process 0, send it a value of JSON, and return the connection and what it answers.
+    """Connect to process 0, send it a value of JSON, and return the connection and its answer.
 
     It waits for a process 0 that has not started, and for the others that process 0 waits for.
 

@@ -1,4 +1,4 @@
-"""What must be the same in all processes, by name, so that an error can say what differs."""
+"""Facts that must be the same in all processes, by name, so that an error can say which one differs."""
 
 import dataclasses
 import hashlib

@@ -32,7 +32,7 @@ class Worker:
         self._process.kill()
         code = self._process.wait()
         for file in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # of what it has not read
+            with suppress(OSError):  # of bytes that it has not read
                 assert file is not None
                 file.close()
         return code
@@ -56,7 +56,7 @@ class Worker:
         try:
             write_frame(self._process.stdin, question)
             return read_frame(self._process.stdout)
-        except BaseException as error:  # after an interruption the answer would be taken for that of the next question
+        except BaseException as error:  # else a later question would get this answer after an interruption
             code = self.close()
             if not isinstance(error, EOFError | OSError | ValueError):  # the last of a file that `close` has closed
                 raise

@@ -39,7 +39,7 @@ class BlockHead:
     its place. Elsewhere each mask token gives the draft at its own place, and the first row is not used.
     """
 
-    config: "DecoderConfig"  # num_layers and windows are those of the drafter, vocab_size is D
+    config: "DecoderConfig"  # num_layers and windows belong to the drafter, vocab_size is D
     num_taps: int  # layers of the target whose stream it reads
     target_size: int  # H of the target
     target_vocab: int  # V of the target
@@ -49,9 +49,9 @@ class BlockHead:
     is_causal: bool | None = None  # whether the tokens of a block see none after them; None: in layers with a window
     window_from_anchor: bool = False  # whether all tokens of a block see the same window: the positions before them all
     markov_rank: int = 0  # numbers by which the token before a draft changes its logits
-    confidence: str | None = None  # what the confidence reads: "hidden", or "both" that and the token before
+    confidence: str | None = None  # input of the confidence: "hidden", or "both": hidden state and token before
     conv_taps: int = 0  # tokens that the convolutions around attention and MLP read; 0: there are none
-    conv_group: int = 16  # channels that share what a convolution's weights take from the token
+    conv_group: int = 16  # channels that share the token's part of a convolution's weights
     num_candidates: int = 0  # tokens of each row among which the draft is chosen; 0 is all
     selector_rank: int = 0  # numbers by which the token before a draft and its row change the logits of candidates
 
@@ -152,11 +152,11 @@ class BlockHead:
         return inputs._replace(mask=mask, positions=jnp.broadcast_to(inputs.positions[:, :1], shape))
 
     def logits(self, params: PyTree, output: Array) -> Array:
-        """Return logits [B, T, D] float32, without what the token before each draft adds to them."""
+        """Return logits [B, T, D] float32, without the part that the token before each draft adds."""
         return trunk.logits(params, output)
 
     def markov_logits(self, params: PyTree, token: Array) -> Array:
-        """Return what the token before a draft [B, T] adds to its logits, [B, T, D] float32."""
+        """Return the logits that the token before a draft [B, T] adds, [B, T, D] float32."""
         with trunk.in_full_precision(params):
             return linear(params["markov_in"][token], params["markov_out"], transposed=True, dtype=jnp.float32)
 
@@ -275,7 +275,7 @@ class BlockDraft(InMemory):
     def _cut(self, draft: Draft, confidences: Array) -> Draft:
         """End the drafts of each row before the first whose confidence [B, K] is too small.
 
-        That is decided by what is known before a draft is drawn, so the output keeps its distribution.
+        The confidence of a draft is known before the draft is drawn, so the output keeps its distribution.
         """
         assert self.min_confidence is not None, "there is something to compare with"
         count = jnp.sum(jnp.cumprod(confidences >= self.min_confidence, axis=1), axis=1).astype(jnp.int32)

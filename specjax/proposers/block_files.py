@@ -138,7 +138,7 @@ def load_block(
 def feature_layers(config: "ConfigFile", tensors: "Tensors", target: Model) -> tuple[int, ...]:
     """Return the layers of the target that a drafter reads.
 
-    The ids of `target_layer_ids` count layers whose output is read, from 0, and -1 is the embedding; those of
+    The ids of `target_layer_ids` count layers whose output is read, from 0, and -1 is the embedding; the ids of
     `aux_hidden_state_layer_ids` count layers whose input is read. Without ids they are spread evenly.
     """
     return _feature_layers(_configs(config), tensors, target)
@@ -180,7 +180,7 @@ def _read_head(
     has_markov, has_confidence = (
         f"{name}.weight" in tensors for name in ("markov_head.markov_w1", "confidence_head.proj")
     )
-    # Where the files of speculators lack a field, its default is that of their kind.
+    # Where the files of speculators lack a field, it has the default of their kind.
     kind = configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
     is_anchored = kind == "dspark" if "speculators_model_type" in configs.whole else configs.own is configs.whole
     size, field = files.target_weights(target).hidden_size, configs.whole.where("target_hidden_size")
@@ -214,7 +214,7 @@ def _is_causal(configs: _Configs, kind: str) -> bool | None:
         return False
     own = configs.of("causal").get("causal", bool, None)
     is_causal = configs.of("is_causal").get("is_causal", bool, own)
-    # Where `use_swa` gives windows to layers whose type is not that of a window, their blocks are open.
+    # Where `use_swa` gives windows to layers without the type of a window, their blocks are open.
     return False if is_causal is None and _has_window_everywhere(configs) else is_causal
 
 

@@ -46,9 +46,9 @@ def load(
     """Load a drafter that reads the features of a target.
 
     These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2 and DSpark, the layers for
-    multi-token prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. What the directory holds is told
-    by the names of its tensors and by its config.json. The embedding and the head of the drafter are the target's where
-    the files have none.
+    multi-token prediction in a checkpoint of MiMo, Medusa heads and MLP speculators. The names of its tensors and its
+    config.json tell the kind of a drafter. The embedding and the head of the drafter are the target's where the files
+    have none.
 
     Args:
         directory: the `Checkpoint` of the drafter, or its directory, with config.json and its tensors.

@@ -1,8 +1,8 @@
 """Decoder layers with short convolutions over the tokens of a block, around the attention and the MLP, of DFlash2.
 
-A convolution adds to each token some of the tokens before it in the block. Its weights are a table, plus what a matrix
-makes of the token: one number for each group of channels. One matrix gives the weights for the input of a sublayer and
-for its output, both from the input.
+A convolution adds to each token some of the tokens before it in the block. Its weights are a table, plus the product of
+a matrix with the token: one number for each group of channels. One matrix gives the weights for the input of a sublayer
+and for its output, both from the input.
 """
 
 from collections.abc import Callable

@@ -31,7 +31,8 @@ def dflash(
         lossless.
 
     Raises:
-        ValueError: a number is out of its range, or the head makes drafts depend on each other, as that of `dspark`.
+        ValueError: a number is out of its range, or the head makes drafts depend on each other, as the head of `dspark`
+            does.
 
     References:
         Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding, 2026.

@@ -14,7 +14,7 @@ def dflash2(
 ) -> BlockDraft:
     """Draft as `dflash` does, with drafts drawn one after another among the best tokens of each row.
 
-    The network runs once a step. Of each row its best `head.num_candidates` tokens are left; the token before the draft
+    The network runs once a step. Each row keeps its best `head.num_candidates` tokens; the token before the draft
     and the row's output change their logits. All other tokens have probability 0 in the distribution that is reported.
     Where a request's mask leaves none of the candidates, the drafts of the row end.
 

@@ -67,7 +67,7 @@ def draft_options(num_draft_tokens: int, temperature: float | Array | None) -> t
 
 
 def draft_sampling(sampling: Sampling, temperature: Array | None, is_greedy: bool) -> Sampling:
-    """Return the sampling parameters of drafts, given those of the requests.
+    """Return the sampling parameters of drafts, given the parameters of the requests.
 
     Args:
         sampling: the parameters of the requests.
@@ -114,9 +114,9 @@ def drawer_of(
 
 
 class _Drawn(NamedTuple):
-    """What is kept of one draft of each row."""
+    """Record of one draft of each row."""
 
-    row: Categorical | None  # of D tokens: what it was drawn from, without the temperature, which all drafts share
+    row: Categorical | None  # distribution over D tokens of the draw, without the temperature, which all share
     is_possible: Array | None  # [B, 1] bool, whether some token of the draft vocabulary is allowed; None: it always is
 
 
@@ -201,7 +201,7 @@ class Drawer:
         """Draw a token [B, T] from each row of logits [B, T, D], of which row 0 is for the draft `first`.
 
         The noise of a token belongs to its place among those that are drawn from. So all rows draw from the D tokens in
-        every step: what a row draws does not depend on what the other rows of its batch ask for.
+        every step: the draft of a row does not depend on the parameters of the other rows of its batch.
         """
         is_possible = None
         if reads_token_ids(self.sampling):

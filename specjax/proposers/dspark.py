@@ -17,7 +17,7 @@ def dspark(
     temperature: float | Array | None = None,
     min_confidence: float | Array | None = None,
 ) -> BlockDraft:
-    """Draft as `dflash` does, with logits to which the token before each draft adds what a small table has for it.
+    """Draft as `dflash` does, with logits to which a small table adds numbers by the token before each draft.
 
     The network runs once a step; the drafts are then drawn one after another.
 

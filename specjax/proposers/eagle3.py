@@ -89,7 +89,7 @@ def eagle3(
 ) -> FeatureDraft:
     """Draft with a head of EAGLE-3 or EAGLE-3.1, in a chain.
 
-    The arguments are those of `eagle`. The target must give its residual stream at the layers that the head was trained
+    `eagle` describes the arguments. The target must give its residual stream at the layers that the head was trained
     on: see `models.with_feature_layers`.
 
     References:

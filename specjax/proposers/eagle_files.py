@@ -1,8 +1,8 @@
 """Read the checkpoints of EAGLE heads, in the layouts of those who train them.
 
 The weights lie flat beside a config of Llama (the authors, SpecForge, SGLang, ModelOpt, DeepSpec), or the config of the
-layers is a table of its own (speculators, files converted for vLLM). What the tensors tell is taken from them, because
-configs are often copies of another model's.
+layers is a separate table (speculators, files converted for vLLM). Sizes and options that the tensors show are read
+from them, because configs are often copies of another model's.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
     from specjax.models.tensors import Tensors
 
-NORMS = {"mlp_norm": "post_attention_layernorm"}  # of the first layer, which has no norm of its own before attention
+NORMS = {"mlp_norm": "post_attention_layernorm"}  # of the first layer, which has no separate norm before attention
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MODEL_TYPES = "llama", "mistral", "qwen2", "qwen3"  # whose layers these are
 MASK_TOKENS = "mask_token_id", "ptd_token_id", "pard_token"

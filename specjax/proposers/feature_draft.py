@@ -35,7 +35,7 @@ class Head(Protocol):
         ...
 
     def recurrent(self, params: PyTree, output: Array) -> Array:
-        """Return what a row reads in place of a feature [B, T, h], given the output of the row before it."""
+        """Return the input of a row in place of a feature [B, T, h], given the output of the row before it."""
         ...
 
     def logits(self, params: PyTree, output: Array) -> Array:
@@ -57,8 +57,8 @@ class FeatureDraft(InMemory):
     """A proposer whose head runs over the committed tokens with the target's features, and over drafts with its own.
 
     After verification one call feeds the accepted tokens with their true features. Its last output gives the first
-    draft of the next step. Slot s of the pools holds what the head keeps of token s and the feature of token s - 1; the
-    rows are [B, h], what the head made of the last committed token.
+    draft of the next step. Slot s of the pools holds keys and values of token s with the feature of token s - 1; the
+    rows are [B, h], the head's output for the last committed token.
     """
 
     head: Head
@@ -102,7 +102,7 @@ def before(previous: PyTree, features: Any) -> Any:
 
     Args:
         previous: the features of the token before the chunk, [R, ...].
-        features: those of the chunk, [R, T, ...].
+        features: the features of the chunk, [R, T, ...].
     """
     return jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], axis=1), previous, features)
 
@@ -122,7 +122,7 @@ def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
 def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:
     """Return the verified tokens as they are fed, in the slots after the context, and the index [B] of the last one.
 
-    The target's features in `Proposer.update` are those of the tokens before them. Past the last verified token they
+    The target's features in `Proposer.update` belong to the tokens before them. Past the last verified token they
     are garbage, in slots that are overwritten before a token sees them.
     """
     slots = context.length[:, None] + jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""The directory of a drafter, and what a drafter shares with its target."""
+"""The directory of a drafter, and the arrays that a drafter shares with its target."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def target_weights(target: Model) -> TargetWeights:
     """Return the embedding and the head of a built-in model.
 
     Raises:
-        ValueError: the parameters of the target are not those of a built-in model.
+        ValueError: the parameters of the target do not come from a built-in model.
     """
     params = target.params
     if not isinstance(params, dict) or getattr(params.get("embedding"), "ndim", None) != 2:
@@ -92,7 +92,7 @@ def open_directory(
 
 
 def expect(name: str, value: object, expected: object, what: str) -> None:
-    """Raise ValueError unless a number that a drafter has is that of its target; `what` says which that is."""
+    """Raise ValueError unless a number of a drafter equals its target's; `what` names the target's number."""
     if value != expected:
         raise other_target(f"{name} must be {expected}, {what}, got {value}")
 

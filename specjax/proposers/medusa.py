@@ -142,8 +142,8 @@ def load_medusa(
     """Load the Medusa heads of a target.
 
     Three layouts are read: the authors' first one (medusa_lm_head.pt, or the same tensors in safetensors), their later
-    one (a whole model with heads under `medusa_head.`), and vLLM's (`blocks.*`, `lm_heads.*`, `token_map`). The number
-    of heads is that of the tensors, because the config files of the first layout are known to be wrong about it.
+    one (a whole model with heads under `medusa_head.`), and vLLM's (`blocks.*`, `lm_heads.*`, `token_map`). The tensors
+    tell the number of heads, because the config files of the first layout are known to be wrong about it.
 
     Args:
         directory: the checkpoint of the heads, or its directory.

@@ -81,7 +81,7 @@ class ParallelEagle(InMemory):
         They are so many that the last token of every row has K - 1 mask tokens after it.
         """
         index = jnp.arange(state.features.shape[1] + self.num_draft_tokens - 1, dtype=jnp.int32)[None]
-        # Of a row that is not active, slots before the last may hold a prompt that is being fed.
+        # In a row that is not active, slots before the last may hold a prompt that is being fed.
         count = jnp.where(context.active, state.count, 1)
         slots = jnp.maximum(context.length - count, 0)[:, None] + index
         tokens = jnp.take_along_axis(context.tokens, jnp.minimum(slots, context.tokens.shape[1] - 1), axis=1)
@@ -103,8 +103,8 @@ def p_eagle(
 ) -> ParallelEagle:
     """Draft with a head of P-EAGLE, which makes K drafts in one pass.
 
-    The other arguments are those of `eagle3`; `params` also have `mask_taps` [N H], what mask tokens read in place of
-    the target's residual stream.
+    `eagle3` describes the other arguments; `params` also have `mask_taps` [N H], input of mask tokens in place of the
+    target's residual stream.
 
     Args:
         mask_token: the id of the mask token in the embedding.

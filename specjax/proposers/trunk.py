@@ -1,8 +1,8 @@
-"""Decoder layers on the target's features: what the drafters that read them share.
+"""Decoder layers on the target's features, common to the drafters that read them.
 
-A drafter keeps in slot s of its cache what it makes of token s and the target's feature of token s-1. Slot 0 has no
-feature, and no other token sees it. Positions are those of the slots: a rotation depends on distances alone, so it does
-not matter where a reference begins to count.
+A drafter keeps in slot s of its cache the keys and values of token s with the target's feature of token s-1. Slot 0 has
+no feature, and no other token sees it. Positions count slots: a rotation depends on distances alone, so it
+does not matter where a reference begins to count.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ NUM_HIDDEN = 1  # slots without a feature
 
 
 def in_full_precision(params: Params) -> Any:
-    """Return a context in which products of float32 parameters are exact on a GPU, too, as those of the target are."""
+    """Return a context in which products of float32 parameters are exact on a GPU, too, as the target's are."""
     return jax.default_matmul_precision("highest" if params["embedding"].dtype == jnp.float32 else None)
 
 
@@ -35,7 +35,7 @@ def in_full_precision(params: Params) -> Any:
 class FeatureHead(ABC):
     """Functions that heads on features share: their decoder layers keep keys and values in a cache."""
 
-    config: "DecoderConfig"  # num_layers are those of the head, vocab_size is D
+    config: "DecoderConfig"  # num_layers is the number of the head's layers, vocab_size is D
 
     @property
     def hidden_size(self) -> int:
@@ -88,7 +88,7 @@ def run_layers(
         residual: [B, T, h], the residual stream before the first layer; None is `x`.
 
     Returns:
-        The residual stream after the last layer [B, T, h], and what the cache of each layer holds then.
+        The residual stream after the last layer [B, T, h], and the cache of each layer afterwards.
     """
     turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
     new_cache = []
