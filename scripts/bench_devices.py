@@ -33,9 +33,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import device_seconds
 
-from specjax import models, shards, verifiers
+from specjax import models, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
-from specjax.parallel import put
+from specjax.parallel import put, shards
 from specjax.types import Model
 
 AXIS = "tensor"

@@ -17,9 +17,9 @@ from specjax import (
     verifiers,
 )
 from specjax.decode import generate, prefill, step, stream
+from specjax.decoding.log_probs import logprobs
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
-from specjax.log_probs import logprobs
 from specjax.pages import Pages
 from specjax.sampling import Sampling, SamplingParams, guided
 from specjax.sampling.capacities import Capacities

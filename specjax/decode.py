@@ -10,14 +10,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from specjax import log_probs, metrics, proposers, scorers, shards, state_rows, verifiers
-from specjax.binding import as_pytree
-from specjax.drafters import commit_of, in_memory
+from specjax import metrics, proposers, scorers, verifiers
+from specjax.decoding import log_probs, state_rows
+from specjax.decoding.binding import as_pytree
+from specjax.decoding.drafters import commit_of, in_memory
+from specjax.decoding.log_probs import LogProbs
 from specjax.keys import of_requests, positions
-from specjax.log_probs import LogProbs
-from specjax.loops import as_carry
 from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, first_rows, one_page_a_row
-from specjax.parallel import WHOLE, OnMesh, on_devices
+from specjax.parallel import WHOLE, OnMesh, on_devices, shards
+from specjax.parallel.loops import as_carry
 from specjax.prompts import Fed, feed
 from specjax.sampling import Sampling, guided, num_generated, process
 from specjax.scorers.mqa import fed

@@ -4,7 +4,7 @@ All work of size V is done here, on whole batches of rows, and no array of the s
 A logit of NaN counts as -inf.
 
 Where `axis_name` is given, each device along this axis of a `jax.shard_map` holds a part of the vocabulary, and V is
-the size of the part (see `specjax.shards`). Tokens are ids of the whole vocabulary all the same.
+the size of the part (see `specjax.parallel.shards`). Tokens are ids of the whole vocabulary all the same.
 """
 
 import warnings
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import sample as kernels
 from pallas_kernels.rows import BLOCK_SIZE, Batch, marked, unmarked, unsupported_dtype
-from specjax import shards
-from specjax.dispatch import SMALL_VOCAB, as_rows, dispatch
 from specjax.keys import gumbel
-from specjax.reductions import block_sums, first_of_largest, in_memory_order, numbers, row_masses, tempered
-from specjax.reductions import widen as widen
+from specjax.operations.dispatch import SMALL_VOCAB, as_rows, dispatch
+from specjax.operations.reductions import block_sums, first_of_largest, in_memory_order, numbers, row_masses, tempered
+from specjax.operations.reductions import widen as widen
+from specjax.parallel import shards
 from specjax.types import Array, Categorical
 
 

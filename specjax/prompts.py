@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.calls import run
-from specjax.dispatch import is_partitioned
-from specjax.drafters import in_memory
-from specjax.log_probs import LogProbs, record
-from specjax.loops import as_carry
+from specjax.decoding.calls import run
+from specjax.decoding.drafters import in_memory
+from specjax.decoding.log_probs import LogProbs, record
+from specjax.operations.dispatch import is_partitioned
+from specjax.parallel.loops import as_carry
 from specjax.types import NO_PAGE, Array, Context, Memory, Model, ModelInput, Proposer, PyTree
 
 BUDGET = 2048  # tokens of a call that holds some rows of a batch

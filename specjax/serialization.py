@@ -3,8 +3,8 @@
 from jax import export
 
 from specjax.decode import Info, State
+from specjax.decoding.log_probs import LogProbs
 from specjax.distributions import Normalized, Residual
-from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.prompts import Fed
 from specjax.proposers.drawing import Reduced

@@ -11,9 +11,9 @@ from test_tokenizer import make_tokenizer
 from specjax import models
 from specjax.engine import chat
 from specjax.engine.chat import render
-from specjax.extras import install_command
 from specjax.models.directory import Checkpoint
 from specjax.processes import worker
+from specjax.validation.extras import install_command
 
 MESSAGES = [
     {"role": "system", "content": 'Say "é" & no more'},

@@ -17,7 +17,7 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 from specjax import LLM, SamplingParams
 from specjax.cli import _compare, main
 from specjax.engine.slots import Slots
-from specjax.extras import install_command
+from specjax.validation.extras import install_command
 
 pytestmark = pytest.mark.slow  # the command
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import export
 
-from specjax.dispatch import dispatch
+from specjax.operations.dispatch import dispatch
 
 
 def run(x, implementation=None, reason=None, is_worthwhile=True):

@@ -9,8 +9,8 @@ from test_llm import random_tensors, write_checkpoint
 
 from specjax import LLM, models, proposers
 from specjax.cli import main
-from specjax.dispatch import check_implementation
 from specjax.models import checkpoint
+from specjax.operations.dispatch import check_implementation
 from specjax.validation import suggestion
 
 

@@ -9,8 +9,8 @@ import pytest
 import specjax
 from specjax import models, proposers
 from specjax.cli import main
-from specjax.extras import install_command
 from specjax.sampling import guided
+from specjax.validation.extras import install_command
 
 REQUIREMENTS = (
     "jax>=0.10.2",
@@ -32,8 +32,8 @@ def site(tmp_path, monkeypatch):
     distribution = metadata.distribution
     own = metadata.Distribution.at(folder)
     monkeypatch.setattr(metadata, "distribution", lambda name: own if name == "specjax" else distribution(name))
-    monkeypatch.setattr("specjax.extras.ROOT", tmp_path)
-    monkeypatch.setattr("specjax.extras._installer", lambda: "pip install")
+    monkeypatch.setattr("specjax.validation.extras.ROOT", tmp_path)
+    monkeypatch.setattr("specjax.validation.extras._installer", lambda: "pip install")
     return folder
 
 

@@ -10,9 +10,9 @@ from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
 from specjax import LLM
 from specjax.cli import main
-from specjax.extras import install_command
 from specjax.models.hub import FILES, TORCH_FILES, find_checkpoint, find_drafter
 from specjax.proposers import DraftModel
+from specjax.validation.extras import install_command
 
 constants = pytest.importorskip("huggingface_hub.constants")
 hub_utils = pytest.importorskip("huggingface_hub.utils")

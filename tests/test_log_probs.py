@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import log_probs
-from specjax.log_probs import logprobs
+from specjax.decoding import log_probs
+from specjax.decoding.log_probs import logprobs
 from specjax.types import Categorical
 
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specjax import SamplingParams, decode, proposers, sampling
-from specjax.loops import as_carry, varying
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.parallel.loops import as_carry, varying
 from specjax.types import ModelInput
 
 CONFIG = DecoderConfig(31, 16, 1, 4, 2, 8, 16, 1024)

@@ -12,7 +12,7 @@ from families import CONFIGS, tokens, write
 from paged import poisoned, random_table, trigram_model
 
 from specjax import decode, proposers, sampling, testing, verifiers
-from specjax.calls import run
+from specjax.decoding.calls import run
 from specjax.models import load
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.layer import Attention, LayerConfig

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 from paged import random_table
 
-from specjax import decode, log_probs, prompts, proposers, sampling, testing
+from specjax import decode, prompts, proposers, sampling, testing
+from specjax.decoding import log_probs
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages
 from specjax.sampling import SamplingParams

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from specjax.extras import install_command
 from specjax.server import replicas
 from specjax.server.errors import ApiError
 from specjax.server.replicas import Front, ReplicaLost, merged, replies
+from specjax.validation.extras import install_command
 
 EVENT = b'data: {"choices":[]}\n\n'
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from specjax import cli, proposers
+from specjax.cli.terminal import shown
 from specjax.engine.report import Programs, log_caches, log_models
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.terminal import shown
 
 LOGGER = logging.getLogger("specjax.engine.report")
 

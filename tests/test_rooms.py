@@ -1,6 +1,7 @@
 """Which module imports which: no two of them need each other, wherever in a file the import stands."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,15 @@ def test_circles_are_found(tmp_path, case):
     assert [{"room.a", "room.b"} <= set(group) for group in groups(graph_of(folder))] == [True]
     (folder / "b.py").write_text("if TYPE_CHECKING:\n    from room import a\nimport room.c")
     assert groups(graph_of(folder)) == []
+
+
+def test_few_modules_stand_outside_of_a_room():
+    assert len(list(FOLDER.glob("*.py"))) <= 14
+
+
+PUBLIC = ("checks", "cli", "decode", "distributions", "keys", "metrics", "pages", "parallel", "prompts", "ragged")
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "serialization", "theory", "types", "validation"])
+def test_public_path_can_be_imported(name):
+    assert importlib.import_module(f"specjax.{name}").__name__ == f"specjax.{name}"

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from specjax import Categorical, Context, Draft, distributions, guided, sampling, shards, verifiers
+from specjax import Categorical, Context, Draft, distributions, guided, sampling, verifiers
 from specjax.keys import positions
+from specjax.parallel import shards
 from specjax.sampling import SamplingParams, cut
 from specjax.testing.statistics import chi_square
 

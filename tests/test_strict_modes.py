@@ -14,7 +14,8 @@ import test_mlp_speculator
 from jax.experimental import checkify
 from jax.tree_util import Partial
 
-from specjax import decode, distributions, log_probs, models, proposers, ragged, sampling, scorers, testing, verifiers
+from specjax import decode, distributions, models, proposers, ragged, sampling, scorers, testing, verifiers
+from specjax.decoding import log_probs
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.sampling import SamplingParams
 from specjax.sampling.guided.tables import Grammar

@@ -7,9 +7,9 @@ import sys
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specjax.extras import install_command
 from specjax.models.directory import Checkpoint
 from specjax.models.vocabulary import check_same_vocabulary
+from specjax.validation.extras import install_command
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 

@@ -11,10 +11,10 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from specjax.engine import template_worker
-from specjax.extras import needs
 from specjax.models.directory import Checkpoint
 from specjax.processes.child import start_script
 from specjax.processes.worker import NoAnswer, Worker
+from specjax.validation.extras import needs
 
 NUM_PROCESSES = 2  # templates that run at a time
 TEMPLATE_SECONDS = 5.0  # the most that a template may take

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax import proposers, verifiers
-from specjax.drafters import in_memory
+from specjax.decoding.drafters import in_memory
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit

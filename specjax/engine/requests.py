@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from specjax import metrics
+from specjax.decoding.log_probs import LogProbs
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.scheduler import Job
-from specjax.log_probs import LogProbs
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.guided import Grammar
 

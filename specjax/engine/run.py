@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from specjax.drafters import in_memory
+from specjax.decoding.drafters import in_memory
 from specjax.engine.draft_length import CHOICES, BestDraftLength
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from specjax import decode
-from specjax.drafters import commit_of
+from specjax.decoding.drafters import commit_of
+from specjax.decoding.log_probs import LogProbs
 from specjax.engine import slots
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import RecentAcceptance
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables, Row
-from specjax.log_probs import LogProbs
 from specjax.metrics import Totals
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import EVERYTHING, use_of

@@ -25,11 +25,11 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from specjax import decode, keys, metrics, proposers, scorers, verifiers
-from specjax.drafters import in_memory
+from specjax.decoding.drafters import in_memory
+from specjax.decoding.log_probs import LogProbs, logprobs
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
-from specjax.log_probs import LogProbs, logprobs
 from specjax.pages import Pages, check_pages
 from specjax.parallel import WHOLE, OnMesh, on_devices, put
 from specjax.prompts import run_chunk

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specjax.extras import needs
+from specjax.validation.extras import needs
 
 if TYPE_CHECKING:
     from specjax.models.checkpoint import load

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
-from specjax.dispatch import dispatch, has_static_shape, is_partitioned
-from specjax.loops import as_carry
 from specjax.models.rope import Rotation, rotate
+from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.pages import in_pool, locate, read_slots, write_slots
+from specjax.parallel.loops import as_carry
 from specjax.types import Array, ModelInput
 
 BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from specjax.extras import needs
 from specjax.models import tokenizer as tokenizers
 from specjax.models.config_file import DTYPES, ConfigFile, read_json
 from specjax.models.diagnosis import hint
+from specjax.validation.extras import needs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

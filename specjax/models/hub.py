@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.extras import install_command
 from specjax.models.diagnosis import hint
 from specjax.validation import suggestion
+from specjax.validation.extras import install_command
 
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")  # org/name or org/name@revision
 FILES = (  # the files that specjax reads; weights in other formats or in subfolders are not fetched

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
-from specjax.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.models.quantized import Quantized, dequantize
+from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.types import Array
 
 Norm = tuple[Array, float]  # scale [D], epsilon

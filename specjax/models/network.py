@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax import shards
-from specjax.parallel import OnMesh
+from specjax.parallel import OnMesh, shards
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 

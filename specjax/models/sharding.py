@@ -14,12 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax import shards
 from specjax.models.decoder import DecoderConfig
 from specjax.models.families.opt import OPTConfig
 from specjax.models.network import Apply, InitCache
 from specjax.models.tensors import Stored, place
-from specjax.parallel import InitOnMesh, OnMesh, check_axis, put
+from specjax.parallel import InitOnMesh, OnMesh, check_axis, put, shards
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specjax.extras import install_command, needs
 from specjax.models.config_file import ConfigFile
+from specjax.validation.extras import install_command, needs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

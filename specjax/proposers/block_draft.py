@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from specjax.drafters import InMemory
+from specjax.decoding.drafters import InMemory
 from specjax.models.attention import KeyValues, memories, update_cache
 from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, rms_norm

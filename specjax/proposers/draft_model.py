@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.calls import run
-from specjax.drafters import InMemory
+from specjax.decoding.calls import run
+from specjax.decoding.drafters import InMemory
 from specjax.keys import DRAFT, stream
-from specjax.loops import as_carry
+from specjax.parallel.loops import as_carry
 from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling

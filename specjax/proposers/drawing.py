@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax import distributions
 from specjax.keys import DRAFT, stream
-from specjax.loops import as_carry
+from specjax.parallel.loops import as_carry
 from specjax.sampling import Sampling
 from specjax.sampling.logits import adjust, reads_token_ids, with_cut
 from specjax.types import Array, Categorical, Context, Draft, PyTree

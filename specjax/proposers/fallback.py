@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax.drafters import Commit, InMemory, commit_of, in_memory
+from specjax.decoding.drafters import Commit, InMemory, commit_of, in_memory
 from specjax.proposers.draft_model import DraftModel
 from specjax.proposers.p_eagle import ParallelEagle
 from specjax.proposers.split import run_where

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.drafters import InMemory
+from specjax.decoding.drafters import InMemory
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import InMemory
+from specjax.decoding.drafters import InMemory
 from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters import InMemory
+from specjax.decoding.drafters import InMemory
 from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters import InMemory
+from specjax.decoding.drafters import InMemory
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 
 

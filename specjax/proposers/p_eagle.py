@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.drafters import InMemory
+from specjax.decoding.drafters import InMemory
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.feature_draft import before, committed, has_feature, last_fed, row_of

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.loops import varying
+from specjax.parallel.loops import varying
 from specjax.types import Array, Context, PyTree
 
 

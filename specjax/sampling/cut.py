@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.cut import Limits, find_cut, unsupported
-from specjax import shards
-from specjax.dispatch import SMALL_VOCAB, check_implementation, dispatch
+from specjax.operations.dispatch import SMALL_VOCAB, check_implementation, dispatch
+from specjax.parallel import shards
 
 _BLOCK = 64  # tokens
 _CANDIDATES = 128  # blocks of a row that are searched first

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from specjax import shards
 from specjax.distributions import widen
+from specjax.parallel import shards
 from specjax.sampling import guided
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.cut import min_logit

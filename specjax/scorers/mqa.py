@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from specjax.calls import run
+from specjax.decoding.calls import run
 from specjax.types import Context, Draft, Model, ModelInput, ModelOutput, PyTree
 
 

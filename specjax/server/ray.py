@@ -11,8 +11,8 @@ from typing import Any
 
 from specjax import verifiers
 from specjax.engine.llm import LLM
-from specjax.extras import needs
 from specjax.validation import is_integer
+from specjax.validation.extras import needs
 
 with needs("ray"):
     from starlette.types import ASGIApp, Message, Scope

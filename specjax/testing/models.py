@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.calls import check_result
+from specjax.decoding.calls import check_result
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 

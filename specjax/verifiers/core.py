@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import rules
 from pallas_kernels.rows import unmarked
-from specjax import distributions, shards
-from specjax.dispatch import dispatch
+from specjax import distributions
 from specjax.distributions import Normalized, Residual
 from specjax.keys import ACCEPT, RESIDUAL, TARGET, check_step, numbered, of_step, stream, uniform
+from specjax.operations.dispatch import dispatch
+from specjax.parallel import shards
 from specjax.types import Array, Categorical, Draft, Verified
 from specjax.validation import check_array as check_array
 from specjax.validation import check_bonus_tokens as check_bonus_tokens

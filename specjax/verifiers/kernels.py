@@ -18,9 +18,9 @@ from pallas_kernels.rows import BLOCK_SIZE, Batch, Rows, in_parts, unsupported_d
 from pallas_kernels.rules import Evidence, accept_by_ratio
 from pallas_kernels.sample import choose_draws, draws, sample
 from pallas_kernels.statistics import Part, Statistics, Streams, row_statistics
-from specjax import shards
-from specjax.dispatch import SMALL_VOCAB, as_rows
 from specjax.keys import ACCEPT, NUM_PURPOSES, RESIDUAL, TARGET
+from specjax.operations.dispatch import SMALL_VOCAB, as_rows
+from specjax.parallel import shards
 from specjax.types import Array, Categorical, Draft, Verified
 
 STREAMS = Streams(ACCEPT, RESIDUAL, NUM_PURPOSES)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.extras import needs
 from specjax.sampling.guided.tables import Grammar
+from specjax.validation.extras import needs
 
 
 def from_regex(pattern: str, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import shards
+from specjax.parallel import shards
 from specjax.types import Memory, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import check_array
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-ROOT = Path(__file__).parents[1]  # the checkout, or the folder where packages are installed
+ROOT = Path(__file__).parents[2]  # the checkout, or the folder where packages are installed
 
 
 @contextmanager

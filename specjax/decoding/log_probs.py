@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import distributions, shards
+from specjax import distributions
+from specjax.parallel import shards
 from specjax.types import Array, Categorical
 from specjax.validation import check_array, check_categorical, is_integer
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import specjax
-from specjax.extras import needs
-from specjax.terminal import shown, timed
+from specjax.cli.terminal import shown, timed
 from specjax.validation import suggestion
+from specjax.validation.extras import needs
 from specjax.version import __version__
 
 if TYPE_CHECKING:

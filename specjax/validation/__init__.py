@@ -1,0 +1,23 @@
+"""Checks of arguments that several modules share, and of packages that extras bring."""
+
+from specjax.validation.arguments import (
+    check_array,
+    check_bonus_tokens,
+    check_categorical,
+    check_number,
+    check_shapes,
+    is_integer,
+    is_traced,
+    suggestion,
+)
+
+__all__ = [
+    "check_array",
+    "check_bonus_tokens",
+    "check_categorical",
+    "check_number",
+    "check_shapes",
+    "is_integer",
+    "is_traced",
+    "suggestion",
+]
