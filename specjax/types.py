@@ -123,7 +123,7 @@ class Features(NamedTuple):
     """Hidden states of a built-in model, for proposers that read them.
 
     `taps` holds the residual stream at some layers side by side, in the order in which `Model.feature_layers` names
-    them. Layer 0 stands for the embeddings and layer j for what comes after j layers, before the final norm.
+    them. Layer 0 stands for the embeddings and layer j for the stream after j layers, before the final norm.
     """
 
     hidden: Array  # [B, T, H], the final hidden state after the last norm, which the head turns into logits
@@ -149,7 +149,7 @@ class Context(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some tokens of each prompt, as a proposer without `takes_pages` gets them; they follow those fed before."""
+    """Some tokens of each prompt, for a proposer without `takes_pages`; they follow the tokens of earlier chunks."""
 
     tokens: Array  # [B, T] int32; 0 past the end of a prompt
     following: Array  # [B, T] int32, the token after each, -1 where it is not known

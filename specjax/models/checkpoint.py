@@ -41,8 +41,8 @@ def load(
         dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
         sharding: sharding of every parameter; None puts the parameters on the default device. The axes of a mesh must
             have the axis type Auto.
-        mesh: the devices that share the model. Those along an axis "tensor" share its weights, as
-            `models.tensor_parallel` says; those along an axis "batch" share the rows of a batch, as
+        mesh: the devices that share the model. Devices along an axis "tensor" share its weights, as
+            `models.tensor_parallel` says; devices along an axis "batch" share the rows of a batch, as
             `models.data_parallel` says. Both axes must have the axis type Auto. None is a model of one device, or of a
             sharding.
         feature_layers: layers whose residual stream the model gives to proposers, as `with_feature_layers` takes them;

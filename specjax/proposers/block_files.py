@@ -97,10 +97,10 @@ def load_block(
         directory: the checkpoint of the drafter, or its directory.
         target: a built-in model with the `feature_layers` that `feature_layers` returns.
         num_draft_tokens: K, at most the trained depth; None is that.
-        rope_theta: base of the rotary frequencies, in place of that in config.json.
+        rope_theta: base of the rotary frequencies, in place of the base in config.json.
         temperature: the temperature of drafts, as `draft_model` takes it.
         min_confidence: as `dspark` takes it.
-        fields: fields of config.json, in place of those in the file; `sample_from_anchor` says whether the pending
+        fields: fields of config.json, in place of the fields in the file; `sample_from_anchor` says whether the pending
             token gives the first draft.
 
     Raises:

@@ -55,11 +55,11 @@ def load(
         target: the target, a built-in model. A drafter that reads layers below the last one needs a target with these
             `feature_layers`; `proposers.feature_layers` says which.
         num_draft_tokens: K >= 1.
-        rope_theta: base of the rotary frequencies, in place of that in config.json: some trainers did not read it
+        rope_theta: base of the rotary frequencies, in place of the base in config.json: some trainers did not read it
             there, and used 10000.
         temperature: the temperature of drafts, for requests that are not greedy. None takes the temperature of the
             request. A number, or one number per row [B], replaces it. 0 makes greedy drafts for all requests.
-        fields: fields of config.json, in place of those in the file.
+        fields: fields of config.json, in place of the fields in the file.
 
     Returns:
         A proposer.

@@ -150,7 +150,7 @@ def load_medusa(
         target: a built-in model.
         num_draft_tokens: K, at most the number of heads; None is that.
         temperature: the temperature of drafts, as `draft_model` takes it.
-        fields: fields of config.json, in place of those in the file.
+        fields: fields of config.json, in place of the fields in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.

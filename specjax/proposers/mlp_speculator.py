@@ -157,7 +157,7 @@ def load_mlp_speculator(
         target: a built-in model.
         num_draft_tokens: K, at most the trained depth; None is that.
         temperature: the temperature of drafts, as `draft_model` takes it.
-        fields: fields of config.json, in place of those in the file.
+        fields: fields of config.json, in place of the fields in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.

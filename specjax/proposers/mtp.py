@@ -95,9 +95,9 @@ def load_mtp(
         directory: the checkpoint, or its directory.
         target: the same checkpoint, as `models.load` loads it.
         num_draft_tokens: K >= 1. The module is trained for the first draft; the others reuse it.
-        rope_theta: base of the rotary frequencies, in place of that in config.json.
+        rope_theta: base of the rotary frequencies, in place of the base in config.json.
         temperature: the temperature of drafts, as `draft_model` takes it.
-        fields: fields of config.json, in place of those in the file.
+        fields: fields of config.json, in place of the fields in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.

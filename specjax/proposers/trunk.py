@@ -33,7 +33,7 @@ def in_full_precision(params: Params) -> Any:
 
 @dataclass(frozen=True)
 class FeatureHead(ABC):
-    """Functions that heads on features share: their decoder layers keep keys and values in a cache."""
+    """Base of the heads on features, whose decoder layers keep keys and values in a cache."""
 
     config: "DecoderConfig"  # num_layers is the number of the head's layers, vocab_size is D
 

@@ -65,7 +65,7 @@ class Connection(H11Protocol):
     """A connection whose client must send headers, and read answers, in time.
 
     Attributes:
-        address: where its client is, as `guard.address_of` has it.
+        address: address of its client, as `guard.address_of` returns it.
         is_extra: whether it holds none of the places, so that only questions about the health are answered.
     """
 

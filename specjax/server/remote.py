@@ -137,7 +137,7 @@ class RemoteEngine:
         return words
 
     def lose(self) -> None:
-        """Note that the engine has failed, or its process has ended: so do all requests."""
+        """Fail all requests, because the engine has failed or its process has ended."""
         with self._lock:
             self._failure = self._failure or RuntimeError("the engine has failed")
             requests, waiting = list(self._live.values()), list(self._stats.values())

@@ -73,7 +73,7 @@ def write_result(result: Result) -> list[Any]:
 
 
 def read_result(values: list[Any], pieces: Sequence[Piece]) -> Result:
-    """Return the result that `write_result` has written, of a request with these pieces, with an empty prompt."""
+    """Rebuild the result that `write_result` has written, from the pieces of its request, with an empty prompt."""
     ended, metrics, prompt_logprobs, *counts = values
     in_order = sorted(pieces, key=lambda piece: piece.index)
     of_sample = {index: list(group) for index, group in groupby(in_order, key=lambda piece: piece.index)}

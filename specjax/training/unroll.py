@@ -102,9 +102,9 @@ def learned(batch: Batch, count: int) -> Array:
 def feature_unroll(head: FeatureHead, params: PyTree, batch: Batch, *, steps: int = 7, detach: bool = False) -> Steps:
     """Run the head of a feature drafter as it will decode, some steps ahead from every row at once.
 
-    Step 0 reads the target's features. Step j reads what step j - 1 made of the same row, and the text's own token j
-    places later, so it computes what `FeatureDraft.propose` computes after drafts that were the text's tokens: it sees
-    the rows of step 0 up to its own and its own row of steps 1 to j. Gradients flow through all steps.
+    Step 0 reads the target's features. Step j reads the output of step j - 1 for the same row, and the token of the
+    text j places later. So it equals `FeatureDraft.propose` after drafts that are the text's tokens: it sees the rows
+    of step 0 up to its own and its own row of steps 1 to j. Gradients flow through all steps.
 
     Args:
         head: the head, such as `proposers.eagle3.Eagle3Head`; one that derives from `proposers.trunk.FeatureHead`.

@@ -154,7 +154,7 @@ def num_groups(size: int, group: int | None) -> int:
 
 
 def order_of(linear: StoredLinear, ending: str, group: int) -> np.ndarray | None:
-    """Return the order of inputs in which groups of them are contiguous, from the group of each; None: they are so.
+    """Return the order [K] of inputs that makes each group contiguous; None where the groups are contiguous already.
 
     Args:
         linear: the matrix.
