@@ -67,7 +67,8 @@ from load import (
 
 import specjax
 from specjax import SamplingParams, decode, models, sampling, verifiers
-from specjax.engine import engine as engine_module
+from specjax.engine.engine import Stats
+from specjax.engine.sizes import default_sizes
 from specjax.models.directory import Checkpoint
 
 GAP = 1e-5  # seconds
@@ -197,7 +198,7 @@ class Bench:
         row["pages_used"] = None if pages is None else pages.num_used
 
 
-def wait_for_the_end(engine: specjax.Engine) -> engine_module.Stats:
+def wait_for_the_end(engine: specjax.Engine) -> Stats:
     """Wait until an engine has no more requests, also of those that were cancelled, and return its figures."""
     while (stats := engine.stats()).num_running + stats.num_waiting:
         time.sleep(POLL)
@@ -501,7 +502,7 @@ def waits_of_device(profile: Any) -> dict[str, float]:
 
 def chunk_size() -> int:
     """Return the number of tokens of a chunk of a prompt."""
-    return engine_module.CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else engine_module.CHUNK_SIZE
+    return default_sizes("server").chunk
 
 
 def full_row(row: dict[str, Any]) -> str:

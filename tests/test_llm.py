@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from specjax import proposers, verifiers
 from specjax.engine import run, slots
 from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM, Completion, GenerationError, Piece
 from specjax.engine.scheduler import NoTokenError
 from specjax.models import load
@@ -146,7 +147,8 @@ def test_a_prompt_ends_alone_where_no_token_can_follow(chain):
     """A token of the sentence has an embedding of NaN, and so no finite logit after it."""
     ids, broken = chain.sentence_ids, chain.plain()
     embedding = broken.model.params["embedding"].at[ids[3]].set(np.nan)
-    broken.model = replace(broken.model, params=broken.model.params | {"embedding": embedding})
+    target = replace(broken.model, params=broken.model.params | {"embedding": embedding})
+    broken.setup = replace(broken.setup, model=target)
     message = r"prompts\[1\]: the model gave no finite logit for the token after 4 tokens, or the parameters of the"
     with pytest.raises(GenerationError, match=message) as caught:
         broken.generate([ids[5:6], ids[:1]], SamplingParams(temperature=0, max_tokens=40))
@@ -275,7 +277,7 @@ class TestCompany:
     @pytest.fixture
     def narrow(self, llm):
         other = copy.copy(llm)
-        other.num_slots = 2
+        other.setup = replace(llm.setup, num_slots=2)
         return other
 
     @pytest.mark.slow
@@ -563,6 +565,26 @@ class TestCheckpoints:
         (directory / "config.json").write_text(json.dumps(config | {"dtype": "float8"}))
         with pytest.raises(ValueError, match=r"dtype in .*config.json must be 'float32' or"):
             LLM(directory)
+
+
+def test_an_engine_of_an_llm(llm, monkeypatch):
+    """It has the models, limits and verifier of the LLM; options replace them."""
+
+    class Given(Engine):
+        def __init__(self, *models, **options):
+            self.models, self.options = models, options
+
+    limits = {"tokenizer": llm.tokenizer, "eos_token_ids": llm.eos_token_ids, "max_length": llm.max_length}
+    other = copy.copy(llm)
+    other.setup = replace(llm.setup, num_slots=2, verifier=verifiers.match)
+    engine = Given.of(other, max_waiting=3)
+    assert engine.models == (llm.model, llm.proposer)
+    assert engine.options == limits | {"num_slots": 2, "verifier": verifiers.match, "max_waiting": 3}
+    engine = Given.of(other, num_slots=5, max_length=24, verifier=verifiers.block)
+    assert engine.options == limits | {"num_slots": 5, "verifier": verifiers.block, "max_length": 24}
+    for platform, number in (("cpu", 8), ("gpu", 16)):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        assert Given.of(llm).options["num_slots"] == number
 
 
 class TestBadInput:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.engine.sizes import SIZES
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -161,7 +162,9 @@ def test_waits_of_a_device(script):
 def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_path):
     """With a model of a few weights; the part of a GPU alone is left out by itself."""
     bench = script("bench_engine")
-    monkeypatch.setattr(bench.engine_module, "CHUNK_SIZE", bench.engine_module.CPU_CHUNK_SIZE)  # prompts are short
+    monkeypatch.setitem(
+        SIZES, "server", {"gpu": SIZES["server"]["cpu"], "cpu": SIZES["server"]["cpu"]}
+    )  # prompts are short
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 32}
     config = DecoderConfig(vocab_size=4096, max_length=1024, **sizes)
     monkeypatch.setattr(bench, "load_models", lambda _: [decoder_model(config, init_params(config, i)) for i in (0, 1)])

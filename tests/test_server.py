@@ -32,6 +32,7 @@ from test_tokenizer import make_tokenizer
 
 from specjax import Capacities, Engine, SamplingParams, cli, models, proposers, verifiers
 from specjax.engine.engine import QueueFull
+from specjax.engine.sizes import default_sizes
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.directory import Checkpoint
 
@@ -41,7 +42,7 @@ from specjax.engine.scheduler import NoTokenError
 from specjax.server import calls, guard
 from specjax.server.app import About, App
 from specjax.server.errors import ApiError, api_error
-from specjax.server.run import Server, _about, default_num_slots
+from specjax.server.run import Server, _about
 from specjax.server.served import Served
 
 VOCAB_SIZE, MAX_LENGTH, NUM_SLOTS, NUM_DRAFTS, MAX_WAITING = 300, 192, 3, 3, 6
@@ -183,7 +184,7 @@ def is_running(engine):
 @pytest.mark.parametrize("platform, number", [("cpu", 8), ("gpu", 16)])
 def test_number_of_slots(platform, number, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    assert default_num_slots() == number
+    assert default_sizes("server").slots == number
 
 
 def test_chat_of_the_page(tmp_path, served):

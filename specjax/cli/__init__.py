@@ -530,12 +530,13 @@ def _add_batch(commands: Any) -> None:
     _add_engine_arguments(batch)
     add = batch.add_argument
     add("requests", type=Path, metavar="REQUESTS", help="file of requests, JSON Lines")
-    add("--num-slots", type=int, default=16, metavar="N", help="samples that run at a time; default: 16")
+    add("--num-slots", type=int, metavar="N", help="samples that run at a time; default: 16")
     add("--out", type=Path, required=True, metavar="RESULTS", help="file of results; it is appended to")
 
 
 def _batch(args: argparse.Namespace) -> int:
     """Run `specjax batch` and return its exit code."""
+    from specjax.engine.sizes import default_sizes
     from specjax.server import batch_files
     from specjax.server.served import name_of, served
 
@@ -547,19 +548,16 @@ def _batch(args: argparse.Namespace) -> int:
     llm = _load(args)
     name, *aliases = args.names or [name_of(args.model)]
     known = served(llm, name, aliases, takes_any_name=args.any_model_name)
-    with specjax.Engine(
-        llm.model,
-        llm.proposer,
-        num_slots=args.num_slots,
-        max_length=llm.max_length,
-        tokenizer=llm.tokenizer,
-        eos_token_ids=llm.eos_token_ids,
-        verifier=llm.verifier,
+    sizes = default_sizes("batch")
+    num_slots = sizes.slots if args.num_slots is None else args.num_slots
+    with specjax.Engine.of(
+        llm,
+        num_slots=num_slots,
         capacities=specjax.Capacities(grammars=batch_files.GRAMMARS),
-        step_sizes=(),  # nearly all steps are full
+        step_sizes=sizes.step_sizes,
     ) as engine:
         files = args.requests, args.out
-        numbers = batch_files.run(engine, known, *files, num_slots=args.num_slots, progress=True)
+        numbers = batch_files.run(engine, known, *files, num_slots=num_slots, progress=True)
     print(
         f"{numbers.answered} answered, {numbers.errors} of them with an error, {numbers.known} before", file=sys.stderr
     )

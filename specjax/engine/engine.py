@@ -26,6 +26,7 @@ from specjax.engine.pending import Pending, wake
 from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Counts, Job, Scheduler
+from specjax.engine.sizes import default_sizes
 from specjax.engine.slots import Slots
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import SamplingParams
@@ -37,10 +38,7 @@ from specjax.validation import is_integer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PAGE_SIZE = 64  # slots
-CHUNK_SIZE, CPU_CHUNK_SIZE = 512, 64  # tokens of a prompt that are fed between two steps
-SHORT_CHUNKS, CPU_SHORT_CHUNKS = ((4, 64), (1, 256)), ((1, 32),)  # rows and tokens of calls that feed short prompts
-STEP_SIZES, CPU_STEP_SIZES = (1, 8, 32), (1,)  # slots that a step computes where few are active
+    from specjax.engine.llm import LLM
 
 
 class Stats(NamedTuple):
@@ -145,7 +143,7 @@ class Engine:
         eos_token_ids: the end-of-sequence tokens.
         num_pages: number of pages of the caches; None is as many as all slots need at their longest, or, where a device
             says how much of its memory is free, as many as fit into it.
-        page_size: tokens (cache slots) of a page.
+        page_size: tokens (cache slots) of a page; None is 64.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
         short_chunks: pairs (rows, tokens of a row): the shapes of calls that feed short prompts, one in a row, and what
@@ -185,7 +183,7 @@ class Engine:
         tokenizer: "Tokenizer",
         eos_token_ids: Sequence[int] = (),
         num_pages: int | None = None,
-        page_size: int = PAGE_SIZE,
+        page_size: int | None = None,
         chunk_size: int | None = None,
         short_chunks: Sequence[tuple[int, int]] | None = None,
         verifier: Verifier = verifiers.rejection,
@@ -197,8 +195,9 @@ class Engine:
         grammar_seconds: float = 10.0,
         step_sizes: Sequence[int] | None = None,
     ):
-        if chunk_size is None:
-            chunk_size = CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else CHUNK_SIZE
+        defaults = default_sizes("server")
+        page_size = defaults.page if page_size is None else page_size
+        chunk_size = defaults.chunk if chunk_size is None else chunk_size
         numbers = ("num_slots", num_slots), ("page_size", page_size), ("chunk_size", chunk_size)
         for name, number in (*numbers, ("chunks_per_step", 1 if chunks_per_step is None else chunks_per_step)):
             if not (is_integer(number) and number >= 1):
@@ -225,8 +224,7 @@ class Engine:
         self._capacities = capacities or Capacities()
         sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
         if step_sizes is None:
-            sizes_of_platform = CPU_STEP_SIZES if jax.default_backend() == "cpu" else STEP_SIZES
-            step_sizes = [size for size in sizes_of_platform if size < num_slots]
+            step_sizes = [size for size in defaults.step_sizes if size < num_slots]
         steps = {"verifier": verifier, "draft_lengths": draft_lengths, "step_sizes": step_sizes}
         device = (Repeated if leads(model) else Slots)(model, proposer, chunk_size=chunk_size, **steps, **sizes)
         log_caches(device, pool)
@@ -258,6 +256,32 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
         _engines.add(self)
         self._thread.start()
+
+    @classmethod
+    def of(cls, llm: "LLM", *, num_slots: int | None = None, **options: Any) -> "Engine":
+        """Return an engine for the models, the tokenizer and the limits of an `LLM`.
+
+        Args:
+            llm: the LLM. It may be used beside the engine.
+            num_slots: number of samples that run at a time; None is the number that the LLM was given, or else 16, and
+                8 on CPUs.
+            options: the other arguments of `Engine`.
+
+        Raises:
+            ValueError: as `Engine`.
+        """
+        setup = llm.setup
+        if num_slots is None:
+            num_slots = default_sizes("server").slots if setup.num_slots is None else setup.num_slots
+        given = {"max_length": setup.max_length, "verifier": setup.verifier} | options
+        return cls(
+            setup.model,
+            setup.proposer,
+            num_slots=num_slots,
+            tokenizer=setup.tokenizer,
+            eos_token_ids=setup.eos_token_ids,
+            **given,
+        )
 
     def submit(
         self,
@@ -497,7 +521,7 @@ def _short_chunks(
 ) -> Sequence[tuple[int, int]]:
     """Return the numbers of rows and tokens of each call that feeds short chunks."""
     if given is None:
-        shapes = CPU_SHORT_CHUNKS if jax.default_backend() == "cpu" else SHORT_CHUNKS
+        shapes = default_sizes("server").short_chunks
         return [(min(rows, chunk_size // size, num_slots), size) for rows, size in shapes if size < chunk_size]
 
     def is_pair(shape: Any) -> bool:

@@ -3,8 +3,9 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.report import log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
+from specjax.engine.setup import Setup
 from specjax.models.directory import Checkpoint
 from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
@@ -28,6 +30,9 @@ from specjax.proposers import DraftModel, NoDrafts
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer, suggestion
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["LLM", "Completion", "Metrics", "Piece", "Result", "Stream"]
 
@@ -135,46 +140,78 @@ class LLM:
         weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
         found = _find_draft(draft, num_draft_tokens, self.checkpoint)
 
-        self.verifier = verifier
-        self.model = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh)
-        if num_slots is not None and isinstance(self.model.apply, OnMesh):
-            self.model.apply.check_batch(num_slots)
-        self.tokenizer = self.checkpoint.tokenizer()
-        self.eos_token_ids = self.checkpoint.eos_token_ids(self.model.vocab_size)
-        limit = self.model.max_length
+        target = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh)
+        if num_slots is not None and isinstance(target.apply, OnMesh):
+            target.apply.check_batch(num_slots)
+        tokenizer, eos_token_ids = self.checkpoint.tokenizer(), self.checkpoint.eos_token_ids(target.vocab_size)
+        limit = target.max_length
         assert limit is not None, "every checkpoint says how long its sequences may be"
         if num_draft_tokens >= limit:
             raise ValueError(f"num_draft_tokens must be less than {limit}, the model's limit, got {num_draft_tokens}")
-        self.max_length = limit if max_length is None else max_length
-        if not (is_integer(self.max_length) and 2 <= self.max_length <= limit):
+        if not (max_length is None or (is_integer(max_length) and 2 <= max_length <= limit)):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
         if not isinstance(found, Checkpoint):
             proposer = found
         elif proposers.kind_of(found) is not None:
-            self.model = models.with_feature_layers(self.model, proposers.feature_layers(found, self.model))
-            proposer = proposers.load(found, self.model, num_draft_tokens=num_draft_tokens)
+            target = models.with_feature_layers(target, proposers.feature_layers(found, target))
+            proposer = proposers.load(found, target, num_draft_tokens=num_draft_tokens)
         else:
-            proposer = proposers.draft_model(self._load_draft(found, weights_dtype), num_draft_tokens)
-        if isinstance(proposer, DraftModel) and proposer.model.vocab_size != self.model.vocab_size:
-            raise ValueError(
-                f"draft must have the vocabulary of the target, {self.model.vocab_size} tokens, got "
-                f"{proposer.model.vocab_size}; a smaller model of the target's family has it, and 'ngram' needs none"
-            )
-        if is_auto and not isinstance(proposer, DraftModel | NoDrafts):
-            raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(proposer).__name__}")
-        self.proposer = proposer
-        if mesh is not None:
-            self.proposer = put(self.proposer, NamedSharding(mesh, WHOLE))
-        self.chooses_draft_length = is_auto and isinstance(proposer, DraftModel)
-        self.num_slots = num_slots
+            draft_model = _load_draft(found, weights_dtype, target, self.checkpoint)
+            proposer = proposers.draft_model(draft_model, num_draft_tokens)
+        _check_proposer(proposer, target, is_auto)
+        self.setup = Setup(
+            model=target,
+            proposer=proposer if mesh is None else put(proposer, NamedSharding(mesh, WHOLE)),
+            verifier=verifier,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            max_length=limit if max_length is None else max_length,
+            num_slots=num_slots,
+            chooses_draft_length=is_auto and isinstance(proposer, DraftModel),
+        )
         self._entropy = np.random.default_rng()
         log_models(self.model, self.proposer)
+
+    @property
+    def model(self) -> Model:
+        """The target."""
+        return self.setup.model
+
+    @property
+    def proposer(self) -> Proposer:
+        """The proposer of drafts."""
+        return self.setup.proposer
+
+    @property
+    def verifier(self) -> Verifier:
+        """The verifier."""
+        return self.setup.verifier
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the target."""
+        return self.setup.tokenizer
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids of the tokens that end a sequence."""
+        return self.setup.eos_token_ids
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a prompt and its output."""
+        return self.setup.max_length
+
+    @property
+    def num_slots(self) -> int | None:
+        """Number of samples that are decoded at a time; None chooses it for each call."""
+        return self.setup.num_slots
 
     def plain(self) -> "LLM":
         """Return an LLM with the same target, sharing its weights, that decodes without drafts."""
         other = copy.copy(self)
-        other.proposer, other.chooses_draft_length = proposers.none(), False
+        other.setup = replace(self.setup, proposer=proposers.none(), chooses_draft_length=False)
         return other
 
     def generate(
@@ -218,7 +255,7 @@ class LLM:
         if not prompts:
             return []
         ids = [self._encode(f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
-        run = Run(self, prompts, ids, params, self._key_data(params))
+        run = Run(self.setup, prompts, ids, params, self._key_data(params))
         if progress:
             show_progress(run)
         while not run.is_done:
@@ -284,17 +321,7 @@ class LLM:
         if params.num_samples > 1:
             raise ValueError(f"n and best_of must be 1 in a stream, got {params.n} and {params.best_of}")
         ids = self._encode("prompt", prompt, params)
-        return Stream(Run(self, [prompt], [ids], [params], self._key_data([params])))
-
-    def _load_draft(self, checkpoint: Checkpoint, dtype: DTypeLike) -> Model:
-        """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
-        shared, path = self.model.apply, checkpoint.tokenizer_path
-        if path is not None and path != self.checkpoint.tokenizer_path:
-            check_same_vocabulary(self.tokenizer, checkpoint.tokenizer())
-        sharding = NamedSharding(shared.mesh, WHOLE) if isinstance(shared, OnMesh) else None
-        draft = models.load(checkpoint, dtype=dtype, sharding=sharding)
-        is_same = path is None or draft.vocab_size == self.model.vocab_size
-        return draft if is_same else resize_vocabulary(draft, self.model.vocab_size)
+        return Stream(Run(self.setup, [prompt], [ids], [params], self._key_data([params])))
 
     def _encode(self, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt after checks and truncation; errors call the prompt `name`."""
@@ -326,6 +353,28 @@ def _load_target(checkpoint: Checkpoint, **options: Any) -> Model:
         raise ValueError(
             f"model must be a target, got a drafter ({kind}) in {checkpoint.directory}; {remedy}"
         ) from error
+
+
+def _load_draft(checkpoint: Checkpoint, dtype: DTypeLike, target: Model, of_target: Checkpoint) -> Model:
+    """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
+    shared, path = target.apply, checkpoint.tokenizer_path
+    if path is not None and path != of_target.tokenizer_path:
+        check_same_vocabulary(of_target.tokenizer(), checkpoint.tokenizer())
+    sharding = NamedSharding(shared.mesh, WHOLE) if isinstance(shared, OnMesh) else None
+    draft = models.load(checkpoint, dtype=dtype, sharding=sharding)
+    is_same = path is None or draft.vocab_size == target.vocab_size
+    return draft if is_same else resize_vocabulary(draft, target.vocab_size)
+
+
+def _check_proposer(proposer: Proposer, target: Model, is_auto: bool) -> None:
+    """Raise ValueError for a draft model of another vocabulary, and for a proposer that cannot choose K."""
+    if isinstance(proposer, DraftModel) and proposer.model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft must have the vocabulary of the target, {target.vocab_size} tokens, got "
+            f"{proposer.model.vocab_size}; a smaller model of the target's family has it, and 'ngram' needs none"
+        )
+    if is_auto and not isinstance(proposer, DraftModel | NoDrafts):
+        raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(proposer).__name__}")
 
 
 def _find_draft(

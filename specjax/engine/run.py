@@ -4,19 +4,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-from specjax.decoding.drafters import in_memory
 from specjax.engine.draft_length import CHOICES, BestDraftLength
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
+from specjax.engine.setup import Setup
+from specjax.engine.sizes import MANY_SAMPLES, Sizes, default_sizes
 from specjax.engine.slots import Output, Row, Slots
-from specjax.parallel import OnMesh
 from specjax.processes.repeat import Repeated, leads
 from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
@@ -27,15 +27,7 @@ from specjax.sampling.guided.tables import round_up
 from specjax.sampling.params import LogitsProcessor
 from specjax.types import Array, Context
 
-if TYPE_CHECKING:
-    from specjax.engine.llm import LLM
-
 LEAST_LENGTH = 128  # slots of the smallest token buffer
-PAGE_SIZE, CPU_PAGE_SIZE = 64, 32  # slots
-CHUNK_SIZE, CPU_CHUNK_SIZE = 256, 32  # tokens of a prompt that are fed in a call
-SHORT_CHUNKS, CPU_SHORT_CHUNKS = (4, 64), (1, 16)  # rows and tokens of a call that feeds several short prompts
-NUM_SLOTS, CPU_NUM_SLOTS = 64, 8
-MANY_SAMPLES, CPU_NUM_SLOTS_OF_MANY = 64, 32  # on CPUs vacant slots cost as much as others: so many pay in long calls
 
 
 def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 1, *, in_pages: bool = True) -> int:
@@ -48,10 +40,12 @@ def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 
         return num_groups
     if num_slots is not None:
         return num_slots
-    number = NUM_SLOTS
-    if jax.default_backend() == "cpu":
-        number = CPU_NUM_SLOTS if num_samples < MANY_SAMPLES else CPU_NUM_SLOTS_OF_MANY
+    number = _sizes(num_samples).slots
     return -(-number // num_groups) * num_groups
+
+
+def _sizes(num_samples: int) -> Sizes:
+    return default_sizes("call" if num_samples < MANY_SAMPLES else "call with many samples")
 
 
 class Run:
@@ -62,7 +56,7 @@ class Run:
     demanding of the requests asks for. A single sample needs no program that a batch has not.
 
     Args:
-        llm: the models, tokenizer and limits.
+        setup: the models, tokenizer and limits.
         prompts: prompts as they were given.
         prompt_ids: token ids of each prompt.
         params: parameters of each request.
@@ -79,17 +73,17 @@ class Run:
 
     def __init__(
         self,
-        llm: "LLM",
+        setup: Setup,
         prompts: Sequence[str | Sequence[int]],
         prompt_ids: Sequence[list[int]],
         params: Sequence[SamplingParams],
         key_data: np.ndarray,
     ):
         self._start = time.perf_counter()
-        self._tokenizer = llm.tokenizer
-        params = _with_grammars(llm, params)
-        self._capacities, self._rows = _sampling(llm, params)
-        self._device, self._scheduler = self._make_scheduler(llm, prompt_ids, params)
+        self._tokenizer = setup.tokenizer
+        params = _with_grammars(setup, params)
+        self._capacities, self._rows = _sampling(setup, params)
+        self._device, self._scheduler = self._make_scheduler(setup, prompt_ids, params)
         self._coming = enumerate(zip(prompts, prompt_ids, params, key_data, strict=True))
         self.results: list[Result | None] = [None] * len(params)
         self.errors: dict[int, Exception] = {}
@@ -152,46 +146,53 @@ class Run:
         self.errors[i] = error
 
     def _make_scheduler(
-        self, llm: "LLM", prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
+        self, setup: Setup, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> tuple["_Device", Scheduler]:
         choose = draft_lengths = None
-        if llm.chooses_draft_length and isinstance(llm.proposer, DraftModel):
-            choose, draft_lengths = BestDraftLength.of(llm.model, llm.proposer), CHOICES
+        if setup.chooses_draft_length and isinstance(setup.proposer, DraftModel):
+            choose, draft_lengths = BestDraftLength.of(setup.model, setup.proposer), CHOICES
         # Drafts after the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
-        needed = longest + llm.proposer.num_draft_tokens
-        max_length = min(max(round_up(needed), LEAST_LENGTH), llm.max_length)
-        num_slots = _num_slots(llm, params)
-        is_cpu = jax.default_backend() == "cpu"
-        page_size, chunk_size = (CPU_PAGE_SIZE, CPU_CHUNK_SIZE) if is_cpu else (PAGE_SIZE, CHUNK_SIZE)
+        needed = longest + setup.proposer.num_draft_tokens
+        max_length = min(max(round_up(needed), LEAST_LENGTH), setup.max_length)
+        num_slots = _num_slots(setup, params)
+        num_samples = sum(p.num_samples for p in params)
+        sizes = _sizes(num_samples)
         tables = pool = None
-        if _takes_pages(llm):
-            sizes = {"num_slots": num_slots, "max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
-            sizes["num_samples"] = sum(p.num_samples for p in params)
-            pool = num_pages_that_fit(llm.model, llm.proposer, **sizes), page_size
-            tables = PageTables(*pool, -(-max_length // page_size), chunk_size)
-        device = (_RepeatedDevice if leads(llm.model) else _Device)(
-            llm.model,
-            llm.proposer,
+        if setup.takes_pages:
+            num_pages = num_pages_that_fit(
+                setup.model,
+                setup.proposer,
+                num_slots=num_slots,
+                max_length=max_length,
+                page_size=sizes.page,
+                chunk_size=sizes.chunk,
+                num_samples=num_samples,
+            )
+            pool = num_pages, sizes.page
+            tables = PageTables(num_pages, sizes.page, -(-max_length // sizes.page), sizes.chunk)
+        device = (_RepeatedDevice if leads(setup.model) else _Device)(
+            setup.model,
+            setup.proposer,
             num_slots=num_slots,
             max_length=max_length,
             capacities=self._capacities,
             pool=pool,
-            verifier=llm.verifier,
+            verifier=setup.verifier,
             draft_lengths=draft_lengths,
-            chunk_size=chunk_size,
+            chunk_size=sizes.chunk,
+            step_sizes=[size for size in sizes.step_sizes if size < num_slots],
             use=max(use_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
-            num_samples=sum(p.num_samples for p in params),
+            num_samples=num_samples,
         )
-        num_rows, short_size = CPU_SHORT_CHUNKS if is_cpu else SHORT_CHUNKS
         scheduler = Scheduler(
             device,
             tables,
-            chunk_size,
-            llm.eos_token_ids,
-            short_chunks=[(min(num_rows, num_slots), short_size)],
-            chunks_per_step=num_slots * -(-max_length // chunk_size),  # nobody reads between the steps
+            sizes.chunk,
+            setup.eos_token_ids,
+            short_chunks=[(min(num_rows, num_slots), size) for num_rows, size in sizes.short_chunks],
+            chunks_per_step=num_slots * -(-max_length // sizes.chunk),  # nobody reads between the steps
             choose_draft_length=choose,
         )
         return device, scheduler
@@ -246,7 +247,7 @@ class _Device(Slots):
     """Slots whose steps compute what `use` says, and which know the time of calls that may compile them."""
 
     def __init__(self, *args: Any, use: int, log_probs: bool, num_samples: int, **options: Any):
-        super().__init__(*args, step_sizes=(1,) if options["num_slots"] > 1 else (), **options)
+        super().__init__(*args, **options)
         self._use, self._log_probs, self._num_samples = use, log_probs, num_samples
         self._compiled: set[tuple[int | None, bool]] = set()
         self.seconds_compiling = 0.0
@@ -290,29 +291,24 @@ class _RepeatedDevice(_Device, Repeated):
     """The same where other processes share the model."""
 
 
-def _num_slots(llm: "LLM", params: Sequence[SamplingParams]) -> int:
-    shared = llm.model.apply
-    num_groups = shared.num_row_groups if isinstance(shared, OnMesh) else 1
-    return choose_num_slots(llm.num_slots, sum(p.num_samples for p in params), num_groups, in_pages=_takes_pages(llm))
+def _num_slots(setup: Setup, params: Sequence[SamplingParams]) -> int:
+    num_groups = setup.num_row_groups
+    return choose_num_slots(setup.num_slots, sum(p.num_samples for p in params), num_groups, in_pages=setup.takes_pages)
 
 
-def _takes_pages(llm: "LLM") -> bool:
-    return llm.model.takes_pages and in_memory(llm.proposer).takes_pages
-
-
-def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities, dict[int, Sampling]]:
+def _sampling(setup: Setup, params: Sequence[SamplingParams]) -> tuple[Capacities, dict[int, Sampling]]:
     """Return capacities for all parameters, and the arrays of each, by the `id` of the parameters."""
 
     def tokenize(text: str) -> list[int]:
-        return llm.tokenizer.encode(text, add_special_tokens=False).ids
+        return setup.tokenizer.encode(text, add_special_tokens=False).ids
 
     distinct = list({id(p): p for p in params}.values())
     words = [tokenized(p.bad_words or (), tokenize) for p in distinct]
-    stops = [{*(p.stop_token_ids or ()), *(() if p.ignore_eos else llm.eos_token_ids)} for p in distinct]
+    stops = [{*(p.stop_token_ids or ()), *(() if p.ignore_eos else setup.eos_token_ids)} for p in distinct]
     listed = max((n for p in distinct for n in (p.logprobs, p.prompt_logprobs) if n is not None), default=0)
     grammars = {p.guided_decoding: None for p in distinct if isinstance(p.guided_decoding, Grammar)}
     num_states = [grammar.transitions.shape[0] for grammar in grammars]
-    num_slots = _num_slots(llm, params)
+    num_slots = _num_slots(setup, params)
     processors, known = _placed_processors(distinct)
     capacities = Capacities(
         stop_tokens=_most(map(len, stops), 8),
@@ -320,14 +316,14 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
         allowed_tokens=_most(len(set(p.allowed_token_ids or ())) for p in distinct),
         bad_words=_most(map(len, words)),
         bad_word_length=_most(len(word) for row in words for word in row),
-        logprobs=min(_most([listed]), llm.model.vocab_size),
+        logprobs=min(_most([listed]), setup.model.vocab_size),
         grammars=_most([min(len(grammars), num_slots)]),
         grammar_states=_most([min(sum(num_states), num_slots * max(num_states, default=0))]),
         grammar_classes=_most(grammar.transitions.shape[1] for grammar in grammars),
         samples=max(p.num_samples for p in distinct),
         logits_processors=known,
     )
-    given = capacities, llm.eos_token_ids, llm.model.vocab_size, tokenize
+    given = capacities, setup.eos_token_ids, setup.model.vocab_size, tokenize
     rows = (
         of_request(replace(p, logits_processors=own or None), *given)
         for p, own in zip(distinct, processors, strict=True)
@@ -335,13 +331,13 @@ def _sampling(llm: "LLM", params: Sequence[SamplingParams]) -> tuple[Capacities,
     return capacities, {id(p): row for p, row in zip(distinct, rows, strict=True)}
 
 
-def _with_grammars(llm: "LLM", params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+def _with_grammars(setup: Setup, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
     """Return the parameters with grammars in place of what these are compiled from."""
     sources = {p.guided_decoding: None for p in params if isinstance(p.guided_decoding, Source)}
     if not sources:
         return params
-    words = vocabulary(llm.tokenizer)
-    compiled: dict[Any, Grammar] = {source: source.compile(words, llm.eos_token_ids) for source in sources}
+    words = vocabulary(setup.tokenizer)
+    compiled: dict[Any, Grammar] = {source: source.compile(words, setup.eos_token_ids) for source in sources}
     distinct = {id(p): p for p in params}
     own = {
         i: replace(p, guided_decoding=compiled.get(p.guided_decoding, p.guided_decoding)) for i, p in distinct.items()

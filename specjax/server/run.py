@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import jax
 import uvicorn
 
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM
+from specjax.engine.sizes import default_sizes
 from specjax.models import EMBEDDED
 from specjax.sampling.capacities import Capacities
 from specjax.server.app import About, App
@@ -32,7 +32,6 @@ SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to t
 CAPACITIES = Capacities(grammars=16, grammar_states=16384)
 GRAMMAR_SECONDS = 10.0  # that a grammar may take to compile
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-NUM_SLOTS, CPU_NUM_SLOTS = 16, 8  # on CPUs a step takes longer for each slot, vacant or not
 
 
 def serve(
@@ -72,7 +71,7 @@ def serve(
         ValueError: an argument is out of its range.
         OSError: the address is in use or not of this machine.
     """
-    num_slots = default_num_slots() if num_slots is None else num_slots
+    num_slots = default_sizes("server").slots if num_slots is None else num_slots
     least = {"num_slots": (num_slots, 1), "max_waiting": (max_waiting, 0), "shutdown_timeout": (shutdown_timeout, 0)}
     check(least, request_timeout, api_keys)
     is_local = host in LOOPBACK
@@ -95,11 +94,6 @@ def serve(
     return 1 if has_failed or process.returncode else 0
 
 
-def default_num_slots() -> int:
-    """Return the number of slots of a server that is told none."""
-    return CPU_NUM_SLOTS if jax.default_backend() == "cpu" else NUM_SLOTS
-
-
 @contextmanager
 def _signals(end: Callable[[], object]) -> Iterator[None]:
     """Have SIGINT and SIGTERM call a function."""
@@ -118,14 +112,9 @@ def start_engine(llm: LLM, num_slots: int, max_waiting: int | None, step_sizes: 
     """
     gc.disable()
     try:
-        return Engine(
-            llm.model,
-            llm.proposer,
+        return Engine.of(
+            llm,
             num_slots=num_slots,
-            max_length=llm.max_length,
-            tokenizer=llm.tokenizer,
-            eos_token_ids=llm.eos_token_ids,
-            verifier=llm.verifier,
             capacities=CAPACITIES,
             grammar_seconds=GRAMMAR_SECONDS,
             max_waiting=max_waiting,
