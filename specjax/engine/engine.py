@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Stats(NamedTuple):
-    """What an engine is doing, and what it has done since its start; numbers of the second kind never fall."""
+    """Load of the engine now, and counters since its start. Counters never decrease."""
 
     num_running: int  # samples that have a slot
     num_waiting: int  # samples that wait for one
@@ -72,7 +72,7 @@ class _Counts(NamedTuple):
         return cls(0, 0, 0, 0, 0, np.zeros(num_draft_tokens, np.int64))
 
     def plus(self, jobs: Iterable[Job]) -> "_Counts":
-        """Add those of jobs."""
+        """Return these counts plus the counts of the jobs."""
         slots_of: dict[Counts, list[int]] = {}  # most jobs have the counts of the last step
         num_tokens = num_preempted = 0
         for job in jobs:
@@ -107,7 +107,7 @@ class Request(Pending):
         self._engine, self._samples, self._client = engine, samples, client
         grammar = samples.params.guided_decoding
         self._source = grammar if isinstance(grammar, Source) else None
-        self._grammar: Future[Grammar] = Future()  # what it is compiled to
+        self._grammar: Future[Grammar] = Future()  # compiled from the source
 
     def cancel(self) -> None:
         self._engine._send(self._engine._cancel, self)
@@ -146,10 +146,10 @@ class Engine:
         page_size: tokens (cache slots) of a page; None is 64.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
-        short_chunks: pairs (rows, tokens of a row): the shapes of calls that feed short prompts, one in a row, and what
-            is left of longer ones after whole chunks; the shortest row that has room is taken. A call has at most
-            `chunk_size` tokens in all, and each row fewer than that. None is ((4, 64), (1, 256)) on GPUs and
-            ((1, 32),) on CPUs, less what `chunk_size` and `num_slots` have no room for; () is no such call.
+        short_chunks: pairs (rows, tokens of a row): the shapes of calls that feed short prompts, one in a row, and the
+            rest of longer ones after whole chunks; the shortest row that has room is taken. A call has at most
+            `chunk_size` tokens in all, and each row fewer than that. None is ((4, 64), (1, 256)) on GPUs and ((1, 32),)
+            on CPUs, less what `chunk_size` and `num_slots` have no room for; () is no such call.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
@@ -371,7 +371,7 @@ class Engine:
             raise
 
     def stats(self) -> Stats:
-        """Return what the engine is doing now."""
+        """Return the engine's load now, and its counters."""
         with self._changed:
             jobs = [job for request in self._live for job in request._samples.jobs]
             unfinished = [job for job in jobs if not job.is_done]
@@ -422,7 +422,7 @@ class Engine:
             self._changed.notify()
 
     def _run(self) -> None:
-        """What the thread does."""
+        """Work, in a thread, until the engine closes or fails."""
         try:
             with jax.default_device(self._default_device), jax.default_matmul_precision(self._matmul_precision):
                 self._work()
@@ -481,7 +481,7 @@ class Engine:
             self._fail(request, CancelledError("the request was cancelled"))
 
     def _collect(self) -> None:
-        """Give out what the last round has changed, and the results of requests that have ended."""
+        """Give out the pieces of the last round, and the results of requests that have ended."""
         now, with_pieces = time.perf_counter(), []
         for request in dict.fromkeys(job.owner for job in self._scheduler.changed):
             samples = request._samples

@@ -1,8 +1,8 @@
 """Decide which requests the device works on: who enters a slot, whose prompt is fed next, and who leaves.
 
 A scheduler runs in one thread and reads no clock, so that its decisions can be repeated. Each round lets requests into
-vacant slots, feeds chunks of prompts, dispatches a step of all active slots, and reads what the step before gave: the
-device has the next step when the host looks at the last one.
+vacant slots, feeds chunks of prompts, dispatches a step of all active slots, and reads the output of the step before:
+the device has the next step when the host looks at the last one.
 """
 
 import heapq
@@ -32,7 +32,7 @@ CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the n
 
 
 class NoTokenError(ArithmeticError):
-    """No token can follow: the model gave no finite logit, or the parameters of the request forbid what it gave."""
+    """No token can follow: the model gave no finite logit, or the parameters of the request forbid all its tokens."""
 
 
 @dataclass(eq=False)
@@ -40,13 +40,13 @@ class Job:
     """One sample of a request, from its arrival to its end.
 
     Attributes:
-        tokens: the prompt and what was generated so far, without what a stop string cut off.
+        tokens: the prompt and the tokens generated so far, without tokens that a stop string cut off.
         output: the text of the output, which knows whether it has ended.
         log_probs: log-probabilities of the output tokens, read of each step; empty if not asked for.
         prompt_log_probs: log-probabilities of the tokens of the prompt but the first, fields [prompt length - 1, ...];
             None if not asked for, and before they are read with the first step.
         kinds: how each output token came about, as in `Piece.kind`.
-        use: what a step must compute for it, as `capacities.use_of` says.
+        use: the sampling features of its steps, as `capacities.use_of` returns them.
         is_done: whether it has ended, for whatever reason.
         error: what ended it, where its own text or row could not be made, or no token can follow.
         num_preempted: how often it gave its slot up to others, to be computed anew.
@@ -61,11 +61,11 @@ class Job:
     priority: int = 0
     wants_log_probs: bool = False
     wants_prompt_log_probs: bool = False
-    grammar: Grammar | None = None  # that of its parameters
+    grammar: Grammar | None = None  # of its parameters
     salt: bytes | None = b""
     owner: Any = None  # whatever the caller knows it by
     tokens: list[int] = field(default_factory=list)
-    counts: "tuple[Counts, int] | None" = None  # of the rows of its last step, and the index of its own
+    counts: "tuple[Counts, int] | None" = None  # of the rows of its last step, and the index of its row
     log_probs: list[LogProbs] = field(default_factory=list)
     prompt_log_probs: LogProbs | None = None
     kinds: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Job:
     num_computed: int = 0  # tokens whose chunks are dispatched
     features: Any = None  # of the last of them
     scores: list[LogProbs] = field(default_factory=list)  # of the chunks of the prompt, on the device
-    is_scored: bool = False  # whether `scores` are those of the whole prompt, or have been read
+    is_scored: bool = False  # whether the log-probabilities of the prompt are complete or not wanted
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
@@ -132,13 +132,14 @@ class Scheduler:
         tables: the page tables of the slots; None where their caches are dense.
         chunk_size: number of prompt tokens that are fed in a call, of one prompt.
         eos_token_ids: end-of-sequence tokens, which end an output without a `stop_reason`.
-        short_chunks: numbers of rows and tokens of calls that feed what is left of prompts, where it is no more than so
-            many tokens, fewer than `chunk_size`; the shortest call that has room takes it. Prompts whose
+        short_chunks: numbers of rows and tokens of calls that feed the rest of prompts, where the rest has no more
+            tokens than a row, fewer than `chunk_size`; the shortest call that has room takes it. Prompts whose
             log-probabilities are asked for take no part.
-        chunks_per_step: the calls between two steps have the tokens of so many chunks, padding included, at most. One
-            call must not have more. None is BURST while more jobs wait to be fed than are active, and 1 otherwise.
+        chunks_per_step: the calls between two steps have at most the tokens of `chunks_per_step` chunks, padding
+            included. One call must not have more. None is BURST while more jobs wait to be fed than are active, and 1
+            otherwise.
         choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
-            returns the number of draft tokens of the next step, one of those of the device. None: always the largest.
+            returns the number of draft tokens of the next step, one of the device's numbers. None: always the largest.
 
     Attributes:
         waiting: number of jobs without a slot.
@@ -208,7 +209,7 @@ class Scheduler:
         self._queue_of(job).push(job)
 
     def cancel(self, job: Job) -> None:
-        """End a job now; what the device still computes of it is not read."""
+        """End a job now; tokens that the device still computes for it are not read."""
         if not job.is_done:
             job.is_done = True
             if job.slot is None and job.number >= 0:
@@ -284,7 +285,7 @@ class Scheduler:
         return BURST if len(self.running) - num_active > num_active else 1
 
     def _feed(self, most: int) -> int:
-        """Feed the next chunk of the first job whose prompt is not computed; with a short one, those of others.
+        """Feed one chunk of the first unfinished prompt; if it is short, other short chunks in the same call.
 
         Jobs become active after their last chunk.
 
@@ -401,7 +402,7 @@ class Scheduler:
         return self._tables.ensure(job.pages, room)
 
     def _make_room(self) -> None:
-        """Free pages: of what is not read yet some may end; else the last of the jobs gives its slot up."""
+        """Free pages: read the steps in flight, in which jobs may have ended, or else preempt the last job."""
         if self._in_flight:
             while self._in_flight:
                 self._read()

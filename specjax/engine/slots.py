@@ -7,7 +7,7 @@ A request enters in two parts: `prefill_chunk` feeds its tokens to the vacant sl
 the others, and then `insert` makes the row active. A call of it feeds one chunk each to as many slots as it has rows.
 The steps in between do not disturb the chunks. In a pool of pages they write nothing for rows that are not active. In a
 dense cache they write the last two slots of a vacant row, which a request needs only if it fills the buffer but for one
-token, and then its first step writes them again. What else a proposer keeps of a row may change in a step, so none
+token, and then its first step writes them again. Other state of a proposer for a row may change in a step, so no step
 comes between the last chunk and `insert`.
 """
 
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     sampling: Sampling
     key_data: Array  # [B, 2] uint32, the data of the request's key
     totals: metrics.Totals
-    sample: Array | None = None  # [B] uint32, the number of the sample among those of the request; None in a state
+    sample: Array | None = None  # [B] uint32, the number of the sample among the request's samples; None in a state
 
 
 class Chunk(NamedTuple):
@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What the host reads of a step, of its R rows: all B slots, or those that it was given, in their order."""
+    """Output of a step for the host, for its R rows: all B slots, or the given slots in their order."""
 
     tokens: Array  # [R, K+1] int32, the committed tokens, then -1
     length: Array  # [R] int32, number of tokens of the row with these; L in a vacant slot
@@ -265,7 +265,7 @@ def _run_chunk(
 def _run_chunk_on_mesh(
     model: Model, proposer: Proposer, state: decode.State, slots: Array, chunk: Chunk, num_logprobs: int | None
 ) -> tuple[Memory, Memory, PyTree, LogProbs | None]:
-    """Run chunks on devices that share the rows: all run them, and each keeps those of its slots."""
+    """Run chunks on devices that share the rows: all run them, and each keeps the chunks of its slots."""
     shared = model.apply
     size = state.context.length.shape[0] // shared.num_row_groups  # rows of a device
 
@@ -311,7 +311,7 @@ def step(
         rows: [R] int32, all active rows and any others, no row twice; B is none. None computes all B rows.
         verifier: a verifier of `specjax.verifiers` or your own.
         scorer: a scorer of `specjax.scorers` or your own.
-        use: what the active rows need of the sampling parameters, static: the largest `capacities.use_of` of them.
+        use: which sampling features the step computes, static: the largest `capacities.use_of` of the active rows.
             Any larger number gives the same tokens.
         num_logprobs: how many of the most likely tokens to list beside each committed one, static; None reports no
             log-probabilities.
@@ -351,7 +351,7 @@ def request(
         key_data: [2] uint32, the data of the key of the request.
         sampling: the parameters of the request, as `capacities.of_request` returns them.
         prompt_length: number of tokens that are the prompt; None is all.
-        sample: the number of the sample among those of the request, which have noise of their own.
+        sample: the number of the sample among the request's samples, which differ in their noise.
         totals: the counts so far, arrays without the axis of the batch; None is zeros.
         guide: the place of the request's grammar and its state after the generated tokens, as `GrammarTables.guide`
             returns them; None for a request without a grammar.
@@ -418,8 +418,8 @@ def no_features(model: Model, proposer: Proposer | None, state: decode.State, ch
 class Slots:
     """A state on a device, and the calls that change it, each compiled once for all slots and requests.
 
-    Arguments are small host arrays, or what an earlier call has returned, so that other processes can repeat the calls.
-    What a call returns is not read.
+    Arguments are small host arrays, or results of earlier calls, so that other processes can repeat the calls.
+    Results of calls are not read.
 
     Args:
         model, proposer, num_slots, max_length, capacities, pool: as `empty` takes them.
@@ -499,7 +499,7 @@ class Slots:
 
         Args:
             making: function of the name of a program, and of the seconds that it has taken, which returns a context for
-                what is left of the compilation, such as `Programs.making`.
+                the rest of the compilation, such as `Programs.making`.
         """
         if jax.process_count() > 1:  # processes need one order
             yield
@@ -601,9 +601,10 @@ class Slots:
         Args:
             slots: the slots, at most `num_rows`.
             chunks: the chunk of each, as `chunk_at` returns it, all of one size.
-            num_rows: how many chunks the call has room for. Each number is a program of its own, and so is each size.
-            log_probs: whether to return those of the tokens that follow, too, with as many of the most likely tokens as
-                the capacities say.
+            num_rows: how many chunks the call has room for. Each number needs a separate program, and so does each
+                size.
+            log_probs: whether to return log-probabilities of the tokens that follow, too, with as many of the most
+                likely tokens as the capacities say.
 
         Returns:
             The features of the last token of each row, and the log-probabilities.
@@ -684,7 +685,7 @@ def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[d
 
 
 def _sharding_of_committed(*trees: PyTree) -> Sharding | None:
-    """Return the sharding of what is whole on the devices that arrays are committed to; None where none is."""
+    """Return the sharding that replicates an array on the devices of committed arrays; None without these."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, jax.Array) and leaf.committed:
             sharding = leaf.sharding
@@ -695,7 +696,7 @@ def _sharding_of_committed(*trees: PyTree) -> Sharding | None:
 
 
 def _readable(function: Callable) -> Callable:
-    """Make a function of a model return what the host reads whole on every device, as each process reads its own."""
+    """Replicate the results of a function of a model on every device, so that each process can read them."""
 
     @wraps(function)
     def call(model: Model, *args: Any, **options: Any) -> Any:
