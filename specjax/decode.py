@@ -82,8 +82,8 @@ def prefill(
     """Feed the prompts to the target and the proposer, and return the state before the first step.
 
     The log-probabilities of a generated token come from the distribution that the token is drawn from, after penalties,
-    masks, temperature and cut; for greedy rows, from this distribution at temperature 1. Those of a prompt token come
-    from the model's logits as they are.
+    masks, temperature and cut; for greedy rows, from this distribution at temperature 1. The log-probability of a
+    prompt token comes from the model's logits as they are.
 
     Args:
         model: the target.
@@ -96,9 +96,9 @@ def prefill(
         rows: [B] int32, the index of each row's prompt. Rows may share a prompt, which is then fed once; `prompts` and
             `lengths` then have the number of prompts in place of B. None: row b has prompt b.
         pages: the table of the B rows, and the sizes of the pools that the caches of target and proposer are. Rows may
-            share the pages that hold equal prompt tokens before the last two; each needs those of its own for what
-            follows. With `rows`, a prompt is fed through the pages of its first row, and its other rows get copies of
-            what they do not share. None makes dense caches.
+            share the pages that hold equal prompt tokens before the last two; each row needs other pages for the tokens
+            after these. With `rows`, a prompt is fed through the pages of its first row, and its other rows get copies
+            of what they do not share. None makes dense caches.
         chunk_size: the most tokens of a prompt in a call, static; None is 256, and up to 2048 for a few rows on a GPU.
         num_logprobs: how many of the most likely tokens `State.log_probs` lists beside the chosen one, static; None
             collects no log-probabilities.
@@ -298,14 +298,14 @@ def step(
         proposer: the proposer that the state was made with; None is plain decoding.
         state: the state, from `prefill` or an earlier step.
         rows: [R] int32, the rows that the step computes, no row twice; B, the number of rows, stands for none. The step
-            costs what a batch of R rows costs, and the other rows stay as they are. None computes all rows.
+            costs as much as a step of a batch of R rows, and the other rows stay as they are. None computes all rows.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound by `jax.tree_util.Partial`.
         scorer: a scorer of `specjax.scorers` or your own.
         num_logprobs: how many of the most likely tokens `Info.log_probs` lists beside each committed one, static; None
             reports no log-probabilities.
 
     Returns:
-        The new state, and what the step did.
+        The new state, and the record of the step.
 
     Raises:
         ValueError: the proposer makes more drafts than the one that the state was made with, `rows` are not integers
@@ -418,7 +418,7 @@ def _keep(
 def row_specs(state: State, of_rows: PartitionSpec) -> State:
     """Return how devices share the arrays of a state: `of_rows` those with a row for each sequence; the rest is whole.
 
-    Grammars, and what is bound to logits processors, are those of all rows.
+    Grammars, and arrays that are bound to logits processors, serve all rows.
     """
     specs = jax.tree.map(lambda _: of_rows, state)
     guide, processors = specs.sampling.guide, specs.sampling.logits_processors
@@ -552,7 +552,7 @@ def stream(
 ) -> Iterator[Info]:
     """Yield what each step did, until every row has ended. `state` is donated: do not use it again.
 
-    The arguments are those of `generate`. The generator's return value is the last state.
+    `generate` describes the arguments. The generator's return value is the last state.
     """
     verifier, scorer = as_pytrees(verifier, scorer, proposer)
     while bool(jnp.any(state.context.active)):

@@ -140,7 +140,7 @@ class GrammarCompiler:
             thread.start()
 
     def _work(self) -> None:
-        """What a thread does: compile what is next, in a process that only this thread uses."""
+        """Compile one grammar after the other, in a thread, by a process that only this thread uses."""
         worker = self._replaced(None)
         while (found := self._next()) is not None:
             client, source, entry = found

@@ -58,7 +58,7 @@ def read_grammar(data: bytes) -> Grammar:
 def main() -> None:
     """Answer until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
     questions: Any = sys.stdin.buffer
     with suppress(EOFError):
         vocabulary, eos_token_ids = read_vocabulary(read_frame(questions))

@@ -93,7 +93,7 @@ class GrammarTables:
         return _Entry(index, first)
 
     def _first_gap(self, size: int) -> int | None:
-        """Return the first state of the first gap of so many states, or None."""
+        """Return the first state of the first gap of `size` states, or None."""
         start = 1
         spans = sorted((entry.first, len(grammar.transitions)) for grammar, entry in self._entries.items())
         for first, length in [*spans, (len(self.transitions), 0)]:

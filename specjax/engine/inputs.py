@@ -1,4 +1,4 @@
-"""What a request becomes before it meets the device: token ids of its prompt, and the key of its noise."""
+"""Input of a request for the device: token ids of its prompt, and the key of its noise."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

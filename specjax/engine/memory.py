@@ -9,7 +9,7 @@ import jax
 from specjax.parallel import OnMesh
 from specjax.types import Model, Proposer
 
-SHARE = 0.9  # of the memory that XLA may use; the rest is for what the allocator cannot join
+SHARE = 0.9  # of the memory that XLA may use; the rest is for gaps that the allocator cannot join
 SMALL = 1 / 8  # of the free memory: so much may be unused
 COPIES = 6  # arrays of the size of a step's logits that live at a time
 

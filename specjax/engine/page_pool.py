@@ -9,7 +9,7 @@ class PagePool:
     """Hold the pages 0 to num_pages - 1 with a reference count each.
 
     A page is in one of three states. It is *in use* while its count is at least 1. With count 0 it is *cached* if
-    `keep` has said what it holds, and otherwise *free*. Every method takes constant time per page, and the same calls
+    `keep` has noted its content, and otherwise *free*. Every method takes constant time per page, and the same calls
     always give the same pages.
 
     Args:
@@ -22,7 +22,7 @@ class PagePool:
         self.num_pages = num_pages
         self._counts = [0] * num_pages
         self._free = list(range(num_pages))[::-1]  # the last one is taken next
-        self._contents: dict[int, Any] = {}  # what a page holds, while it is kept
+        self._contents: dict[int, Any] = {}  # content of each kept page
         self._cached: OrderedDict[int, None] = OrderedDict()  # kept pages with count 0, least recently used first
 
     @property
@@ -99,11 +99,11 @@ class PagePool:
                 self._free.append(page)
 
     def oldest_content(self) -> Any:
-        """Return what the least recently used cached page holds, where one is cached."""
+        """Return the content of the least recently used cached page, where one is cached."""
         return self._contents[next(iter(self._cached))]
 
     def is_private(self, page: int) -> bool:
-        """Say whether a page may be written: its count is 1 and nobody else can find what it holds."""
+        """Say whether a page may be written: its count is 1 and nobody else can find its content."""
         return self._count(page) == 1 and page not in self._contents
 
     def check(self) -> None:

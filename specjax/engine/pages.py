@@ -30,7 +30,7 @@ class PageStats(NamedTuple):
     num_used: int  # pages of rows
     num_cached: int  # pages of no row with chunks that new rows may find; they are free for the asking
     num_query_tokens: int  # tokens of all rows inserted so far that could share
-    num_hit_tokens: int  # those of them that were found
+    num_hit_tokens: int  # query tokens that were found
 
 
 class PageTables:
@@ -81,8 +81,8 @@ class PageTables:
         Args:
             tokens: prompt of a new request, or all tokens so far of one that goes on, [length] int32.
             num_slots: number of slots that the row has pages for, at least; more come from `ensure`.
-            salt: whatever else changes what the cache holds, or who may see that a prompt was known: rows share where
-                it is equal. None: the row neither takes nor gives shared pages.
+            salt: whatever else changes the content of the cache, or who may see that a prompt was known: rows share
+                where it is equal. None: the row neither takes nor gives shared pages.
             takes: whether the row takes shared pages; if not, it computes all of its chunks, and gives them.
 
         Returns:
@@ -134,7 +134,7 @@ class PageTables:
     def take(self, row: Row, num_computed: int) -> bool:
         """Let a row take the chunk after its first `num_computed` slots, where another has computed it by now.
 
-        The row's `value` is then that of the chunk, and its own pages for it are free. Only for a row that still
+        The row's `value` is then the chunk's, and its own pages for it are free. Only for a row that still
         computes its prompt.
 
         Returns:
@@ -167,7 +167,7 @@ class PageTables:
         Args:
             row: the row that computed it.
             num_computed: number of the row's first slots that are computed now.
-            value: what a row needs that goes on after this chunk, such as the features of its last token.
+            value: state for a row that goes on after this chunk, such as the features of its last token.
         """
         self._check_live(row)
         num_chunks, rest = divmod(num_computed, self.chunk_size)

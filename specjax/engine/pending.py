@@ -11,13 +11,13 @@ from specjax.engine.requests import Piece, Result
 
 
 class Loop(Protocol):
-    """What calls functions in a thread of its own, as event loops do."""
+    """A caller of functions in its thread, as event loops are."""
 
     def call_soon_threadsafe(self, function: Callable[..., object], /, *arguments: Any) -> object: ...
 
 
 class Pending:
-    """What a request is to those who wait for it, whatever process works on it."""
+    """A request for its readers, whatever process works on it."""
 
     def __init__(self):
         self._future: Future[Result] = Future()
@@ -62,7 +62,7 @@ class Pending:
         return self._future.result()
 
     def cancel(self) -> None:
-        """End the request. What it has so far is lost, and its slots are free for others before the next step."""
+        """End the request. Its output so far is lost, and its slots are free for others before the next step."""
         raise NotImplementedError
 
     def _reader(self) -> Callable[[], list[Piece]]:

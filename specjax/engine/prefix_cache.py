@@ -12,7 +12,7 @@ from specjax.engine.page_pool import PagePool
 
 
 class ChunkKey(NamedTuple):
-    """What a chunk of a prompt is found by."""
+    """Key of a chunk of a prompt."""
 
     digest: bytes  # of this chunk and all before it
     content: bytes  # tokens of this chunk as int32; the first chunk has the salt before them
@@ -56,7 +56,7 @@ class PrefixCache:
 
         Args:
             tokens: the sequence, [length] int32.
-            salt: whatever else changes what the cache holds.
+            salt: whatever else changes the content of the cache.
         """
         num_chunks = max(len(tokens) - 2, 0) // self._chunk_size
         keys, digest = [], self._seed

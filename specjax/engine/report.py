@@ -122,7 +122,7 @@ def name_of_chunks(num_rows: int, size: int, *, log_probs: bool = False) -> str:
 
 
 def name_of_step(use: str, num_slots: int, log_probs: bool, num_draft_tokens: int, draft_lengths: Sequence[int]) -> str:
-    """Return the name of the program that takes a step of so many slots."""
+    """Return the name of the program that takes a step of `num_slots` slots."""
     drafts = f", {num_draft_tokens} draft tokens" if len(draft_lengths) > 1 else ""
     slots = f"{num_slots} slots" if num_slots > 1 else "one slot"
     return f"step of {slots}, {use}{drafts}" + (", with log-probabilities" if log_probs else "")

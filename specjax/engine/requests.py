@@ -1,4 +1,4 @@
-"""What a request is made of: its samples, the pieces of their text, and its result."""
+"""Parts of a request: its samples, the pieces of their text, and its result."""
 
 import itertools
 import math
@@ -65,7 +65,7 @@ class Completion(NamedTuple):
     logprobs: list[TokenLogProbs] | None  # for each token: its own entry, then the most likely; None if not requested
     finish_reason: str | None  # "stop", "length" (max_tokens or max_length reached), or None if interrupted
     stop_reason: int | str | None  # stop token id or stop string that ended it; None for an end-of-sequence token
-    index: int = 0  # number of the sample among those of the request
+    index: int = 0  # number of the sample among the request's samples
 
 
 class Result(NamedTuple):
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
     text: str  # text of the token; empty if it is special, or if its character ends in a later token
     token_id: int  # id of the token
     kind: str  # "accepted" draft, "recovered" after a rejection, "bonus" after full acceptance, "target" without drafts
-    index: int = 0  # number of the sample among those of the request
+    index: int = 0  # number of the sample among the request's samples
     logprobs: TokenLogProbs | None = None  # entry of the token, as in `Completion.logprobs`; None if not requested
 
 
@@ -157,7 +157,7 @@ class Samples:
         return all(job.is_done for job in self.jobs)
 
     def update(self, clock: float) -> bool:
-        """Note what a round of the scheduler has brought.
+        """Note the new tokens of a round of the scheduler.
 
         Args:
             clock: the time that `Metrics.seconds` is measured in.
@@ -225,7 +225,7 @@ class Samples:
 
 
 def _list_log_probs(job: Job, n: int) -> Iterator[TokenLogProbs]:
-    """Yield for each token of a job's output its own log-probability, then those of the n most likely tokens."""
+    """Yield the log-probability of each token of a job's output, then of the n most likely tokens beside it."""
     start = 0
     for part in job.log_probs:  # which may grow meanwhile
         tokens = job.output.token_ids[start : start + len(part.chosen)]
@@ -234,7 +234,7 @@ def _list_log_probs(job: Job, n: int) -> Iterator[TokenLogProbs]:
 
 
 def _listed(tokens: Sequence[int], log_probs: LogProbs, n: int) -> list[TokenLogProbs]:
-    """Return for each token its own log-probability, then those of the n most likely tokens that are possible.
+    """Return the log-probability of each token, then of the n most likely tokens that are possible.
 
     Args:
         tokens: the token ids.

@@ -31,7 +31,7 @@ LEAST_LENGTH = 128  # slots of the smallest token buffer
 
 
 def choose_num_slots(num_slots: int | None, num_samples: int, num_groups: int = 1, *, in_pages: bool = True) -> int:
-    """Return the number of slots for a call of so many samples, where `num_slots` is the argument of `LLM`.
+    """Return the number of slots for a call of `num_samples` samples, given the `num_slots` of the `LLM`.
 
     It is a multiple of `num_groups`, the number of devices that share the samples. A single sample gets no more than it
     needs where devices share the samples, as every step then computes all slots, and where caches are not in pages.
@@ -52,8 +52,8 @@ class Run:
     """Decode the requests of one call.
 
     There are as many slots as the LLM says, and samples wait for one. Sizes are rounded up, so that few programs are
-    compiled: one that feeds prompts, and those of steps of all slots and of a single one, which compute what the most
-    demanding of the requests asks for. A single sample needs no program that a batch has not.
+    compiled: one that feeds prompts, and one for steps of all slots and of a single one each, which compute the
+    features of the most demanding request. A single sample needs no program that a batch has not.
 
     Args:
         setup: the models, tokenizer and limits.
@@ -281,7 +281,7 @@ class _Device(Slots):
         return output
 
     def _steps(self) -> list[tuple[int, bool, int, np.ndarray | None]]:
-        """Return the programs that are compiled at the start; those of a draft length that may never come are not."""
+        """Return the programs that are compiled at the start; a draft length that may never come has none."""
         sizes = [self._no_rows(size) for size in self.step_sizes[:-1]]
         rows = sizes if self._num_samples == 1 and sizes else [*sizes, None]
         return [(self._use, self._log_probs, k, each) for k in self.draft_lengths[:1] for each in rows]
@@ -353,7 +353,7 @@ def _most(sizes: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A logits processor that stands at a place of its own."""
+    """A logits processor at one place in the order; equal processors may stand at several."""
 
     place: int
     function: LogitsProcessor
@@ -363,6 +363,6 @@ class _Placed:
 
 
 def _placed_processors(params: Sequence[SamplingParams]) -> tuple[list[list[_Placed]], tuple[_Placed, ...]]:
-    """Return the logits processors of each request, and all of them in an order that keeps that of each request."""
+    """Return the logits processors of each request, and all of them in one order that fits each request."""
     rows = [[_Placed(*entry) for entry in enumerate(p.logits_processors or ())] for p in params]
     return rows, tuple(sorted({entry: None for row in rows for entry in row}, key=lambda entry: entry.place))

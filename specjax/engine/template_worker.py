@@ -71,7 +71,7 @@ def _limit_memory() -> None:
 def main() -> None:
     """Answer until the input ends."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
     import jinja2.sandbox  # noqa: F401
 
     _limit_memory()

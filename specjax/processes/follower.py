@@ -100,7 +100,7 @@ class _Replay:
             jax.block_until_ready(self._under_way.popleft())  # raises where a call has failed
 
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the calls in flight."""
         jax.block_until_ready((list(self._under_way), [slots.state for slots in self._slots.values()]))
 
     def _make(self, number: int, *, is_plain: bool, has_cache: bool, **sizes: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Every process loads its part of the model. Process 0 alone has requests, text and the results. Before each call of
 `Slots` it sends the name and the arguments to the others, so that all run the same programs in the same order. A
-process that fails or is lost ends them all, because what it had of the model is missing.
+process that fails or is lost ends them all, because its part of the model is missing.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from specjax.processes.connection import ALIVE, END, FAILED, HEARTBEAT, Connection, Lost
 
-SECONDS_TO_END = 30  # from the end of process 0 to that of the others
+SECONDS_TO_END = 30  # from the end of process 0 to the end of the others
 SECONDS_TO_BLAME = 2.0  # after a failure, in which it may turn out that another process was lost
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Leader(Group):
-    """Process 0 as it sees the others: what it does with an `LLM` or an `Engine` on a shared model, the others repeat.
+    """Process 0 as it sees the others, which repeat its calls of an `LLM` or an `Engine` on a shared model.
 
     Attributes:
         lock: is held while a call is sent and made, so that every process has the calls in the same order.
@@ -111,7 +111,7 @@ class Leader(Group):
             self._die(f"{other.name} has ended before process 0")
 
     def _compare(self, model: Model, proposer: Proposer, verifier: Verifier) -> None:
-        """Compare what was loaded with that of the others, and wait until they have it."""
+        """Compare the loaded models with the models of the others, and wait until they have loaded theirs."""
         while len(self._models) < len(self._others):
             other, content = self._ready.get()
             self._models[other] = messages.decode(content, lambda *_: None)

@@ -18,7 +18,7 @@ from specjax.validation import is_integer
 from specjax.version import __version__
 
 SECONDS_TO_JOIN = 300.0
-VARIABLES = (  # of launchers: the number of processes and that of this one
+VARIABLES = (  # of launchers: the number of processes and the index of this one
     ("SLURM_NTASKS", "SLURM_PROCID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),

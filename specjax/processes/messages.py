@@ -27,8 +27,8 @@ def encode(value: Any, reference: Callable[[Any], tuple[int, int] | None]) -> by
 
     Args:
         value: numbers, texts, None, and lists, tuples, dicts, records of specjax and arrays of them.
-        reference: a function that returns where a leaf comes from, the number of a call and that of the leaf in its
-            result; None for a leaf that is to be sent as it is.
+        reference: a function that returns where a leaf comes from, the number of a call and the number of the leaf in
+            its result; None for a leaf that is to be sent as it is.
 
     Raises:
         ValueError: there is something else in the value, such as a function.

@@ -49,7 +49,7 @@ def sent(method: Method) -> Method:
 class Repeated(Slots):
     """Slots of the process that leads: the others make the same slots, and repeat each call that changes the state.
 
-    The arguments are those of `Slots`.
+    It takes the arguments of `Slots`.
 
     Attributes:
         calls: how the calls reach the other processes.

@@ -33,7 +33,7 @@ class Draw(Protocol):
     Where no token of a row counts, because all logits are -inf or NaN, the draw is -2 - id for some id in range, which
     no draft equals. `from_core` emits the id, and says so by `Verified.is_empty`.
 
-    Every call has noise of its own. Calls are told apart by a number that is counted in Python. A function that JAX
+    Every call has fresh noise. Calls are told apart by a number that is counted in Python. A function that JAX
     traces by itself, such as the body of a loop, is counted once however often it runs. There a call needs `index`, an
     integer, possibly traced, that no other call of the method has in the same step; the number of the iteration serves
     if each iteration makes one call.
@@ -273,7 +273,7 @@ def from_core(
 
 
 def _unmarked(verified: Verified) -> Verified:
-    """Return what a core or kernel gave with ids in range, and with `is_empty`."""
+    """Return the output of a core or kernel with ids in range, and with `is_empty`."""
     is_empty = jnp.any(verified.tokens < -1, axis=1)
     return verified._replace(tokens=unmarked(verified.tokens), is_empty=is_empty)
 
@@ -289,7 +289,7 @@ def _checked(
     target = target if isinstance(target, Categorical) else Categorical(jnp.asarray(target))
     arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
     check_shapes(*arrays)
-    # What the caller gave has values also where jit would turn it into a traced constant.
+    # The caller's array has values also where jit would turn it into a traced constant.
     check_bonus_tokens(bonus_tokens, arrays[1].logits.shape[-1] * num_shards)
     check_step(keys, *arrays[0].tokens.shape)
     return arrays
@@ -306,7 +306,7 @@ def _with_auto_axes(
 ) -> Verified:
     """Verify with the Explicit axes of a mesh as Auto axes, because cores do not say how their arrays are sharded.
 
-    The batch axis of the results is sharded as that of the draft's tokens.
+    The batch axis of the results is sharded like the batch axis of the draft's tokens.
     """
     operands = keys, draft, target, bonus_tokens
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
@@ -348,7 +348,7 @@ def is_deterministic(draft: Draft) -> Array:
 def evidence(
     draft: Draft, normalized_draft: Normalized | None, target: Normalized, *, entropy: bool = False
 ) -> rules.Evidence:
-    """Return what an acceptance rule knows of each draft, in arrays [B, K].
+    """Return the evidence on each draft for an acceptance rule, in arrays [B, K].
 
     Args:
         draft: a `canonical` draft.

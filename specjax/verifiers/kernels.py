@@ -1,8 +1,8 @@
 """Verification by the Pallas kernels: from specjax's records to arrays and back.
 
-The rules and the random streams are those of the cores, so the tokens are the same, except where rounding decides. The
-kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch or, with `axis_name`, the
-vocabulary.
+The rules and the random streams are the same as in the cores, so the tokens are the same, except where rounding
+decides. The kernels work under jit, vmap and loops, and inside `jax.shard_map` that splits the batch or, with
+`axis_name`, the vocabulary.
 """
 
 from collections.abc import Callable
@@ -187,7 +187,7 @@ def by_draft(keys: Array, draft: Draft, target: Categorical, *, rule: Rule, **co
 
 
 def as_batch(draft: Draft, target: Categorical, bonus_tokens: Array | None) -> Batch:
-    """Return what is verified as the kernels read it. They find the log-normalizers of the target themselves."""
+    """Return the arrays for the kernels, which find the log-normalizers of the target themselves."""
     return Batch(
         draft.tokens.astype(jnp.int32),
         draft.num_tokens,

@@ -30,10 +30,10 @@ def match(
     The sample of position t is argmax(logits_t / temperature + Gumbel noise of t). Drafts are accepted while they equal
     the sample, and the sample of the first other position is emitted after them.
 
-    With keys by absolute position the output equals that of plain sampling with the same keys, whatever the drafts are.
-    The draft's distribution is not read, and drafts need not be drawn from it. A drafter that draws with the same noise
-    (`keys.TARGET`) is accepted more often. Verification takes one pass over the logits. `bonus_tokens` must be None,
-    because the sample is the bonus token.
+    With keys by absolute position the output equals the output of plain sampling with the same keys, whatever the
+    drafts are. The draft's distribution is not read, and drafts need not be drawn from it. A drafter that draws with
+    the same noise (`keys.TARGET`) is accepted more often. Verification takes one pass over the logits. `bonus_tokens`
+    must be None, because the sample is the bonus token.
 
     Example:
         >>> import jax, jax.numpy as jnp
