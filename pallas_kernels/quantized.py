@@ -1,4 +1,4 @@
-"""A quantised matrix as kernels read it: codes, the scales of groups of codes, and the layout of codes of 4 bits."""
+"""A quantised matrix as kernels read it: codes, the scales of groups of codes, and the layout of codes."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.launch import Leaf
 
-# Codes of 4 bits lie in words of 8. A block of 32 codes takes 4 words, which one load of a thread reads: bits 4 i and
-# up of word r hold code 4 i + r of the block. The codes of one place i are then contiguous, and meet 4 inputs in order.
-CODES_IN_WORD, WORDS_IN_BLOCK = 8, 4
-BLOCK = CODES_IN_WORD * WORDS_IN_BLOCK
+# Codes lie in words of 32 bits, 4 or 8 to a word. A block takes 4 words, which one load of a thread reads, and holds as
+# many inputs in a row: code 4 i + r of a block lies in place i of word r, the lowest bits being place 0. The codes of
+# one place are then contiguous, and meet 4 inputs in a row.
+WORD_BITS, WORDS_IN_BLOCK = 32, 4
 MIDDLE = 8  # the zero of integers of 4 bits where none is given
+BIAS = 128  # added to integers of 8 bits, so that words hold no negative ones
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +27,7 @@ class Quantized(Generic[Leaf]):
     references to these arrays inside. `specjax.models.quantized.pack` makes one.
     """
 
-    values: Leaf  # [..., N, K] int8 or float8_e4m3fn; of 4 bits int32 words [..., N, K' / 8], K' = K and padding
+    values: Leaf  # [..., N, W] int32 words
     # [..., N / group[0], K / group[1]], sizes rounded up: floats, or uint8 s that stands for 2 ** (s - 127).
     scale: Leaf
     zero: Leaf | None = None  # of the shape of `scale`; None is 8 for integers of 4 bits, and 0 otherwise
@@ -36,14 +37,19 @@ class Quantized(Generic[Leaf]):
     # "int": of 8 bits signed, of 4 bits unsigned; "e4m3" of 8 bits; "e2m1" and "nf4" of 4 bits.
     code: str = field(default="int", metadata={"static": True})
     group: tuple[int, int] = field(default=(1, 0), metadata={"static": True})  # outputs, inputs of a scale; 0: all
-    padding: int = field(default=0, metadata={"static": True})  # codes of 4 bits in a row after the K-th
+    padding: int = field(default=0, metadata={"static": True})  # codes in a row after the K-th
     dtype: Any = field(default=jnp.dtype(jnp.bfloat16), metadata={"static": True})  # in which a network computes
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape [..., N, K] of the matrix."""
         *outer, last = self.values.shape
-        return *outer, last if self.bits == 8 else last * CODES_IN_WORD - self.padding
+        return *outer, last * self.places - self.padding
+
+    @property
+    def places(self) -> int:
+        """The number of codes in a word."""
+        return WORD_BITS // self.bits
 
     @property
     def ndim(self) -> int:

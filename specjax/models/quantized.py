@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from pallas_kernels.quantized import BLOCK, CODES_IN_WORD, MIDDLE, WORDS_IN_BLOCK, Quantized
+from pallas_kernels.quantized import BIAS, MIDDLE, WORD_BITS, WORDS_IN_BLOCK, Quantized
 from specjax.types import Array
 from specjax.validation import suggestion
 
@@ -104,7 +104,7 @@ def pack(
         _check_numbers(name, x)
     if order is not None:
         order = _checked_order(order, (*codes.shape[:-2], codes.shape[-1]))
-    values, padding = (codes, 0) if bits == 8 else _to_words(codes)
+    values, padding = _to_words(codes, bits, code)
     return Quantized(
         values,
         scale,
@@ -177,30 +177,37 @@ def _checked_order(order: Any, shape: tuple[int, ...]) -> Any:
     return order.astype(np.int32)
 
 
-def _to_words(codes: Any) -> tuple[Any, int]:
-    """Return codes of 4 bits in words, and how many codes of 0 were added to each row."""
+def _to_words(codes: Any, bits: int, code: str) -> tuple[Any, int]:
+    """Return codes in words, and how many codes were added to the end of each row."""
     xp: Any = np if isinstance(codes, np.ndarray) else jnp
+    places = WORD_BITS // bits
     *outer, size = codes.shape
-    padding = -size % BLOCK
+    padding = -size % (places * WORDS_IN_BLOCK)
+    if bits == 8:
+        codes = codes.view(np.uint8) if xp is np else jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        if code == "int":
+            codes = codes ^ np.uint8(BIAS)
     codes = xp.pad(codes, [(0, 0)] * len(outer) + [(0, padding)])
-    codes = codes.reshape(*outer, -1, CODES_IN_WORD, WORDS_IN_BLOCK)
+    codes = codes.reshape(*outer, -1, places, WORDS_IN_BLOCK)
     words = xp.zeros((*codes.shape[:-2], WORDS_IN_BLOCK), np.uint32)
-    for place in range(CODES_IN_WORD):
-        words = words | (codes[..., place, :].astype(np.uint32) << np.uint32(4 * place))
+    for place in range(places):
+        words = words | (codes[..., place, :].astype(np.uint32) << np.uint32(bits * place))
     words = words.reshape(*outer, -1)
     return words.view(np.int32) if xp is np else jax.lax.bitcast_convert_type(words, jnp.int32), padding
 
 
 def codes_of(weight: Quantized) -> Array:
     """Return the codes [..., N, K] of a matrix, one an element: what `pack` was given."""
-    values = jnp.asarray(weight.values)
-    if weight.bits == 8:
-        return values
-    *outer, size = values.shape
-    words = values.reshape(*outer, size // WORDS_IN_BLOCK, 1, WORDS_IN_BLOCK)
-    shifts = 4 * jnp.arange(CODES_IN_WORD, dtype=jnp.int32)[:, None]
-    codes = (jnp.right_shift(words, jnp.expand_dims(shifts, range(len(outer) + 1))) & 15).astype(jnp.uint8)
-    return codes.reshape(*outer, size * CODES_IN_WORD)[..., : weight.shape[-1]]
+    *outer, size = weight.values.shape
+    words = jnp.asarray(weight.values).reshape(*outer, size // WORDS_IN_BLOCK, 1, WORDS_IN_BLOCK)
+    shifts = weight.bits * jnp.arange(weight.places, dtype=jnp.int32)[:, None]
+    codes = jnp.right_shift(words, jnp.expand_dims(shifts, range(len(outer) + 1))) & (2**weight.bits - 1)
+    codes = codes.astype(jnp.uint8).reshape(*outer, size * weight.places)[..., : weight.shape[-1]]
+    if weight.bits == 4:
+        return codes
+    if weight.code == "int":
+        return jax.lax.bitcast_convert_type(codes ^ np.uint8(BIAS), jnp.int8)
+    return jax.lax.bitcast_convert_type(codes, E4M3)
 
 
 def scales_of(weight: Quantized) -> Array:
