@@ -114,3 +114,75 @@ def _is_aligned(index: Any, rows: int, size: int) -> bool:
         return False
     start, stop, step = index.indices(size)
     return step == 1 and start % rows == 0 and (stop % rows == 0 or stop == size)
+
+
+# The bits of a number in float32 by which a code is turned into a float without a conversion.
+_OF_128, _OF_256 = 0x43000000, 0x43800000
+_E4M3_BITS, _E2M1_BITS = -0x78100000, -0x7E400000  # the sign, the lower exponent and the upper mantissa, as int32
+RAISE = 2.0**100  # factor on inputs that are multiplied by numbers with small exponents
+_FIELD = {"e4m3": 2.0**120, "e2m1": 2.0**126}  # what the lower bits of an exponent lack to the value of a code
+
+
+def unsupported_weight(weight: Quantized) -> str | None:
+    """Return why kernels cannot read a matrix, or None where they can."""
+    if weight.ndim != 2:
+        return f"the kernels take one matrix [N, K], got shape {weight.shape}"
+    if weight.code == "nf4":
+        return "the kernels take integers, e4m3 and e2m1, got nf4"
+    block = WORDS_IN_BLOCK * weight.places
+    if weight.group[1] % block:
+        return f"the kernels take groups of multiples of {block} inputs, got {weight.group[1]}"
+    if weight.order is not None:
+        return "the kernels take inputs in the order of the codes, got another order"
+    return None
+
+
+def field_of(weight: Quantized, interpret: bool) -> float:
+    """Return the factor that `decode` leaves out of numbers: 1 for integers."""
+    return 1.0 if interpret else _FIELD.get(weight.code, 1.0)
+
+
+def offset_of(weight: Quantized) -> float:
+    """Return what `decode` adds to codes that are integers, with their zero where none is given."""
+    if weight.code != "int":
+        return 0.0
+    if weight.bits == 8:
+        return 256.0 + BIAS
+    return 128.0 + (MIDDLE if weight.zero is None and weight.minimum is None else 0)
+
+
+def decode(weight: Quantized, words: jax.Array, place: int, interpret: bool) -> jax.Array:
+    """Return the codes in one place of words, as float32 v: the code is (v - offset) field.
+
+    The bits of a code become bits of a float by shifts and masks. Codes e4m3 and e2m1 become numbers with the smallest
+    exponents, some below the normal ones; an interpreted kernel would flush these, so it multiplies first.
+    """
+    if weight.code == "int":
+        field, exponent = (0x7F8000, _OF_256) if weight.bits == 8 else (0xF0000, _OF_128)
+        bits = (_shifted(words, (15 if weight.bits == 8 else 16) - weight.bits * place) & field) | exponent
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    at_top = _shifted(words, WORD_BITS - weight.bits * (place + 1))
+    right, mask = (4, _E4M3_BITS) if weight.code == "e4m3" else (6, _E2M1_BITS)
+    bits = jax.lax.shift_right_arithmetic(at_top, jnp.full_like(at_top, right)) & mask
+    if not interpret:
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    magnitude = bits & 0x7FFFFFFF
+    normal = jax.lax.bitcast_convert_type(magnitude + (64 << 23), jnp.float32) * (_FIELD[weight.code] * 2.0**-64)
+    small = magnitude.astype(jnp.float32) * (_FIELD[weight.code] * 2.0**-126 * 2.0**-23)
+    value = jnp.where(magnitude < 1 << 23, small, normal)
+    return jnp.where(bits < 0, -value, value)
+
+
+def _shifted(words: jax.Array, left: int) -> jax.Array:
+    """Shift words to the left, or to the right by a negative number; the bits that come in are not used."""
+    shift = jax.lax.shift_left if left > 0 else jax.lax.shift_right_logical
+    return words if left == 0 else shift(words, jnp.full_like(words, abs(left)))
+
+
+def as_scale(scale: jax.Array) -> jax.Array:
+    """Return scales that were loaded, in float32."""
+    if scale.dtype != jnp.uint8:
+        return scale.astype(jnp.float32)
+    exponent = scale.astype(jnp.int32)
+    # 2 ** -127 is below the normal numbers; as 2 ** -126 it is as good as 0.
+    return jax.lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)

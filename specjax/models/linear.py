@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
+from pallas_kernels import quantized_linear as quantized_row
+from pallas_kernels import quantized_matmul as quantized_rows
 from specjax.models.quantized import Quantized, dequantize
 from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.types import Array
@@ -38,7 +40,7 @@ def linear(
 ) -> Array:
     """Multiply x [B, T, D] by a weight, with the norm before and the gate or the sum after the product.
 
-    Kernels take a transposed weight and one token, or a few tokens of 16 bits.
+    Kernels take a transposed or a quantised weight and one token, or a few tokens of 16 bits.
 
     Args:
         x: [B, T, D] floats.
@@ -65,14 +67,12 @@ def linear(
     epsilon = None if norm is None else norm[1]
     static = {"epsilon": epsilon, "activation": activation, "dtype": dtype or x.dtype}
 
-    def reason(x: Array, weight: Array, scale: Array | None, residual: Array | None) -> str | None:
-        if isinstance(weight, Quantized):
-            return "the kernels take weights of floats, got a quantised one"
+    def reason(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None) -> str | None:
         if not transposed:
             return "the kernels take a transposed weight [N, D], got transposed=False"
         return _kernel_of(x, weight).unsupported(x, weight)
 
-    def is_worthwhile(x: Array, weight: Array, scale: Array | None, residual: Array | None) -> bool:
+    def is_worthwhile(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None) -> bool:
         return _kernel_of(x, weight).is_worthwhile(x, weight)
 
     return dispatch(
@@ -85,7 +85,7 @@ def linear(
     )
 
 
-def _by_xla(x: Array, weight: Array, scale: Array | None, residual: Array | None, **static) -> Array:
+def _by_xla(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None, **static) -> Array:
     operands, product = (x, weight, scale, residual), partial(_product, **static)
     if not has_static_shape(x) or x.shape[:2] != (1, 1) or is_partitioned((x, weight)):
         return product(*operands)
@@ -98,7 +98,15 @@ def _by_xla(x: Array, weight: Array, scale: Array | None, residual: Array | None
 
 
 def _product(
-    x: Array, weight: Array, scale: Array | None, residual: Array | None, *, transposed, epsilon, activation, dtype
+    x: Array,
+    weight: Array | Quantized,
+    scale: Array | None,
+    residual: Array | None,
+    *,
+    transposed,
+    epsilon,
+    activation,
+    dtype,
 ) -> Array:
     if scale is not None:
         x = rms_norm(x, (scale, epsilon))
@@ -111,16 +119,17 @@ def _product(
     return y if residual is None else residual + y
 
 
-def _kernel_of(x: Array, weight: Array) -> ModuleType:
+def _kernel_of(x: Array, weight: Array | Quantized) -> ModuleType:
     """The kernel for these: a faster one than XLA, else one that can multiply them, else one that says why not."""
-    able = [kernel for kernel in (one_row, few_rows) if kernel.unsupported(x, weight) is None]
+    kernels = (quantized_row, quantized_rows) if isinstance(weight, Quantized) else (one_row, few_rows)
+    able = [kernel for kernel in kernels if kernel.unsupported(x, weight) is None]
     faster = [kernel for kernel in able if kernel.is_worthwhile(x, weight)]
-    return (faster or able or [one_row if x.size == x.shape[-1] else few_rows])[0]
+    return (faster or able or [kernels[0] if x.size == x.shape[-1] else kernels[1]])[0]
 
 
 def _by_kernel(
     x: Array,
-    weight: Array,
+    weight: Array | Quantized,
     scale: Array | None,
     residual: Array | None,
     *,
@@ -130,12 +139,13 @@ def _by_kernel(
 ) -> Array:
     static["interpret"] = interpret
     norm = None if scale is None or epsilon is None else (scale, epsilon)
-    if _kernel_of(x, weight) is one_row:
+    kernel = _kernel_of(x, weight)
+    if kernel in (one_row, quantized_row):
         residual = None if residual is None else residual.ravel()
-        return one_row.linear(x.ravel(), weight, norm=norm, residual=residual, **static)[None, None]
+        return kernel.linear(x.ravel(), weight, norm=norm, residual=residual, **static)[None, None]
     if norm is not None:
         x = rms_norm(x, norm)
     rows = x.reshape(-1, x.shape[2])
     if residual is not None:
         residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(rows.shape[0], -1)
-    return few_rows.matmul(rows, weight, residual=residual, **static).reshape(*x.shape[:2], -1)
+    return kernel.matmul(rows, weight, residual=residual, **static).reshape(*x.shape[:2], -1)

@@ -1,0 +1,209 @@
+"""The product of a few rows with a quantised matrix, with the gate or the sum after it.
+
+The kernel is bound by memory: it reads the matrix once, by copies to shared memory that run several tiles ahead of the
+tensor cores, which get the codes as numbers of 16 bits. Where a matrix has few outputs, several programs share the
+inputs of an output, and XLA adds what they found.
+"""
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
+from pallas_kernels.quantized import (
+    WORDS_IN_BLOCK,
+    Quantized,
+    as_scale,
+    decode,
+    field_of,
+    offset_of,
+    unsupported_weight,
+)
+from pallas_kernels.triton import plgpu
+
+MAX_ROWS = 64
+_MIN_ROWS = 16  # in the smallest product of the tensor cores
+
+
+class Tiling(NamedTuple):
+    """How the matrix is split: among programs, and by each program over time."""
+
+    outputs: int  # outputs of a program, a power of two
+    words: int  # words that it reads for each output at a time, a power of two from 16 on
+    num_warps: int  # warps of a program
+    num_stages: int  # tiles that a program has in flight
+    num_splits: int = 1  # programs that share the inputs of an output
+
+
+def unsupported(x: Array, weight: Quantized) -> str | None:
+    """Return why the kernel cannot multiply x [..., K] by a weight [N, K], or None where it can."""
+    if x.size > MAX_ROWS * x.shape[-1]:
+        return f"the kernel takes at most {MAX_ROWS} rows, got shape {x.shape}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel takes bfloat16 or float16 rows, got {x.dtype}"
+    return unsupported_weight(weight)
+
+
+def is_worthwhile(x: Array, weight: Quantized) -> bool:
+    """Return whether the kernel is faster than XLA, which turns a matrix into floats first: always."""
+    return True
+
+
+def default_tiling(weight: Quantized, num_outputs: int, num_rows: int) -> Tiling:
+    """Choose a tiling whose steps keep to a group of inputs where groups are large, and that fills the device."""
+    outputs = 64 // (weight.shape[0] // num_outputs)
+    words = 16 if weight.group[1] == 16 * weight.places else 32
+    programs = pl.cdiv(num_outputs, outputs)
+    num_steps = pl.cdiv(weight.values.shape[1], words)
+    num_splits = 1
+    while num_splits < 8 and programs * num_splits < 2 * NUM_MULTIPROCESSORS and num_steps >= 16 * num_splits:
+        num_splits *= 2
+    return Tiling(outputs, words, 4, 4 if num_rows <= 32 else 3, num_splits)
+
+
+def matmul(
+    x: Array,
+    weight: Quantized,
+    *,
+    activation: Callable[[Array], Array] | None = None,
+    residual: Array | None = None,
+    dtype: DTypeLike | None = None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Multiply rows by each row of a matrix, summing in float32.
+
+    Args:
+        x: [T, K] bfloat16 or float16, T <= 64.
+        weight: [N, K]. Its numbers are rounded to the dtype of x, after their scale where a step of the kernel meets
+            several scales.
+        activation: function that the first half of the products goes through before the second half multiplies it.
+        residual: [T, N], or [T, N / 2] with an activation: added at the end.
+        dtype: of the result; None is the dtype of x.
+        tiling: how the matrix is split; None chooses it by the sizes.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        [T, N], or with an activation [T, N / 2].
+    """
+    num_rows, dtype = x.shape[0], dtype or x.dtype
+    num_outputs = weight.shape[0] // (1 if activation is None else 2)
+    tiling = tiling or default_tiling(weight, num_outputs, num_rows)
+    is_split = tiling.num_splits > 1
+    num_parts = 1 if activation is None or not is_split else 2
+    # The inputs of each place of a word are put in a row: [places, T, words].
+    padded = jnp.pad(x, ((0, 0), (0, weight.padding)))
+    by_place = padded.reshape(num_rows, -1, weight.places, WORDS_IN_BLOCK).transpose(2, 0, 1, 3)
+    shape = (num_rows, num_outputs) if not is_split else (tiling.num_splits, num_parts, num_rows, num_outputs)
+    y = call(
+        partial(
+            _quantized_matmul_kernel,
+            activation=activation,
+            tile=(tiling.outputs, tiling.words),
+            num_splits=tiling.num_splits,
+            interpret=interpret,
+        ),
+        jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else dtype),
+        (by_place.reshape(weight.places, num_rows, -1), weight, None if is_split else residual),
+        grid=(pl.cdiv(num_outputs, tiling.outputs), tiling.num_splits),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+    )
+    if not is_split:
+        return y
+    y = jnp.sum(y, axis=0)
+    y = y[0] if activation is None else activation(y[0]) * y[1]
+    return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)
+
+
+def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, int], num_splits: int, interpret: bool):
+    x_ref, weight, residual_ref = inputs
+    (places, num_rows, num_words), num_outputs = x_ref.shape, out_ref.shape[-1]
+    outputs, width = tile
+    padded_rows = max(_MIN_ROWS, pl.next_power_of_2(num_rows))
+    # The left factor of a product has at least 64 rows on the fast tensor cores, and at least 16 on the others.
+    outputs_first = outputs >= 64
+    row = jax.lax.iota(jnp.int32, padded_rows)[:, None]
+    output = pl.program_id(0) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
+    halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
+    num_steps = pl.cdiv(pl.cdiv(num_words, width), num_splits)
+    first_step = pl.program_id(1) * num_steps
+    per_group, group = weight.inputs_of_scale, width * places  # inputs that share a scale, and inputs of a step
+    all_inputs = weight.group[1] == 0
+    one_group = all_inputs or (per_group % group == 0 and weight.minimum is None)
+    field, offset = field_of(weight, interpret), offset_of(weight)
+    exists_always = num_outputs % outputs == 0
+    is_ragged = num_words % (width * num_steps) != 0
+
+    def load(ref, *index, masks: list[Array]) -> Array:
+        mask = reduce(jnp.logical_and, masks) if masks else None
+        return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+    def of_group(ref, half: int, step, column: Array) -> Array:
+        """Load numbers of groups, [outputs, 1] where a step has one and [outputs, width] elsewhere."""
+        at = jnp.full((outputs, 1), step * group) if one_group else column // WORDS_IN_BLOCK * places * WORDS_IN_BLOCK
+        masks = [] if exists_always else [output < num_outputs]
+        if is_ragged:
+            masks.append(at < weight.shape[1])
+        return load(ref, (half + output) // weight.group[0], at // per_group, masks=masks)
+
+    def numbers(words: Array, half: int, step, column: Array) -> list[Array]:
+        """Return what the tensor cores multiply, [outputs, width] for each place, without scales of a whole step."""
+        subtracted: Array | float = offset
+        if weight.zero is not None:
+            subtracted = of_group(weight.zero, half, step, column).astype(jnp.float32) + offset
+        codes = [decode(weight, words, place, interpret) for place in range(places)]
+        codes = [code - subtracted if weight.code == "int" else code * field for code in codes]
+        if weight.code != "int" and weight.zero is not None:
+            codes = [code - subtracted for code in codes]
+        if not one_group:
+            scale = as_scale(of_group(weight.scale, half, step, column))
+            codes = [code * scale for code in codes]
+            if weight.minimum is not None:
+                minimum = of_group(weight.minimum, half, step, column).astype(jnp.float32)
+                codes = [code + minimum for code in codes]
+        return [code.astype(x_ref.dtype) for code in codes]
+
+    def step(index, totals):
+        at = first_step + index
+        column = at * width + jax.lax.iota(jnp.int32, width)[None]
+        in_row = [column < num_words] if is_ragged else []
+        xs = [load(x_ref, place, row, column, masks=[row < num_rows, *in_row]) for place in range(places)]
+        following = []
+        for half, total in zip(halves, totals, strict=True):
+            masks = in_row + ([] if exists_always else [output < num_outputs])
+            words = load(weight.values, half + output, column, masks=masks)
+            pairs = zip(numbers(words, half, at, column), xs, strict=True)
+            product = sum(plgpu.dot(w, x.T) if outputs_first else plgpu.dot(x, w.T) for w, x in pairs)
+            if one_group and not all_inputs:
+                scale = as_scale(of_group(weight.scale, half, at, column))
+                product *= scale if outputs_first else scale.T
+            following.append(total + product)
+        return following
+
+    shape = (outputs, padded_rows) if outputs_first else (padded_rows, outputs)
+    totals = jax.lax.fori_loop(0, num_steps, step, [jnp.zeros(shape, jnp.float32)] * len(halves))
+    if all_inputs:
+        masks = [] if exists_always else [output < num_outputs]
+        for i, half in enumerate(halves):
+            scale = as_scale(
+                load(weight.scale, (half + output) // weight.group[0], jnp.zeros_like(output), masks=masks)
+            )
+            totals[i] *= scale if outputs_first else scale.T
+    at = (row.T, output) if outputs_first else (row, output.T)
+    exists = (at[0] < num_rows) & (at[1] < num_outputs)
+    if num_splits > 1:
+        for i, total in enumerate(totals):
+            plgpu.store(out_ref.at[pl.program_id(1), i, *at], total, mask=exists)
+        return
+    y = totals[0] if activation is None else activation(totals[0]) * totals[1]
+    if residual_ref is not None:
+        y += plgpu.load(residual_ref.at[at], mask=exists, other=0.0).astype(jnp.float32)
+    plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=exists)

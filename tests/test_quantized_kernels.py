@@ -1,0 +1,202 @@
+"""The kernels on quantised matrices: interpreted against float64, compiled for an H100 and an H200, and chosen."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import compile_for_sm90, triton_kernels
+from test_quantized import CASES, fabricated
+
+from pallas_kernels import quantized_linear, quantized_matmul
+from pallas_kernels.quantized_linear import RowTiling
+from pallas_kernels.quantized_matmul import Tiling
+from specjax.models import linear as models
+from specjax.models.quantized import Quantized, pack
+
+EPSILON = 1e-3
+SUPPORTED = sorted(set(CASES) - {"nf4", "nvfp4"})  # the kernels know no table, and no groups of 16
+INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
+
+
+def operands(case: str, num_outputs: int, size: int, num_rows: int):
+    """A matrix whose products are about 1, its floats, rows, the scale of a norm, and a residual."""
+    weight, floats = fabricated(case, num_outputs, size)
+    norm = np.sqrt((floats.astype(np.float64) ** 2).sum(1).mean())
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(num_rows, size)) / norm, jnp.bfloat16)
+    scale = jnp.asarray((1 + 0.1 * rng.normal(size=size)) / norm, jnp.bfloat16)
+    residual = jnp.asarray(rng.normal(size=(num_rows, num_outputs)), jnp.bfloat16)
+    return jax.tree.map(jnp.asarray, weight), floats, x, scale, residual
+
+
+def expected(x, floats, scale=None, activation=None, residual: Any = 0):
+    x = np.asarray(x, np.float64)
+    if scale is not None:
+        x = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + EPSILON) * np.asarray(scale, np.float64)
+    y = x @ floats.astype(np.float64).T
+    if activation is not None:
+        gate, up = np.split(y, 2, axis=-1)
+        y = gate / (1 + np.exp(-gate)) * up
+    return y + np.asarray(residual, np.float64)
+
+
+def error(y, reference) -> float:
+    """The largest error in units of the root mean square of the results."""
+    return float(np.abs(np.asarray(y) - reference).max() / np.sqrt(np.mean(reference**2)))
+
+
+@pytest.mark.parametrize("case", SUPPORTED)
+@pytest.mark.parametrize(
+    ("num_outputs", "size", "gated", "tiling"),
+    [(34, 352, True, RowTiling(4, 1)), (7, 1100, False, RowTiling(2, 1)), (32, 2048, False, RowTiling(8, 4))],
+)
+@pytest.mark.parametrize("interpret", INTERPRET)
+def test_one_row(case, num_outputs, size, gated, tiling, interpret):
+    """Steps that end early and programs with outputs that do not exist; one step and several; norm, gate and sum."""
+    weight, floats, x, scale, residual = operands(case, num_outputs, size, 1)
+    activation = jax.nn.silu if gated else None
+    residual = residual[:, : num_outputs // 2] if gated else residual
+    product = partial(quantized_linear.linear, dtype=jnp.float32, tiling=tiling, interpret=interpret)
+
+    @jax.jit
+    def both(x, weight, scale, residual):
+        plain = product(x, weight)
+        return product(x, weight, norm=(scale, EPSILON), activation=activation, residual=residual), plain
+
+    y, plain = both(x[0], weight, scale, residual[0])
+    assert error(plain, expected(x, floats)[0]) < 1e-5
+    assert error(y, expected(x, floats, scale, activation, residual)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("case", SUPPORTED)
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "size", "gated", "tiling"),
+    [
+        (3, 128, 512, True, Tiling(64, 16, 4, 2)),
+        (17, 70, 352, True, Tiling(16, 32, 2, 2)),
+        (6, 70, 1100, False, Tiling(64, 16, 4, 2, 2)),
+        (64, 34, 300, True, Tiling(64, 32, 4, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("interpret", INTERPRET)
+def test_few_rows(case, num_rows, num_outputs, size, gated, tiling, interpret):
+    """Numbers are rounded to bfloat16 where a step meets several scales: those errors are within 2 %."""
+    weight, floats, x, _, residual = operands(case, num_outputs, size, num_rows)
+    activation = jax.nn.silu if gated else None
+    residual = residual[:, : num_outputs // 2] if gated else residual
+    product = partial(quantized_matmul.matmul, dtype=jnp.float32, tiling=tiling, interpret=interpret)
+    y = jax.jit(partial(product, activation=activation))(x, weight, residual=residual)
+    assert error(y, expected(x, floats, None, activation, residual)) < 2e-2
+    is_exact = case in ("int8", "e4m3", "int4 in a row", "e4m3 in blocks", "mxfp4")
+    assert not is_exact or error(y, expected(x, floats, None, activation, residual)) < 1e-5
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_rows_do_not_mix(row):
+    """A row of NaN leaves the others as they are."""
+    weight, _, x, _, _ = operands("int4", 64, 352, 6)
+    product = partial(quantized_matmul.matmul, dtype=jnp.float32, interpret=True)
+    y = product(x, weight).at[row].set(jnp.nan)
+    np.testing.assert_array_equal(product(x.at[row].set(jnp.nan), weight), y)
+
+
+@pytest.mark.parametrize("code", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("interpret", INTERPRET)
+def test_every_code(code, interpret):
+    """Also the smallest ones, which lie below the normal numbers while they are decoded."""
+    if code == "e4m3":
+        codes = np.delete(np.arange(256, dtype=np.uint8), [127, 255]).view(jnp.float8_e4m3fn)[:, None]
+    else:
+        codes = np.arange(16, dtype=np.uint8)[:, None]
+    codes = np.repeat(codes, 32, axis=1)
+    weight = pack(jnp.asarray(codes), jnp.ones((len(codes), 1)), bits=8 if code == "e4m3" else 4, code=code)
+    for place in (0, 13, 31):
+        x = jnp.zeros((2, 32), jnp.bfloat16).at[0, place].set(1)
+        floats = codes[:, 0].astype(np.float32) if code == "e4m3" else np.array([*range(16)], np.float32)
+        if code == "e2m1":
+            floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+            floats = np.concatenate([floats, -floats])
+        one = quantized_linear.linear(x[0], weight, dtype=jnp.float32, interpret=interpret)
+        two = quantized_matmul.matmul(x, weight, dtype=jnp.float32, interpret=interpret)
+        np.testing.assert_array_equal(one, floats)
+        np.testing.assert_array_equal(two, np.stack([floats, np.zeros_like(floats)]))
+
+
+def described(case: str, num_outputs: int, size: int) -> Quantized:
+    """The shapes and dtypes of a matrix."""
+    bits, code, group, dtype, has_zero = {
+        "int8": (8, "int", (1, 0), jnp.float32, False),
+        "fp8": (8, "e4m3", (1, 0), jnp.float32, False),
+        "fp8 in blocks": (8, "e4m3", (128, 128), jnp.float32, False),
+        "int4": (4, "int", (1, 128), jnp.bfloat16, True),
+        "int4 in groups of 32": (4, "int", (1, 32), jnp.float16, True),
+        "mxfp4": (4, "e2m1", (1, 32), jnp.uint8, False),
+    }[case]
+    groups = -(-num_outputs // group[0]), -(-size // (group[1] or size))
+    shape = jax.ShapeDtypeStruct
+    zero = shape(groups, jnp.uint8) if has_zero else None
+    words = shape((num_outputs, size * bits // 32), jnp.int32)
+    return Quantized(words, shape(groups, dtype), zero, bits=bits, code=code, group=group)
+
+
+FORMATS = ("int8", "fp8", "fp8 in blocks", "int4", "int4 in groups of 32", "mxfp4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 6, 64])
+@pytest.mark.parametrize(("size", "num_outputs", "gated"), [(14336, 4096, False), (4096, 28672, True)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, tmp_path):
+    """The products of a layer with 8 billion parameters, norm, gate and sum included."""
+    pytest.importorskip("triton")
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arrays = shape((1, num_rows, size)), shape((size,)), shape((1, num_rows, num_outputs // (2 if gated else 1)))
+
+    def product(x, scale, residual, weight):
+        options = {"norm": (scale, EPSILON), "activation": jax.nn.silu if gated else None, "residual": residual}
+        return models.linear(x, weight, **options)
+
+    (kernel,) = triton_kernels(product, *arrays, described(format, num_outputs, size))
+    assert kernel.name == ("_quantized_linear_kernel" if num_rows == 1 else "_quantized_matmul_kernel")
+    resources = compile_for_sm90(kernel, tmp_path)
+    assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, resources
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_in_a_model_takes_a_kernel(format):
+    def kernels(num_tokens: int, dtype=jnp.bfloat16) -> list[str]:
+        x = jax.ShapeDtypeStruct((1, num_tokens, 4096), dtype)
+        return [kernel.name for kernel in triton_kernels(models.linear, x, described(format, 4096, 4096))]
+
+    assert kernels(1) == kernels(1, jnp.float32) == ["_quantized_linear_kernel"]
+    assert kernels(2) == kernels(64) == ["_quantized_matmul_kernel"]
+    assert kernels(65) == kernels(2, jnp.float32) == []
+
+
+def test_unsupported():
+    x = jnp.zeros((1, 2, 64), jnp.bfloat16)
+
+    def reason(case: str, kernel=quantized_matmul, **changed) -> str:
+        weight, _ = fabricated(case, 4, 64)
+        return kernel.unsupported(x, weight.replace(**changed)) or ""
+
+    assert reason("int4") == "" and "one row, got shape (1, 2, 64)" in reason("int4", quantized_linear)
+    assert "got nf4" in reason("nf4") and "multiples of 32 inputs, got 16" in reason("nvfp4")
+    assert "another order" in reason("int4", order=jnp.arange(64))
+    stacked, _ = fabricated("int8", 2, 3, 64)
+    assert "one matrix [N, K], got shape (2, 3, 64)" in (quantized_matmul.unsupported(x, stacked) or "")
+    assert "bfloat16 or float16 rows, got float32" in (
+        quantized_matmul.unsupported(x.astype(jnp.float32), stacked) or ""
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("case", ["int8", "int4 with zeros", "e4m3 in blocks"])
+def test_implementations_agree(case, num_tokens):
+    weight, _, x, scale, residual = operands(case, 70, 352, num_tokens)
+    options = {"norm": (scale, EPSILON), "residual": residual[None], "dtype": jnp.float32}
+    run = partial(models.linear, x[None], weight, **options)
+    assert error(run(implementation="interpret"), np.asarray(run(implementation="xla"), np.float64)) < 2e-2
