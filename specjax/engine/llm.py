@@ -62,8 +62,7 @@ class LLM:
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
             features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded
             EAGLE-3 head for the embedded target, its draft model where `num_draft_tokens` is "auto", and no drafts for
-            any other target. A draft model with a lower maximum length
-            drafts until a sequence reaches it.
+            any other target. A draft model with a lower maximum length drafts until a sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
             proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
             its samples by the recent acceptance rate; the tokens of a request, seeded or not, then depend on the others
