@@ -23,6 +23,8 @@ from specjax import (
     verifiers,
 )
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.sampling.arrays import RULES, Sampling
+from specjax.sampling.capacities import Capacities, Needs, needs_of, of_request
 from specjax.sampling.guided.tables import Grammar
 
 V, EOS = 24, 23
@@ -601,3 +603,35 @@ def follows_grammar(tokens):
     for token in tokens:
         state = PAIRS[state, token]
         assert state >= 0, tokens
+
+
+def test_every_field_of_arrays_has_a_rule():
+    """Without one, requests of an engine would lack the field, or the array of a batch would have another dtype."""
+    fields = set(Sampling._fields) - {"logits_processors", "guide"}
+    assert set(RULES) == fields
+    params = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.1,
+        stop_token_ids=[1],
+        min_tokens=1,
+        presence_penalty=1,
+        frequency_penalty=1,
+        repetition_penalty=2,
+        logit_bias={2: 1.0},
+        allowed_token_ids=[1, 2],
+        bad_words=[[1, 2]],
+    )
+    of_batch, of_one = sampling.batch([params]), of_request(params, Capacities())
+    for name, rule in RULES.items():
+        assert getattr(of_batch, name).dtype == getattr(of_one, name).dtype == rule.dtype
+        assert getattr(of_one, name).ndim == len(rule.capacities) == getattr(of_batch, name).ndim - 1
+        needs = needs_of(of_one._replace(**{other: None for other in fields - {name, "max_tokens"}}))
+        assert (needs == Needs.EVERYTHING) == rule.shapes_logits
+
+
+def test_an_id_that_is_named_twice_counts_once():
+    params = SamplingParams(stop_token_ids=[5, 6, 5], allowed_token_ids=[1, 1, 2])
+    found = sampling.batch([params], eos_token_ids=(6,))
+    assert found.stop_tokens.tolist() == [[5, 6]] and found.allowed_tokens.tolist() == [[1, 2]]

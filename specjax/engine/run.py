@@ -21,7 +21,7 @@ from specjax.processes.repeat import Repeated, leads
 from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
-from specjax.sampling.capacities import Capacities, of_request, use_of
+from specjax.sampling.capacities import Capacities, needs_of, of_request
 from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.sampling.guided.tables import round_up
 from specjax.sampling.params import LogitsProcessor
@@ -182,7 +182,7 @@ class Run:
             draft_lengths=draft_lengths,
             chunk_size=sizes.chunk,
             step_sizes=[size for size in sizes.step_sizes if size < num_slots],
-            use=max(use_of(row) for row in self._rows.values()),
+            use=max(needs_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
             num_samples=num_samples,
         )

@@ -40,7 +40,7 @@ from specjax.types import NO_PAGE, Array, Context, Memory, Model, ModelInput, Pr
 from specjax.validation import is_integer
 
 COMPILED_AT_A_TIME = min(4, os.cpu_count() or 1)  # programs, while others are traced
-NAMES_OF_USES = {GREEDY: "greedy", CUT: "temperatures and cuts", EVERYTHING: "all parameters"}
+NAMES_OF_USES: dict[int, str] = {GREEDY: "greedy", CUT: "temperatures and cuts", EVERYTHING: "all parameters"}
 
 
 class Row(NamedTuple):

@@ -1,7 +1,7 @@
 """The sampling parameters of a batch, as arrays with one row for each request."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,75 @@ class Sampling(NamedTuple):
     guide: Guide | None = None  # the grammars
 
 
+class Rule(NamedTuple):
+    """A field of `Sampling` that is an array of numbers or of token ids."""
+
+    neutral: float  # the value that changes no distribution and ends nothing
+    dtype: type
+    capacities: tuple[str, ...] = ()  # the fields of `Capacities` that are the sizes of a row's list; () is a number
+    shapes_logits: bool = False  # whether another value changes the logits before the temperature
+
+
+RULES = {
+    "max_tokens": Rule(1, np.int32),
+    "temperature": Rule(0.0, np.float32),
+    "top_k": Rule(-1, np.int32),
+    "top_p": Rule(1.0, np.float32),
+    "min_p": Rule(0.0, np.float32),
+    "stop_tokens": Rule(-1, np.int32, ("stop_tokens",)),
+    "min_tokens": Rule(0, np.int32, shapes_logits=True),
+    "presence_penalty": Rule(0.0, np.float32, shapes_logits=True),
+    "frequency_penalty": Rule(0.0, np.float32, shapes_logits=True),
+    "repetition_penalty": Rule(1.0, np.float32, shapes_logits=True),
+    "bias_tokens": Rule(-1, np.int32, ("biases",), shapes_logits=True),
+    "bias_values": Rule(0.0, np.float32, ("biases",)),
+    "allowed_tokens": Rule(-1, np.int32, ("allowed_tokens",), shapes_logits=True),
+    "bad_words": Rule(-1, np.int32, ("bad_words", "bad_word_length"), shapes_logits=True),
+}
+NUMBERS = [name for name, rule in RULES.items() if not rule.capacities]  # fields of `SamplingParams`, too
+
+
+class Lists(NamedTuple):
+    """The token ids that a request names, each once."""
+
+    stops: list[int]  # that end it, with the end-of-sequence tokens
+    biases: dict[int, float]
+    allowed: list[int]
+    bad_words: list[tuple[int, ...]]  # a word that is a string may have two sequences
+
+
+def lists_of(
+    params: SamplingParams,
+    eos_token_ids: Sequence[int],
+    vocab_size: int | None,
+    tokenize: Callable[[str], Sequence[int]] | None,
+) -> Lists:
+    """Return the token ids that a request names; the arguments are those of `batch`.
+
+    Raises:
+        ValueError: the vocabulary does not have a token id, or so many tokens as log-probabilities are asked for; or
+            bad words are strings and `tokenize` is None.
+    """
+    stops = (*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids))
+    lists = Lists(
+        stops=list(dict.fromkeys(stops)),
+        biases=dict(params.logit_bias or {}),
+        allowed=list(dict.fromkeys(params.allowed_token_ids or ())),
+        bad_words=tokenized(params.bad_words or (), tokenize),
+    )
+    if vocab_size is None:
+        return lists
+    named = [("stop_token_ids", lists.stops), ("logit_bias", list(lists.biases)), ("allowed_token_ids", lists.allowed)]
+    for name, ids in (*named, *(("bad_words", word) for word in lists.bad_words)):
+        if any(token >= vocab_size for token in ids):
+            raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
+    for name in ("logprobs", "prompt_logprobs"):
+        most = getattr(params, name) or 0
+        if most > vocab_size:
+            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
+    return lists
+
+
 def batch(
     params: Sequence[SamplingParams],
     eos_token_ids: Sequence[int] = (),
@@ -61,40 +130,24 @@ def batch(
     """
     if isinstance(params, SamplingParams):
         raise ValueError("params must be a sequence of SamplingParams, one for each row, got one alone")
-    stops = [(*(p.stop_token_ids or ()), *(() if p.ignore_eos else eos_token_ids)) for p in params]
-    biases = [p.logit_bias or {} for p in params]
-    allowed = [p.allowed_token_ids or () for p in params]
-    bad_words = [tokenized(p.bad_words or (), tokenize) for p in params]
-    if vocab_size is not None:
-        words = [word for row in bad_words for word in row]
-        named = {
-            "stop_token_ids": stops,
-            "logit_bias": [list(bias) for bias in biases],
-            "allowed_token_ids": allowed,
-            "bad_words": words,
-        }
-        check_vocabulary(params, named, vocab_size)
+    rows = [lists_of(p, eos_token_ids, vocab_size, tokenize) for p in params]
 
-    def column(name: str, dtype: type, unused: float) -> Array | None:
-        values = [getattr(p, name) for p in params]
-        return None if all(v == unused for v in values) else jnp.asarray(values, dtype)
+    def column(name: str) -> Array | None:
+        values, rule = [getattr(p, name) for p in params], RULES[name]
+        is_neutral = name not in ("max_tokens", "temperature") and all(value == rule.neutral for value in values)
+        return None if is_neutral else jnp.asarray(values, rule.dtype)
 
-    stop_tokens = _padded(stops)
+    columns: dict[str, Any] = {name: column(name) for name in NUMBERS}
+    stop_tokens = _padded([row.stops for row in rows])
+    if stop_tokens is None:
+        columns["min_tokens"] = None
     return Sampling(
-        max_tokens=jnp.asarray([p.max_tokens for p in params], jnp.int32),
-        temperature=jnp.asarray([p.temperature for p in params], jnp.float32),
-        top_k=column("top_k", jnp.int32, -1),
-        top_p=column("top_p", jnp.float32, 1),
-        min_p=column("min_p", jnp.float32, 0),
+        **columns,
         stop_tokens=stop_tokens,
-        min_tokens=None if stop_tokens is None else column("min_tokens", jnp.int32, 0),
-        presence_penalty=column("presence_penalty", jnp.float32, 0),
-        frequency_penalty=column("frequency_penalty", jnp.float32, 0),
-        repetition_penalty=column("repetition_penalty", jnp.float32, 1),
-        bias_tokens=_padded([list(bias) for bias in biases]),
-        bias_values=_padded([list(bias.values()) for bias in biases], 0, jnp.float32),
-        allowed_tokens=_padded(allowed),
-        bad_words=_padded_words(bad_words),
+        bias_tokens=_padded([list(row.biases) for row in rows]),
+        bias_values=_padded([list(row.biases.values()) for row in rows], 0, jnp.float32),
+        allowed_tokens=_padded([row.allowed for row in rows]),
+        bad_words=_padded_words([row.bad_words for row in rows]),
         logits_processors=_shared_processors([p.logits_processors or () for p in params]),
         guide=guided.batch([_grammar(p) for p in params], vocab_size),
     )
@@ -105,20 +158,6 @@ def _grammar(params: SamplingParams) -> guided.Grammar | None:
     if grammar is not None and not isinstance(grammar, guided.Grammar):
         raise ValueError(f"guided_decoding must be compiled for a batch: a Grammar, got {grammar!r}")
     return grammar
-
-
-def check_vocabulary(
-    params: Sequence[SamplingParams], named_ids: dict[str, Sequence[Sequence[int]]], vocab_size: int
-) -> None:
-    """Raise ValueError for token ids, or numbers of log-probabilities, that the vocabulary does not have."""
-    for name, rows in named_ids.items():
-        for ids in rows:
-            if any(token >= vocab_size for token in ids):
-                raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
-    for name in ("logprobs", "prompt_logprobs"):
-        most = max((getattr(p, name) or 0 for p in params), default=0)
-        if most > vocab_size:
-            raise ValueError(f"{name} must be at most vocab_size = {vocab_size}, got {most}")
 
 
 def tokenized(

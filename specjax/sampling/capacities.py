@@ -6,6 +6,7 @@ request does not use have neutral values, which change no number of a distributi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import Any
 
 import jax
@@ -13,34 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from specjax.sampling.arrays import Sampling, check_vocabulary, tokenized
+from specjax.sampling.arrays import NUMBERS, RULES, Sampling, lists_of
 from specjax.sampling.guided.tables import Grammar, Guide
 from specjax.sampling.params import LogitsProcessor, SamplingParams
 from specjax.validation import is_integer
 
-GREEDY, CUT, EVERYTHING = range(3)  # a step computes argmaxima, temperatures and cuts, or all parameters
-
 _UNKNOWN = -1  # stands for a grammar whose place in the tables is not known yet
 
-_NEUTRAL = {
-    "max_tokens": 1,
-    "temperature": 0.0,
-    "top_k": -1,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "stop_tokens": -1,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "bias_tokens": -1,
-    "bias_values": 0.0,
-    "allowed_tokens": -1,
-    "bad_words": -1,
-}
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_NUMBERS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "min_tokens", *_PENALTIES)
-_SHAPING = ("min_tokens", *_PENALTIES, "bias_tokens", "allowed_tokens", "bad_words")
+
+class Needs(IntEnum):
+    """The sampling features that a step computes. A step serves every request that needs no more than it computes."""
+
+    GREEDY = 0  # argmaxima
+    CUT = 1  # temperatures, min-p, top-k and top-p
+    EVERYTHING = 2  # all parameters
+
+
+GREEDY, CUT, EVERYTHING = Needs
 
 
 @dataclass(frozen=True)
@@ -81,16 +71,9 @@ def neutral(capacities: Capacities) -> Sampling:
 
 def _arrays(capacities: Capacities) -> dict[str, np.ndarray]:
     """Return the neutral array of every field."""
-    shapes = {
-        "stop_tokens": (capacities.stop_tokens,),
-        "bias_tokens": (capacities.biases,),
-        "bias_values": (capacities.biases,),
-        "allowed_tokens": (capacities.allowed_tokens,),
-        "bad_words": (capacities.bad_words, capacities.bad_word_length),
-    }
     return {
-        name: np.full(shapes.get(name, ()), value, np.int32 if isinstance(value, int) else np.float32)
-        for name, value in _NEUTRAL.items()
+        name: np.full([getattr(capacities, size) for size in rule.capacities], rule.neutral, rule.dtype)
+        for name, rule in RULES.items()
     }
 
 
@@ -129,10 +112,10 @@ def placed(sampling: Sampling, guide: Guide | None) -> Sampling:
 
 def neutral_like(sampling: Sampling) -> Sampling:
     """Return neutral parameters of the shapes of `sampling`."""
-    arrays = {name: getattr(sampling, name) for name in _NEUTRAL}
+    arrays = {name: getattr(sampling, name) for name in RULES}
     zeros = jax.tree.map(jnp.zeros_like, sampling)
     return zeros._replace(
-        **{name: None if array is None else jnp.full_like(array, _NEUTRAL[name]) for name, array in arrays.items()}
+        **{name: None if array is None else jnp.full_like(array, RULES[name].neutral) for name, array in arrays.items()}
     )
 
 
@@ -163,18 +146,7 @@ def of_request(
         >>> of_request(SamplingParams(stop_token_ids=[7]), Capacities(stop_tokens=3)).stop_tokens
         array([ 7, -1, -1], dtype=int32)
     """
-    stops = list(dict.fromkeys((*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids))))
-    biases = dict(params.logit_bias or {})
-    allowed = list(dict.fromkeys(params.allowed_token_ids or ()))
-    words = tokenized(params.bad_words or (), tokenize)
-    if vocab_size is not None:
-        named: dict[str, Sequence[Sequence[int]]] = {
-            "stop_token_ids": [stops],
-            "logit_bias": [list(biases)],
-            "allowed_token_ids": [allowed],
-            "bad_words": words,
-        }
-        check_vocabulary([params], named, vocab_size)
+    stops, biases, allowed, words = lists_of(params, eos_token_ids, vocab_size, tokenize)
     grammar = params.guided_decoding
     if isinstance(grammar, Grammar):
         check_grammar(grammar, capacities, vocab_size)
@@ -189,7 +161,7 @@ def of_request(
     _check("n" if params.best_of is None else "best_of", "samples", "completions", params.num_samples, capacities)
 
     arrays = _arrays(capacities)
-    for name in _NUMBERS:
+    for name in NUMBERS:
         arrays[name][...] = getattr(params, name)
     arrays["stop_tokens"][: len(stops)] = stops
     arrays["bias_tokens"][: len(biases)] = list(biases)
@@ -227,25 +199,24 @@ def _uses_of(functions: Sequence[LogitsProcessor], known: Sequence[LogitsProcess
     return [function in functions for function in known]
 
 
-def use_of(row: Sampling) -> int:
-    """Return GREEDY, CUT or EVERYTHING, whichever a request with the parameters that `of_request` gave needs.
-
-    Returns:
-        GREEDY, CUT or EVERYTHING. A step serves a batch if it computes the largest of its rows' numbers.
-    """
-    shaping = {name: getattr(row, name) for name in _SHAPING}
-    changes_logits = any(array is not None and np.any(array != _NEUTRAL[name]) for name, array in shaping.items())
+def needs_of(row: Sampling) -> Needs:
+    """Return which sampling features a request needs, by the parameters that `of_request` gave."""
+    shaping = {name: getattr(row, name) for name, rule in RULES.items() if rule.shapes_logits}
+    changes_logits = any(array is not None and np.any(array != RULES[name].neutral) for name, array in shaping.items())
     changes_logits |= row.guide is not None and bool(row.guide.grammar != 0)
     if changes_logits or any(is_used for _, is_used in row.logits_processors or ()):
-        return EVERYTHING
-    return CUT if row.temperature is not None and row.temperature > 0 else GREEDY
+        return Needs.EVERYTHING
+    return Needs.CUT if row.temperature is not None and row.temperature > 0 else Needs.GREEDY
 
 
-def restrict(sampling: Sampling, use: int) -> Sampling:
-    """Leave out of the program what no row of the batch needs, by what `use_of` says of its rows."""
-    if use == EVERYTHING:
+def keep_only(sampling: Sampling, needs: int) -> Sampling:
+    """Leave out of the program the parameters that a step with these `Needs` does not compute."""
+    if needs == Needs.EVERYTHING:
         return sampling
     some = Sampling(sampling.max_tokens, stop_tokens=sampling.stop_tokens)
-    if use == GREEDY:
+    if needs == Needs.GREEDY:
         return some._replace(temperature=jnp.zeros(sampling.max_tokens.shape, jnp.float32))
     return some._replace(**{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")})
+
+
+use_of, restrict = needs_of, keep_only
