@@ -128,9 +128,9 @@ def walk(
         begin: the first slot, a multiple of `width`.
         end: the slot after the last one. Slots from it on are not read and give zeros, as those without a page do.
         width: number of slots of a visit, a power of two.
-        visit: function of what was attended to before, the keys and the values [width, lanes], and the slots [width],
-            which returns what was attended to after it.
-        attended: what was attended to before.
+        visit: function of the attention so far, the keys and the values [width, lanes], and the slots [width],
+            which returns the attention with this block.
+        attended: the attention to earlier blocks.
         has_part: whether `end` may not be a multiple of `width`, or slots may have no page. Where neither is so, loads
             need no mask and are faster.
     """

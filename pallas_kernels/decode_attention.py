@@ -251,7 +251,7 @@ def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Pla
 
 
 def _join(attended: Array, log_mass: Array, dtype: jnp.dtype, interpret: bool) -> Array:
-    """Return the mean over splits of what each attended to [B, splits, T, H, D], weighted by its mass."""
+    """Return the mean over splits of the attention of each [B, splits, T, H, D], weighted by its mass."""
     batch_size, _, num_tokens, num_heads, size = attended.shape
     return pl.pallas_call(
         _join_kernel,

@@ -1,4 +1,4 @@
-"""How a kernel is started, and what its programs may ask of the machine that they run on."""
+"""Start kernels, and describe the machine to their programs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -173,7 +173,7 @@ def is_last(arrivals: Any, sequence: Array, num_programs: Array | int, interpret
         interpret: whether the kernel is interpreted.
     """
     if not interpret:
-        plgpu.debug_barrier()  # all threads of this program have stored what they have to
+        plgpu.debug_barrier()  # all threads of this program have stored their results
     return plgpu.atomic_add(arrivals, (sequence,), jnp.int32(1)) == num_programs - 1
 
 

@@ -120,7 +120,7 @@ def _is_aligned(index: Any, rows: int, size: int) -> bool:
 _OF_128, _OF_256 = 0x43000000, 0x43800000
 _E4M3_BITS, _E2M1_BITS = -0x78100000, -0x7E400000  # the sign, the lower exponent and the upper mantissa, as int32
 RAISE = 2.0**100  # factor on inputs that are multiplied by numbers with small exponents
-_FIELD = {"e4m3": 2.0**120, "e2m1": 2.0**126}  # what the lower bits of an exponent lack to the value of a code
+_FIELD = {"e4m3": 2.0**120, "e2m1": 2.0**126}  # factor from the float of the bits to the value of a code
 
 
 def unsupported_weight(weight: Quantized) -> str | None:
@@ -143,7 +143,7 @@ def field_of(weight: Quantized, interpret: bool) -> float:
 
 
 def offset_of(weight: Quantized) -> float:
-    """Return what `decode` adds to codes that are integers, with their zero where none is given."""
+    """Return the number that `decode` adds to codes that are integers, with their zero where none is given."""
     if weight.code != "int":
         return 0.0
     if weight.bits == 8:

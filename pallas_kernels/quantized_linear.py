@@ -1,7 +1,7 @@
 """The product of one row with a quantised matrix, with the norm before it and the gate or the sum after it.
 
 The kernel is bound by memory: it reads the matrix once, 16 bytes a thread and a row. A program computes a few outputs.
-Its threads share the inputs, so that what a thread makes of an input serves all these outputs, and they put their sums
+Its threads share the inputs, so that a thread prepares an input once for all these outputs, and they put their sums
 together once. The codes of a thread's load are of one group of inputs: its scale multiplies their sum.
 """
 
@@ -39,7 +39,7 @@ class RowTiling(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What each thread has added up."""
+    """Sums of each thread so far."""
 
     outputs: list[Array]  # [outputs, lanes] of each half of the matrix
     squares: Array  # [1, lanes] of the inputs
@@ -132,7 +132,7 @@ def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tupl
         return plgpu.load(ref.at[index], mask=exists, other=None if exists is None else jnp.zeros((), ref.dtype))
 
     def load_words(step) -> list[Array]:
-        """Load what each thread multiplies in a step, [outputs, lanes, 4] of each half."""
+        """Load the words of codes for each thread in a step, [outputs, lanes, 4] of each half."""
         at = step * lanes + lane[None, :, None]
         row, column = output[:, None, None], at * WORDS_IN_BLOCK + word[None, None]
         masks = [at < num_loads] if num_loads % lanes else []
@@ -149,7 +149,7 @@ def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tupl
         return load(ref, row // weight.group[0], at * block // weight.inputs_of_scale, exists=exists)
 
     def contribution(half: int, step, words: Array, xs: list[Array], total: Array) -> Array:
-        """Return what each thread adds to each output, [outputs, lanes], without the scale where a row has one."""
+        """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
         products = sum(decode(weight, words, place, interpret) * x for place, x in enumerate(xs))
         y = jnp.sum(products, axis=-1)
         if weight.zero is not None and not all_inputs:

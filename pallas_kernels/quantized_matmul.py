@@ -2,7 +2,7 @@
 
 The kernel is bound by memory: it reads the matrix once, by copies to shared memory that run several tiles ahead of the
 tensor cores, which get the codes as numbers of 16 bits. Where a matrix has few outputs, several programs share the
-inputs of an output, and XLA adds what they found.
+inputs of an output, and XLA adds their sums.
 """
 
 from collections.abc import Callable
@@ -155,7 +155,7 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
         return load(ref, (half + output) // weight.group[0], at // per_group, masks=masks)
 
     def numbers(words: Array, half: int, step, column: Array) -> list[Array]:
-        """Return what the tensor cores multiply, [outputs, width] for each place, without scales of a whole step."""
+        """Return the operands of the tensor cores, [outputs, width] for each place, without scales of a whole step."""
         subtracted: Array | float = offset
         if weight.zero is not None:
             subtracted = of_group(weight.zero, half, step, column).astype(jnp.float32) + offset

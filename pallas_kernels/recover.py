@@ -456,7 +456,7 @@ def _emit(
         inputs: of the kernel.
         out: where the verdict is written.
         source: the row that the last token comes from.
-        drawn_from: what `_recovered` returns.
+        drawn_from: the result of `_recovered`.
         logit_of: function of the last token, which may be a bonus token, to its logit in the row.
     """
     tokens, bonus_tokens, target = inputs.batch.tokens, inputs.batch.bonus_tokens, source.target
@@ -513,7 +513,7 @@ def _recovered(
 def _best_of_blocks(
     masses: _Masses[Ref], source: _Source, best: Callable[[Array], Array]
 ) -> tuple[Array, Array, Array]:
-    """Return what `_recovered` does, of the argmax."""
+    """Return the result of `_recovered` for the argmax."""
     tops = _load_blocks(masses.top, source, -jnp.inf)
     token = best(jax.lax.argmax(tops, 0, jnp.int32))
     return marked(token, jnp.max(tops) == -jnp.inf), source.target.top, source.target.log_mass
@@ -522,7 +522,7 @@ def _best_of_blocks(
 def _drawn(
     inputs: _Inputs[Ref], masses: _Masses[Ref], source: _Source, draw: Callable[[Array, Array, Array, Array], Array]
 ) -> tuple[Array, Array, Array]:
-    """Choose a block by inverse CDF and return what `_recovered` does."""
+    """Choose a block by inverse CDF and return the result of `_recovered`."""
     sequence, target, uniforms = source.sequence, source.target, inputs.uniforms
     num_drafts = uniforms.shape[1] - 2
     tops = _load_blocks(masses.top, source, -jnp.inf)

@@ -126,8 +126,8 @@ def in_parts(rows: Rows[Array], num_rows: int) -> list[tuple[int, int]]:
 def in_blocks(tile: Array, tile_size: int, dtype: jnp.dtype) -> tuple[list[Array], Array]:
     """Split a tile of the vocabulary into blocks.
 
-    A part holds some tokens of every block. Its rows are as wide as what one warp loads at once, 16 bytes a thread: a
-    block is then reduced by one warp alone, with half the shuffles that a block shared by two warps would take.
+    A part holds some tokens of every block. Its rows are as wide as one load of a warp, 16 bytes a thread: a block is
+    then reduced by one warp alone, with half the shuffles that a block shared by two warps would take.
 
     Args:
         tile: index of the tile.

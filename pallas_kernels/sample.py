@@ -176,7 +176,7 @@ def draws(
 
 
 def choose_draws(batch: Batch[Array], parts: Draws[Joined], *, interpret: bool = False) -> Verdict[Array]:
-    """Emit what `sample` does, given the draws of all n parts.
+    """Emit the outputs of `sample`, given the draws of all n parts.
 
     Args:
         batch: the rows to verify, whose logits are not read.

@@ -9,9 +9,10 @@ the floats for which the codes stand: the largest error, in units of the root me
 most 2 %.
 
 * Times are of the device, without dispatch. Calls take turns on enough copies of a matrix that the cache does not help.
-* TB/s count the bytes of codes and scales. The share of the floor is that of a copy's bandwidth, measured in this run.
+* TB/s count the bytes of codes and scales. The share of the floor is relative to a copy's bandwidth, measured in this
+  run.
 * With --tune, the tilings of the kernels are tried one after another, and the default one is marked.
-* The run ends after --minutes, with what it has.
+* The run ends after --minutes, with the rows so far.
 """
 
 import argparse

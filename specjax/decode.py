@@ -98,7 +98,7 @@ def prefill(
         pages: the table of the B rows, and the sizes of the pools that the caches of target and proposer are. Rows may
             share the pages that hold equal prompt tokens before the last two; each row needs other pages for the tokens
             after these. With `rows`, a prompt is fed through the pages of its first row, and its other rows get copies
-            of what they do not share. None makes dense caches.
+            of pages that they do not share. None makes dense caches.
         chunk_size: the most tokens of a prompt in a call, static; None is 256, and up to 2048 for a few rows on a GPU.
         num_logprobs: how many of the most likely tokens `State.log_probs` lists beside the chosen one, static; None
             collects no log-probabilities.
@@ -163,7 +163,7 @@ def _feed_prompts(
 ) -> tuple[Fed, Array | None]:
     """Feed N prompts; return the memories and log-probabilities of B rows, and the page table of these.
 
-    A prompt is fed to the first of its rows. The other rows get copies of what they do not share.
+    A prompt is fed to the first of its rows. The other rows get copies of pages that they do not share.
     """
     num_prompts, width = prompt.tokens.shape
     batch_size = num_prompts if rows is None else rows.shape[0]
@@ -372,7 +372,7 @@ def step(
 def _step_on_mesh(
     model: Model, proposer: Proposer, state: State, rows: Array | None, options: dict[str, Any]
 ) -> tuple[State, Info]:
-    """Step inside one `jax.shard_map`, so that kernels run on the parts and only what must be is exchanged."""
+    """Step inside one `jax.shard_map`, so that kernels run on the parts and devices exchange only small arrays."""
     if rows is not None and model.apply.batch_axis is not None:
         raise ValueError(f"rows must be None where devices share the rows, along {model.apply.batch_axis!r}, got rows")
     functions = as_pytrees(options["verifier"], options["scorer"], None)
@@ -550,7 +550,7 @@ def stream(
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
 ) -> Iterator[Info]:
-    """Yield what each step did, until every row has ended. `state` is donated: do not use it again.
+    """Yield the record of each step, until every row has ended. `state` is donated: do not use it again.
 
     `generate` describes the arguments. The generator's return value is the last state.
     """

@@ -86,7 +86,7 @@ def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
 
 
 def _cut_logits(distribution: Categorical, ids: Array | None) -> Array:
-    """Return what `kept_logits` does, but NaN may stay: CPUs write the result of a select before exp to memory."""
+    """Return the result of `kept_logits`, but NaN may stay: CPUs write the result of a select before exp to memory."""
     logits, min_logit, rows = distribution.logits, distribution.min_logit, distribution.rows
     if ids is not None and rows is not None:
         logits = logits[rows[..., None], ids]

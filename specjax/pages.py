@@ -1,4 +1,4 @@
-"""Caches in pages: the slots of each row, found by a page table, and what may stand in such a table.
+"""Caches in pages: the slots of each row, found by a page table, and the checks of such a table.
 
 A cache is a pool of pages. Slot s of row b is `leaf[table[b, s // page_size], s % page_size]` in every leaf of it. A
 number outside the pool stands for no page. A dense cache [B, S, ...] is a pool too, where row b owns page b alone.
@@ -150,7 +150,7 @@ def check_pages(model: Model, proposer: Proposer, pages: Pages, batch_size: int,
 
 
 def check_pages_of_prompts(pages: Pages, prompts: Array, lengths: Array, rows: Array | None) -> None:
-    """Raise ValueError unless each prompt has its pages, and rows share only what no step will write.
+    """Raise ValueError unless each prompt has its pages, and rows share only pages that no step will write.
 
     Steps feed the last token of a prompt again, and a draft model the last two. So rows may share the pages that lie
     before these, if they hold the same prompt tokens. Under jit nothing has values, and nothing is checked.
@@ -193,7 +193,7 @@ def first_rows(rows: Array, num_prompts: int) -> Array:
 
 
 def copy_to_rows(memory: Memory, table: Array, source: Array, num_pages: int) -> Memory:
-    """Give each row what another row keeps: the pages that the two do not share, and the leaves of the row.
+    """Copy to each row the state of another row: the pages that the two do not share, and the leaves of the row.
 
     Args:
         memory: the memory.

@@ -117,7 +117,7 @@ def feed(
         log_probs: a buffer with the rows of the memories, as `feed_chunk` has it.
 
     Returns:
-        What target and proposer keep, and the buffer.
+        The states of target and proposer, and the buffer.
     """
     num_prompts, width = prompts.tokens.shape
     is_known = isinstance(num_prompts, int)  # and not symbolic, as in exported functions

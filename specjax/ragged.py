@@ -82,8 +82,8 @@ def verify(
 ) -> Verified:
     """Verify a packed batch with any verifier, which emits the same tokens as for the padded batch with the same keys.
 
-    No logits are copied. The packed arrays may be longer than the drafts, so that their shapes can be static; what lies
-    after the drafts is not read.
+    No logits are copied. The packed arrays may be longer than the drafts, so that their shapes can be static; entries
+    after the drafts are not read.
 
     Args:
         verifier: a verifier of `specjax.verifiers`, or your own.

@@ -71,7 +71,7 @@ class ModelInput(NamedTuple):
     """The query tokens of one call of a model, or of a drafter's prefill: T tokens of each of R rows.
 
     With `pages`, the cache is a pool of pages: slot s of row b is `leaf[pages[b, s // page_size], s % page_size]` in
-    every leaf. A number outside the pool stands for no page: what would be written there is dropped, and the logits of
+    every leaf. A number outside the pool stands for no page: writes to it are dropped, and the logits of
     a token that sees such a slot mean nothing. Without `pages`, row b of the call owns page b of every leaf.
     """
 
@@ -172,8 +172,8 @@ class Chunk(NamedTuple):
 class Model:
     """A language model as a pytree, whose leaves are the parameters and whose functions are static.
 
-    `apply` writes the T tokens of a call to the consecutive cache slots positions[:, 0] + arange(T) and overwrites what
-    they held. A token sees the slots before positions[:, 0] and, inside the call, the tokens that the mask allows.
+    `apply` writes the T tokens of a call to the consecutive cache slots positions[:, 0] + arange(T) and overwrites
+    their contents. A token sees the slots before positions[:, 0] and, inside the call, the tokens that the mask allows.
     Every leaf of the cache has the batch as its leading axis.
 
     Where `takes_pages` is true, `apply` finds the slots of a row by `inputs.pages`, and `init_cache(num_pages,

@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _follow(args: argparse.Namespace, group: "Follower") -> int:
-    """Load the models, and repeat what process 0 does with them."""
+    """Load the models, and repeat the calls of process 0."""
     llm = _load_llm(args, **_verifier(args))
     group.follow(llm.model, llm.proposer, llm.verifier)
     return 0
@@ -247,7 +247,7 @@ def _add_arguments(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which models run, and what requests call them."""
+    """Add the arguments that choose the models and their names."""
     _add_model_arguments(command)
     add = command.add_argument
     add(
@@ -356,7 +356,7 @@ def _generate(args: argparse.Namespace) -> int:
             write(piece)
         if args.compare:
             compared = _compare(llm, request, params)
-    except KeyboardInterrupt:  # what has been generated is still reported
+    except KeyboardInterrupt:  # generated text is still reported
         exit_code = 130
 
     if args.json:

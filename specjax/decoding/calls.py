@@ -16,7 +16,7 @@ def run(model: Model, inputs: ModelInput, memory: PyTree) -> tuple[ModelOutput, 
     Args:
         model: the model whose `apply` is called.
         inputs: the query tokens, [R, T].
-        memory: what `model.init_memory` or an earlier call returned. A cache that `model.init_cache` returned is taken,
+        memory: result of `model.init_memory` or of an earlier call. A cache that `model.init_cache` returned is taken,
             too, where the model has no `init_rows`; the call then has all rows of it.
 
     Returns:

@@ -82,5 +82,5 @@ def in_memory(proposer: Any) -> Proposer:
 
 
 def commit_of(proposer: Any) -> Commit | None:
-    """Return the method by which a proposer keeps what was accepted; None where it needs none."""
+    """Return the method by which a proposer keeps the state after accepted tokens; None where it needs none."""
     return getattr(in_memory(proposer), "commit", None)

@@ -129,10 +129,10 @@ class Engine:
     """Serve requests on a fixed number of slots, with programs that are compiled once.
 
     Requests enter while others run, and leave when they end. In float32 a request with a seed gets the tokens that it
-    gets alone, whatever else runs: its noise comes from its own key. `step_sizes` says what holds in 16 bits. A prompt
-    is fed a chunk at a time between the steps of the others. Where target and proposer take pages, prompts with a
-    common beginning share what was computed of it, and where pages run short, the requests that came last give up
-    theirs and are computed anew later.
+    gets alone, whatever else runs: its noise comes from its own key. `step_sizes` describes the exception in 16 bits. A
+    prompt is fed a chunk at a time between the steps of the others. Where target and proposer take pages, prompts with
+    a common beginning share its pages, and where pages run short, the requests that came last give up theirs and are
+    computed anew later.
 
     Args:
         model: the target.
@@ -149,7 +149,7 @@ class Engine:
         short_chunks: pairs (rows, tokens of a row): the shapes of calls that feed short prompts, one in a row, and the
             rest of longer ones after whole chunks; the shortest row that has room is taken. A call has at most
             `chunk_size` tokens in all, and each row fewer than that. None is ((4, 64), (1, 256)) on GPUs and ((1, 32),)
-            on CPUs, less what `chunk_size` and `num_slots` have no room for; () is no such call.
+            on CPUs, less the shapes that `chunk_size` and `num_slots` have no room for; () is no such call.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
@@ -300,7 +300,7 @@ class Engine:
                 whatever else runs.
             priority: requests with a smaller number come first; equal ones in the order of their arrival.
             cache_salt: the computed beginning of a prompt is found again by requests with the same text here alone, so
-                that others cannot tell by the time of an answer what was asked before.
+                that others cannot tell earlier prompts by the time of an answer.
             client: a name of who asks. An eighth of the places of requests that wait is for other clients, and clients
                 take turns in having grammars compiled. None is this program itself, which may have all.
 

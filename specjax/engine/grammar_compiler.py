@@ -76,7 +76,7 @@ class GrammarCompiler:
         Its exception is a ValueError where the source is wrong, or takes too much time or memory.
 
         Args:
-            source: what to compile.
+            source: the source of the grammar.
             client: a name of who asks. A client has `MAX_OF_CLIENT` grammars compiled at a time, None any number.
         """
         with self._changed:

@@ -37,7 +37,7 @@ def write_vocabulary(vocabulary: list[bytes], eos_token_ids: list[int]) -> bytes
 
 
 def read_vocabulary(data: bytes) -> tuple[list[bytes], list[int]]:
-    """Return what `write_vocabulary` has written."""
+    """Read a vocabulary that `write_vocabulary` has written."""
     vocabulary, eos_token_ids = json.loads(data)
     return [bytes.fromhex(token) for token in vocabulary], eos_token_ids
 

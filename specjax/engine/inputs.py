@@ -22,7 +22,7 @@ def encode_prompt(
     """Return the token ids of a prompt after checks and truncation.
 
     Args:
-        name: what errors call the prompt.
+        name: name of the prompt in errors.
         prompt: text or token ids.
         tokenizer: the tokenizer of the target.
         params: the parameters of the request, of which `truncate_prompt_tokens` counts.

@@ -41,7 +41,7 @@ class GenerationError(RuntimeError):
     """Some prompts of a call have no result.
 
     Attributes:
-        errors: what ended them, by the index of the prompt.
+        errors: the errors that ended them, by the index of the prompt.
         results: the result of each prompt, None where there is none.
     """
 

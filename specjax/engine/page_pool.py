@@ -80,7 +80,7 @@ class PagePool:
                     self._free.append(page)
 
     def keep(self, pages: Iterable[int], content: Any) -> None:
-        """Note what pages in use hold, so that they become cached where they would become free.
+        """Note the content of pages in use, so that they become cached where they would become free.
 
         Raises:
             ValueError: a page is not in use, holds something else already, or is not of this pool.
@@ -91,7 +91,7 @@ class PagePool:
             self._contents[page] = content
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Forget what kept pages hold: cached ones are free now, those in use stay with their rows."""
+        """Forget the content of kept pages: cached ones are free now, those in use stay with their rows."""
         for page in pages:
             del self._contents[page]
             if page in self._cached:

@@ -34,7 +34,7 @@ class PageStats(NamedTuple):
 
 
 class PageTables:
-    """Give pages to rows as they grow, and let rows share what they have in common.
+    """Give pages to rows as they grow, and let rows share the pages of a common beginning.
 
     It touches no device: a caller hands copies of the tables, which change in place, to its calls of the model, and
     copies the pages that `fork` names. Pages freed here may be given to another row at once, as a device runs its calls

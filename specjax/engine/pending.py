@@ -21,7 +21,7 @@ class Pending:
 
     def __init__(self):
         self._future: Future[Result] = Future()
-        self._future.set_running_or_notify_cancel()  # only what works on the request ends it
+        self._future.set_running_or_notify_cancel()  # only the engine or its proxy ends it
         self._future.add_done_callback(lambda _: wake([self]))
         self._listeners: list[tuple[Loop | None, Callable[[], object]]] = []
 
@@ -44,7 +44,7 @@ class Pending:
         return self._future.result(timeout)
 
     async def entered(self) -> None:
-        """Wait until the engine has taken the request, or raise what `Engine.submit` raises."""
+        """Wait until the engine has taken the request, or raise the errors of `Engine.submit`."""
 
     async def wait(self) -> Result:
         """Return the result, as `result` does, and leave the event loop to others until it is there.

@@ -25,7 +25,7 @@ class CachedChunk:
     key: ChunkKey
     parent: "CachedChunk | None"  # None for the first chunk of a prompt
     pages: list[int]
-    value: Any  # what was stored with it
+    value: Any  # the value that was stored with it
     children: dict["CachedChunk", None] = field(default_factory=dict)  # in the order of their registration
 
 
@@ -111,8 +111,8 @@ class PrefixCache:
     def make_room(self, num_pages: int) -> bool:
         """Evict the least recently used chunks until so many pages are free.
 
-        A chain never has a hole: what continues a chunk is evicted before it. That includes chunks that rows still use,
-        where these have a copy of their own of the chunk or do not need it any more. Such rows keep their pages.
+        A chain never has a hole: later chunks are evicted before earlier ones. That includes chunks that rows still
+        use, where these have a copy of their own of the chunk or do not need it any more. Such rows keep their pages.
 
         Returns:
             Whether so many pages are free. If not, nothing has changed.

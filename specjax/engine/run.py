@@ -64,7 +64,7 @@ class Run:
 
     Attributes:
         results: the result of each request that has ended, else None.
-        errors: what ended requests without a result, by their index.
+        errors: errors that ended requests without a result, by their index.
         live: the requests that have begun and not ended, by their index.
 
     Raises:
@@ -244,7 +244,7 @@ def show_progress(run: Run) -> None:
 
 
 class _Device(Slots):
-    """Slots whose steps compute what `use` says, and which know the time of calls that may compile them."""
+    """Slots whose steps compute the features `use`, and which know the time of calls that may compile them."""
 
     def __init__(self, *args: Any, use: int, log_probs: bool, num_samples: int, **options: Any):
         super().__init__(*args, **options)
@@ -332,7 +332,7 @@ def _sampling(setup: Setup, params: Sequence[SamplingParams]) -> tuple[Capacitie
 
 
 def _with_grammars(setup: Setup, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
-    """Return the parameters with grammars in place of what these are compiled from."""
+    """Return the parameters with grammars in place of their sources."""
     sources = {p.guided_decoding: None for p in params if isinstance(p.guided_decoding, Source)}
     if not sources:
         return params

@@ -137,7 +137,7 @@ def empty(
 
 
 def _rows(state: decode.State) -> Row:
-    """Return what each request has for its own."""
+    """Return the part of a state with a row for each request."""
     context, sampling = state.context._replace(pages=None), state.sampling
     if sampling.guide is not None:
         sampling = sampling._replace(guide=sampling.guide._replace(token_classes=None, transitions=None))
@@ -347,7 +347,7 @@ def request(
 
     Args:
         state: a state of the sizes that the request is for.
-        tokens: [length] int32, the prompt and what was generated so far.
+        tokens: [length] int32, the prompt and the tokens generated so far.
         key_data: [2] uint32, the data of the key of the request.
         sampling: the parameters of the request, as `capacities.of_request` returns them.
         prompt_length: number of tokens that are the prompt; None is all.
@@ -405,7 +405,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:
-    """Return what stands for the features of the token before a prompt, as host arrays [1, ...].
+    """Return placeholders for the features of the token before a prompt, as host arrays [1, ...].
 
     With the size of the chunks that follow, these need not be traced again where there are no features.
     """
@@ -635,7 +635,7 @@ class Slots:
             use: as `step` takes it. A step with log-probabilities computes everything.
             log_probs: whether to list the most likely tokens, as many as the capacities say.
             num_draft_tokens: one of `draft_lengths`; None is the largest.
-            rows: what `rows_of` returns for the active slots.
+            rows: result of `rows_of` for the active slots.
         """
         arguments, options = self._step_arguments(use, log_probs, num_draft_tokens, rows)
         self.state, output = _step(*arguments, **options)
@@ -668,7 +668,7 @@ def _step_sizes(model: Model, num_slots: int, given: Sequence[int]) -> tuple[int
 
 
 def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[decode.State, Sharding]:
-    """Return what `empty` returns, and where arrays of the host have to go.
+    """Return the result of `empty`, and the sharding for arrays of the host.
 
     Each array is where the calls leave it, and committed to be there, so that they are compiled once.
     """

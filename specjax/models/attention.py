@@ -96,7 +96,7 @@ class Cached:
 def memories(
     inputs: ModelInput, cache: Sequence[Cache] | None, windows: Sequence[int | None], num_hidden: int = 0
 ) -> list[Uncached] | list[Cached]:
-    """Return what each layer attends to in a call.
+    """Return the keys and values of each layer in a call.
 
     Args:
         inputs: the call. Without a cache they are whole sequences from position 0, which are attended causally or as
@@ -156,7 +156,7 @@ def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> 
 
 
 def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Array, Array]:
-    """Return the keys and values [B, S, H, D] of each row, and what each query sees of them [B, 1, T, S] bool.
+    """Return the keys and values [B, S, H, D] of each row, and the slots that each query sees [B, 1, T, S] bool.
 
     From pages, slots past the call are read as zeros: a page that another sequence used before may hold NaN, which an
     attention weight of 0 does not hide.
@@ -236,7 +236,7 @@ def heads_together(query: Array, num_kv_heads: int) -> Array:
 
 
 def own_head(attended: Array, num_kv_heads: int) -> Array:
-    """Return the part [B, T, H, D] of each query's own head of what `heads_together` attended to."""
+    """Return the part [B, T, H, D] of each query's own head from the attention of `heads_together`."""
     batch_size, num_tokens, num_heads, _ = attended.shape
     own = jnp.eye(num_kv_heads, dtype=attended.dtype)
     grouped = attended.reshape(batch_size, num_tokens, num_kv_heads, num_heads // num_kv_heads, num_kv_heads, -1)

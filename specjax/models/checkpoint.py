@@ -109,7 +109,7 @@ def _family(config: ConfigFile) -> str:
 
 @contextlib.contextmanager
 def _enough_memory(directory: Path, dtype: np.dtype) -> Iterator[None]:
-    """Let an error of memory say what does not fit, and what to do."""
+    """Let an error of memory name the model that does not fit, and the remedy."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

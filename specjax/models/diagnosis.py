@@ -1,4 +1,4 @@
-"""Say why a path holds no checkpoint that specjax reads, and what to do about it."""
+"""Say why a path holds no checkpoint that specjax reads, and how to mend it."""
 
 import json
 from contextlib import suppress
@@ -56,7 +56,7 @@ def _base(directory: Path) -> str:
 
 
 def check_not_pointer(path: Path) -> None:
-    """Raise ValueError if a file is what Git has in place of a large file that was not fetched."""
+    """Raise ValueError if a file is Git's pointer to a large file that was not fetched."""
     with path.open("rb") as file:
         if file.read(40).startswith(b"version https://git-lfs.github.com/spec"):
             raise ValueError(f"{path} is a pointer of Git LFS, not the file itself; run: git lfs pull")

@@ -144,7 +144,7 @@ class LayerConfig:
     mixer: Attention = Attention()
     ffn: GatedMLP = GatedMLP()
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
-    around: Around | None = None  # what changes the input and the output of both; None for none
+    around: Around | None = None  # changes the input and the output of both; None for no change
 
     def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
         """Return the shapes of the parameters by name.

@@ -74,7 +74,7 @@ class Taps:
             self._collected[layer] = x
 
     def beside(self, hidden: Array) -> Features:
-        """Return what was collected beside the final hidden state [B, T, H]."""
+        """Return the collected taps beside the final hidden state [B, T, H]."""
         streams = [self._collected[layer] for layer in self._layers]
         return Features(hidden, jnp.concatenate(streams, axis=-1) if streams else None)
 

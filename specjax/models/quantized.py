@@ -69,7 +69,7 @@ def pack(
         codes: [..., N, K]: int8 for integers of 8 bits, float8_e4m3fn for "e4m3", and uint8 in [0, 15] for 4 bits.
         scale: [..., ceil(N / rows), ceil(K / columns)], with the rows and columns of a group: float32, float16 or
             bfloat16, whichever the checkpoint has, or uint8 s that stands for 2 ** (s - 127). Kernels read them as they
-            are, so that scales of 16 bits cost half of what scales of 32 bits do.
+            are, so that scales of 16 bits cost half as much as scales of 32 bits.
         bits: of a code, 8 or 4.
         code: "int", "e4m3" (of 8 bits), "e2m1" or "nf4" (of 4 bits).
         group: number of inputs that share a scale, or numbers of outputs and inputs. None, 0 and -1 are all inputs. The
@@ -197,7 +197,7 @@ def _to_words(codes: Any, bits: int, code: str) -> tuple[Any, int]:
 
 
 def codes_of(weight: Quantized) -> Array:
-    """Return the codes [..., N, K] of a matrix, one an element: what `pack` was given."""
+    """Return the codes [..., N, K] of a matrix, one an element: the argument of `pack`."""
     *outer, size = weight.values.shape
     words = jnp.asarray(weight.values).reshape(*outer, size // WORDS_IN_BLOCK, 1, WORDS_IN_BLOCK)
     shifts = weight.bits * jnp.arange(weight.places, dtype=jnp.int32)[:, None]

@@ -49,7 +49,7 @@ class Tensors:
     Only the headers of the files are read at first. When a tensor is requested, its values are copied in chunks, in the
     requested dtype, into the array that goes to the device; on a CPU that array is used as it is. With a sharding, only
     the part that a device holds is read for it. With `in_parts` nothing is read yet: tensors are given as `Stored`, so
-    that whoever knows which device needs what reads it. Names in the files may lack the prefix "model.", as they do if
+    that the caller, which knows the devices, reads them. Names in the files may lack the prefix "model.", as they do if
     a model was saved without its head.
 
     Args:

@@ -228,7 +228,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _call(function: Any, arguments: tuple) -> Any:
-    """Return what one of three known functions would: an empty dictionary, or a tensor."""
+    """Return the result of one of three known functions: an empty dictionary, or a tensor."""
     name = function.name if isinstance(function, _Global) else None
     if name == _DICT and not arguments:
         return {}

@@ -49,7 +49,7 @@ def dispatch(
         implementation: None, "xla", "pallas" or "interpret".
 
     Returns:
-        What `xla` or `pallas` returns.
+        The result of `xla` or `pallas`.
 
     Raises:
         ValueError: for any other implementation.

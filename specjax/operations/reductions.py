@@ -88,7 +88,7 @@ def _row_masses_jvp(block_size: int | None, has_best: bool, primals: tuple, tang
 
 
 def _of_numbers(stored: Categorical, block_size: int | None, has_best: bool) -> tuple[Array, Array, Array | None]:
-    """Return what `row_masses` does for rows without NaN, with the masses relative to the finite `top`, or to 0."""
+    """Return the result of `row_masses` for rows without NaN, with the masses relative to the finite `top`, or to 0."""
     # The cut never removes the maximum. Without it XLA reduces the logits as they lie in memory.
     best = first_of_largest(stored.logits) if has_best else None
     top = jax.lax.stop_gradient(jnp.max(widen(stored.logits), axis=-1))

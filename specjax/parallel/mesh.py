@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
-WHOLE = P()  # what every device has whole
+WHOLE = P()  # arrays that every device has whole
 
 
 @dataclass(frozen=True)

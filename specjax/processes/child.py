@@ -18,7 +18,7 @@ def start_child(module: str, *arguments: str, **options: Any) -> subprocess.Pope
 
     Args:
         module: name of the module.
-        *arguments: what its `sys.argv` has after the first.
+        *arguments: entries of its `sys.argv` after the first.
         **options: options of `subprocess.Popen`.
     """
     command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]

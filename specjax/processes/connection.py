@@ -29,7 +29,7 @@ class Connection:
 
     Args:
         link: a connected socket.
-        name: what errors call the other process.
+        name: name of the other process in errors.
     """
 
     def __init__(self, link: socket.socket, name: str):
@@ -165,7 +165,7 @@ def accept(
     Whoever is no process of specjax is turned away.
 
     Args:
-        listener: what `listen` returns.
+        listener: result of `listen`.
         num_processes: the number of processes, with this one.
         check: a function of the hello of a process, and its number, that raises ValueError where it does not fit; the
             processes that have come are told.

@@ -19,7 +19,7 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def of_start(version: str, num_processes: int, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return what can be compared before there are devices: versions, settings of JAX and the arguments."""
+    """Return the facts that are known before there are devices: versions, settings of JAX and the arguments."""
     found = {"num_processes": str(num_processes)}
     found |= {
         "version of specjax": version,
@@ -32,7 +32,7 @@ def of_start(version: str, num_processes: int, arguments: Mapping[str, Any]) -> 
 
 
 def of_model(model: Model, verifier: Verifier) -> dict[str, str]:
-    """Return what can be compared once the target is loaded."""
+    """Return the facts that are known once the target is loaded."""
     name = f"{getattr(verifier, '__module__', '')}.{getattr(verifier, '__qualname__', type(verifier).__name__)}"
     found = {"the kind of device": jax.local_devices()[0].device_kind, "the verifier": name}
     config = getattr(model.apply.apply if isinstance(model.apply, OnMesh) else model.apply, "config", None)
@@ -43,7 +43,7 @@ def of_model(model: Model, verifier: Verifier) -> dict[str, str]:
 
 
 def of_proposer(proposer: Proposer) -> dict[str, str]:
-    """Return what can be compared once the proposer is loaded."""
+    """Return the facts that are known once the proposer is loaded."""
     found = {"the proposer": type(proposer).__name__, "num_draft_tokens": str(proposer.num_draft_tokens)}
     return found | _of_arrays("proposer", proposer)
 

@@ -1,4 +1,4 @@
-"""The processes that repeat what process 0 does."""
+"""The processes that repeat the calls of process 0."""
 
 import queue
 import signal
@@ -43,7 +43,7 @@ class Follower(Group):
         self._others[0].close()
 
     def follow(self, model: Model, proposer: Proposer | None = None, verifier: Verifier = verifiers.rejection) -> None:
-        """Repeat what process 0 does until it ends.
+        """Repeat the calls of process 0 until it ends.
 
         A first SIGINT or SIGTERM is left to process 0, which launchers send it to, too; a second one ends the process.
 

@@ -68,7 +68,7 @@ class Group:
         raise NotImplementedError
 
     def _read(self, other: Connection) -> None:
-        """Read what another process sends, until it ends."""
+        """Read the messages of another process, until it ends."""
         kind = b""
         try:
             while kind != END:

@@ -37,8 +37,8 @@ class Leader(Group):
         self._gone: deque[tuple[int, int]] = deque()  # places of arrays that nobody has any more
         self._dropped: deque[int] = deque()  # slots that nobody has any more
         self._ready: queue.SimpleQueue[tuple[Connection, bytes]] = queue.SimpleQueue()
-        self._models: dict[Connection, Any] = {}  # what each of the others has loaded
-        self._known: Any = None  # what was compared with it
+        self._models: dict[Connection, Any] = {}  # facts on the models that each of the others has loaded
+        self._known: Any = None  # facts that were compared with these
         super().__init__(*args)
 
     def end(self) -> None:

@@ -121,7 +121,7 @@ class BlockHead:
         return self.run(params, inputs, [of_window[window][i] for i, window in enumerate(self.config.windows)])
 
     def run(self, params: PyTree, inputs: ModelInput, memories: Sequence[KeyValues]) -> tuple[Array, list]:
-        """Return what `run_block` does, given what each layer attends to."""
+        """Return the result of `run_block`, given the keys and values of each layer."""
         with trunk.in_full_precision(params):
             x = params["embedding"][inputs.tokens]
             x, kept = trunk.run_layers(self.layers, params["layers"], x, inputs, memories)

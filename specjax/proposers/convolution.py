@@ -25,7 +25,7 @@ class Convolutions:
     """The convolutions of a layer, an `Around` of `models/layer.py`. The tokens of a call are one block of each row."""
 
     taps: int  # number of tokens that a convolution reads, the token itself among them
-    group: int  # number of channels that share what depends on the token
+    group: int  # number of channels that share the weights by the token
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         hidden = config.hidden_size

@@ -27,7 +27,7 @@ from specjax.types import (
 )
 from specjax.validation import is_integer
 
-CATCH_UP = 16  # tokens in each call that feeds what was committed while the draft model did not run
+CATCH_UP = 16  # tokens in each call that feeds tokens committed while the draft model did not run
 
 
 @partial(
@@ -101,7 +101,7 @@ class DraftModel(InMemory):
         return jax.lax.while_loop(is_behind, feed, as_carry(feed, state, context.length))
 
     def _run(self, inputs: ModelInput, memory: Memory) -> tuple[ModelOutput, Memory]:
-        """Call the draft model. It has no pages for what lies past its limit: no row reads there, so none writes."""
+        """Call the draft model. It has no pages past its limit: no row reads there, so none writes."""
         leaves = jax.tree.leaves(memory.pools)
         if inputs.pages is not None and self.max_length is not None and leaves:
             num_pages = -(-self.max_length // leaves[0].shape[1])
@@ -135,7 +135,7 @@ def _joined(memory: Memory, fed: Array) -> Memory:
 
 
 def _parts(state: Memory) -> tuple[Memory, Array]:
-    """Return what `_joined` has put together."""
+    """Take a state of `_joined` apart."""
     rows, fed = state.rows
     return Memory(state.pools, rows), fed
 
@@ -168,7 +168,7 @@ def draft_model(
         model: the draft model.
         num_draft_tokens: K >= 1.
         max_length: the most tokens of a sequence that the draft model takes; None is the model's own limit. With pages,
-            it uses of a row's table what covers so many tokens.
+            it uses the part of a row's table that covers this length.
         temperature: the temperature of drafts, for requests that are not greedy. None takes the temperature of the
             request. A number, or one number per row [B], replaces it. 0 makes greedy drafts for all requests; these are
             deterministic and report no distribution.

@@ -98,7 +98,7 @@ def drawer_of(
     reduced: Reduced | None = None,
     is_partial: bool = False,
 ) -> "Drawer":
-    """Return what draws the drafts of a step, given the arguments of `Proposer.propose`.
+    """Return the drawer of the drafts of a step, given the arguments of `Proposer.propose`.
 
     Args:
         proposer: has `num_draft_tokens`, and `temperature` and `is_greedy` as `draft_options` returns them.

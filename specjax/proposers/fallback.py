@@ -108,7 +108,7 @@ def _joined(first: Memory, second: Memory, is_first: Array) -> Memory:
 
 
 def _parts(state: Memory) -> tuple[Memory, Memory, Array]:
-    """Return what `_joined` has put together."""
+    """Take a state of `_joined` apart."""
     first, second, is_first = state.rows
     return Memory(state.pools[0], first), Memory(state.pools[1], second), is_first
 

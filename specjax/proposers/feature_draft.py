@@ -27,7 +27,7 @@ class Head(Protocol):
         ...
 
     def feature(self, params: PyTree, features: Any) -> Array:
-        """Return what rows read of the target's features: [B, T, h]."""
+        """Return the input of rows from the target's features: [B, T, h]."""
         ...
 
     def __call__(self, params: PyTree, inputs: ModelInput, feature: Array, cache: PyTree) -> tuple[Array, PyTree]:
@@ -113,7 +113,7 @@ def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
     Args:
         inputs: the chunk, [R, T].
         values: of its tokens, [R, T, h].
-        held: what stands for a row without tokens.
+        held: placeholder for a row without tokens.
     """
     counts = inputs.counts
     return jnp.where((counts > 0)[:, None], row_of(values, jnp.maximum(counts - 1, 0))[:, 0], held)

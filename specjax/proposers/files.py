@@ -98,7 +98,7 @@ def expect(name: str, value: object, expected: object, what: str) -> None:
 
 
 def other_target(reason: str) -> ValueError:
-    """Return the error for a drafter that does not fit its target, because of what `reason` says."""
+    """Return the error for a drafter that does not fit its target, for a `reason`."""
     return ValueError(f"the drafter is made for another target: {reason}; give the model that it was trained for")
 
 
@@ -110,7 +110,7 @@ def refuse_unread(config: "ConfigFile", *patterns: str) -> None:
 
 
 def check_depth(num_draft_tokens: int | None, depth: int, what: str) -> int:
-    """Return K, by default the trained depth of a drafter; `what` says what that is.
+    """Return K, by default the trained depth of a drafter; `what` names the depth.
 
     Raises:
         ValueError: K is not an integer in [1, depth].

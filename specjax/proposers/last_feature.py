@@ -1,8 +1,8 @@
 """The target's final hidden state of the last token that it was fed, which heads without a cache read.
 
 The target has been fed all of L committed tokens but the last, which is pending: the state belongs to token L-2, from
-which the target's own head drew the pending token. Prefill feeds the pending token too, without a use for what comes
-out, so that all steps are alike.
+which the target's own head drew the pending token. Prefill feeds the pending token too, without a use for its output,
+so that all steps are alike.
 """
 
 from typing import Any

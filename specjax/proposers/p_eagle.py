@@ -76,7 +76,7 @@ class ParallelEagle(InMemory):
         return Memory(state.pools, Pending(feature, count))
 
     def _rows(self, context: Context, state: Pending) -> tuple[ModelInput, Array]:
-        """Return the tokens that wait, then mask tokens, and what each reads of the target's features.
+        """Return the tokens that wait, then mask tokens, and the input of each from the target's features.
 
         They are so many that the last token of every row has K - 1 mask tokens after it.
         """

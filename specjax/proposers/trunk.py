@@ -50,13 +50,13 @@ class FeatureHead(ABC):
 
     @abstractmethod
     def feature(self, params: PyTree, features: Any) -> Array:
-        """Return what rows read of the target's features: [B, T, h]."""
+        """Return the input of rows from the target's features: [B, T, h]."""
 
     @abstractmethod
     def run(
         self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
     ) -> tuple[Array, list]:
-        """Return the outputs [B, T, h], given what each layer attends to, and what its cache holds then."""
+        """Return the outputs [B, T, h], given the keys and values of each layer, and its cache afterwards."""
 
     def recurrent(self, params: PyTree, output: Array) -> Array:
         return output
@@ -84,7 +84,7 @@ def run_layers(
             input as it is.
         x: [B, T, ...], which the first layer reads.
         inputs: the tokens of the call.
-        memories: what each layer attends to.
+        memories: keys and values of each layer.
         residual: [B, T, h], the residual stream before the first layer; None is `x`.
 
     Returns:

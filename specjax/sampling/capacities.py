@@ -140,7 +140,7 @@ def of_request(
         Sampling, whose fields have the shapes of a batch's fields without the axis of the batch.
 
     Raises:
-        ValueError: the request asks for more than a capacity, or for what `sampling.batch` refuses.
+        ValueError: the request asks for more than a capacity, or `sampling.batch` refuses it.
 
     Example:
         >>> of_request(SamplingParams(stop_token_ids=[7]), Capacities(stop_tokens=3)).stop_tokens

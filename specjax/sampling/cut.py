@@ -88,7 +88,7 @@ def min_logit(
 
 
 def _limits(given: Limits, shape: tuple[int, ...], vocab_size: int, dtype: jnp.dtype) -> Limits:
-    """Check what each row asks for, and give it in the form [R] that the search takes: off in greedy rows."""
+    """Check the limits of each row, and give them in the form [R] that the search takes: off in greedy rows."""
 
     def by_row(name: str, kind: type = jnp.number) -> Array:
         values = jnp.asarray(getattr(given, name))

@@ -51,7 +51,7 @@ def answer(call: Call, results: Sequence[Result], head: Head, served: Served) ->
 
 
 def _of_prompt(call: Call, prompt: int, result: Result, served: Served) -> dict[str, Any]:
-    """Return what was asked for of the tokens of a prompt; a chat has it in its body, a completion in each choice."""
+    """Return requested fields for the tokens of a prompt; a chat has it in its body, a completion in each choice."""
     found: dict[str, Any] = {}
     if call.has_token_ids:
         found["prompt_token_ids"] = call.prompts[prompt]

@@ -1,6 +1,6 @@
 """Anthropic's Messages protocol: the meaning of a body, and its answer, whole and as events.
 
-A body becomes a chat: its blocks are messages and calls of tools. All behind that is what chat completions have.
+A body becomes a chat: its blocks are messages and calls of tools. Everything behind that is as for chat completions.
 """
 
 import json
@@ -165,7 +165,7 @@ def parse_message(body: Any, served: Served) -> Call:
     """Read the body of a request for a message.
 
     Args:
-        body: what JSON makes of it.
+        body: the parsed JSON.
         served: the model that answers.
 
     Raises:

@@ -212,7 +212,7 @@ class App:
             raise
 
     async def _results(self, requests: Sequence[Pending], start: float) -> list[Result]:
-        """Wait for the results of what came at `start`."""
+        """Wait for the results of a request that came at `start`."""
         results = list(await asyncio.gather(*(request.wait() for request in requests)))
         for result in results:
             self._metrics.record_result(result, time.perf_counter() - start)
@@ -308,7 +308,7 @@ async def _on_leaving(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
-    """Answer to what no route takes."""
+    """Answer requests that no route takes."""
     assert isinstance(error, HTTPException), "no other errors come here"
     path = http.scope["path"]
     told = ApiError(error.status_code, f"there is nothing at {path}", code="not_found")

@@ -188,7 +188,7 @@ def run(engine: Generates, served: Served, requests: Path, results: Path, *, num
     """Answer the requests of a file that have no result yet.
 
     Args:
-        engine: a `specjax.Engine`, or what generates as it does.
+        engine: a `specjax.Engine`, or another object with its `generate`.
         served: the model, as the requests see it.
         requests: the file of requests.
         results: the file of results, to which the new ones are appended.

@@ -44,7 +44,7 @@ async def attended(receive: Receive, work: Awaitable[T], seconds: float | None) 
 
     Args:
         receive: tells that the client has left, after its body has been read.
-        work: what to do.
+        work: an awaitable, such as the call of a handler.
         seconds: its time; None is any.
 
     Raises:
@@ -174,6 +174,6 @@ class Turns:
 
 
 def cancel(requests: Sequence[Pending]) -> None:
-    """End requests; what has ended stays as it is."""
+    """End requests; requests that have ended stay as they are."""
     for request in requests:
         request.cancel()

@@ -1,6 +1,6 @@
 """Errors as clients of OpenAI know them: a status, and an object with a message, a type, a parameter and a code.
 
-Clients of Anthropic know others; the path of a request tells what its client knows.
+Clients of Anthropic know others; the path of a request tells the protocol of its client.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ class ApiError(Exception):
 
     Args:
         status: status of the response.
-        message: what went wrong, in a sentence.
+        message: the fault, in a sentence.
         param: the field of the body that is wrong; None where it is none.
-        code: what programs may rely on; None where there is none.
+        code: a name that programs may rely on; None where there is none.
         headers: more headers of the response.
     """
 

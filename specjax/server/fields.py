@@ -13,14 +13,14 @@ from typing import Any
 from specjax.validation import suggestion
 
 MAX_DEPTH = 64  # levels of lists and objects in a body
-NOT_SUPPORTED = "Not supported."  # what descriptions say of fields that must ask for nothing
+NOT_SUPPORTED = "Not supported."  # description of fields that must ask for nothing
 
 
 class BadRequest(ValueError):
     """A request that cannot be served, in words for the client.
 
     Attributes:
-        message: what was expected and what came.
+        message: the expected value and the actual one.
         param: the field that is wrong, None where no single one is.
         code: a word for programs, such as "unknown_parameter", or None.
         status: the HTTP status.
@@ -58,7 +58,7 @@ def is_small(value: Any) -> bool:
 
 
 def check_tree(value: Any, name: str = "body", param: str | None = None) -> None:
-    """Check what holds for all values: strings that UTF-8 can encode, finite numbers, and few levels.
+    """Check rules for all values: strings that UTF-8 can encode, finite numbers, and few levels.
 
     Raises:
         BadRequest: a value is not so.
@@ -206,7 +206,7 @@ class Text(Kind):
     most: int  # characters
     least: int = 0
     pattern: str = ""  # a regular expression for the whole text
-    noun: str = ""  # what messages call it
+    noun: str = ""  # its name in messages
 
     @property
     def expected(self) -> str:
@@ -310,7 +310,7 @@ class ListOf(Kind):
     item: Kind
     most: int
     least: int = 0
-    noun: str = "items"  # what messages call the items
+    noun: str = "items"  # name of the items in messages
 
     @property
     def expected(self) -> str:
@@ -409,7 +409,7 @@ class Tagged(Kind):
 
     tag: str
     kinds: Mapping[str, Object]  # by the value of the tag, which they do not declare
-    noun: str = ""  # what messages say that the tag must be
+    noun: str = ""  # expected tag, in messages
     default: str | None = None  # the tag of objects that have none
 
     @property
@@ -472,7 +472,7 @@ class Unsupported(Kind):
     """A field that is known and not supported, unless it has one of the values that ask for nothing."""
 
     values: Sequence[Any] = ()
-    why: str = ""  # what messages add
+    why: str = ""  # addition to messages
     about: str = field(default=NOT_SUPPORTED, kw_only=True)
 
     def read(self, value: Any, name: str) -> Any:
@@ -491,7 +491,7 @@ def described_by(kind: Kind) -> dict[str, Any]:
 
 
 def or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of what another one takes, and null."""
+    """Return a JSON schema that takes null, too, beside the values of `schema`."""
     if "enum" in schema:
         return schema | {"enum": [*schema["enum"], None]}
     if "type" in schema:

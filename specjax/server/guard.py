@@ -20,7 +20,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Guard:
-    """Stand before an application and answer what must not reach it.
+    """Stand before an application and answer requests that must not reach it.
 
     The path that is checked is the path that is routed: a root path is not known here, and the host only matters where
     it must be this machine. Every path but `OPEN_PATHS` needs a key, whether there is a route or not.

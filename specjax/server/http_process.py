@@ -30,7 +30,7 @@ def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes of a service at once
         signal.signal(each, signal.SIG_IGN)
     channel, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    gc.freeze()  # what has been loaded stays
+    gc.freeze()  # loaded modules stay
     _allow_files(MAX_CONNECTIONS + NUM_EXTRA + OTHER_FILES)
     with suppress(asyncio.IncompleteReadError, ConnectionError):  # the other process has ended before it was ready
         asyncio.run(serve(channel, listener))

@@ -213,7 +213,7 @@ def _protector(served: Served, mark: str) -> Callable[[str], str]:
     """Return a function that puts marks into a text so that none of it is read as a special token.
 
     End-of-sequence tokens count as special, whatever the tokenizer says. A text that ends with the beginning of a
-    special token gets a mark there, too: what follows could complete it.
+    special token gets a mark there, too: the next text could complete it.
     """
     added = served.tokenizer.get_added_tokens_decoder()
     special = {i: token.content for i, token in added.items() if token.special or i in served.eos_token_ids}

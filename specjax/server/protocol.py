@@ -1,6 +1,6 @@
 """Turn the bodies of OpenAI's completion requests into calls of an engine. Nothing here knows of HTTP.
 
-`bodies` declares what such a body may hold, and `answers` makes what goes back.
+`bodies` declares the fields of such a body, and `answers` makes the answers.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class Call:
         has_token_kinds: whether a stream says how each token came about.
         tools: the tools that the model may call.
         user: the client's name for its user.
-        repeated: fields that the answer repeats, in protocols whose answers say what was asked for.
+        repeated: fields that the answer repeats, in protocols whose answers repeat the request.
     """
 
     is_chat: bool
@@ -105,7 +105,7 @@ def parse_completion(body: Any, served: Served) -> Call:
     """Read the body of a request for completions.
 
     Args:
-        body: what JSON makes of it.
+        body: the parsed JSON.
         served: the model that answers.
 
     Raises:
@@ -140,7 +140,7 @@ def parse_chat(body: Any, served: Served) -> Call:
     """Read the body of a request for the answer to a conversation.
 
     Args:
-        body: what JSON makes of it.
+        body: the parsed JSON.
         served: the model that answers.
 
     Raises:
@@ -269,7 +269,7 @@ def read(declared: Object, body: Any, served: Served) -> dict[str, Any]:
 
     Args:
         declared: the declaration of the body.
-        body: what JSON makes of it.
+        body: the parsed JSON.
         served: the model that answers.
 
     Raises:

@@ -55,14 +55,14 @@ def application(
 ) -> Any:
     """Return an application of Ray Serve with the routes of `specjax serve`, for `ray.serve.run`.
 
-    Each replica has a separate engine. A request goes to the replica with the shorter queue of two; what no replica
-    has room for waits at the front. Where a replica ends, requests of which nothing has been sent go to another one,
-    the others end with an error, and Ray starts a new replica.
+    Each replica has a separate engine. A request goes to the replica with the shorter queue of two; requests that no
+    replica has room for wait at the front. Where a replica ends, requests of which nothing has been sent go to another
+    one, the others end with an error, and Ray starts a new replica.
 
     Args:
         model: the target, as in `LLM`; every node must find it there.
         draft: the draft, as in `LLM`.
-        name: what clients call the model, one name or several; None is the name of its directory, specjax for the
+        name: names of the model for clients, one or several; None is the name of its directory, specjax for the
             embedded family.
         any_model_name: whether clients may use any other name, too.
         verifier: "rejection", "block" or "match".
@@ -167,7 +167,7 @@ class Replica:
         """Yield the messages of an answer; none where the engine has failed, so that another replica gets the request.
 
         Args:
-            scope: what ASGI says of the request.
+            scope: ASGI's description of the request.
             body: its body.
         """
         if self._engine.is_running:

@@ -88,7 +88,7 @@ class RemoteEngine:
         cache_salt: str = "",
         client: str | None = None,
     ) -> RemoteRequest:
-        """Hand in a request, and return at once; what `Engine.submit` raises, `entered` of the request does."""
+        """Hand in a request, and return at once; `entered` of the request raises the errors of `Engine.submit`."""
         request = RemoteRequest(self, number := next(self._numbers))
         question = wire.write_submission(number, prompt, params, priority, cache_salt, client)
         with self._lock:
@@ -112,7 +112,7 @@ class RemoteEngine:
             self._send(wire.write_question(kind, number))
 
     def receive(self, data: bytes) -> list[str]:
-        """Take a frame of what has happened, and return the words in it that are about no request."""
+        """Take a frame of events, and return the words in it that are about no request."""
         changed: list[RemoteRequest] = []
         words, is_lost = [], False
         for kind, number, content in json.loads(data) if self.is_running else ():

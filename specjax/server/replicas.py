@@ -21,7 +21,7 @@ from specjax.server.streams import error_event
 
 REPORT_SECONDS = 10.0  # after which a replica that has said nothing is not well
 MAX_TRIES = 2  # so that a request that ends a replica does not end all of them
-SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers")  # what replicas are told of it
+SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "headers")  # its entries for replicas
 
 Ask = Callable[[Scope, bytes], AsyncGenerator[Message, None]]
 
@@ -38,7 +38,7 @@ async def replies(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Mes
 
     Args:
         app: the application.
-        scope: what ASGI says of the request.
+        scope: ASGI's description of the request.
         body: its body.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()

@@ -1,6 +1,7 @@
 """OpenAI's Responses protocol: the meaning of a body, and its answer, whole and as events. Nothing is stored.
 
-A body becomes a chat: its items are messages, its functions are tools. All behind that is what chat completions have.
+A body becomes a chat: its items are messages, its functions are tools. Everything behind that is as for chat
+completions.
 """
 
 import json
@@ -125,7 +126,7 @@ SHARED = ("stream", "user", "safety_identifier", "prompt_cache_key", "store", "s
 SHARED += ("request_id",)
 INCLUDABLE = [
     "message.output_text.logprobs",
-    "reasoning.encrypted_content",  # this and all below are about what answers of this server never have
+    "reasoning.encrypted_content",  # answers of this server never have this field, nor the fields below
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -179,7 +180,7 @@ def parse_response(body: Any, served: Served) -> Call:
     """Read the body of a request for a response.
 
     Args:
-        body: what JSON makes of it.
+        body: the parsed JSON.
         served: the model that answers.
 
     Raises:
@@ -216,7 +217,7 @@ def parse_response(body: Any, served: Served) -> Call:
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat that say what instructions and input do."""
+    """Return instructions and input as the messages of a chat."""
     messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
     items = given["input"]
     if isinstance(items, str):

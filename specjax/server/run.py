@@ -54,7 +54,7 @@ def serve(
 
     Args:
         llm: the models.
-        name: what clients call the model.
+        name: name of the model for clients.
         aliases: further names that clients may use.
         takes_any_name: whether clients may use any other name, too.
         host: address to listen at.

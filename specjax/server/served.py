@@ -97,7 +97,7 @@ class Served:
 
 
 def name_of(model: str | Path | None) -> str:
-    """Return what clients call a model by default: the name of its directory, specjax for the embedded family."""
+    """Return the name of a model for clients by default: the name of its directory, specjax for the embedded family."""
     return "specjax" if model is None else Path(model).absolute().name  # "." alone has no name
 
 

@@ -1,7 +1,7 @@
 """Messages between the process of an engine and the process that speaks HTTP, as bytes. Nothing here can run code.
 
 A frame to the engine is one question, `(kind, number, ...)` as `specjax.processes.messages` writes it. A frame to the
-other process is a list in JSON of what has happened since the one before, each `[kind, number, content]`: several steps
+other process is a list in JSON of events since the one before, each `[kind, number, content]`: several steps
 are one frame where that process is behind. Both begin with their length.
 """
 
@@ -44,7 +44,7 @@ def write_question(kind: str, number: int, *content: Any) -> bytes:
 
 
 def read_question(data: bytes) -> tuple:
-    """Return what `write_question` has written, without its length."""
+    """Read a question that `write_question` has written, without its length."""
     return messages.decode(data, lambda call, leaf: None)
 
 
@@ -67,7 +67,7 @@ def read_piece(values: list[Any]) -> Piece:
 
 
 def write_result(result: Result) -> list[Any]:
-    """Return a result for JSON, without its prompt and without what its pieces have."""
+    """Return a result for JSON, without its prompt and without fields of its pieces."""
     ended = [[each.index, each.finish_reason, each.stop_reason] for each in result.completions]
     return [ended, result.metrics, *result[3:]]
 
@@ -136,14 +136,14 @@ def read_error(values: list[str]) -> Exception:
 
 
 def write_served(served: Served) -> dict[str, Any]:
-    """Return for JSON what answering requests needs to know of a model."""
+    """Return for JSON the properties of a model that answers need."""
     directory = None if served.directory is None else str(served.directory)
     values = {name: getattr(served, name) for name in _VALUES}
     return values | {"directory": directory, "tokenizer": served.tokenizer.to_str()}
 
 
 def read_served(values: dict[str, Any]) -> Served:
-    """Return what `write_served` has written."""
+    """Read the `Served` that `write_served` has written."""
     from tokenizers import Tokenizer
 
     directory = values["directory"] and Path(values["directory"])

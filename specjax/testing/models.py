@@ -37,7 +37,7 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
 
     Raises:
         AssertionError: the model breaks the contract. The message says which promise is broken, at which row and
-            position and by how much, and what to do.
+            position and by how much, and the remedy.
         ValueError: `model` is not a `Model`, or its `max_length` is too short for the check.
 
     Example:
@@ -190,7 +190,7 @@ def _inputs(batch_size: int, num_tokens: int) -> ModelInput:
 
 
 def _check_forms(model: Model) -> None:
-    """Raise AssertionError for what shapes, dtypes and types alone show to be wrong."""
+    """Raise AssertionError for faults that shapes, dtypes and types alone show."""
     for name in ("apply", "init_cache"):
         try:
             hash(getattr(model, name))

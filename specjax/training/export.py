@@ -78,7 +78,7 @@ def layer_tensors(config: "DecoderConfig", params: Mapping[str, Array], name: st
     tensors = {}
 
     def add(names: dict[str, int], param: str) -> None:
-        """Split what stands side by side by its numbers of outputs."""
+        """Split matrices that stand side by side by their numbers of outputs."""
         ends = np.cumsum(list(names.values()))[:-1]
         matrix = _outputs_first(config, params[param])
         for part, values in zip(names, np.split(matrix, ends), strict=True):
@@ -259,7 +259,7 @@ def _block_of_speculators(head: BlockHead) -> dict[str, Any]:
 
 
 def _dspark(proposer: BlockDraft) -> tuple[Tensors, dict[str, Any]]:
-    """Return what DSpark has besides DFlash."""
+    """Return the tensors and fields that DSpark has besides DFlash's."""
     head, params = proposer.head, proposer.params
     tensors = {}
     if head.markov_rank:

@@ -1,11 +1,11 @@
 """Losses that bring a drafter's distribution to its target's: pure functions of logits, one value a row.
 
-In what follows p is the target's distribution of one row, q the drafter's, and alpha = sum(min(p, q)) the probability
+Below, p is the target's distribution of one row, q the drafter's, and alpha = sum(min(p, q)) the probability
 that `verifiers.rejection` accepts a draft of q.
 
 With a reduced draft vocabulary of D tokens (`vocab=`), draft logits are [..., D]. Divergences then compare q with p
-renormalised on these tokens, as no q could have mass elsewhere. Rates and the total variation do not renormalise: what
-p has outside is rejected.
+renormalised on these tokens, as no q could have mass elsewhere. Rates and the total variation do not renormalise: mass
+of p outside is rejected.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def forward_kl(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary |
 
 
 def reverse_kl(draft_logits: Array, target_logits: Array, *, vocab: Vocabulary | None = None) -> Array:
-    """Compute KL(q || p), which lets q leave out what p holds. Arguments and result are as for `forward_kl`."""
+    """Compute KL(q || p), which lets q leave out mass of p. Arguments and result are as for `forward_kl`."""
     log_target, log_draft = _log_probs(draft_logits, target_logits, vocab)
     return _divergence(log_draft, log_target)
 

@@ -85,7 +85,7 @@ def positions(batch: Batch) -> Array:
 
 
 def shift(x: Array, count: int) -> Array:
-    """Move x [B, L, ...] so that row s holds what row s + count held, and zeros past the end (or before row 0)."""
+    """Move x [B, L, ...] so that row s holds the old row s + count, and zeros past the end (or before row 0)."""
     size = x.shape[1]
     padding = ((0, 0), (max(-count, 0), max(count, 0)), *((0, 0),) * (x.ndim - 2))
     return jnp.pad(x, padding)[:, max(count, 0) : max(count, 0) + size]
@@ -143,7 +143,7 @@ def depth_unroll(
 
     Depth 0 is step 0 of `feature_unroll`. A row of depth d is made of the mask token, d places after the token where
     it begins. It sees the rows of depth 0 up to that token and the rows of depths 1 to d which begin there, so it
-    computes what `ParallelEagle.propose` computes.
+    computes the same numbers as `ParallelEagle.propose`.
 
     Args:
         key: a typed key, which chooses the tokens at which rows of the mask token begin.
@@ -186,7 +186,7 @@ def depth_unroll(
 
 
 def medusa_unroll(heads: Sequence[PyTree], batch: Batch) -> Steps:
-    """Return what Medusa heads score: all the target's own last hidden state, one token further ahead each.
+    """Return the steps of Medusa heads: they read the target's last hidden state, labels one token further ahead each.
 
     Args:
         heads: parameters of the heads, as the proposer holds them.
@@ -427,7 +427,7 @@ class Blocks:
         return attended.reshape(batch_size, -1, num_heads, size), None
 
     def _sees(self, width: int) -> tuple[Array, Array]:
-        """Return what tokens see of the context, [B, count, width, L] bool, and of their block, [width, width]."""
+        """Return the slots that tokens see: in the context [B, count, width, L] bool, in their block [width, width]."""
         other = jnp.arange(self.key.shape[1], dtype=jnp.int32)[None, None]
         seen = other < self.anchors[..., None]
         if self.segments is not None:

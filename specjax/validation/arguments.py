@@ -1,4 +1,4 @@
-"""Checks of arguments that several modules share. They raise ValueError with what was expected and what came.
+"""Checks of arguments that several modules share. They raise ValueError with the expected and the actual value.
 
 Shapes and dtypes are checked everywhere, values only where they are known: not under jit.
 """
@@ -24,7 +24,7 @@ def suggestion(value: object, choices: Iterable[str]) -> str:
     """Return the end of a message that asks whether a misspelt value was meant to be one of some choices.
 
     Args:
-        value: what came.
+        value: the actual value.
         choices: the values that are known.
 
     Returns:

@@ -179,7 +179,7 @@ def layer_params(
         config: sizes and options.
         layer: the kinds and options of the layer.
         tensors: the tensors, with the names of Llama.
-        name: of the layer, what stands before the names of its tensors.
+        name: of the layer, the prefix of the names of its tensors.
         norms: as `decoder` takes them.
         inputs: numbers of a token that attention reads; None is the hidden size.
     """

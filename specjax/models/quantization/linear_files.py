@@ -46,7 +46,7 @@ class StoredLinear:
         """Return whether the files have the array with this ending of its name, of one of some dtypes if any are given.
 
         Args:
-            ending: what follows the name of the matrix, as ".weight_scale".
+            ending: suffix after the name of the matrix, as ".weight_scale".
             dtypes: names of dtypes of NumPy.
         """
         entry = self.find(self.name + ending)
@@ -56,7 +56,7 @@ class StoredLinear:
         """Read an array.
 
         Args:
-            ending: what follows the name of the matrix.
+            ending: suffix after the name of the matrix.
             shape: the shape that the array must have, None for any.
             dtypes: names of the dtypes of which the array must have one.
 
