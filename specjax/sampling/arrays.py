@@ -80,7 +80,7 @@ def lists_of(
     vocab_size: int | None,
     tokenize: Callable[[str], Sequence[int]] | None,
 ) -> Lists:
-    """Return the token ids that a request names; the arguments are those of `batch`.
+    """Return the token ids that a request names; `batch` describes the arguments.
 
     Raises:
         ValueError: the vocabulary does not have a token id, or so many tokens as log-probabilities are asked for; or
