@@ -40,11 +40,14 @@ def of_group(x, groups):
 
 
 def gptq(rng, n, k, group, *, bits=4, version=1, symmetric=False, order=False, stored_zero=None):
-    """Return arrays and matrix; `version` is of the zeros, `stored_zero` overrides the stored zero of each."""
+    """Return arrays and matrix; `version` is of the zeros, `stored_zero` overrides the stored zero of each.
+
+    `order` is whether groups are of inputs that lie apart, or the generator that draws which.
+    """
     size = k if group == -1 else group
     groups = np.arange(k) // size
     if order:
-        groups = rng.permutation(groups)
+        groups = (rng if order is True else order).permutation(groups)
     number = groups.max() + 1
     q, s = rng.integers(0, 2**bits, (n, k)), scales(rng, (n, number))
     z = np.full((n, number), 2 ** (bits - 1)) if symmetric else rng.integers(1, 2**bits, (n, number))

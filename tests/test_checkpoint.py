@@ -215,7 +215,7 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
         ({"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
         ({"mlp_bias": True}, "tensor model.layers.0.mlp.gate_proj.bias is missing"),
         ({"mlp_bias": 0}, "mlp_bias .* must be bool, got 0"),
-        ({"quantization_config": {"bits": 4}}, "^the weights of .* are quantised .*; give the checkpoint of the same"),
+        ({"quantization_config": {"bits": 4}}, "quant_method in .* must be one of fp8, .* got None; give"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "must have the field rope_scaling.factor"),
         (
             {"rope_scaling": {"type": "linear", "factor": 0}},

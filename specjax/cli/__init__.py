@@ -36,6 +36,8 @@ SAME = (  # arguments that must be the same in all processes
     "num_draft_tokens",
     "verifier",
     "dtype",
+    "quantization",
+    "draft_quantization",
     "max_length",
     "tensor_parallel",
 )
@@ -193,6 +195,12 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights; default: that of the checkpoint, or float32 on a CPU",
     )
+    add(
+        "--quantization",
+        choices=("int8", "int4", "fp8"),
+        help="round the matrices of the model's layers when they are read; default: keep them as they are stored",
+    )
+    add("--draft-quantization", choices=("int8", "int4", "fp8"), help="likewise for the checkpoint of --draft")
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
@@ -386,7 +394,8 @@ def _load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
     from specjax.engine.llm import LLM
 
     _check_platform()
-    options |= {"dtype": args.dtype, "max_length": args.max_length, "tensor_parallel": args.tensor_parallel}
+    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization")
+    options |= {name: getattr(args, name) for name in names}
     return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
 
 

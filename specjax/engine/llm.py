@@ -21,7 +21,7 @@ from specjax.engine.report import log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
-from specjax.models.directory import Checkpoint
+from specjax.models.directory import Checkpoint, check_quantization
 from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.parallel import WHOLE, OnMesh, put
@@ -81,6 +81,10 @@ class LLM:
         num_slots: number of samples that are decoded at a time, an integer >= 1; None is 64, and on CPUs 8, or 32 in a
             call of 64 samples or more. A single sample, in `generate` or a stream, is decoded alone. The devices along
             an axis "batch" must be able to share them equally.
+        quantization: "int8", "int4" or "fp8", to which the matrices of the target's layers are rounded when they are
+            read; embeddings and head stay as they are. None leaves the weights as they are stored, which may be
+            quantised already.
+        draft_quantization: likewise for a draft that is given as a checkpoint.
 
     Raises:
         FileNotFoundError: a checkpoint lacks a file.
@@ -109,6 +113,8 @@ class LLM:
         num_slots: int | None = None,
         tensor_parallel: int = 1,
         mesh: Mesh | None = None,
+        quantization: str | None = None,
+        draft_quantization: str | None = None,
     ):
         is_auto = num_draft_tokens == "auto"
         if is_auto:
@@ -134,10 +140,11 @@ class LLM:
         if model is None:
             model = models.EMBEDDED / "target"
             draft = models.EMBEDDED / ("draft" if is_auto else "eagle3") if draft is None else draft
+        check_quantization("draft_quantization", draft_quantization)
         enable_compilation_cache(compilation_cache)
-        self.checkpoint = Checkpoint(find_checkpoint("model", model))
+        self.checkpoint = Checkpoint(find_checkpoint("model", model), quantization)
         weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
-        found = _find_draft(draft, num_draft_tokens, self.checkpoint)
+        found = _find_draft(draft, num_draft_tokens, self.checkpoint, draft_quantization)
 
         target = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh)
         if num_slots is not None and isinstance(target.apply, OnMesh):
@@ -377,16 +384,19 @@ def _check_proposer(proposer: Proposer, target: Model, is_auto: bool) -> None:
 
 
 def _find_draft(
-    draft: str | Path | Proposer | None, num_draft_tokens: int, target: Checkpoint
+    draft: str | Path | Proposer | None, num_draft_tokens: int, target: Checkpoint, quantization: str | None
 ) -> Checkpoint | Proposer:
     """Return the checkpoint of a draft, or a proposer where no checkpoint has to be loaded."""
+    if quantization is not None and (draft == "ngram" or not isinstance(draft, str | Path)):
+        raise ValueError(f"draft_quantization must be None unless draft is a checkpoint, got {quantization!r}")
     if draft == "ngram":
         return proposers.ngram(num_draft_tokens) if num_draft_tokens > 0 else proposers.none()
     if isinstance(draft, str | Path):
         directory = find_drafter(draft)
         if num_draft_tokens == 0:
             return proposers.none()
-        return target if directory == target.directory else Checkpoint(directory)
+        is_target = (directory, quantization) == (target.directory, target.quantization)
+        return target if is_target else Checkpoint(directory, quantization)
     if draft is None:
         return proposers.none()
     if not hasattr(draft, "propose"):

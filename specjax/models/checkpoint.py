@@ -27,6 +27,7 @@ def load(
     sharding: jax.sharding.Sharding | None = None,
     mesh: Mesh | None = None,
     feature_layers: Sequence[int] = (),
+    quantization: str | None = None,
 ) -> Model:
     """Load a checkpoint from a directory in the Hugging Face layout.
 
@@ -37,7 +38,8 @@ def load(
     Args:
         directory: a `Checkpoint`, or its directory with config.json, and with model.safetensors or the shards that
             model.safetensors.index.json names. The model must belong to one of the families in
-            `specjax.models.families`, and its tensors must be float32, bfloat16 or float16.
+            `specjax.models.families`. Its tensors must be float32, bfloat16 or float16, or its matrices in codes of a
+            format that docs/models.md names, which stay as they are.
         dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
         sharding: sharding of every parameter; None puts the parameters on the default device. The axes of a mesh must
             have the axis type Auto.
@@ -47,6 +49,8 @@ def load(
             sharding.
         feature_layers: layers whose residual stream the model gives to proposers, as `with_feature_layers` takes them;
             `proposers.feature_layers` says which ones a drafter wants.
+        quantization: "int8", "int4" or "fp8", to which the matrices of layers are rounded, one after the other, when
+            they are read; embeddings and head stay as they are. None rounds nothing, or as the `Checkpoint` says.
 
     Returns:
         A `Model` whose logits are float32.
@@ -66,6 +70,8 @@ def load(
         (4096, 2048)
     """
     checkpoint = Checkpoint.of(directory)
+    if quantization is not None:
+        checkpoint = Checkpoint(checkpoint.directory, quantization)
     wanted = _dtype(dtype)
     config = checkpoint.config
     family = _family(config)
@@ -92,18 +98,14 @@ def _dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _family(config: ConfigFile) -> str:
-    """Return the family of a checkpoint; raise ValueError if there is none, or if the weights are quantised."""
+    """Return the family of a checkpoint; raise ValueError if there is none."""
     family = config.get("model_type", str)
     if family not in BUILD:
         raise ValueError(
             f"specjax has no family {family!r}, which is model_type in {config.path}; it has {', '.join(BUILD)} "
             "(docs/models.md), and takes models in JAX that you bring yourself (docs/own-models.md)"
         )
-    if config.fields.get("quantization_config"):
-        raise ValueError(
-            f"the weights of {config.path.parent} are quantised (quantization_config in {config.path.name}), which "
-            "specjax does not read; give the checkpoint of the same model in bfloat16, float16 or float32"
-        )
+    config.ignore("quantization_config")  # `Checkpoint.scheme` has read it
     return family
 
 

@@ -10,14 +10,24 @@ import numpy as np
 from specjax.models import tokenizer as tokenizers
 from specjax.models.config_file import DTYPES, ConfigFile, read_json
 from specjax.models.diagnosis import hint
+from specjax.validation import suggestion
 from specjax.validation.extras import needs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from specjax.models.quantization import Scheme
     from specjax.models.tensors import Tensors
 
+FORMATS = ("int8", "int4", "fp8")  # that weights may be rounded to
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def check_quantization(name: str, quantization: str | None) -> None:
+    """Raise ValueError unless weights may be rounded to a format; errors call it `name`."""
+    if quantization is not None and quantization not in FORMATS:
+        hint = suggestion(quantization, FORMATS)
+        raise ValueError(f"{name} must be None, {', '.join(map(repr, FORMATS))}, got {quantization!r}{hint}")
 
 
 class Checkpoint:
@@ -27,12 +37,16 @@ class Checkpoint:
 
     Args:
         directory: the directory with config.json, the tensors, and usually the tokenizer.
+        quantization: "int8", "int4" or "fp8", to which the matrices of layers are rounded when they are read; None
+            leaves the weights as they are stored.
 
     Attributes:
         directory: the same directory.
+        quantization: the same format.
 
     Raises:
         FileNotFoundError: there is no such directory.
+        ValueError: the quantization has no such format.
 
     Example:
         >>> from specjax import models
@@ -41,8 +55,9 @@ class Checkpoint:
         ('llama', 'bfloat16')
     """
 
-    def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, quantization: str | None = None):
+        check_quantization("quantization", quantization)
+        self.directory, self.quantization = Path(directory), quantization
         if not self.directory.is_dir():
             got = f"{directory}, which is not a directory{hint(self.directory)}"
             raise FileNotFoundError(f"directory must hold a checkpoint, got {got}")
@@ -98,7 +113,7 @@ class Checkpoint:
             FileNotFoundError: there are no tensors, or an index names a file that does not exist.
             ValueError: a file is damaged.
         """
-        return self._model_tensors.anew(dtype, sharding, in_parts=in_parts)
+        return self._model_tensors.anew(dtype, sharding, in_parts=in_parts, quantization=self.quantization)
 
     def drafter_tensors(self, dtype: np.dtype) -> "Tensors":
         """Return the tensors of a drafter, which may lie in files that torch.save wrote; none of them is read yet.
@@ -107,13 +122,34 @@ class Checkpoint:
             FileNotFoundError: there are no tensors, or an index names a file that does not exist.
             ValueError: a file is damaged.
         """
-        return self._drafter_tensors.anew(dtype)
+        return self._drafter_tensors.anew(dtype, quantization=self.quantization)
 
     @cached_property
     def _model_tensors(self) -> "Tensors":
         with needs("models"):
             from specjax.models.tensors import Tensors
-        return Tensors(self.directory, np.dtype("float32"))
+        return Tensors(self.directory, np.dtype("float32"), scheme=self.scheme)
+
+    @cached_property
+    def scheme(self) -> "Scheme | None":
+        """How the files store matrices in codes; None where they store floats.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ValueError: a file is damaged, the format is unknown or a field of it is not supported, or the weights are
+                to be rounded to another format.
+        """
+        config, beside = self.config, self.settings("hf_quant_config.json")
+        if not config.fields.get("quantization_config") and not beside.fields:
+            return None
+        if self.quantization is not None:
+            raise ValueError(
+                f"quantization must be None for weights that are quantised already, as those of {self.directory} are, "
+                f"got {self.quantization!r}"
+            )
+        from specjax.models.quantization import scheme_of
+
+        return scheme_of(config.table("quantization_config") if "quantization_config" in config else beside)
 
     @cached_property
     def _drafter_tensors(self) -> "Tensors":

@@ -7,6 +7,7 @@ embedding and the head are split by tokens. Norms, biases of sums and the residu
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 from specjax.models.decoder import DecoderConfig
 from specjax.models.families.opt import OPTConfig
 from specjax.models.network import Apply, InitCache
-from specjax.models.tensors import Stored, place
+from specjax.models.quantized import Quantized, dequantize
+from specjax.models.quantized_parts import Run, specs_of, split_quantized
+from specjax.models.tensors import Stored, StoredMatrix, place
 from specjax.parallel import InitOnMesh, OnMesh, check_axis, put, shards
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
-Run = tuple[int, int]  # the entries [start, stop) of an axis
+CUT_INPUTS = ("attention_out", "mlp_out")  # matrices of which a device has some inputs; elsewhere it has some outputs
 
 
 def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Model:
@@ -54,18 +57,26 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         raise ValueError(f"model must be one that specjax built, to be shared by devices, got {model.apply!r}")
     whole, number = apply.config, mesh.shape[axis_name]
     part = _part(whole, number, axis_name)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
-    cuts = [_cut(_name(path), whole, part, number) for path, _ in leaves]
-    specs = tuple(P() if cut is None else P(*[None] * cut.axis, axis_name) for cut in cuts)
-    split = [
-        _split(leaf, cut, NamedSharding(mesh, spec)) for (_, leaf), cut, spec in zip(leaves, cuts, specs, strict=True)
-    ]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(
+        model.params, is_leaf=lambda leaf: isinstance(leaf, Quantized)
+    )
+    split, specs = [], []
+    for path, leaf in leaves:
+        leaf = leaf.read() if isinstance(leaf, StoredMatrix) else leaf
+        if isinstance(leaf, Quantized) and leaf.order is not None and _name(path) in CUT_INPUTS:
+            leaf = dequantize(leaf, leaf.dtype)  # the inputs of a device would lie apart in the codes
+            leaf = leaf if _is_transposed(whole) else leaf.T
+        is_transposed = isinstance(leaf, Quantized) or _is_transposed(whole)
+        cut = _cut(_name(path), whole, part, number, is_transposed=is_transposed)
+        spec = P() if cut is None else P(*[None] * cut.axis, axis_name)
+        split.append(_split(leaf, cut, NamedSharding(mesh, spec)))
+        specs += specs_of(leaf, spec) if isinstance(leaf, Quantized) else [spec]
     on_mesh = OnMesh(
         apply=replace(apply, config=part),
         init_cache=replace(init_cache, config=part),
         mesh=mesh,
         axis_name=axis_name,
-        param_specs=specs,
+        param_specs=tuple(specs),
         cache_spec=P(None, None, axis_name),
         vocab_size=whole.vocab_size,
     )
@@ -113,14 +124,18 @@ def _name(path: tuple) -> str:
     return rest[-1] if last == "weight" else f"{rest[-1]}_bias"
 
 
-def _cut(name: str, whole: Config, part: Config, number: int) -> Cut | None:
+def _is_transposed(config: Config) -> bool:
+    """Return whether matrices of floats are [outputs, inputs]."""
+    return isinstance(config, DecoderConfig) and config.transposed
+
+
+def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: bool) -> Cut | None:
     """Return how the devices share a parameter; None where each has it whole."""
     runs = [_runs(name, device, whole, part, number) for device in range(number)]
     if not runs[0]:
         return None
-    transposed = isinstance(whole, DecoderConfig) and whole.transposed
-    axis = 0 if transposed or name in ("embedding", "head") or name.endswith("_bias") else 1
-    if name in ("attention_out", "mlp_out"):  # their inputs are split, elsewhere the outputs
+    axis = 0 if is_transposed or name in ("embedding", "head") or name.endswith("_bias") else 1
+    if name in CUT_INPUTS:
         axis = 1 - axis
     return Cut(axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
 
@@ -149,8 +164,10 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
     return []
 
 
-def _split(leaf: Array | Stored, cut: Cut | None, sharding: NamedSharding) -> Array:
-    """Return a parameter on its devices; one in files is read part by part."""
+def _split(leaf: Any, cut: Cut | None, sharding: NamedSharding) -> Any:
+    """Return a parameter on its devices; an array in files is read part by part."""
+    if isinstance(leaf, Quantized) and cut is not None:
+        return split_quantized(leaf, cut.axis, cut.size, cut.runs, sharding)
     if isinstance(leaf, Stored):
         return place(leaf if cut is None else _arrange_stored(leaf, cut), sharding)
     return put(leaf if cut is None else _arrange(leaf, cut), sharding)

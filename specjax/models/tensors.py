@@ -20,7 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.models.config_file import read_json
 from specjax.models.diagnosis import check_not_pointer, lacks
+from specjax.models.quantization import Scheme, StoredLinear
+from specjax.models.quantized import Quantized, concatenate, dequantize, quantize
+from specjax.models.safetensors_file import DTYPES as ARRAY_DTYPES
+from specjax.models.safetensors_file import read_array
 from specjax.models.torch_file import TorchFile, open_torch_file
+from specjax.parallel import put
 from specjax.types import Array
 
 CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, counted as float32
@@ -43,6 +48,45 @@ class Stored:
         return len(self.shape)
 
 
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A quantised matrix that is still in the files of a checkpoint, where a parameter of a model will be.
+
+    It is read whole. Where its parts have several formats it is a matrix of floats, as `Tensors.matrices` returns it.
+    """
+
+    read: Callable[[], Quantized | np.ndarray]
+    ndim: int = 2
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array in a file, as `quantization` takes it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # the name of the dtype in safetensors
+    advance: Callable[[int], None]
+
+    @property
+    def dtype(self) -> str:
+        return ARRAY_DTYPES[self.kind].name if self.kind in ARRAY_DTYPES else self.kind
+
+    @property
+    def place(self) -> str:
+        return f"tensor {self.name} in {self.path}"
+
+    def read(self) -> np.ndarray:
+        if self.path.suffix in (".bin", ".pt"):
+            with _open(self.path) as file:
+                values = np.asarray(file.get_slice(self.name)[...])
+        else:
+            values = read_array(self.path, self.name)
+        self.advance(values.nbytes)
+        return values
+
+
 class Tensors:
     """Give access to the tensors of some files, each safetensors or, by its ending .bin or .pt, written by torch.save.
 
@@ -52,12 +96,18 @@ class Tensors:
     that the caller, which knows the devices, reads them. Names in the files may lack the prefix "model.", as they do if
     a model was saved without its head.
 
+    With a scheme, a matrix that the files hold in codes is a `Quantized`. With a quantization, each matrix of
+    `matrices` is rounded to it when it is read, so that there is no second copy of the weights. Embeddings and heads
+    (`table`) are not rounded.
+
     Args:
         directory: directory of the checkpoint.
         dtype: dtype of the arrays.
         sharding: sharding of the arrays; None is the default device.
         files: the files; None is model.safetensors, or the shards that model.safetensors.index.json names.
         in_parts: whether tensors are given as `Stored`; they are then on the devices of the sharding in the end.
+        scheme: how the files store matrices in codes; None: they store floats.
+        quantization: "int8", "int4" or "fp8", to which `matrices` are rounded; None for not at all.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -72,9 +122,13 @@ class Tensors:
         sharding: jax.sharding.Sharding | None = None,
         files: Sequence[Path] | None = None,
         in_parts: bool = False,
+        scheme: Scheme | None = None,
+        quantization: str | None = None,
     ):
+        self._scheme, self._quantization = scheme, quantization
         self._directory, self._dtype, self._sharding, self._in_parts = directory, dtype, sharding, in_parts
         self._paths = {}  # maps the name of a tensor to its file
+        self._headers = {}  # maps the name of a tensor to its shape and the name of its dtype
         self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
         for path in _shards(directory, "model.safetensors") if files is None else files:
@@ -82,10 +136,16 @@ class Tensors:
                 for name in file.keys():  # noqa: SIM118, the file is not a dict
                     entry = file.get_slice(name)
                     self._paths[name] = path
+                    self._headers[name] = tuple(entry.get_shape()), entry.get_dtype()
                     self._unread[name] = math.prod(entry.get_shape()) * DTYPES.get(entry.get_dtype(), 1)
 
     def anew(
-        self, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None, *, in_parts: bool = False
+        self,
+        dtype: np.dtype,
+        sharding: jax.sharding.Sharding | None = None,
+        *,
+        in_parts: bool = False,
+        quantization: str | None = None,
     ) -> "Tensors":
         """Return the tensors of the same files for other arrays; this object must have read none of them.
 
@@ -93,6 +153,7 @@ class Tensors:
         """
         other = copy.copy(self)
         other._dtype, other._sharding, other._in_parts = dtype, sharding, in_parts
+        other._quantization = quantization
         other._unread = dict(self._unread)
         return other
 
@@ -112,8 +173,7 @@ class Tensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        with _open(self._paths[self._find(name)]) as file:
-            return tuple(file.get_slice(self._find(name)).get_shape())
+        return self._headers[self._find(name)][0]
 
     def integers(self, name: str, size: int) -> np.ndarray:
         """Read a vector of whole numbers, or of truth values, as it is stored."""
@@ -127,23 +187,30 @@ class Tensors:
         self._mark_read(name)
         return values
 
-    def table(self, name: str, *shape: int) -> Array:
-        """Read a matrix, or another array of two axes or more, as it is stored."""
+    def table(self, name: str, *shape: int) -> Any:
+        """Read a matrix, or another array of two axes or more, as it is stored: [V, D] or `Quantized`."""
+        if len(shape) == 2 and self._is_quantized(self._linear(name, shape)):
+            return self._matrix({name: shape}, transposed=True)
         return self._read({name: shape})
 
     def vectors(self, sizes: dict[str, int]) -> Array:
         """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})
 
-    def matrices(self, inputs: int, outputs: dict[str, int], *, transposed: bool = False) -> Array:
+    def matrices(self, inputs: int, outputs: dict[str, int], *, transposed: bool = False) -> Any:
         """Read matrices of one input and concatenate their outputs: [inputs, sum of outputs], or its transpose.
+
+        Matrices that the files hold in codes are a `Quantized`, if all have one format; otherwise they become floats.
 
         Args:
             inputs: number of inputs of every matrix.
             outputs: number of outputs of each matrix, by name.
             transposed: whether to return [sum of outputs, inputs], which is the orientation in the files.
         """
-        return self._read({name: (size, inputs) for name, size in outputs.items()}, transpose=not transposed)
+        shapes = {name: (size, inputs) for name, size in outputs.items()}
+        if self._quantization or any(self._is_quantized(self._linear(*item)) for item in shapes.items()):
+            return self._matrix(shapes, transposed)
+        return self._read(shapes, transpose=not transposed)
 
     def check_same(self, name: str, other: str, *shape: int) -> None:
         """Raise ValueError if the files hold the tensor `name` and it differs from the tensor `other`."""
@@ -157,8 +224,11 @@ class Tensors:
 
     def check_all_read(self, *ignored: str) -> None:
         """Raise ValueError for a tensor that has not been read, unless its name matches a pattern in `ignored`."""
+        unneeded = () if self._scheme is None else self._scheme.unneeded
         for name in self._unread:
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
+            if self._scheme is not None and name.endswith(".bias") and not self._read_slice(name, slice(None)).any():
+                continue  # some tools write a bias of zeros beside every matrix
+            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in (*ignored, *unneeded)):
                 raise ValueError(f"tensor {name} in {self._paths[name]} does not belong to a model of this config")
 
     @contextlib.contextmanager
@@ -190,6 +260,65 @@ class Tensors:
 
         return advance
 
+    def _linear(self, name: str, shape: tuple[int, ...]) -> StoredLinear:
+        """Return what the files have of the matrix of a tensor, which ends in ".weight"."""
+        return StoredLinear(name.removesuffix(".weight"), shape, self._entry, self._dtype)
+
+    def _entry(self, name: str) -> StoredArray | None:
+        if name not in self:
+            return None
+        name = self._find(name)
+        shape, kind = self._headers[name]
+        return StoredArray(self._paths[name], name, shape, kind, lambda num_bytes: self._advance(num_bytes))
+
+    def _is_quantized(self, linear: StoredLinear) -> bool:
+        return self._scheme is not None and self._scheme.is_quantized(linear)
+
+    def _matrix(self, shapes: dict[str, tuple[int, ...]], transposed: bool) -> Any:
+        """Return quantised matrices of one input as one, in the files still or on its devices."""
+        linears = [self._linear(*item) for item in shapes.items()]
+        if not any(map(self._is_quantized, linears)):
+            for item in shapes.items():
+                self._check(*item)
+        stored = StoredMatrix(lambda: self._joined(linears, transposed))
+        matrix = stored
+        if not self._in_parts:
+            matrix = stored.read()
+            matrix = jax.device_put(matrix) if self._sharding is None else put(matrix, self._sharding)
+        for linear in linears:
+            names = linear.name, linear.name.removeprefix("model.")
+            self._mark_all_read(tuple(f"{name}{end}" for name in names for end in "._"))
+        return matrix
+
+    def _joined(self, linears: list[StoredLinear], transposed: bool) -> Quantized | np.ndarray:
+        """Read matrices of one input, and return one matrix with their outputs."""
+        if not any(map(self._is_quantized, linears)):
+            assert self._quantization is not None, "only then are floats read here"
+            return quantize(self._floats(linears), self._quantization)
+        scheme = self._scheme
+        assert scheme is not None, "only then is a matrix quantised"
+        if all(map(self._is_quantized, linears)):
+            parts = [_named(linear, scheme.read) for linear in linears]
+            with contextlib.suppress(ValueError):  # formats or orders of inputs differ: they become floats
+                return concatenate(parts)
+        else:
+            parts = [scheme.read(one) if self._is_quantized(one) else self._floats([one]) for one in linears]
+        floats = [dequantize(part, self._dtype) if isinstance(part, Quantized) else part for part in parts]
+        whole = np.concatenate([np.asarray(part) for part in floats])
+        logger.info("%s: of several formats, read as %s", ", ".join(one.name for one in linears), self._dtype.name)
+        return whole if transposed else np.ascontiguousarray(whole.T)
+
+    def _floats(self, linears: list[StoredLinear]) -> Array:
+        """Read matrices of floats [N, K] and concatenate their outputs, on the default device."""
+        whole = copy.copy(self)
+        whole._sharding, whole._in_parts = None, False
+        return whole._read({f"{linear.name}.weight": linear.shape for linear in linears})
+
+    def _mark_all_read(self, beginnings: tuple[str, ...]) -> None:
+        """Count as read all tensors whose names begin so, but biases."""
+        for name in [name for name in self._unread if name.startswith(beginnings) and not name.endswith(".bias")]:
+            self._unread.pop(name)
+
     def _find(self, name: str) -> str:
         """Return the name of a tensor in the files."""
         for candidate in (name, name.removeprefix("model.")):
@@ -203,9 +332,7 @@ class Tensors:
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the stored tensor has this shape and a supported dtype."""
         path = self._paths[self._find(name)]
-        with _open(path) as file:
-            entry = file.get_slice(self._find(name))
-            stored, dtype = tuple(entry.get_shape()), entry.get_dtype()
+        stored, dtype = self._headers[self._find(name)]
         if stored != shape:
             raise ValueError(f"tensor {name} in {path} must have shape {shape}, got {stored}")
         if dtype not in DTYPES:
@@ -250,6 +377,16 @@ class Tensors:
             for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), width):
                 out[rows.start + offset - first : rows.stop + offset - first] = self._read_slice(name, (rows, *columns))
             offset += shape[0]
+
+
+def _named(linear: StoredLinear, read: Callable[[StoredLinear], Quantized]) -> Quantized:
+    """Read a matrix; an error that does not name it does so."""
+    try:
+        return linear.check(read(linear))
+    except ValueError as error:
+        if linear.name in str(error):
+            raise
+        raise ValueError(f"the quantised matrix {linear.name}: {error}") from error
 
 
 def place(stored: Stored, sharding: jax.sharding.Sharding | None) -> Array:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from specjax.models.directory import Checkpoint
+from specjax.models.quantized import Quantized, dequantize
 from specjax.parallel import OnMesh
 from specjax.proposers.drawing import Reduced, reduced_vocabulary
 from specjax.types import Array, Model
@@ -28,10 +29,11 @@ class TargetWeights:
 
     @property
     def embedding(self) -> Array:  # [V, H]
-        return self._whole("embedding")
+        table = self._whole("embedding")
+        return dequantize(table, table.dtype) if isinstance(table, Quantized) else table
 
     @property
-    def head(self) -> Array:  # [V, H]
+    def head(self) -> Any:  # [V, H], which may be `Quantized`
         return self._whole("head" if "head" in self.target.params else "embedding")
 
     @property
@@ -42,7 +44,7 @@ class TargetWeights:
     def dtype(self) -> np.dtype:
         return np.dtype(self.target.params["embedding"].dtype)
 
-    def _whole(self, name: str) -> Array:
+    def _whole(self, name: str) -> Any:
         table, apply = self.target.params[name], self.target.apply
         if not isinstance(apply, OnMesh):
             return table

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax.models.attention import KeyValues, memories
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
+from specjax.models.linear import linear
 from specjax.models.network import Network, Taps, embed, network_model, without_padding
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
@@ -82,7 +83,7 @@ def _init(config: OPTConfig, seed: int) -> PyTree:
 
 def _affine(params: PyTree, x: Array, axis_name: str | None = None) -> Array:
     """Return x [B, T, in] @ weight [in, out] + bias [out]. With `axis_name` each device has some of the inputs."""
-    product = x @ params["weight"]
+    product = linear(x, params["weight"])
     if axis_name is not None:
         product = jax.lax.psum(product, axis_name)
     return product + params["bias"][None, None]
@@ -121,7 +122,7 @@ def _apply(
     with jax.default_matmul_precision(precision):
         x = embed(embedding, inputs.tokens, config.axis_name)
         if "project_in" in params:
-            x = x @ params["project_in"]
+            x = linear(x, params["project_in"])
         x = x + params["position_embedding"].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
         new_cache, taps = [], Taps(feature_layers)
         taps.collect(0, x)
@@ -130,7 +131,7 @@ def _apply(
             new_cache.append(kept)
             taps.collect(i + 1, x)
         hidden = _norm(params["norm"], x) if config.final_norm else x
-        projected = hidden @ params["project_out"] if "project_out" in params else hidden
+        projected = linear(hidden, params["project_out"]) if "project_out" in params else hidden
         logits = jnp.einsum("btd,vd->btv", projected, embedding, preferred_element_type=jnp.float32)
         logits = without_padding(logits, config.num_padding, config.axis_name)
     return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache

@@ -21,7 +21,7 @@ class Scheme(Protocol):
 
     @property
     def unneeded(self) -> tuple[str, ...]:
-        """Patterns of the names of arrays that the files may hold although nothing reads them."""
+        """Patterns of the names of arrays that belong to no matrix, and that nothing reads."""
         ...
 
     def is_quantized(self, linear: StoredLinear) -> bool:

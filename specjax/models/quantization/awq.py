@@ -22,7 +22,7 @@ class AWQ:
     """How the files of a checkpoint store matrices of 4 bits with scales and zeros for groups of inputs."""
 
     group: int | None  # inputs that share a scale; None is all
-    unneeded: tuple[str, ...] = ()  # patterns of the names of arrays that are not read
+    unneeded: tuple[str, ...] = ()  # as `Scheme` has them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "AWQ":

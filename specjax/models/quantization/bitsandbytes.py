@@ -26,8 +26,7 @@ def matches(config: ConfigFile) -> bool:
 class BitsAndBytes:
     """How the files of a checkpoint store matrices of NF4 or int8."""
 
-    # Patterns of the names of arrays that are not read: SCB is the scale, and rows are stored one after the other.
-    unneeded: tuple[str, ...] = ("*.weight_format",)
+    unneeded: tuple[str, ...] = ()  # as `Scheme` has them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "BitsAndBytes":

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,20 +49,7 @@ class CompressedTensors:
 
     groups: tuple[Group, ...]
     ignored: tuple[str, ...]
-    # Patterns of the names of arrays that are not read: activations and the cache stay floats.
-    unneeded: tuple[str, ...] = field(
-        default=(
-            "*.weight_shape",
-            "*.input_scale",
-            "*.input_zero_point",
-            "*.input_global_scale",
-            "*.weight_g_idx",
-            "*.weight_zero_point",
-            "*.k_scale",
-            "*.v_scale",
-            "*.q_scale",
-        )
-    )
+    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale")  # as `Scheme` has them: the cache stays floats
 
     @classmethod
     def of(cls, config: ConfigFile) -> "CompressedTensors":
@@ -83,8 +70,8 @@ class CompressedTensors:
         return cls(groups, _strings(config, "ignore"))
 
     def is_quantized(self, linear: StoredLinear) -> bool:
-        """Return whether a group has the matrix."""
-        return self._group_of(linear.name) is not None
+        """Return whether a group has the matrix, and the files do not hold it as floats."""
+        return self._group_of(linear.name) is not None and not linear.has(".weight", *FLOATS)
 
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix.

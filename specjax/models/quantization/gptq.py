@@ -23,7 +23,7 @@ class GPTQ:
     is_symmetric: bool
     zeros_less_one: bool  # whether the stored zeros are one less than the zeros, as in version 1
     has_order: bool  # whether groups are of inputs that lie apart
-    unneeded: tuple[str, ...] = ("*.g_idx",)  # patterns of the names of arrays that are not always read
+    unneeded: tuple[str, ...] = ()  # as `Scheme` has them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "GPTQ":

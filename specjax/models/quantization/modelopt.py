@@ -18,8 +18,7 @@ def matches(config: ConfigFile) -> bool:
 class ModelOpt:
     """How the files of a checkpoint store matrices of e4m3 or e2m1."""
 
-    # Patterns of the names of arrays that are not read: activations and the cache stay floats.
-    unneeded: tuple[str, ...] = ("*.input_scale", "*.k_scale", "*.v_scale")
+    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale")  # as `Scheme` has them: the cache stays floats
 
     @classmethod
     def of(cls, config: ConfigFile) -> "ModelOpt":

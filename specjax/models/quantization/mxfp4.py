@@ -18,7 +18,7 @@ def matches(config: ConfigFile) -> bool:
 class MXFP4:
     """How the files of a checkpoint store matrices of e2m1, or stacks of such matrices."""
 
-    unneeded: tuple[str, ...] = ()  # patterns of the names of arrays that are not read
+    unneeded: tuple[str, ...] = ()  # as `Scheme` has them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "MXFP4":

@@ -1,0 +1,254 @@
+"""Checkpoints with quantised matrices: loaded, rounded when they are loaded, shared by devices, and decoded."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import quantized_files as files
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+from test_checkpoint import CONFIG, make_tensors, tensor_shapes, write
+
+import specjax
+from specjax import SamplingParams, models
+from specjax.models.quantized import NF4, Quantized, dequantize, quantize
+from specjax.types import ModelInput
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 48}
+BASE = CONFIG | SIZES | {"tie_word_embeddings": False}
+TOKENS = np.random.default_rng(0).integers(0, 48, (2, 9)).astype(np.int32)
+
+
+def compressed(layout, **weights):
+    group = {"targets": ["Linear"], "format": layout, "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+FORMATS = {
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        lambda rng, n, k: files.fp8(rng, n, k, (32, 32)),
+    ),
+    "fp8": ({"quant_method": "fp8"}, lambda rng, n, k: files.fp8(rng, n, k, name="weight_scale")),
+    "gptq": (GPTQ, lambda rng, n, k: files.gptq(rng, n, k, 32)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, lambda rng, n, k: files.awq(rng, n, k, 32)),
+    "packed": (
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
+        lambda rng, n, k: files.packed(rng, n, k, 32, symmetric=False),
+    ),
+    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), lambda rng, n, k: files.int8(rng, n, k)),
+    "nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda rng, n, k: files.nvfp4(rng, n, k, "modelopt"),
+    ),
+    "nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        lambda rng, n, k: files.nf4(rng, n, k, NF4, True),
+    ),
+    "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, files.llm_int8),
+}
+
+
+def layers_of(config):
+    return [name for name in tensor_shapes(config) if name.endswith("_proj.weight")]
+
+
+def write_both(folder, quantization, fabricate, config=BASE):
+    """Write a quantised checkpoint, and a checkpoint of the floats for which it stands."""
+    rng, floats = np.random.default_rng(1), make_tensors(config)
+    stored = dict(floats)
+    for name in layers_of(config):
+        arrays, floats[name] = fabricate(rng, *floats[name].shape)
+        del stored[name]
+        stored |= {f"{name.removesuffix('weight')}{key}": np.array(value) for key, value in arrays.items()}
+    both = folder / "quantized", folder / "floats"
+    for path in both:
+        path.mkdir()
+    write(both[0], config | {"quantization_config": quantization}, stored)
+    write(both[1], config, floats)
+    return both
+
+
+def logits(model, tokens=TOKENS):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return np.asarray(model.apply(model.params, ModelInput(jnp.asarray(tokens), positions), None)[0].logits)
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, Quantized)
+
+
+def quantized_leaves(model):
+    return [x for x in jax.tree.leaves(model.params, is_leaf=is_quantized) if is_quantized(x)]
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_a_quantised_checkpoint_computes_what_its_floats_do(tmp_path, case):
+    quantized, floats = (models.load(path) for path in write_both(tmp_path, *FORMATS[case]))
+    assert len(quantized_leaves(quantized)) == 2 * 4  # in each layer qkv, gate and up, and two others
+    expected = logits(floats)
+    np.testing.assert_allclose(logits(quantized), expected, atol=2e-5 * np.abs(expected).max())
+    assert jax.tree.structure(jax.tree.map(lambda x: 0, floats.params)) == jax.tree.structure(
+        jax.tree.map(lambda x: 0, quantized.params, is_leaf=is_quantized)
+    )
+
+
+@pytest.mark.parametrize("shares_order", [True, False])
+def test_an_order_of_inputs_stays_where_matrices_of_one_input_share_it(tmp_path, shares_order):
+    def fabricate(rng, n, k):
+        return files.gptq(rng, n, k, 32, order=np.random.default_rng(k) if shares_order else True)
+
+    paths = write_both(tmp_path, GPTQ | {"desc_act": True}, fabricate)
+    quantized, floats = map(models.load, paths)
+    assert len(quantized_leaves(quantized)) == (8 if shares_order else 4)
+    expected = logits(floats)
+    np.testing.assert_allclose(logits(quantized), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_names_without_prefix_zeros_for_biases_and_scales_of_the_cache(tmp_path):
+    path, floats = write_both(tmp_path, *FORMATS["int8"])
+    stored = {name.removeprefix("model."): x for name, x in load_file(path / "model.safetensors").items()}
+    stored |= {"layers.0.self_attn.k_proj.bias": np.zeros(32), "layers.0.self_attn.k_scale": np.ones(1)}
+    save_file(stored, path / "model.safetensors")
+    expected = logits(models.load(floats))
+    np.testing.assert_allclose(logits(models.load(path)), expected, atol=2e-5 * np.abs(expected).max())
+    stored["layers.0.self_attn.k_proj.bias"] = np.ones(32)
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"k_proj.bias .* does not belong"):
+        models.load(path)
+
+
+def test_groups_of_several_formats_and_matrices_that_stay_floats(tmp_path):
+    config = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
+    config["config_groups"]["group_1"] = {
+        "targets": ["re:.*(v|down)_proj"],
+        "format": "int-quantized",
+        "weights": {"num_bits": 8, "strategy": "channel"},
+    }
+    config["ignore"] += ["re:.*layers.1.mlp.*"]
+    rng, floats = np.random.default_rng(1), make_tensors(BASE)
+    stored = dict(floats)
+    for name in layers_of(BASE):
+        if "layers.1.mlp" in name:
+            continue
+        of_8_bits = "v_proj" in name or "down" in name
+        fabricate, group = (files.int8, None) if of_8_bits else (files.packed, 32)
+        arrays, floats[name] = fabricate(rng, *floats[name].shape, group)
+        del stored[name]
+        stored |= {f"{name.removesuffix('weight')}{key}": value for key, value in arrays.items()}
+    paths = tmp_path / "q", tmp_path / "f"
+    for path in paths:
+        path.mkdir()
+    quantized = models.load(write(paths[0], BASE | {"quantization_config": config}, stored))
+    expected = logits(models.load(write(paths[1], BASE, floats)))
+    np.testing.assert_allclose(logits(quantized), expected, atol=2e-5 * np.abs(expected).max())
+    layers = quantized.params["layers"]
+    # Query and key have 4 bits and value has 8, so the three become floats.
+    assert [name for name, x in layers[0].items() if is_quantized(x)] == ["attention_out", "gate_up", "mlp_out"]
+    assert [name for name, x in layers[1].items() if is_quantized(x)] == ["attention_out"]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_weights_are_rounded_when_they_are_read(tmp_path, format):
+    tensors = make_tensors(BASE)
+    path = write(tmp_path, BASE, tensors)
+    model = models.load(path, quantization=format)
+    assert len(quantized_leaves(model)) == 8
+    names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
+    whole = quantize(jnp.asarray(np.concatenate([tensors[name] for name in names])), format)
+    found = model.params["layers"][1]["qkv"]
+    np.testing.assert_array_equal(np.asarray(dequantize(found)), np.asarray(dequantize(whole)))
+    assert found.dtype == jnp.float32 and model.params["head"].dtype == jnp.float32
+    exact = np.concatenate([tensors[name] for name in names])
+    error = np.abs(np.asarray(dequantize(found)) - exact).mean() / exact.std()
+    assert error < {"int8": 0.01, "fp8": 0.03, "int4": 0.1}[format]
+    assert np.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize(("case", "number"), [("fp8 blocks", 2), ("packed", 4), ("nf4", 2), ("int8", 2), ("order", 2)])
+def test_devices_share_quantised_weights(tmp_path, case, number):
+    if case == "order":
+        case = GPTQ | {"desc_act": True}, lambda rng, n, k: files.gptq(rng, n, k, 32, order=np.random.default_rng(k))
+    else:
+        case = FORMATS[case]
+    path, _ = write_both(tmp_path, *case, BASE | {"vocab_size": 46})
+    mesh = jax.make_mesh((number,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    tokens = TOKENS % 46
+    whole = models.load(path)
+    expected = logits(whole, tokens)
+    inputs = ModelInput(jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(9), tokens.shape))
+
+    def run(shared):
+        def on_one(params, cache, inputs):
+            return cache, shared.apply.apply(params, inputs, None)[0].logits
+
+        return shared.apply.run(on_one, shared.params, (), inputs, P(None, None, "tensor"))[1]
+
+    for shared in (models.load(path, mesh=mesh), models.tensor_parallel(whole, mesh)):
+        assert len(quantized_leaves(shared)) >= 4
+        found = np.asarray(run(shared))[..., :46]
+        np.testing.assert_allclose(found, expected, atol=5e-5 * np.abs(expected).max())
+
+
+def test_an_llm_of_rounded_weights_drafts_with_rounded_weights():
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    llm = specjax.LLM(quantization="int8", draft_quantization="int4")
+    assert quantized_leaves(llm.model) and any(map(is_quantized, jax.tree.leaves(llm.proposer, is_leaf=is_quantized)))
+    prompt = "def fibonacci(n):"
+    drafted, plain = llm.generate(prompt, params)[0], llm.plain().generate(prompt, params)[0]
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.num_accepted > 0
+
+
+def test_wrong_quantizations(tmp_path):
+    path, floats = write_both(tmp_path, *FORMATS["int8"])
+    with pytest.raises(ValueError, match="quantization must be None for weights that are quantised already"):
+        models.load(path, quantization="int4")
+    with pytest.raises(ValueError, match=r"quantization must be None, 'int8', 'int4', 'fp8', got 'int9'; did you mean"):
+        models.load(floats, quantization="int9")
+    with pytest.raises(ValueError, match=r"draft_quantization must be None, .* got 'int2'"):
+        specjax.LLM(draft_quantization="int2")
+    with pytest.raises(ValueError, match="draft_quantization must be None unless draft is a checkpoint"):
+        specjax.LLM(draft="ngram", draft_quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("weight_scale", None, "q_proj.weight_scale is missing"),
+        ("weight_scale", lambda x: x * np.nan, "layers.0.self_attn.q_proj: scale must be finite"),
+        ("weight_scale", lambda x: x[:-1], "q_proj.weight_scale .* must have shape"),
+        ("weight", lambda x: x[:, :-1], "q_proj.weight .* must have shape"),
+        ("weight", None, "q_proj.weight is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path, name, change, message):
+    path, _ = write_both(tmp_path, *FORMATS["int8"])
+    stored = load_file(path / "model.safetensors")
+    key = f"model.layers.0.self_attn.q_proj.{name}"
+    stored = {k: v for k, v in stored.items() if k != key} | ({} if change is None else {key: change(stored[key])})
+    save_file({k: np.ascontiguousarray(v) for k, v in stored.items()}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        models.load(path)
+
+
+def test_quantization_beside_the_config(tmp_path):
+    path, floats = write_both(tmp_path, *FORMATS["nvfp4"])
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    expected = logits(models.load(floats))
+    np.testing.assert_allclose(logits(models.load(path)), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_dtype_of_what_codes_stand_for(tmp_path):
+    path, floats = write_both(tmp_path, *FORMATS["packed"])
+    model = models.load(path, dtype="bfloat16")
+    assert all(leaf.dtype == ml_dtypes.bfloat16 for leaf in quantized_leaves(model))
+    expected = logits(models.load(floats, dtype="bfloat16"))
+    np.testing.assert_allclose(logits(model), expected, atol=0.03 * np.abs(expected).max())
