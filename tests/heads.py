@@ -11,6 +11,7 @@ from paged import random_table
 from safetensors.numpy import save_file
 
 from specjax import decode, sampling, verifiers
+from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.slots import Slots, chunk_at, request
 from specjax.keys import positions
 from specjax.models import with_feature_layers
@@ -85,21 +86,29 @@ def start(target, proposer, in_pages=False, temperature=1.0, max_tokens=SIZE, **
     return prefill(*given, max_length=SIZE, chunk_size=4, **options)
 
 
-def follow(target, proposer, reference, in_pages=False, rate=0.8):
+def follow(target, proposer, reference, in_pages=False, rate=0.8, draft_lengths=None):
     """Decode, and compare the distribution of every draft with a transcription of the formulas.
 
     The reference gets the committed tokens of a row, the target's features of them from scratch, and the drafts. The
-    proposer's state must give the same logits, whatever was accepted and rejected before.
+    proposer's state must give the same logits, whatever was accepted and rejected before. Steps make
+    `draft_lengths` drafts in turn; None is always the proposer's own number.
     """
-    width = proposer.num_draft_tokens
-    verifier = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(width)])
-    state, counts = start(target, proposer, in_pages), np.zeros(width + 1, int)
+    turns = [proposer]
+    if draft_lengths is not None:
+        each = with_draft_lengths(proposer, draft_lengths)
+        proposer, turns = next(iter(each.values())), [each[k] for k in draft_lengths]
+    state, counts = start(target, proposer, in_pages), np.zeros(proposer.num_draft_tokens + 1, int)
     while bool(state.context.active.any()):
+        proposer, turns = turns[0], turns[1:] + turns[:1]
+        width = proposer.num_draft_tokens
+        verifier = jax.tree_util.Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(width)])
         context, features = jax.device_get((state.context, features_of(target, state.context.tokens)))
         draft, state, info = propose_and_step(target, proposer, state, verifier)
         draft = jax.device_get(draft)
         for b in np.flatnonzero(context.active):
             length = context.length[b]
+            if not width:
+                continue
             assert draft.num_tokens[b] == (width if length > 1 else 0)
             if length < 2 or length + width > SIZE:
                 continue

@@ -131,6 +131,13 @@ def test_parity(tmp_path, targets, case):
     heads.follow(target, proposer, reference(tensors, case, target), in_pages=case in ("authors", "dspark"))
 
 
+@pytest.mark.slow
+def test_the_number_of_drafts_may_change_between_steps(tmp_path, targets):
+    target, tensors = targets["authors"], write(tmp_path, "authors")
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    heads.follow(target, proposer, reference(tensors, "authors", target), True, draft_lengths=(3, 0, 3, 1, 0, 0))
+
+
 def test_windows_are_counted_from_each_token(tmp_path, targets):
     """In all layouts but the layout of speculators; the window is shorter than the block."""
     case = "open window"

@@ -1,13 +1,23 @@
 """The number of drafts chosen from past acceptance."""
 
+from dataclasses import dataclass, replace
+from functools import partial
+
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_eagle import write_eagle3
+from test_engine import FEW, Tokenizer
 from test_llm import random_tensors, write_checkpoint
 
-from specjax import LLM, Model, ModelOutput, SamplingParams, decode, proposers, sampling
-from specjax.engine.draft_length import CHOICES, BestDraftLength, RecentAcceptance, with_draft_lengths
+from specjax import LLM, Engine, Model, ModelOutput, SamplingParams, decode, proposers, sampling
+from specjax.engine.draft_length import CHOICES, BestDraftLength, RecentAcceptance, choices, with_draft_lengths
+from specjax.engine.slots import Slots
+from specjax.models import EMBEDDED
+from specjax.proposers.feature_draft import FeatureDraft
+from specjax.proposers.medusa import Medusa
 
 
 def apply(params, inputs, cache):
@@ -119,6 +129,124 @@ def test_text_is_that_of_plain_decoding_and_of_a_stream(tmp_path):
     assert [piece.token_id for piece in llm.stream(prompt, sampled)] == result.token_ids
 
 
-def test_takes_a_draft_model():
-    with pytest.raises(ValueError, match="'auto' takes a draft model, got NGram"):
-        LLM(draft="ngram", num_draft_tokens="auto")
+class Steps:
+    """A choice of drafts that takes its numbers in turn."""
+
+    def __init__(self, *numbers):
+        self.numbers = numbers
+
+    def __call__(self, num_running, rate):
+        self.numbers = *self.numbers[1:], self.numbers[0]
+        return self.numbers[-1]
+
+
+@pytest.mark.slow
+def test_an_eagle_head_chooses_its_drafts(monkeypatch):
+    """`LLM` with "auto" makes greedy tokens of plain decoding, and changes K as acceptance does."""
+    used, step = [], Slots.step
+
+    def recorded(self, *args, num_draft_tokens, **options):
+        used.append(num_draft_tokens)
+        return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
+
+    monkeypatch.setattr(Slots, "step", recorded)
+    llm = LLM(draft=EMBEDDED / "eagle3", num_draft_tokens="auto")
+    assert llm.proposer.num_draft_tokens == max(CHOICES)
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    prompts = ["def add(a, b):", "zxq 9!! @@ 17; \u03b1"]
+    fast, plain = (each.generate(prompts, params) for each in (llm, llm.plain()))
+    assert [result.token_ids for result in fast] == [result.token_ids for result in plain]
+    assert all(result.metrics.num_drafted > 0 for result in fast)
+    assert len({k for k in used if k is not None}) > 1
+
+
+def test_an_eagle_head_changes_its_drafts_in_an_engine(tmp_path):
+    """Greedy tokens stay the same, whatever number of drafts each step has, zero among them."""
+    target = heads.make_target((2, 0, 1))
+    write_eagle3(tmp_path, target, "authors")
+    head = proposers.load(tmp_path, target, num_draft_tokens=3)
+    choose = Steps(3, 0, 1, 0, 0, 3)
+    prompts = [np.random.default_rng(i).integers(0, heads.VOCAB, 5 + i).tolist() for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    sizes = {"num_slots": 2, "max_length": 40, "tokenizer": Tokenizer(), "eos_token_ids": (), "capacities": FEW}
+    found = []
+    for options in ({}, {"proposer": head, "draft_lengths": (0, 1, 3), "choose_draft_length": choose}):
+        with Engine(target, **options, **sizes) as engine:
+            requests = [engine.submit(prompt, params) for prompt in prompts]
+            results = [request.result(timeout=100) for request in requests]
+            found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
+    assert sum(result.metrics.num_drafted for result in results) > 0
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (lambda: proposers.ngram(3), {0: 1, 2: 1, 3: 1}),
+        (lambda: proposers.draft_model(bigram(1, 91), 3), {0: 1, 2: 3, 3: 4}),
+        (lambda: proposers.fallback(proposers.ngram(3), proposers.draft_model(bigram(1, 91), 2)), {0: 1, 2: 3, 3: 3}),
+        (
+            lambda: proposers.medusa([{"blocks": [], "head": jnp.zeros((3, 25))}] * 3, vocab_size=3),
+            {0: 1, 2: 2.5, 3: 3.25},
+        ),
+        (
+            lambda: FeatureDraft(None, {"embedding": 7, "fc": jnp.zeros(50), "lm_head": jnp.zeros(25)}, 3),
+            {0: 1, 2: 2, 3: 2.75},
+        ),
+        (lambda: Owned(3, jnp.zeros(50)), {0: 1.5, 2: 1.5, 3: 1.5}),
+    ],
+    ids=["ngram", "draft_model", "fallback", "medusa", "feature_draft", "user"],
+)
+def test_costs_are_the_weights_that_are_read(make, expected):
+    """As a share of the target, which has 100 numbers."""
+    assert BestDraftLength.of(bigram(0, 91), make(), (0, 2, 3)).step_costs == expected
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["num_draft_tokens"])
+@dataclass(frozen=True)
+class Owned:
+    """A user's proposer, of which the number of drafts may change."""
+
+    num_draft_tokens: int
+    weights: jax.Array
+
+    def propose(self, keys, context, sampling, state):
+        raise AssertionError("not reached")
+
+    def with_num_draft_tokens(self, num_draft_tokens, *, may_pause=False):
+        return replace(self, num_draft_tokens=num_draft_tokens)
+
+
+class Fixed:
+    """A user's proposer, of which the number of drafts may not change."""
+
+    num_draft_tokens = 4
+
+    def propose(self, keys, context, sampling, state):
+        raise AssertionError("not reached")
+
+
+def test_choices_end_with_the_most_drafts():
+    assert choices(proposers.none()) == (0,)
+    assert [choices(proposers.ngram(k)) for k in (1, 4, 5, 16)] == [(0, 1), (0, 2, 4), (0, 2, 4, 5), CHOICES]
+
+
+def test_a_proposer_without_the_method_keeps_its_number():
+    with pytest.raises(ValueError, match=r"must be an integer for a draft without .*, got 'auto' and Fixed"):
+        LLM(draft=Fixed(), num_draft_tokens="auto")
+    with pytest.raises(ValueError, match="must have the method with_num_draft_tokens, got Fixed without it"):
+        with_draft_lengths(Fixed(), (0, 4))
+
+
+@pytest.mark.parametrize(
+    "proposer, number, message",
+    [
+        (proposers.ngram(3), -1, "num_draft_tokens must be an integer >= 0, got -1"),
+        (proposers.none(), 1, r"num_draft_tokens must be an integer in \[0, 0\], the trained depth, got 1"),
+        (Medusa([None] * 3), 4, r"num_draft_tokens must be an integer in \[0, 3\], the trained depth, got 4"),
+        (Medusa([None] * 3), 1.5, "got 1.5"),
+    ],
+)
+def test_bad_numbers(proposer, number, message):
+    with pytest.raises(ValueError, match=message):
+        proposer.with_num_draft_tokens(number)

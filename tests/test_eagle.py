@@ -261,6 +261,14 @@ def test_parity_of_eagle3(tmp_path, target, layout, in_pages):
     heads.follow(target, load(tmp_path, target), expected, in_pages)
 
 
+@pytest.mark.parametrize("layout", ["authors", pytest.param("parallel", marks=pytest.mark.slow)])
+def test_the_number_of_drafts_may_change_between_steps(tmp_path, layout):
+    """Also to none: the head then reads the features of the tokens all the same."""
+    expected = write_eagle3(tmp_path, heads.make_target(DEFAULT), layout)
+    target = heads.make_target(DEFAULT)
+    heads.follow(target, load(tmp_path, target), expected, True, draft_lengths=(K, 0, K, 1, 0, 0))
+
+
 @dataclass(frozen=True)
 class ToyHead:
     """Keeps the states of the target of test_features in a cache, and so knows all its tokens."""

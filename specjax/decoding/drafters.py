@@ -9,8 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Array, Chunk, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
+from specjax.validation import is_integer
 
 Commit = Callable[[Memory, ModelInput, Array, Array], Memory]  # as `Model.commit`
+
+
+def check_draft_length(num_draft_tokens: int, most: int | None = None) -> None:
+    """Raise ValueError unless K is an integer >= 0, and at most the trained depth `most` of a drafter that has one."""
+    expected = "an integer >= 0" if most is None else f"an integer in [0, {most}], the trained depth"
+    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 0 and (most is None or num_draft_tokens <= most)):
+        raise ValueError(f"num_draft_tokens must be {expected}, got {num_draft_tokens!r}")
 
 
 class InMemory:
@@ -79,6 +87,21 @@ def in_memory(proposer: Any) -> Proposer:
     if not hasattr(proposer, "takes_pages"):
         raise ValueError(f"a proposer with init_memory must have takes_pages, True or False, got {proposer!r}")
     return proposer
+
+
+def with_num_draft_tokens(proposer: Proposer, num_draft_tokens: int, *, may_pause: bool = False) -> Proposer:
+    """Return a proposer that makes another number of drafts, as `Proposer` describes it.
+
+    Raises:
+        ValueError: the proposer does not have the method `with_num_draft_tokens`, or it cannot make so many drafts.
+    """
+    change = getattr(proposer, "with_num_draft_tokens", None)
+    if change is None:
+        raise ValueError(
+            "to choose the number of drafts, the proposer must have the method with_num_draft_tokens, got "
+            f"{type(proposer).__name__} without it"
+        )
+    return change(num_draft_tokens, may_pause=may_pause)
 
 
 def commit_of(proposer: Any) -> Commit | None:

@@ -1,14 +1,14 @@
 """Choose the number of draft tokens for the next steps from the acceptance rate of recent steps."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from specjax import proposers, theory
-from specjax.proposers import DraftModel, Fallback, NGram
+from specjax import theory
+from specjax.decoding.drafters import with_num_draft_tokens
 from specjax.types import Array, Model, Proposer, PyTree
 from specjax.validation import is_integer
 
@@ -23,32 +23,17 @@ def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict
     They share the state that the first of them makes, and may take turns from step to step.
 
     Args:
-        proposer: a draft model, a look-up of n-grams, or a fallback of these.
+        proposer: a proposer with the method `with_num_draft_tokens`, as all built-in proposers are.
         draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding.
 
     Raises:
-        ValueError: there is no number, one is out of its range, or the proposer is of another kind.
+        ValueError: there is no number, one is out of its range, or the proposer does not have the method.
     """
     most = proposer.num_draft_tokens
     if not draft_lengths or not all(is_integer(k) and 0 <= k <= most for k in draft_lengths):
         raise ValueError(f"draft_lengths must be one or more integers in [0, {most}], got {draft_lengths!r}")
-    return {k: _with_draft_length(proposer, k) for k in sorted(set(draft_lengths), reverse=True)}
-
-
-def _with_draft_length(proposer: Proposer, num_draft_tokens: int) -> Proposer:
-    if num_draft_tokens == 0:
-        return proposers.none()
-    num_draft_tokens = min(num_draft_tokens, proposer.num_draft_tokens)
-    if isinstance(proposer, DraftModel):
-        return replace(proposer, num_draft_tokens=num_draft_tokens, may_pause=True)
-    if isinstance(proposer, NGram):
-        return replace(proposer, num_draft_tokens=num_draft_tokens)
-    if isinstance(proposer, Fallback):
-        return Fallback(*(_with_draft_length(each, num_draft_tokens) for each in (proposer.first, proposer.second)))
-    raise ValueError(
-        f"draft_lengths must be None for a proposer that is no draft model, n-gram look-up or fallback, "
-        f"got {type(proposer).__name__}"
-    )
+    lengths = sorted(set(draft_lengths), reverse=True)
+    return {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in lengths}
 
 
 class RecentAcceptance:
@@ -71,23 +56,36 @@ class RecentAcceptance:
 
 @dataclass(frozen=True)
 class BestDraftLength:
-    """Choose `theory.best_draft_length`, where a step costs a read of the target's weights and K of the draft's.
+    """Choose `theory.best_draft_length`, where a step costs a read of the target's weights and of the draft's.
 
     Args:
-        draft_cost: the bytes of the draft's weights on a device as a share of the target's.
-        draft_lengths: the numbers of draft tokens to choose from.
+        step_costs: for each number of draft tokens to choose from, the bytes of the weights that a step reads on a
+            device, as a multiple of the target's.
     """
 
-    draft_cost: float
-    draft_lengths: tuple[int, ...] = CHOICES
+    step_costs: Mapping[int, float]
 
     @classmethod
-    def of(cls, target: Model, draft: DraftModel, draft_lengths: Sequence[int] = CHOICES) -> "BestDraftLength":
-        """Return the choice for a pair of models."""
-        return cls(_num_bytes(draft.model.params) / _num_bytes(target.params), tuple(draft_lengths))
+    def of(cls, target: Model, proposer: Proposer, draft_lengths: Sequence[int] = CHOICES) -> "BestDraftLength":
+        """Return the choice for a target and a proposer, among numbers that the proposer can make.
+
+        Args:
+            target: the target.
+            proposer: a proposer with the method `with_num_draft_tokens`.
+            draft_lengths: the numbers of draft tokens to choose from.
+        """
+        proposers, target_bytes = with_draft_lengths(proposer, draft_lengths), _num_bytes(target.params)
+        costs = {k: _num_bytes(getattr(each, "weights_read", each)) / target_bytes for k, each in proposers.items()}
+        return cls({k: 1 + cost for k, cost in costs.items()})
 
     def __call__(self, num_running: int, acceptance_rate: float) -> int:
-        return theory.best_draft_length(acceptance_rate, {k: 1 + k * self.draft_cost for k in self.draft_lengths})
+        return theory.best_draft_length(acceptance_rate, self.step_costs)
+
+
+def choices(proposer: Proposer) -> tuple[int, ...]:
+    """Return the `CHOICES` below the number of drafts that a proposer makes, and that number, at most the largest."""
+    most = min(proposer.num_draft_tokens, max(CHOICES))
+    return (*(k for k in CHOICES if k < most), most)
 
 
 def _num_bytes(params: PyTree) -> int:

@@ -26,7 +26,7 @@ from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.parallel import WHOLE, OnMesh, put
 from specjax.processes.group import joined
-from specjax.proposers import DraftModel, NoDrafts
+from specjax.proposers import DraftModel
 from specjax.sampling import SamplingParams
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer, suggestion
@@ -65,8 +65,8 @@ class LLM:
             any other target. A draft model with a lower maximum length drafts until a sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
             proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
-            its samples by the recent acceptance rate; the tokens of a request, seeded or not, then depend on the others
-            of its call.
+            its samples by the recent acceptance rate, at most 8 and the trained depth; the tokens of a request, seeded
+            or not, then depend on the others of its call.
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
         dtype: dtype of the weights, and so of the computation: float32, bfloat16 or float16. None is float32 on CPUs
             and for the embedded family, and elsewhere the dtype that the target's config.json names.
@@ -161,7 +161,7 @@ class LLM:
             proposer = found
         elif proposers.kind_of(found) is not None:
             target = models.with_feature_layers(target, proposers.feature_layers(found, target))
-            proposer = proposers.load(found, target, num_draft_tokens=num_draft_tokens)
+            proposer = proposers.load(found, target, num_draft_tokens=None if is_auto else num_draft_tokens)
         else:
             draft_model = _load_draft(found, weights_dtype, target, self.checkpoint)
             proposer = proposers.draft_model(draft_model, num_draft_tokens)
@@ -174,7 +174,7 @@ class LLM:
             eos_token_ids=eos_token_ids,
             max_length=limit if max_length is None else max_length,
             num_slots=num_slots,
-            chooses_draft_length=is_auto and isinstance(proposer, DraftModel),
+            chooses_draft_length=is_auto and proposer.num_draft_tokens > 0,
         )
         self._entropy = np.random.default_rng()
         log_models(self.model, self.proposer)
@@ -379,8 +379,11 @@ def _check_proposer(proposer: Proposer, target: Model, is_auto: bool) -> None:
             f"draft must have the vocabulary of the target, {target.vocab_size} tokens, got "
             f"{proposer.model.vocab_size}; a smaller model of the target's family has it, and 'ngram' needs none"
         )
-    if is_auto and not isinstance(proposer, DraftModel | NoDrafts):
-        raise ValueError(f"num_draft_tokens='auto' takes a draft model, got {type(proposer).__name__}")
+    if is_auto and not hasattr(proposer, "with_num_draft_tokens"):
+        raise ValueError(
+            "num_draft_tokens must be an integer for a draft without the method with_num_draft_tokens, got 'auto' and "
+            f"{type(proposer).__name__}"
+        )
 
 
 def _find_draft(

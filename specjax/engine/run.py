@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.engine.draft_length import CHOICES, BestDraftLength
+from specjax.engine.draft_length import BestDraftLength, choices
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
 from specjax.engine.requests import Piece, Result, Samples
@@ -18,7 +18,6 @@ from specjax.engine.setup import Setup
 from specjax.engine.sizes import MANY_SAMPLES, Sizes, default_sizes
 from specjax.engine.slots import Output, Row, Slots
 from specjax.processes.repeat import Repeated, leads
-from specjax.proposers import DraftModel
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
 from specjax.sampling.capacities import Capacities, needs_of, of_request
@@ -149,8 +148,9 @@ class Run:
         self, setup: Setup, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> tuple["_Device", Scheduler]:
         choose = draft_lengths = None
-        if setup.chooses_draft_length and isinstance(setup.proposer, DraftModel):
-            choose, draft_lengths = BestDraftLength.of(setup.model, setup.proposer), CHOICES
+        if setup.chooses_draft_length:
+            draft_lengths = choices(setup.proposer)
+            choose = BestDraftLength.of(setup.model, setup.proposer, draft_lengths)
         # Drafts after the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + setup.proposer.num_draft_tokens

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.attention import KeyValues, memories, update_cache
 from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, rms_norm
@@ -24,6 +24,7 @@ from specjax.proposers.convolution import Convolutions
 from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth
+from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 
@@ -212,6 +213,14 @@ class BlockDraft(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     min_confidence: Array | None = None  # [] float32
     is_greedy: bool = False
+
+    @property
+    def weights_read(self) -> PyTree:
+        return {k: v for k, v in self.params.items() if k != "embedding"}
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "BlockDraft | Paused":
+        check_draft_length(num_draft_tokens, self.head.most_drafts)
+        return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         return Memory(self.head.init_cache(num_pages, page_size, self.params["embedding"].dtype))

@@ -38,7 +38,7 @@ def load(
     directory: str | Path | Checkpoint,
     target: Model,
     *,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     rope_theta: float | None = None,
     temperature: float | Array | None = None,
     fields: Mapping[str, Any] | None = None,
@@ -54,7 +54,7 @@ def load(
         directory: the `Checkpoint` of the drafter, or its directory, with config.json and its tensors.
         target: the target, a built-in model. A drafter that reads layers below the last one needs a target with these
             `feature_layers`; `proposers.feature_layers` says which.
-        num_draft_tokens: K >= 1.
+        num_draft_tokens: K >= 1. None is the trained depth, or 8 for a head that can make any number of drafts.
         rope_theta: base of the rotary frequencies, in place of the base in config.json: some trainers did not read it
             there, and used 10000.
         temperature: the temperature of drafts, for requests that are not greedy. None takes the temperature of the

@@ -1,6 +1,6 @@
 """Drafts from a small model, which runs K times in each step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding.calls import run
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.keys import DRAFT, stream
 from specjax.parallel.loops import as_carry
 from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
+from specjax.proposers.none import NoDrafts, none
 from specjax.proposers.split import rows_to_draft, run_where
 from specjax.sampling import Sampling
 from specjax.types import (
@@ -54,6 +55,16 @@ class DraftModel(InMemory):
     @property
     def takes_pages(self) -> bool:
         return self.model.takes_pages
+
+    @property
+    def weights_read(self) -> PyTree:
+        return [self.model.params] * self.num_draft_tokens
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "DraftModel | NoDrafts":
+        check_draft_length(num_draft_tokens)
+        if num_draft_tokens == 0:
+            return none()
+        return replace(self, num_draft_tokens=num_draft_tokens, may_pause=self.may_pause or may_pause)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         if self.max_length is not None:

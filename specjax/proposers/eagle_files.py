@@ -83,7 +83,7 @@ def load_eagle(
     directory: str | Path | Checkpoint,
     target: Model,
     *,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     rope_theta: float | None = None,
     temperature: float | Array | None = None,
     fields: Mapping[str, Any] | None = None,
@@ -114,14 +114,14 @@ def load_eagle(
     if has_bias:
         params["fc_bias"] = tensors.vectors({f"{fc}.bias": hidden})
     tensors.check_all_read("*.rotary_emb.inv_freq")
-    return eagle(EagleHead(layers, has_bias), params, num_draft_tokens, temperature=temperature)
+    return eagle(EagleHead(layers, has_bias), params, files.num_drafts(num_draft_tokens), temperature=temperature)
 
 
 def load_eagle3(
     directory: str | Path | Checkpoint,
     target: Model,
     *,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     rope_theta: float | None = None,
     temperature: float | Array | None = None,
     fields: Mapping[str, Any] | None = None,
@@ -146,22 +146,27 @@ def load_eagle3(
     if "model.mask_hidden" in tensors:
         name = next((name for name in MASK_TOKENS if name in config), MASK_TOKENS[0])
         mask_token = config.get(name, int)
-        _check_depth(config, num_draft_tokens)
+        num_draft_tokens = _checked_depth(config, num_draft_tokens)
     params = _head_params(head, tensors, target, first, reduced)
     tensors.check_all_read("*.rotary_emb.inv_freq")
     options = {"reduced": reduced, "temperature": temperature}
     if mask_token is None:
-        return eagle3(head, params, num_draft_tokens, **options)
-    return p_eagle(head, params, num_draft_tokens, mask_token=mask_token, **options)
+        return eagle3(head, params, files.num_drafts(num_draft_tokens), **options)
+    return p_eagle(head, params, files.num_drafts(num_draft_tokens), mask_token=mask_token, **options)
 
 
-def _check_depth(config: "ConfigFile", num_draft_tokens: int) -> None:
-    """Raise ValueError where K is more than the mask rows that a head was trained with, if the file says so."""
+def _checked_depth(config: "ConfigFile", num_draft_tokens: int | None) -> int | None:
+    """Return K, by default the number of drafts that a head was trained with, if the file says so.
+
+    Raises:
+        ValueError: K is more than that number.
+    """
     about = config.table("speculators_config")
     methods = about.get("proposal_methods", list, [])
     depth = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
-    if depth is not None and is_integer(depth):
-        files.check_depth(num_draft_tokens, depth, about.where("proposal_methods[0].speculative_tokens"))
+    if depth is None or not is_integer(depth):
+        return num_draft_tokens
+    return files.check_depth(num_draft_tokens, depth, about.where("proposal_methods[0].speculative_tokens"))
 
 
 def _num_taps(config: "ConfigFile", tensors: "Tensors", target: Model) -> int:

@@ -1,6 +1,6 @@
 """Two proposers, of which the second drafts for the rows where the first has nothing."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax.decoding.drafters import Commit, InMemory, commit_of, in_memory
-from specjax.proposers.draft_model import DraftModel
-from specjax.proposers.p_eagle import ParallelEagle
+from specjax.decoding.drafters import Commit, InMemory, check_draft_length, commit_of, in_memory, with_num_draft_tokens
+from specjax.proposers.none import Paused
 from specjax.proposers.split import run_where
 from specjax.types import Array, Categorical, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
 from specjax.verifiers.core import canonical, num_drafts
@@ -31,6 +30,19 @@ class Fallback(InMemory):
     @property
     def takes_pages(self) -> bool:
         return all(getattr(proposer, "takes_pages", False) for proposer in (self.first, self.second))
+
+    @property
+    def weights_read(self) -> PyTree:
+        return [getattr(proposer, "weights_read", proposer) for proposer in (self.first, self.second)]
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "Fallback | Paused":
+        check_draft_length(num_draft_tokens)
+        first, second = (
+            with_num_draft_tokens(proposer, min(num_draft_tokens or most, most), may_pause=may_pause)
+            for proposer in (self.first, self.second)
+            for most in (proposer.num_draft_tokens,)
+        )
+        return Fallback(first, second) if num_draft_tokens else Paused(Fallback(first, second))
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         first, second = (own.init_memory(batch_size, num_pages, page_size) for own in self._both)
@@ -145,6 +157,6 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
         Array([[ 7,  5, -1],
                [ 9,  2,  5]], dtype=int32)
     """
-    if isinstance(second, DraftModel | ParallelEagle):
-        second = replace(second, may_pause=True)
+    if hasattr(second, "with_num_draft_tokens"):
+        second = with_num_draft_tokens(second, second.num_draft_tokens, may_pause=True)
     return Fallback(first, second)

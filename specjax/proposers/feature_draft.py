@@ -1,6 +1,6 @@
 """Drafts from a head on the target's features, which runs K times in each step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
+from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 
@@ -67,6 +68,15 @@ class FeatureDraft(InMemory):
     reduced: Reduced | None = None
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
+
+    @property
+    def weights_read(self) -> PyTree:
+        without_tables = {k: v for k, v in self.params.items() if k not in ("embedding", "lm_head")}
+        return [without_tables] * (self.num_draft_tokens - 1) + [self.params["lm_head"]] * self.num_draft_tokens
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "FeatureDraft | Paused":
+        check_draft_length(num_draft_tokens)
+        return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         dtype = self.params["embedding"].dtype

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from specjax.models.config_file import ConfigFile
     from specjax.models.tensors import Tensors
 
+ANY_DEPTH = 8  # drafts of a head that can make any number, where no number is given
+
 
 @dataclass(frozen=True)
 class TargetWeights:
@@ -109,6 +111,11 @@ def refuse_unread(config: "ConfigFile", *patterns: str) -> None:
     for name in config.unread():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             raise config.refused(name)
+
+
+def num_drafts(num_draft_tokens: int | None) -> int:
+    """Return K of a head that can make any number of drafts; `ANY_DEPTH` where no number is given."""
+    return ANY_DEPTH if num_draft_tokens is None else num_draft_tokens
 
 
 def check_depth(num_draft_tokens: int | None, depth: int, what: str) -> int:

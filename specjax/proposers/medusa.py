@@ -1,7 +1,7 @@
 """Medusa: heads beside the target's own, each of which guesses one token further ahead from the same hidden state."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
+from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import check_array
@@ -43,6 +44,14 @@ class Medusa(InMemory):
     @property
     def num_draft_tokens(self) -> int:
         return len(self.heads)
+
+    @property
+    def weights_read(self) -> PyTree:
+        return self.heads
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "Medusa | Paused":
+        check_draft_length(num_draft_tokens, len(self.heads))
+        return replace(self, heads=self.heads[:num_draft_tokens]) if num_draft_tokens else Paused(self)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         head = self.heads[0]["head"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, expect, open_directory, refuse_unread, target_weights
+from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import check_array
@@ -42,6 +43,14 @@ class MLPSpeculator(InMemory):
     scale_input: bool = False  # whether the target's hidden state is first brought to a root mean square of 1 / sqrt(2)
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
+
+    @property
+    def weights_read(self) -> PyTree:
+        return [{k: v for k, v in step.items() if k != "embedding"} for step in self.steps[: self.num_draft_tokens]]
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "MLPSpeculator | Paused":
+        check_draft_length(num_draft_tokens, len(self.steps))
+        return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         projection = self.steps[0]["projection"]

@@ -13,7 +13,7 @@ from specjax.models.layer import Attention, LayerConfig, matrix_shape
 from specjax.models.linear import linear, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
-from specjax.proposers.files import open_directory, other_target, target_weights
+from specjax.proposers.files import num_drafts, open_directory, other_target, target_weights
 from specjax.types import Array, Model, ModelInput, PyTree
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def load_mtp(
     directory: str | Path | Checkpoint,
     target: Model,
     *,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     rope_theta: float | None = None,
     temperature: float | Array | None = None,
     fields: Mapping[str, Any] | None = None,
@@ -94,7 +94,7 @@ def load_mtp(
     Args:
         directory: the checkpoint, or its directory.
         target: the same checkpoint, as `models.load` loads it.
-        num_draft_tokens: K >= 1. The module is trained for the first draft; the others reuse it.
+        num_draft_tokens: K >= 1; None is 8. The module is trained for the first draft; the others reuse it.
         rope_theta: base of the rotary frequencies, in place of the base in config.json.
         temperature: the temperature of drafts, as `draft_model` takes it.
         fields: fields of config.json, in place of the fields in the file.
@@ -122,7 +122,7 @@ def load_mtp(
     config.check_computation()
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=sizes.rope_theta if rope_theta is None else rope_theta))
     params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
-    return mtp(head, params, num_draft_tokens, temperature=temperature)
+    return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)
 
 
 def _params(head: MTPHead, tensors: "Tensors") -> PyTree:

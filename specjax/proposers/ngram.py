@@ -1,13 +1,14 @@
 """Drafts that are looked up in the sequence itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.proposers.none import NoDrafts, none
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 from specjax.validation import is_integer
 
@@ -20,6 +21,11 @@ class NGram(InMemory):
     num_draft_tokens: int
     min_n: int
     max_n: int
+    weights_read = ()
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "NGram | NoDrafts":
+        check_draft_length(num_draft_tokens)
+        return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else none()
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         return Memory()

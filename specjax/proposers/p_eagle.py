@@ -1,16 +1,17 @@
 """Drafts of P-EAGLE: an EAGLE-3 head that makes all of them in one pass over rows of a mask token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.decoding.drafters import InMemory
+from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.feature_draft import before, committed, has_feature, last_fed, row_of
+from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
 from specjax.validation import is_integer
@@ -40,6 +41,15 @@ class ParallelEagle(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
     may_pause: bool = False  # steps may pass without `propose`; tokens are then fed as soon as they are verified
+
+    @property
+    def weights_read(self) -> PyTree:
+        return {k: v for k, v in self.params.items() if k != "embedding"}
+
+    def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "ParallelEagle | Paused":
+        check_draft_length(num_draft_tokens)
+        pausing = replace(self, may_pause=self.may_pause or may_pause)
+        return replace(pausing, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(pausing)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         dtype, width = self.params["embedding"].dtype, 1 if self.may_pause else self.num_draft_tokens + 1

@@ -117,14 +117,12 @@ def _rates(rates: Sequence[float] | Array | None, length: float | Array | None, 
         most = num_draft_tokens + 1
         check_number("acceptance_length", length, f"in [1, K+1 = {most}]", 1, most)
         return jnp.clip(length - 1 - jnp.arange(num_draft_tokens, dtype=jnp.float32), 0, 1)
-    has_values = not is_traced(rates)
+    values = None if is_traced(rates) else np.asarray(rates, np.float32)  # while they are no constants of a trace
     rates = jnp.asarray(rates, jnp.float32)
     if rates.shape != (num_draft_tokens,):
         raise ValueError(f"acceptance_rates must have shape [K] = ({num_draft_tokens},), got {rates.shape}")
-    if has_values:
-        values = np.asarray(rates)
-        if not (np.all((values >= 0) & (values <= 1)) and np.all(np.diff(values) <= 0)):
-            raise ValueError(f"acceptance_rates must be non-increasing and in [0, 1], got {values.tolist()}")
+    if values is not None and not (np.all((values >= 0) & (values <= 1)) and np.all(np.diff(values) <= 0)):
+        raise ValueError(f"acceptance_rates must be non-increasing and in [0, 1], got {values.tolist()}")
     return rates
 
 
