@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,8 +58,9 @@ class Stats(NamedTuple):
     num_accepted_at: tuple[int, ...] = ()  # accepted draft tokens at each of the K positions of a draft
 
 
-class _Counts(NamedTuple):
-    """Sums over samples, of numbers that grow while a sample runs."""
+@dataclass(frozen=True)
+class _Counts:
+    """Sums over samples, of numbers that grow while a sample runs; the names are those of `Stats`."""
 
     num_tokens: int
     num_preempted: int
@@ -67,26 +69,26 @@ class _Counts(NamedTuple):
     num_accepted: int
     num_accepted_at: np.ndarray  # [K]
 
-    @classmethod
-    def zeros(cls, num_draft_tokens: int) -> "_Counts":
-        return cls(0, 0, 0, 0, 0, np.zeros(num_draft_tokens, np.int64))
+    def __add__(self, other: "_Counts") -> "_Counts":
+        return _Counts(**{name: number + getattr(other, name) for name, number in vars(self).items()})
 
-    def plus(self, jobs: Iterable[Job]) -> "_Counts":
-        """Return these counts plus the counts of the jobs."""
+    @classmethod
+    def of(cls, jobs: Sequence[Job], num_draft_tokens: int) -> "_Counts":
+        """Return the sums over some jobs, for drafts of K = `num_draft_tokens` tokens."""
         slots_of: dict[Counts, list[int]] = {}  # most jobs have the counts of the last step
-        num_tokens = num_preempted = 0
         for job in jobs:
-            num_tokens, num_preempted = num_tokens + job.output.num_certain, num_preempted + job.num_preempted
             if (last := job.counts) is not None:  # which another thread may replace
                 slots_of.setdefault(last[0], []).append(last[1])
-        sums = np.array([num_tokens, num_preempted, 0, 0, 0]), np.zeros_like(self.num_accepted_at)
-        for counts, slots in slots_of.items():
-            totals = counts.totals
-            figures = [int(x[slots].sum()) for x in (totals.row_steps, totals.drafted, totals.accepted)]
-            sums = sums[0] + [0, 0, *figures], sums[1] + totals.accepted_at[slots].sum(axis=0)
-        added: Any = (*sums[0].tolist(), sums[1])
-        numbers: Any = (old + new for old, new in zip(self, added, strict=True))
-        return _Counts(*numbers)
+        totals = [(counts.totals, slots) for counts, slots in slots_of.items()]
+        at = [total.accepted_at[slots].sum(axis=0) for total, slots in totals]
+        return cls(
+            num_tokens=sum(job.output.num_certain for job in jobs),
+            num_preempted=sum(job.num_preempted for job in jobs),
+            num_drafts=sum(int(total.row_steps[slots].sum()) for total, slots in totals),
+            num_drafted=sum(int(total.drafted[slots].sum()) for total, slots in totals),
+            num_accepted=sum(int(total.accepted[slots].sum()) for total, slots in totals),
+            num_accepted_at=sum(at, np.zeros(num_draft_tokens, np.int64)),
+        )
 
 
 class QueueFull(RuntimeError):
@@ -246,7 +248,8 @@ class Engine:
         self._entropy = np.random.default_rng()
         self._live: dict[Request, None] = {}
         self._num_finished = self._num_prompt_tokens = 0
-        self._ended = _Counts.zeros(device.proposer.num_draft_tokens)  # of the requests that are not live
+        self._num_draft_tokens = device.proposer.num_draft_tokens
+        self._ended = _Counts.of([], self._num_draft_tokens)  # of the requests that are not live
         self._calls: deque[tuple[Any, tuple]] = deque()  # for the thread
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, None
@@ -376,19 +379,15 @@ class Engine:
             jobs = [job for request in self._live for job in request._samples.jobs]
             unfinished = [job for job in jobs if not job.is_done]
             num_running = sum(job.is_running for job in unfinished)
-            counts = self._ended.plus(jobs)
+            counts = self._ended + _Counts.of(jobs, self._num_draft_tokens)
+            counters: dict[str, Any] = vars(counts) | {"num_accepted_at": tuple(counts.num_accepted_at.tolist())}
             return Stats(
                 num_running=num_running,
                 num_waiting=len(unfinished) - num_running,
                 num_finished=self._num_finished,
-                num_tokens=counts.num_tokens,
-                num_preempted=counts.num_preempted,
                 pages=None if self._tables is None else self._tables.stats(),
                 num_prompt_tokens=self._num_prompt_tokens,
-                num_drafts=counts.num_drafts,
-                num_drafted=counts.num_drafted,
-                num_accepted=counts.num_accepted,
-                num_accepted_at=tuple(counts.num_accepted_at.tolist()),
+                **counters,
             )
 
     @property
@@ -513,7 +512,7 @@ class Engine:
         if request._source is not None:
             self._compiler.leave(request._source, request._grammar)
         self._num_finished += 1
-        self._ended = self._ended.plus(request._samples.jobs)
+        self._ended += _Counts.of(request._samples.jobs, self._num_draft_tokens)
 
 
 def _short_chunks(

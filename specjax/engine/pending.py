@@ -71,8 +71,8 @@ class Pending:
 
     def __iter__(self) -> Iterator[Piece]:
         changed = threading.Event()
-        with self._listening(changed.set):
-            for pieces in self._new_pieces():
+        with self.listening(changed.set):
+            for pieces in self.new_pieces():
                 yield from pieces
                 if not pieces:
                     changed.wait()
@@ -84,7 +84,7 @@ class Pending:
                 yield piece
 
     @contextmanager
-    def _listening(self, notify: Callable[[], object], loop: Loop | None = None) -> Iterator[None]:
+    def listening(self, notify: Callable[[], object], loop: Loop | None = None) -> Iterator[None]:
         """Have `notify` called when there are pieces, or an end: in a loop, or in the thread that brings them."""
         listener = loop, notify
         self._listeners.append(listener)
@@ -93,7 +93,7 @@ class Pending:
         finally:
             self._listeners.remove(listener)
 
-    def _new_pieces(self) -> Iterator[list[Piece]]:
+    def new_pieces(self) -> Iterator[list[Piece]]:
         """Yield the pieces that have come since the last time, maybe none, until the request ends."""
         read, is_done = self._reader(), False
         while not is_done:
@@ -113,8 +113,8 @@ async def arrivals(requests: Sequence[Pending]) -> AsyncIterator[list[tuple[int,
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
     with ExitStack() as stack:
         for request in requests:
-            stack.enter_context(request._listening(changed.set, loop))
-        live = {i: request._new_pieces() for i, request in enumerate(requests)}
+            stack.enter_context(request.listening(changed.set, loop))
+        live = {i: request.new_pieces() for i, request in enumerate(requests)}
         while live:
             changed.clear()  # before they are looked at
             found, error = [], None

@@ -149,8 +149,8 @@ class Desk:
         self._changed[number] = None
 
     def _listened(self, number: int, request: Pending) -> Iterator[list[Piece]]:
-        with request._listening(partial(self._changed.setdefault, number), self):
-            yield from request._new_pieces()
+        with request.listening(partial(self._changed.setdefault, number), self):
+            yield from request.new_pieces()
 
     def _cancel(self, number: int) -> None:
         if number in self._live:
