@@ -5,6 +5,11 @@ import pytest
 from specjax.engine.page_pool import PagePool
 
 
+def is_private(pool, page):
+    """Return whether a page is in use by one row, and nobody else can find what it holds."""
+    return pool._counts[page] == 1 and page not in pool._contents
+
+
 def numbers(pool):
     pool.check()
     return pool.num_free, pool.num_pages - pool.num_free - pool.num_cached, pool.num_cached
@@ -32,9 +37,9 @@ def test_a_shared_page_is_free_when_the_last_row_frees_it():
     pool = PagePool(2)
     (page,) = pool.allocate(1)
     pool.share([page])
-    assert not pool.is_private(page)
+    assert not is_private(pool, page)
     pool.free([page])
-    assert pool.is_private(page) and numbers(pool) == (1, 1, 0)
+    assert is_private(pool, page) and numbers(pool) == (1, 1, 0)
     pool.free([page])
     assert numbers(pool) == (2, 0, 0)
 
@@ -43,7 +48,7 @@ def test_a_kept_page_is_cached_until_it_is_dropped():
     pool = PagePool(3)
     pages = pool.allocate(2)
     pool.keep([pages[0]], "content")
-    assert not pool.is_private(pages[0]) and pool.is_private(pages[1])
+    assert not is_private(pool, pages[0]) and is_private(pool, pages[1])
     pool.free(pages)
     assert numbers(pool) == (2, 0, 1) and pool.oldest_content() == "content"
     assert pool.allocate(3) is None
@@ -59,7 +64,7 @@ def test_a_page_that_is_dropped_in_use_stays_with_its_row():
     pages = pool.allocate(1)
     pool.keep(pages, "content")
     pool.drop(pages)
-    assert numbers(pool) == (0, 1, 0) and pool.is_private(0)
+    assert numbers(pool) == (0, 1, 0) and is_private(pool, 0)
     pool.free(pages)
     assert numbers(pool) == (1, 0, 0)
 

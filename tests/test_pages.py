@@ -40,6 +40,12 @@ def test_a_table_grows_and_is_padded_with_num_pages():
     assert row.table.tolist() == [16] * 8 and numbers(pages) == (16, 0, 0)
 
 
+def may_write(pages, row, slot):
+    """Return whether no page of a row from a slot on is shared, or can be found by others."""
+    pool, held = pages._pool, row.table[slot // pages.page_size : row.stop].tolist()
+    return all(pool._counts[page] == 1 and page not in pool._contents for page in held)
+
+
 def test_too_few_pages_are_a_result_that_changes_nothing():
     pages = tables(num_pages=3)
     row = pages.insert(prompt(3), 4)
@@ -47,7 +53,6 @@ def test_too_few_pages_are_a_result_that_changes_nothing():
     assert not pages.ensure(row, 7)
     assert row.table.tolist() == [0, 1] + [3] * 6 and numbers(pages) == (1, 2, 0)
     assert pages.ensure(row, 6)
-    assert pages.fork(row, 3) is None
     assert numbers(pages) == (0, 3, 0)
 
 
@@ -77,16 +82,16 @@ def test_no_step_writes_what_is_shared(length):
     """Steps write from slot length - 2 on, and the last chunk before it is shared."""
     pages = tables()
     row = pages.insert(prompt(length), length + 2)
-    assert pages.may_write(row, 0)
+    assert may_write(pages, row, 0)
     compute(pages, row, length)
     num_shared = max(length - 2, 0) // 4 * 4
-    assert pages.may_write(row, length - 2)
-    assert not num_shared or not pages.may_write(row, num_shared - 1)
+    assert may_write(pages, row, length - 2)
+    assert not num_shared or not may_write(pages, row, num_shared - 1)
     other = pages.insert(prompt(length), length + 2)
     assert other.num_cached_tokens == num_shared
     pages.free(row)
-    assert pages.may_write(other, length - 2)
-    assert not num_shared or not pages.may_write(other, num_shared - 1)
+    assert may_write(pages, other, length - 2)
+    assert not num_shared or not may_write(pages, other, num_shared - 1)
 
 
 def test_the_second_row_goes_on_with_its_own_pages():
@@ -96,7 +101,7 @@ def test_the_second_row_goes_on_with_its_own_pages():
     pages.register(second, 4, "second")
     pages.register(second, 8, "second")
     assert not set(first.table[:6]) & set(second.table[:6])
-    assert pages.may_write(second, 0) is False and pages.may_write(first, 4)
+    assert may_write(pages, second, 0) is False and may_write(pages, first, 4)
     third = pages.insert(prompt(11), 11)
     assert third.table[:4].tolist() == [*first.table[:2], *second.table[2:4]] and third.value == "second"
     pages.check()
@@ -184,56 +189,6 @@ def test_what_is_found_is_not_evicted_for_the_rest_of_its_row():
     assert row.num_cached_tokens == 4 and row.table[:4].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("length", range(1, 12))
-def test_fork(length):
-    pages = tables(num_pages=24)
-    row = pages.insert(prompt(length), length + 1)
-    compute(pages, row, length)
-    fork, copies = pages.fork(row, length + 3)
-    num_shared = max(length - 2, 0) // 2
-    assert fork.table[:num_shared].tolist() == row.table[:num_shared].tolist()
-    assert not set(fork.table[num_shared : (length + 4) // 2]) & set(row.table)
-    assert copies == [(row.table[num_shared], fork.table[num_shared])] * (length > 1)
-    assert pages.may_write(row, length - 2) and pages.may_write(fork, length - 2)
-    assert not num_shared or not pages.may_write(fork, 2 * num_shared - 1)
-    third, copies = pages.fork(fork, 0)  # which has pages for its copies, at least
-    assert copies == [(fork.table[num_shared], third.table[num_shared])] * (length > 1)
-    assert 24 not in third.table[: length // 2]
-    pages.check()
-    for each in (row, fork, third):
-        pages.free(each)
-    assert pages.stats().num_used == 0
-
-
-def test_pages_before_a_window_are_freed():
-    pages = tables()
-    row = pages.insert(prompt(11), 12)
-    compute(pages, row, 8)
-    pages.free_before(row, 5)
-    assert row.table.tolist() == [16, 16, 2, 3, 4, 5, 16, 16] and numbers(pages) == (10, 4, 2)
-    pages.free_before(row, 3)
-    pages.free_before(row, 9)
-    assert row.table.tolist() == [16] * 4 + [4, 5, 16, 16] and numbers(pages) == (10, 2, 4)
-    assert pages.insert(prompt(11), 8).num_cached_tokens == 8
-    assert pages.may_write(row, 0)
-    fork, copies = pages.fork(row, 12)
-    assert fork.table[:4].tolist() == [16] * 4 and copies == [(4, fork.table[4])]
-    pages.free_before(row, 100)
-    assert pages.ensure(row, 14) and row.table[:6].tolist() == [16] * 6 and row.table[6] < 16
-    pages.free(row)
-    pages.free(fork)
-    pages.check()
-
-
-def test_a_chunk_that_was_freed_in_part_is_not_registered():
-    pages = tables()
-    row = pages.insert(prompt(11), 11)
-    pages.free_before(row, 2)
-    compute(pages, row, 8)
-    assert numbers(pages) == (11, 5, 0)
-    assert pages.insert(prompt(11), 11).num_cached_tokens == 0
-
-
 def test_bad_arguments_are_refused():
     pages = tables()
     for chunk_size in (0, 3, -4):
@@ -254,18 +209,14 @@ def test_bad_arguments_are_refused():
         pages.insert(prompt(11), 17)
     with pytest.raises(ValueError, match="a row has at most 16 slots, got 18"):
         pages.ensure(row, 18)
-    with pytest.raises(ValueError, match="a row to fork must have pages for its computed sequence"):
-        pages.fork(row, 11)
     short = pages.insert(prompt(11, 50), 2)
     with pytest.raises(ValueError, match="num_computed must be within the row's 2 slots"):
         compute(pages, short, 4)
     pages.free(short)
     assert pages.ensure(row, 11)
-    with pytest.raises(ValueError, match="a row has at most 16 slots, got 17"):
-        pages.fork(row, 17)
     pages.free(row)
     assert numbers(pages) == (14, 0, 2)  # nothing that was refused has left a page in use
-    for call in (pages.free, lambda row: pages.ensure(row, 1), lambda row: pages.fork(row, 1)):
+    for call in (pages.free, lambda row: pages.ensure(row, 1)):
         with pytest.raises(ValueError, match="the row has ended, or belongs to other tables"):
             call(row)
     with pytest.raises(ValueError, match="the row has ended, or belongs to other tables"):
@@ -361,7 +312,6 @@ class Sequence:
         self.prompt_length = len(tokens)
         self.num_computed = row.num_cached_tokens
         self.chain = []  # serial numbers of its chunks in the reference
-        self.has_stepped = False
 
     @property
     def is_prefilling(self):
@@ -378,7 +328,7 @@ class Simulation:
 
     MAX_LENGTH, NUM_DRAFTS = 24, 2
 
-    def __init__(self, seed, window=None, is_exact=True):
+    def __init__(self, seed, is_exact=True):
         self.random = random.Random(seed)
         self.page_size = self.random.choice([1, 2])
         self.chunk_size = self.page_size * self.random.choice([1, 2])
@@ -386,7 +336,6 @@ class Simulation:
         self.num_pages = self.random.randint(pages_per_row, 4 * pages_per_row)
         self.tables = PageTables(self.num_pages, self.page_size, pages_per_row, self.chunk_size, seed=b"seed")
         self.reference = Reference(self.num_pages, self.chunk_size) if is_exact else None
-        self.window = window
         self.slots = {}  # what (page, offset) holds
         self.sequences, self.waiting = [], []
         self.documents = [self.draw(16) for _ in range(2)]
@@ -397,7 +346,7 @@ class Simulation:
         return tuple(self.random.randrange(2) for _ in range(length))
 
     def run(self, num_operations):
-        operations = [self.arrive] * 2 + [self.prefill] * 6 + [self.step] * 6 + [self.fork] + [self.cancel]
+        operations = [self.arrive] * 2 + [self.prefill] * 6 + [self.step] * 6 + [self.cancel]
         for _ in range(num_operations):
             self.random.choice(operations)()
             self.check()
@@ -469,7 +418,6 @@ class Simulation:
                 if serial is not None:
                     sequence.chain.append(serial)
         self.tables.register(sequence.row, end, prefix)
-        self.slide(sequence)
 
     def step(self):
         """Feed the last two tokens and drafts, of which some are accepted."""
@@ -484,39 +432,8 @@ class Simulation:
         self.write(sequence, sequence.write_start, drafted)
         sequence.tokens = drafted[: length + self.random.randint(0, self.NUM_DRAFTS)] + self.draw(1)
         sequence.num_computed = len(sequence.tokens) - 1
-        sequence.has_stepped = True
         if len(sequence.tokens) + self.NUM_DRAFTS > self.MAX_LENGTH:
             self.end(sequence)
-        else:
-            self.slide(sequence)
-
-    def fork(self):
-        sequence = self.pick(lambda sequence: not sequence.is_prefilling and not sequence.has_stepped)
-        if sequence is None:
-            return
-        num_slots = len(sequence.tokens) + self.random.randint(-1, self.NUM_DRAFTS)
-        made = self.tables.fork(sequence.row, num_slots)
-        num_shared = max(len(sequence.tokens) - 2, 0) // self.page_size
-        if self.reference:
-            shared = [page for page in sequence.row.table[:num_shared].tolist() if page != self.num_pages]
-            self.reference.share(shared)
-            if made is None:
-                assert not self.reference.make_room(-(-num_slots // self.page_size) - num_shared)
-                self.reference.release(shared[::-1])
-            else:
-                assert [page for page in made[0].table[:num_shared].tolist() if page != self.num_pages] == shared
-                self.reference.allocate(made[0].table[num_shared : made[0].stop].tolist())
-        if made is None:
-            self.happened["refused"] += 1
-            return
-        self.happened["forks"] += 1
-        row, copies = made
-        for source, target in copies:
-            for offset in range(self.page_size):
-                self.slots[target, offset] = self.slots.get((source, offset))
-        fork = Sequence(row, sequence.salt, sequence.tokens)
-        fork.num_computed = sequence.num_computed
-        self.sequences.append(fork)
 
     def cancel(self):
         if self.sequences:
@@ -551,25 +468,9 @@ class Simulation:
         if self.reference:
             self.reference.release(pages[::-1])
 
-    def slide(self, sequence):
-        if self.window is None:
-            return
-        before = sequence.row.table.copy()
-        self.tables.free_before(sequence.row, self.window_start(sequence))
-        freed = before[before != sequence.row.table].tolist()
-        self.happened["slid"] += len(freed)
-        if self.reference:
-            self.reference.release(freed[::-1])
-
-    def window_start(self, sequence):
-        """The first slot that the next call's first token sees; a drafter feeds the last two tokens."""
-        if self.window is None:
-            return 0
-        return max(min(sequence.num_computed, sequence.write_start, len(sequence.tokens) - 2) - self.window + 1, 0)
-
     def write(self, sequence, start, tokens):
         """Write the slots from `start` on, each with all that it depends on."""
-        assert self.tables.may_write(sequence.row, start)
+        assert may_write(self.tables, sequence.row, start)
         users = self.users()
         for slot in range(start, len(tokens)):
             page = int(sequence.row.table[slot // self.page_size])
@@ -578,7 +479,7 @@ class Simulation:
             self.slots[page, slot % self.page_size] = sequence.salt, tokens[: slot + 1]
 
     def read(self, sequence):
-        for slot in range(self.window_start(sequence), sequence.num_computed):
+        for slot in range(sequence.num_computed):
             page = int(sequence.row.table[slot // self.page_size])
             assert self.slots[page, slot % self.page_size] == (sequence.salt, sequence.tokens[: slot + 1])
 
@@ -593,7 +494,7 @@ class Simulation:
         users = self.users()
         for sequence in self.sequences:
             self.read(sequence)
-            assert self.tables.may_write(sequence.row, sequence.write_start)
+            assert may_write(self.tables, sequence.row, sequence.write_start)
             written = sequence.row.table[sequence.write_start // self.page_size :].tolist()
             assert all(users[page] == 1 for page in written if page != self.num_pages)
         if self.reference is None:
@@ -611,31 +512,27 @@ class Simulation:
             slot = self.random.randrange(self.MAX_LENGTH)
             pages = [p for p in sequence.row.table[slot // self.page_size :].tolist() if p != self.num_pages]
             expected = all(users[page] == 1 and not reference.is_known(page) for page in pages)
-            assert self.tables.may_write(sequence.row, slot) == expected
+            assert may_write(self.tables, sequence.row, slot) == expected
 
 
 SEEDS = range(12)
 
 
-@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_requests(seed, window):
-    Simulation(seed, window).run(400)
+def test_random_requests(seed):
+    Simulation(seed).run(400)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_random_requests_meet_every_case(window):
+def test_random_requests_meet_every_case():
     happened = Counter()
     for seed in SEEDS:
-        simulation = Simulation(seed, window)
+        simulation = Simulation(seed)
         simulation.run(400)
         happened += simulation.happened
         happened["evicted"] += simulation.reference.num_evicted
         happened["evicted in use"] += simulation.reference.num_evicted_in_use
         happened["duplicates"] += simulation.reference.num_duplicates
-    names = {"hits", "forks", "refused", "preempted", "evicted", "evicted in use", "duplicates"} | (
-        {"slid"} if window else set()
-    )
+    names = {"hits", "refused", "preempted", "evicted", "evicted in use", "duplicates"}
     assert set(happened) == names and min(happened.values()) >= 5, happened
 
 

@@ -102,10 +102,6 @@ class PagePool:
         """Return the content of the least recently used cached page, where one is cached."""
         return self._contents[next(iter(self._cached))]
 
-    def is_private(self, page: int) -> bool:
-        """Say whether a page may be written: its count is 1 and nobody else can find its content."""
-        return self._count(page) == 1 and page not in self._contents
-
     def check(self) -> None:
         """Assert that every page is exactly one of free, in use and cached. For tests; takes time in all pages."""
         used = [page for page in range(self.num_pages) if self._counts[page] > 0]

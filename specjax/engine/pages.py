@@ -14,11 +14,9 @@ class Row:
     """The pages of one sequence; `PageTables` makes and changes it."""
 
     table: np.ndarray  # [P] int32: the page of each page_size slots, num_pages for none; it changes in place
-    length: int  # number of tokens it was inserted with
     num_cached_tokens: int = 0  # number of its tokens that were found in the cache, whole chunks
     value: Any = None  # the value stored with the last chunk found
-    start: int = 0  # entries [start, stop) of the table hold pages
-    stop: int = 0
+    stop: int = 0  # the first `stop` entries of the table hold pages
     keys: list[ChunkKey] = field(default_factory=list)  # of the chunks that it may share
     chain: list[CachedChunk] = field(default_factory=list)  # the first of these chunks that are known
 
@@ -36,9 +34,9 @@ class PageStats(NamedTuple):
 class PageTables:
     """Give pages to rows as they grow, and let rows share the pages of a common beginning.
 
-    It touches no device: a caller hands copies of the tables, which change in place, to its calls of the model, and
-    copies the pages that `fork` names. Pages freed here may be given to another row at once, as a device runs its calls
-    in the order of their dispatch. Not safe for several threads.
+    It touches no device: a caller hands copies of the tables, which change in place, to its calls of the model.
+    Pages freed here may be given to another row at once, as a device runs its calls in the order of their dispatch. Not
+    safe for several threads.
 
     Args:
         num_pages: number of pages of the device's pool; in tables it stands for "no page".
@@ -94,7 +92,7 @@ class PageTables:
         if tokens.ndim != 1 or tokens.dtype != np.int32 or tokens.size == 0:
             raise ValueError(f"tokens must be int32 [length], length >= 1, got {tokens.dtype} {list(tokens.shape)}")
         self._num_pages(max(len(tokens), num_slots))
-        row = self._empty_row(len(tokens))
+        row = self._empty_row()
         if salt is not None:
             row.keys = self._prefixes.keys(tokens, salt)
             row.chain = self._prefixes.find(row.keys) if takes else []
@@ -142,7 +140,7 @@ class PageTables:
         """
         self._check_live(row)
         num_known = len(row.chain)
-        if num_computed != num_known * self.chunk_size or num_known >= len(row.keys) or row.start:
+        if num_computed != num_known * self.chunk_size or num_known >= len(row.keys):
             return False
         chunk = self._prefixes.follow(row.keys[num_known], row.chain[-1] if row.chain else None)
         if chunk is None:
@@ -177,50 +175,10 @@ class PageTables:
         start = stop - self.chunk_size // self.page_size
         if stop > row.stop:
             raise ValueError(f"num_computed must be within the row's {row.stop * self.page_size} slots")
-        if start < row.start:  # `free_before` has taken a part of the chunk
-            return
         parent = row.chain[-1] if row.chain else None
         chunk = self._prefixes.register(row.keys[num_chunks - 1], parent, row.table[start:stop].tolist(), value)
         if chunk is not None:
             row.chain.append(chunk)
-
-    def fork(self, row: Row, num_slots: int) -> tuple[Row, list[tuple[int, int]]] | None:
-        """Make another row for the same sequence, which shares the whole pages that no step will write.
-
-        Args:
-            row: a row whose sequence is computed, before its first step.
-            num_slots: number of slots that the new row has pages for, at least.
-
-        Returns:
-            The new row, and the pages to copy before either row's next step, as pairs of source and target: the one
-            with slot length - 2, which is filled and written again. None where there are too few pages.
-        """
-        self._check_live(row)
-        num_shared = max(row.length - 2, 0) // self.page_size
-        num_filled = self._num_pages(row.length - 1)
-        if not row.start <= num_shared <= num_filled <= row.stop:
-            raise ValueError("a row to fork must have pages for its computed sequence")
-        self._num_pages(num_slots)
-        fork = self._empty_row(row.length)
-        fork.start = fork.stop = row.start
-        shared = row.table[row.start : num_shared].tolist()
-        self._pool.share(shared)
-        self._append(fork, shared)
-        if not self.ensure(fork, max(num_slots, row.length - 1)):
-            self.free(fork)
-            return None
-        pages = (table[num_shared:num_filled].tolist() for table in (row.table, fork.table))
-        return fork, list(zip(*pages, strict=True))
-
-    def free_before(self, row: Row, slot: int) -> None:
-        """Free the pages of a row that lie wholly before a slot, where every layer has a window that ends after them.
-
-        Register a chunk before its pages go, so that others may find it.
-        """
-        self._check_live(row)
-        stop = min(slot // self.page_size, row.stop)
-        if stop > row.start:
-            self._release(row, stop)
 
     def free(self, row: Row) -> None:
         """End a row that is finished, cancelled or preempted, and free its pages.
@@ -229,13 +187,10 @@ class PageTables:
             ValueError: the row has ended before, or is not of these tables.
         """
         self._check_live(row)
-        self._release(row, row.stop)
+        self._pool.free(row.table[: row.stop][::-1].tolist())  # the end of a chain is the first to be evicted
+        row.table[: row.stop] = self._pool.num_pages
+        row.stop = 0
         del self._rows[row]
-
-    def may_write(self, row: Row, slot: int) -> bool:
-        """Say whether a row may write its slots from `slot` on: no page there is shared or can be found by others."""
-        self._check_live(row)
-        return all(map(self._pool.is_private, row.table[max(slot // self.page_size, row.start) : row.stop].tolist()))
 
     def stats(self) -> PageStats:
         """Return the numbers of pages in each state, and of tokens looked up and found."""
@@ -249,26 +204,20 @@ class PageTables:
         self._prefixes.check()
         counts = [0] * self._pool.num_pages
         for row in self._rows:
-            held = row.table[row.start : row.stop].tolist()
+            held = row.table[: row.stop].tolist()
             assert len(held) == np.sum(row.table != self._pool.num_pages), "a table has other pages than the row's"
             for page in held:
                 counts[page] += 1
         assert counts == self._pool._counts, "a count is not the number of rows with the page"
 
-    def _empty_row(self, length: int) -> Row:
-        row = Row(np.full(self.pages_per_row, self._pool.num_pages, np.int32), length)
+    def _empty_row(self) -> Row:
+        row = Row(np.full(self.pages_per_row, self._pool.num_pages, np.int32))
         self._rows[row] = None
         return row
 
     def _append(self, row: Row, pages: list[int]) -> None:
         row.table[row.stop : row.stop + len(pages)] = pages
         row.stop += len(pages)
-
-    def _release(self, row: Row, stop: int) -> None:
-        """Free the entries [row.start, stop) of a table, last first: the end of a chain is the first to be evicted."""
-        self._pool.free(row.table[row.start : stop][::-1].tolist())
-        row.table[row.start : stop] = self._pool.num_pages
-        row.start = stop
 
     def _num_pages(self, num_slots: int) -> int:
         num_pages = -(-num_slots // self.page_size)
