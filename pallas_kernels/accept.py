@@ -224,7 +224,7 @@ def _draft_normalizer(
 
 
 def _joint(log_ratio: Array, lane: Array, num_drafts: int) -> tuple[Array, Array]:
-    """Return the probabilities P of accepting as a whole the drafts up to each one, and those before each one.
+    """Return the probabilities P of accepting as a whole the drafts up to each one, and of the drafts before each one.
 
     P = min(1, P_before * target / draft), and P = 1 before the first draft.
     """

@@ -108,7 +108,7 @@ def decode_attention(
         pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
             [0, num_pages) are not written.
         tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, by which a
-            window hides slots. None is a chain: each sees those up to itself.
+            window hides slots. None is a chain: each sees the tokens up to itself.
         window: number of positions that a query sees, its own included; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.

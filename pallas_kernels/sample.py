@@ -2,7 +2,7 @@
 
 The first launch reads each row once and stores the mass of every block of the vocabulary. In the second launch one
 program a row adds a Gumbel number to the log-mass of each block, and then one to each logit of the best block. Where
-there are drafts, the last program of a sequence emits those that agree with the draws.
+there are drafts, the last program of a sequence emits the drafts that agree with the draws.
 
 The second launch is bound by its random numbers, of which a row takes one a block and one a token of a block.
 """

@@ -56,7 +56,7 @@ class State(NamedTuple):
 
 
 class Info(NamedTuple):
-    """The outcome of one step, of its R rows: all B of the state, or those that the step was given, in their order."""
+    """The outcome of one step, of its R rows: all B of the state, or the given rows in their order."""
 
     tokens: Array  # [R, K+1] int32, the committed tokens, then -1
     num_drafts: Array  # [R] int32, number of draft tokens of the row

@@ -217,7 +217,7 @@ def log_probs(normalized: Normalized, ids: Array | None = None) -> Array:
 
 
 def _log_probs_of(normalized: Normalized, logits: Array, ids: Array | None) -> Array:
-    """Return the log-probabilities of all tokens, or of those with these indices, given their logits."""
+    """Return the log-probabilities of all tokens, or of the tokens with these indices, given their logits."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] if ids is None else ids
     return _log_probs(
         normalized, logits, _whole_id(ids, normalized.distribution.logits.shape[-1], normalized.axis_name)

@@ -60,7 +60,7 @@ class Stats(NamedTuple):
 
 @dataclass(frozen=True)
 class _Counts:
-    """Sums over samples, of numbers that grow while a sample runs; the names are those of `Stats`."""
+    """Sums over samples, of numbers that grow while a sample runs; the names are the same as in `Stats`."""
 
     num_tokens: int
     num_preempted: int

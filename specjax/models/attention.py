@@ -124,8 +124,8 @@ def num_slots(cache: Cache, inputs: ModelInput) -> int:
 def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None, num_hidden: int = 0) -> Array:
     """Return which cache slots each query may attend to, [B, 1, T, S] bool.
 
-    They are all slots before this call, and in it those that `inputs.mask` allows; with a window, only those that lie
-    less than `window` positions before the query. The first `num_hidden` slots are seen by their own tokens alone.
+    They are all slots before this call, and in it the slots that `inputs.mask` allows; with a window, only slots that
+    lie less than `window` positions before the query. The first `num_hidden` slots are seen by their own tokens alone.
     """
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]

@@ -261,7 +261,7 @@ class Tensors:
         return advance
 
     def _linear(self, name: str, shape: tuple[int, ...]) -> StoredLinear:
-        """Return what the files have of the matrix of a tensor, which ends in ".weight"."""
+        """Return the stored parts of the matrix of a tensor, whose name ends in ".weight"."""
         return StoredLinear(name.removesuffix(".weight"), shape, self._entry, self._dtype)
 
     def _entry(self, name: str) -> StoredArray | None:

@@ -49,7 +49,7 @@ def of_proposer(proposer: Proposer) -> dict[str, str]:
 
 
 def _of_arrays(name: str, tree: PyTree) -> dict[str, str]:
-    """Return the sizes of all arrays, and of those that are small and whole on every device the values, too.
+    """Return the sizes of all arrays, and the values of arrays that are small and whole on every device.
 
     Small are the parameters of norms, which are others in another checkpoint.
     """

@@ -142,7 +142,7 @@ class Drawer:
         carry: PyTree,
         is_static: bool = False,
     ) -> tuple[Draft, PyTree]:
-        """Draw drafts one after another, each from logits that depend on those before.
+        """Draw drafts one after another, each from logits that depend on the drafts before.
 
         Args:
             logits: [B, 1, D], of the first draft.
@@ -188,7 +188,7 @@ class Drawer:
 
     def parallel(self, logits: Array) -> Draft:
         """Draw all drafts from logits [B, K, D] that do not depend on the other drafts."""
-        if reads_token_ids(self.sampling):  # a penalty or a grammar makes a draft depend on those before it
+        if reads_token_ids(self.sampling):  # a penalty or a grammar makes a draft depend on the drafts before it
 
             def row_of(last: Array, index: Array, carry: tuple) -> tuple[Array, tuple]:
                 return jax.lax.dynamic_slice_in_dim(logits, index, 1, axis=1), carry
@@ -200,7 +200,7 @@ class Drawer:
     def _draw(self, keys: Array, logits: Array, drafts: Array, first: Array | int) -> tuple[Array, _Drawn]:
         """Draw a token [B, T] from each row of logits [B, T, D], of which row 0 is for the draft `first`.
 
-        The noise of a token belongs to its place among those that are drawn from. So all rows draw from the D tokens in
+        The noise of a token belongs to its place among the candidates. So all rows draw from the D tokens in
         every step: the draft of a row does not depend on the parameters of the other rows of its batch.
         """
         is_possible = None

@@ -229,7 +229,7 @@ def _tap_norms(config: "ConfigFile", tensors: "Tensors") -> str | None:
 
 
 def _read_layers(config: "ConfigFile", tensors: "Tensors", first: str, rope_theta: float | None) -> "DecoderConfig":
-    """Return sizes and options of the layers. Biases and norms of heads are those that the files have."""
+    """Return sizes and options of the layers. A head has the biases and norms in its files."""
     from specjax.models.families.llama import config_of
 
     config.choice("model_type", MODEL_TYPES, MODEL_TYPES[0])

@@ -83,7 +83,7 @@ def open_directory(
 ) -> tuple["ConfigFile", "Tensors"]:
     """Return the config.json of a drafter and its tensors, which are read in the dtype of the target.
 
-    `fields` take the place of those in the file.
+    `fields` take the place of fields in the file.
 
     Raises:
         FileNotFoundError: a file does not exist.

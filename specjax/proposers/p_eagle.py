@@ -20,7 +20,7 @@ from specjax.validation import is_integer
 class Pending(NamedTuple):
     """The rows of the head's memory: the last committed tokens may not have been fed yet; their features wait here."""
 
-    features: Array  # [B, W, h] of the tokens before those that wait
+    features: Array  # [B, W, h] of the tokens before the tokens that wait
     count: Array  # [B] int32 in [1, W], number of last tokens that wait
 
 

@@ -204,7 +204,7 @@ def medusa_unroll(heads: Sequence[PyTree], batch: Batch) -> Steps:
 
 
 def anchors(key: Array, batch: Batch, *, count: int) -> Array:
-    """Choose tokens at random after which blocks begin: those with a feature before and a token to learn after them.
+    """Choose tokens at random after which blocks begin: tokens with a feature before and a token to learn after them.
 
     Args:
         key: a typed key.
@@ -311,7 +311,7 @@ def _steps(batch: Batch, outputs: Sequence[Array], rows: Sequence[Array]) -> Ste
 
 
 def _check_scores(scale: float | None, softcap: float | None) -> None:
-    """Raise ValueError where the scores of a layer are not those that losses compute."""
+    """Raise ValueError where the scores of a layer differ from the scores that losses compute."""
     if (scale, softcap) != (None, None):
         raise ValueError(f"the attention of a head must have no scale and no softcap in training, got {scale, softcap}")
 
