@@ -1,9 +1,10 @@
 """Load the drafter of a target from a directory, whatever kind it is of."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,16 +15,44 @@ from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_specula
 from specjax.proposers.mtp import is_mtp, load_mtp
 from specjax.types import Array, Model, Proposer
 
-_WITH_LAYERS = {  # their rotary frequencies have a base
-    "eagle": eagle_files.load_eagle,
-    "eagle3": eagle_files.load_eagle3,
-    "p_eagle": eagle_files.load_eagle3,
-    "dflash": block_files.load_block,
-    "dflash2": block_files.load_block,
-    "dspark": block_files.load_block,
-    "mtp": load_mtp,
-}
-_WITHOUT_LAYERS = {"medusa": load_medusa, "mlp_speculator": load_mlp_speculator}
+if TYPE_CHECKING:
+    from specjax.models.config_file import ConfigFile
+    from specjax.models.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of drafter files, which one module reads."""
+
+    kind_of: Callable[[Mapping[str, Any], list[str]], str | None]  # (fields of config.json, names of the tensors)
+    load: Callable[..., Proposer]
+    feature_layers: Callable[["ConfigFile", "Tensors", Model], tuple[int, ...]] | None = None  # None: no layers
+    has_attention: bool = True  # whether `load` takes `rope_theta`
+
+
+def _of_eagle(*kinds: str) -> Callable[[Mapping[str, Any], list[str]], str | None]:
+    """Return the function that tells some kinds of EAGLE heads."""
+
+    def kind_of_head(fields: Mapping[str, Any], names: list[str]) -> str | None:
+        kind = eagle_files.kind_of(fields, names)
+        return kind if kind in kinds else None
+
+    return kind_of_head
+
+
+def _of_names(is_of: Callable[[list[str]], bool], kind: str) -> Callable[[Mapping[str, Any], list[str]], str | None]:
+    """Return the function that tells one kind by the names of its tensors."""
+    return lambda fields, names: kind if is_of(names) else None
+
+
+FORMATS = (  # the first one that knows the files reads them
+    Format(_of_eagle("eagle"), eagle_files.load_eagle),
+    Format(_of_eagle("eagle3", "p_eagle"), eagle_files.load_eagle3, eagle_files.feature_layers),
+    Format(lambda fields, names: block_files.kind_of(names), block_files.load_block, block_files.feature_layers),
+    Format(_of_names(is_medusa, "medusa"), load_medusa, has_attention=False),
+    Format(_of_names(is_mlp_speculator, "mlp_speculator"), load_mlp_speculator, has_attention=False),
+    Format(_of_names(is_mtp, "mtp"), load_mtp),
+)
 _NOT_IMPLEMENTED = {  # drafters of other kinds, by a tensor that they alone have
     "efficient_lm_head.weight": "EAGLE-4",
     "prefix_gru.*": "Domino",
@@ -80,18 +109,19 @@ def load(
         ```
     """
     checkpoint = Checkpoint.of(directory)
-    kind = kind_of(checkpoint)
-    if kind is None:
+    found = _find(checkpoint)
+    if found is None:
         raise ValueError(
             f"{checkpoint.directory} holds an ordinary model, not a drafter on features; as a draft model it is "
             "loaded with models.load and given to proposers.draft_model"
         )
+    kind, own = found
     options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature, "fields": fields}
-    if kind in _WITH_LAYERS:
-        return _WITH_LAYERS[kind](checkpoint, target, rope_theta=rope_theta, **options)
-    if rope_theta is not None:
+    if own.has_attention:
+        options["rope_theta"] = rope_theta
+    elif rope_theta is not None:
         raise ValueError(f"rope_theta must be None for a drafter without attention ({kind}), got {rope_theta!r}")
-    return _WITHOUT_LAYERS[kind](checkpoint, target, **options)
+    return own.load(checkpoint, target, **options)
 
 
 def kind_of(directory: str | Path | Checkpoint) -> str | None:
@@ -101,7 +131,12 @@ def kind_of(directory: str | Path | Checkpoint) -> str | None:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged, or the drafter is of a kind that is not implemented.
     """
-    checkpoint = Checkpoint.of(directory)
+    found = _find(Checkpoint.of(directory))
+    return None if found is None else found[0]
+
+
+def _find(checkpoint: Checkpoint) -> tuple[str, Format] | None:
+    """Return the kind of drafter that a directory holds, and its format; None for an ordinary model."""
     names = checkpoint.drafter_tensors(np.dtype("float32")).names()
     fields = checkpoint.config.fields
     for pattern, kind in _NOT_IMPLEMENTED.items():
@@ -109,9 +144,8 @@ def kind_of(directory: str | Path | Checkpoint) -> str | None:
             raise ValueError(
                 f"{checkpoint.directory} holds a drafter of {kind}, which specjax does not implement: tensor {name}"
             )
-    others = {"medusa": is_medusa, "mlp_speculator": is_mlp_speculator, "mtp": is_mtp}
-    other = next((kind for kind, is_of in others.items() if is_of(names)), None)
-    return eagle_files.kind_of(fields, names) or block_files.kind_of(names) or other
+    kinds = ((own.kind_of(fields, names), own) for own in FORMATS)
+    return next(((kind, own) for kind, own in kinds if kind is not None), None)
 
 
 def feature_layers(directory: str | Path | Checkpoint, target: Model) -> tuple[int, ...]:
@@ -129,9 +163,6 @@ def feature_layers(directory: str | Path | Checkpoint, target: Model) -> tuple[i
         ValueError: a file is damaged, or names layers that the target does not have.
     """
     checkpoint = Checkpoint.of(directory)
-    kind = kind_of(checkpoint)
-    if kind in ("eagle3", "p_eagle"):
-        return eagle_files.feature_layers(*files.open_directory(checkpoint, target), target)
-    if kind in ("dflash", "dflash2", "dspark"):
-        return block_files.feature_layers(*files.open_directory(checkpoint, target), target)
-    return ()
+    found = _find(checkpoint)
+    read = None if found is None else found[1].feature_layers
+    return () if read is None else read(*files.open_directory(checkpoint, target), target)
