@@ -87,7 +87,7 @@ class _Counts:
             num_drafts=sum(int(total.row_steps[slots].sum()) for total, slots in totals),
             num_drafted=sum(int(total.drafted[slots].sum()) for total, slots in totals),
             num_accepted=sum(int(total.accepted[slots].sum()) for total, slots in totals),
-            num_accepted_at=sum(at, np.zeros(num_draft_tokens, np.int64)),
+            num_accepted_at=np.sum([np.zeros(num_draft_tokens, np.int64), *at], axis=0),
         )
 
 
