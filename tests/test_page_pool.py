@@ -6,7 +6,7 @@ from specjax.engine.page_pool import PagePool
 
 
 def is_private(pool, page):
-    """Return whether a page is in use by one row, and nobody else can find what it holds."""
+    """Return whether a page is in use by one row, and nobody else can find its content."""
     return pool._counts[page] == 1 and page not in pool._contents
 
 

@@ -9,7 +9,7 @@ from specjax.engine.prefix_cache import PrefixCache
 
 
 def is_private(pool, page):
-    """Return whether a page is in use by one row, and nobody else can find what it holds."""
+    """Return whether a page is in use by one row, and nobody else can find its content."""
     return pool._counts[page] == 1 and page not in pool._contents
 
 
