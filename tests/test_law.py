@@ -1,5 +1,7 @@
 """The exact distribution of one step of every verifier, on cases beside the cases of `testing.assert_lossless`."""
 
+from itertools import product
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -79,9 +81,10 @@ def test_temperatures(name, temperature, draft_temperature):
 def test_one_hot_drafts_of_a_sampled_batch(name):
     """A row of draft temperature 0 is one-hot at its token; its logits are garbage."""
     target = random_tables(8, 4)
-    for drafts in [(0, 1, 2), (1, 1, 0)]:
+    others = jnp.full((1, 3, V), jnp.nan), jnp.arange(3.0 * V).reshape(1, 3, V)  # a NaN counts as -inf
+    for drafts, garbage in product([(0, 1, 2), (1, 1, 0)], others):
         rows = jnp.asarray(np.stack([t[drafts[:i]] for i, t in enumerate(target)]), jnp.float32)[None]
-        garbage = distributions.Categorical(jnp.full((1, 3, V), jnp.nan), jnp.zeros(1))
+        garbage = distributions.Categorical(garbage, jnp.zeros(1))
         draft = verifiers.core.Draft(jnp.array([drafts], jnp.int32), garbage)
         verified, weight = testing.enumerate_outcomes(getattr(verifiers, name), draft, rows)
         distribution = testing.completed_law(verified.tokens, weight[0], [testing.probabilities(t) for t in target])
