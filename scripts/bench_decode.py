@@ -5,6 +5,7 @@
     python scripts/bench_decode.py --preset 8b-block --batches 1 --num-drafts 7
     python scripts/bench_decode.py --preset 8b-ngram --batches 1 --num-drafts 5
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
+    python scripts/bench_decode.py --preset 8b --quantization int4 --batches 1 64
     python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
 
 The script prints the tables of the README, each row as soon as it is measured; the last command is the quickest run.
@@ -33,12 +34,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peers
+from bench_quantized import random_weight
 from jax.tree_util import Partial
 
 from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
 from specjax.keys import fold, positions
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.layer import Attention, LayerConfig
+from specjax.models.quantized import Quantized
 from specjax.proposers import BlockHead, trunk
 from specjax.proposers.block_draft import BlockDraft, check_block
 from specjax.proposers.drawing import reduced_vocabulary
@@ -84,7 +87,7 @@ BLOCK = DecoderConfig(  # of a drafter in blocks of 8 tokens for the target "8b"
 BLOCK_LAYERS = (2, 9, 16, 23, 30)  # of the target, whose stream it reads
 EAGLE = replace(BLOCK, num_layers=1, layers=(LayerConfig(),), vocab_size=32000)  # an EAGLE-3 head for the target "8b"
 EAGLE_LAYERS = (2, 16, 29)
-PRESETS = ("8b-1b", "8b-eagle3", "8b-block", "8b-ngram", "1b-100m", "embedded")
+PRESETS = ("8b", "8b-1b", "8b-eagle3", "8b-block", "8b-ngram", "1b-100m", "embedded")
 Drafter = Model | BlockDraft | FeatureDraft | NGram
 
 
@@ -117,8 +120,23 @@ def random_head(target: Model) -> FeatureDraft:
     return proposers.eagle3(head, params, 1, reduced=reduced)
 
 
-def load(preset: str) -> tuple[Model, Drafter]:
+def quantized(model: Model, quantization: str, with_head: bool) -> Model:
+    """Return the model with random matrices of few bits in its layers, and in its head if `with_head`."""
+    format = {"fp8": "fp8-blocks"}.get(quantization, quantization)
+
+    def replaced(x: jax.Array) -> jax.Array | Quantized:
+        return x if x.ndim < 2 else random_weight(format, x.shape)
+
+    params = {name: jax.tree.map(replaced, part) if name == "layers" else part for name, part in model.params.items()}
+    if with_head:
+        params["head"] = replaced(params["head"])
+    return replace(model, params=params)
+
+
+def load(preset: str) -> tuple[Model, Drafter | None]:
     """Return the target and the draft of a preset."""
+    if preset == "8b":
+        return random_model(SHAPES["8b"]), None
     if preset == "8b-block":
         target = models.with_feature_layers(random_model(SHAPES["8b"]), BLOCK_LAYERS)
         return target, random_block(target)
@@ -334,9 +352,9 @@ def print_row(by: str, row: dict, plain: float | None) -> None:
     print(f"| {' | '.join(map(str, cells))} |")
 
 
-def time_decoding(args: argparse.Namespace, target: Model, draft: Drafter) -> list[dict]:
+def time_decoding(args: argparse.Namespace, target: Model, draft: Drafter | None) -> list[dict]:
     """Print the table of steps and return its rows."""
-    settings = [0, *args.num_drafts]
+    settings = [0] if draft is None else [0, *args.num_drafts]
     known = any(peers.of_decoding(args.preset, batch, k) for batch in args.batches for k in settings)
     print(f"{peers.DECODE_SOURCE if known else peers.NONE}\n")
     print_header()
@@ -357,28 +375,40 @@ def time_decoding(args: argparse.Namespace, target: Model, draft: Drafter) -> li
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="embedded")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512])
-    parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 5, 8])
-    parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    args = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)
-
-    target, draft = load(args.preset)
-    device = jax.devices()[0]
-    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {target.params['embedding'].dtype}.")
-    rows = time_decoding(args, target, draft)
-
+def print_best(args: argparse.Namespace, rows: list[dict]) -> None:
+    """Print the number of drafts that is fastest at some acceptance rates."""
     print("\n| B | context | best K at acceptance 0.5 | 0.7 | 0.9 |\n|---|---|---|---|---|")
     for batch in args.batches:
         for context in args.contexts:
             costs = {r["num_drafts"]: r["step_s"] for r in rows if (r["batch"], r.get("context")) == (batch, context)}
             best = (theory.best_draft_length(rate, costs) for rate in (0.5, 0.7, 0.9))
             print(f"| {batch} | {context} | " + " | ".join(map(str, best)) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="embedded")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512])
+    parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 5, 8])
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8", "mxfp4"), help="of the target's layers")
+    parser.add_argument("--quantized-head", action="store_true", help="quantise the head of the target, too")
+    parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
+
+    target, draft = load(args.preset)
+    if args.quantization is not None:
+        target = quantized(target, args.quantization, args.quantized_head)
+    device = jax.devices()[0]
+    print(
+        f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {args.quantization or target.params['embedding'].dtype}."
+    )
+    rows = time_decoding(args, target, draft)
+
+    if draft is not None:
+        print_best(args, rows)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     print(f"\npeak memory {peak / 2**30:.1f} GiB")
     if args.json:
