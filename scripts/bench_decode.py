@@ -402,9 +402,8 @@ def main() -> None:
     if args.quantization is not None:
         target = quantized(target, args.quantization, args.quantized_head)
     device = jax.devices()[0]
-    print(
-        f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {args.quantization or target.params['embedding'].dtype}."
-    )
+    kind = args.quantization or target.params["embedding"].dtype
+    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {kind}.")
     rows = time_decoding(args, target, draft)
 
     if draft is not None:

@@ -16,11 +16,13 @@ most 2 %.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +139,39 @@ def tune(num_rows: int, x: jax.Array, weight: Quantized, deadline: float) -> Non
         print(f"  best: {tiling} {1e6 * seconds:.1f} us{mark}")
 
 
+def time_products(args: argparse.Namespace, bandwidth: float, deadline: float) -> list[dict]:
+    """Print the table of products until the deadline, and return its rows."""
+    print("| matrix | format | rows | us | TB/s | against bf16 | floor / measured, % | error |\n" + "|---" * 8 + "|")
+    found = []
+    for name, format in product(args.matrices, args.formats):
+        size, num_outputs = map(int, name.split("x"))
+        weight = random_weight(format, (num_outputs, size))
+        for num_rows in args.rows:
+            if time.monotonic() > deadline:
+                print(f"stopped after {args.minutes} minutes")
+                return found
+            x = jax.random.normal(jax.random.key(1), (num_rows, size), jnp.bfloat16)
+            seconds, error = measure(apply, x, weight)
+            row = {"matrix": name, "format": format, "num_rows": num_rows, "bytes": weight.nbytes}
+            found.append(row | {"us": 1e6 * seconds, "error": error})
+            print_row(found, bandwidth)
+            if args.tune and isinstance(weight, Quantized):
+                tune(num_rows, x, weight, deadline)
+    return found
+
+
+def print_row(rows: list[dict], bandwidth: float) -> None:
+    """Print the last of the rows, beside the row of bfloat16 that it is compared with."""
+    row = rows[-1]
+    names = "matrix", "format", "num_rows"
+    baseline = row | {"format": "bf16"}
+    same = [one["us"] for one in rows if all(one[name] == baseline[name] for name in names)]
+    seconds, error = row["us"] / 1e6, row["error"]
+    cells = [*(row[name] for name in names), f"{row['us']:.1f}", f"{row['bytes'] / seconds / 1e12:.2f}"]
+    cells += [f"{same[0] / row['us']:.2f}" if same else "-", f"{100 * row['bytes'] / bandwidth / seconds:.0f}"]
+    print(f"| {' | '.join(map(str, [*cells, f'{error:.1e}']))} |{'' if error <= MAX_ERROR else ' WRONG'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrices", nargs="+", default=MATRICES, help="inputs x outputs, such as 4096x14336")
@@ -144,37 +179,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--tune", action="store_true", help="try the tilings of the kernels")
     parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
-    deadline = time.monotonic() + 60 * args.minutes
-
-    bandwidth = copy_bandwidth()
-    print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, a copy reaches {bandwidth / 1e12:.2f} TB/s\n")
-    print("| matrix | format | rows | us | TB/s | against bf16 | floor / measured, % | error |\n" + "|---" * 8 + "|")
-    num_wrong = 0
-    for name in args.matrices:
-        size, num_outputs = map(int, name.split("x"))
-        baseline: dict[int, float] = {}
-        for format in args.formats:
-            weight = random_weight(format, (num_outputs, size))
-            for num_rows in args.rows:
-                if time.monotonic() > deadline:
-                    print(f"stopped after {args.minutes} minutes")
-                    sys.exit(num_wrong > 0)
-                x = jax.random.normal(jax.random.key(1), (num_rows, size), jnp.bfloat16)
-                seconds, error = measure(apply, x, weight)
-                num_wrong += not error <= MAX_ERROR
-                if format == "bf16":
-                    baseline[num_rows] = seconds
-                ratio = f"{baseline[num_rows] / seconds:.2f}" if num_rows in baseline else "-"
-                cells = [name, format, num_rows, f"{1e6 * seconds:.1f}", f"{weight.nbytes / seconds / 1e12:.2f}", ratio]
-                cells += [f"{100 * weight.nbytes / bandwidth / seconds:.0f}", f"{error:.1e}"]
-                wrong = "" if error <= MAX_ERROR else " WRONG"
-                print(f"| {' | '.join(map(str, cells))} |{wrong}")
-                if args.tune and isinstance(weight, Quantized):
-                    tune(num_rows, x, weight, deadline)
+    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "bandwidth": copy_bandwidth()}
+    print(f"device {about['device']}, jax {about['jax']}, a copy reaches {about['bandwidth'] / 1e12:.2f} TB/s\n")
+    rows = time_products(args, about["bandwidth"], time.monotonic() + 60 * args.minutes)
+    if args.json:
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+    num_wrong = sum(not row["error"] <= MAX_ERROR for row in rows)
     print(f"{num_wrong} wrong")
-    sys.exit(num_wrong > 0)
+    if num_wrong:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
-from specjax.models.linear import Norm, linear, rms_norm
-from specjax.models.quantized import Quantized
+from specjax.models.linear import Norm, linear, outputs_from, rms_norm
 from specjax.models.rope import Rotation, rotate
 from specjax.types import Array
 
@@ -102,8 +101,7 @@ class Attention:
         """Return the rotated keys and the values [B, T, kv heads, head size] of tokens, without their queries."""
         first = config.num_heads * config.head_size  # queries stand before keys and values
         weight, bias = params["qkv"], params.get("qkv_bias")
-        is_transposed = config.transposed or isinstance(weight, Quantized)
-        weight = weight[first:] if is_transposed else weight[:, first:]
+        weight = outputs_from(weight, first, transposed=config.transposed)
         bias = None if bias is None else bias[first:][None, None]
         both = linear(x, weight, transposed=config.transposed, residual=bias)
         key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)

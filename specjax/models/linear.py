@@ -12,7 +12,7 @@ from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
 from pallas_kernels import quantized_linear as quantized_row
 from pallas_kernels import quantized_matmul as quantized_rows
-from specjax.models.quantized import Quantized, dequantize
+from specjax.models.quantized import Quantized, dequantize, rows
 from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.types import Array
 
@@ -25,6 +25,16 @@ def rms_norm(x: Array, norm: Norm) -> Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+
+
+def lookup(table: Array | Quantized, index: Array) -> Array:
+    """Return rows [..., D] of a table [V, D], an embedding, at the places `index` [...]."""
+    return rows(table, index) if isinstance(table, Quantized) else table[index]
+
+
+def outputs_from(weight: Array | Quantized, first: int, *, transposed: bool) -> Array | Quantized:
+    """Return a weight, as `linear` takes it, without its first outputs."""
+    return weight[first:] if transposed or isinstance(weight, Quantized) else weight[:, first:]
 
 
 def linear(
@@ -145,7 +155,7 @@ def _by_kernel(
         return kernel.linear(x.ravel(), weight, norm=norm, residual=residual, **static)[None, None]
     if norm is not None:
         x = rms_norm(x, norm)
-    rows = x.reshape(-1, x.shape[2])
+    flat = x.reshape(-1, x.shape[2])
     if residual is not None:
-        residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(rows.shape[0], -1)
-    return kernel.matmul(rows, weight, residual=residual, **static).reshape(*x.shape[:2], -1)
+        residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(flat.shape[0], -1)
+    return kernel.matmul(flat, weight, residual=residual, **static).reshape(*x.shape[:2], -1)

@@ -5,13 +5,13 @@ The functions are frozen dataclasses that compare by value, so a model that is b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models.quantized import Quantized, rows
+from specjax.models.linear import lookup
+from specjax.models.quantized import Quantized
 from specjax.parallel import OnMesh, shards
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
@@ -158,13 +158,12 @@ def of_one_device(model: Model) -> Any:
 
 def embed(table: Array | Quantized, tokens: Array, axis_name: str | None) -> Array:
     """Return the rows [B, T, D] of an embedding table [V, D] for tokens [B, T]; devices may share the vocabulary."""
-    gather = partial(rows, table) if isinstance(table, Quantized) else table.__getitem__
     if axis_name is None:
-        return gather(tokens)
+        return lookup(table, tokens)
     size = table.shape[0]
     index = tokens - shards.first_id(size, axis_name)
     is_own = (index >= 0) & (index < size)
-    return jax.lax.psum(jnp.where(is_own[..., None], gather(jnp.where(is_own, index, 0)), 0), axis_name)
+    return jax.lax.psum(jnp.where(is_own[..., None], lookup(table, jnp.where(is_own, index, 0)), 0), axis_name)
 
 
 def without_padding(logits: Array, num_padding: int, axis_name: str | None) -> Array:

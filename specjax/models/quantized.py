@@ -17,7 +17,7 @@ from pallas_kernels.quantized import BIAS, MIDDLE, WORD_BITS, WORDS_IN_BLOCK, Qu
 from specjax.types import Array
 from specjax.validation import suggestion
 
-__all__ = ["FORMATS", "Quantized", "concatenate", "dequantize", "pack", "quantize", "rows"]
+__all__ = ["FORMATS", "Quantized", "concatenate", "dequantize", "is_quantized", "pack", "quantize", "rows"]
 
 FORMATS = ("int8", "int4", "fp8")  # that `quantize` knows
 CODES = {8: ("int", "e4m3"), 4: ("int", "e2m1", "nf4")}
@@ -245,6 +245,11 @@ def dequantize(weight: Quantized, dtype: DTypeLike = jnp.float32) -> Array:
         inverse = jnp.argsort(jnp.asarray(weight.order), axis=-1)
         w = jnp.take_along_axis(w, inverse[..., None, :], axis=-1)
     return w.astype(dtype)
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Return whether a leaf of the parameters is a `Quantized` matrix, for `is_leaf` of the functions on trees."""
+    return isinstance(leaf, Quantized)
 
 
 def rows(weight: Quantized, index: Array) -> Array:

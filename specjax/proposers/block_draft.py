@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.attention import KeyValues, memories, update_cache
 from specjax.models.layer import matrix_shape
-from specjax.models.linear import linear, rms_norm
+from specjax.models.linear import linear, lookup, rms_norm
 from specjax.models.rope import rotation
 from specjax.proposers import trunk
 from specjax.proposers.convolution import Convolutions
@@ -124,7 +124,7 @@ class BlockHead:
     def run(self, params: PyTree, inputs: ModelInput, memories: Sequence[KeyValues]) -> tuple[Array, list]:
         """Return the result of `run_block`, given the keys and values of each layer."""
         with trunk.in_full_precision(params):
-            x = params["embedding"][inputs.tokens]
+            x = lookup(params["embedding"], inputs.tokens)
             x, kept = trunk.run_layers(self.layers, params["layers"], x, inputs, memories)
             return rms_norm(x, (params["norm"], self.config.norm_eps)), kept
 
@@ -159,7 +159,7 @@ class BlockHead:
     def markov_logits(self, params: PyTree, token: Array) -> Array:
         """Return the logits that the token before a draft [B, T] adds, [B, T, D] float32."""
         with trunk.in_full_precision(params):
-            return linear(params["markov_in"][token], params["markov_out"], transposed=True, dtype=jnp.float32)
+            return linear(lookup(params["markov_in"], token), params["markov_out"], transposed=True, dtype=jnp.float32)
 
     def select(self, params: PyTree, output: Array, token: Array, candidates: tuple[Array, Array]) -> Array:
         """Return the logits of a draft [B, 1, V] float32, -inf for all but the candidates.
@@ -172,9 +172,9 @@ class BlockHead:
         """
         values, ids = candidates
         with trunk.in_full_precision(params):
-            context = params["selector_in"][token] * linear(output, params["selector_hidden"], transposed=True)
+            context = lookup(params["selector_in"], token) * linear(output, params["selector_hidden"], transposed=True)
             context = context.astype(jnp.float32)[:, :, None]
-            values = values + jnp.sum(context * params["selector_out"][ids].astype(jnp.float32), axis=-1)
+            values = values + jnp.sum(context * lookup(params["selector_out"], ids).astype(jnp.float32), axis=-1)
         wide = jnp.full((len(values), 1, self.target_vocab), -jnp.inf, jnp.float32)
         return jnp.put_along_axis(wide, ids, values, axis=-1, inplace=False)
 
@@ -187,7 +187,7 @@ class BlockHead:
 
     def confidence_logits(self, params: PyTree, output: Array, token: Array) -> Array:
         """Return the log-odds of `confidences`, [B, T] float32."""
-        parts = [output] if self.confidence == "hidden" else [output, params["markov_in"][token]]
+        parts = [output] if self.confidence == "hidden" else [output, lookup(params["markov_in"], token)]
         read = jnp.concatenate(parts, axis=-1).astype(jnp.float32)
         with trunk.in_full_precision(params):
             score = jnp.sum(read * params["confidence"].astype(jnp.float32)[None, None], axis=-1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
 from specjax.models.layer import matrix_shape
-from specjax.models.linear import linear
+from specjax.models.linear import linear, lookup
 from specjax.proposers import trunk
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
@@ -38,7 +38,7 @@ class EagleHead(trunk.FeatureHead):
     ) -> tuple[Array, list]:
         config = self.config
         with trunk.in_full_precision(params):
-            pair = jnp.concatenate([params["embedding"][inputs.tokens], feature], axis=-1)
+            pair = jnp.concatenate([lookup(params["embedding"], inputs.tokens), feature], axis=-1)
             bias = params["fc_bias"][None, None] if self.has_bias else None
             x = linear(pair, params["fc"], transposed=config.transposed, residual=bias)
             return trunk.run_layers(config, params["layers"], x, inputs, memories)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
 from specjax.models.layer import matrix_shape
-from specjax.models.linear import linear, rms_norm
+from specjax.models.linear import linear, lookup, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
@@ -63,7 +63,7 @@ class Eagle3Head(trunk.FeatureHead):
         self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
     ) -> tuple[Array, list]:
         config = self.config
-        embedded = rms_norm(params["embedding"][inputs.tokens], (params["embedding_norm"], config.norm_eps))
+        embedded = rms_norm(lookup(params["embedding"], inputs.tokens), (params["embedding_norm"], config.norm_eps))
         normed = feature
         if self.has_feature_norm:
             normed = rms_norm(feature, (params["feature_norm"], config.norm_eps))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.directory import Checkpoint
-from specjax.models.linear import linear
+from specjax.models.linear import linear, lookup
 from specjax.proposers import last_feature
 from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
 from specjax.proposers.feature_draft import has_feature
@@ -78,7 +78,7 @@ class MLPSpeculator(InMemory):
         of_state = 0.5 ** (0.5 / len(self.steps))
         of_token = math.sqrt((1 - of_state**2) * step["norm"].shape[0] / 2)
         with jax.default_matmul_precision("highest" if state.dtype == jnp.float32 else None):
-            embedded = step["embedding"][token] * jnp.asarray(of_token / of_state, state.dtype)
+            embedded = lookup(step["embedding"], token) * jnp.asarray(of_token / of_state, state.dtype)
             mixed = _normalized(linear(state, step["projection"], transposed=True, residual=embedded))
             state = jax.nn.gelu(mixed * step["norm"][None, None] + step["norm_bias"][None, None], approximate=False)
             return linear(state, step["head"], transposed=True, dtype=jnp.float32), state

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specjax.models.attention import KeyValues
 from specjax.models.directory import Checkpoint
 from specjax.models.layer import Attention, LayerConfig, matrix_shape
-from specjax.models.linear import linear, rms_norm
+from specjax.models.linear import linear, lookup, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
 from specjax.proposers.files import num_drafts, open_directory, other_target, target_weights
@@ -41,7 +41,7 @@ class MTPHead(trunk.FeatureHead):
     ) -> tuple[Array, list]:
         config = self.config
         # The token of the first row, which stands in slot 1, counts as zeros.
-        embedded = jnp.where(inputs.positions[..., None] == 1, 0, params["embedding"][inputs.tokens])
+        embedded = jnp.where(inputs.positions[..., None] == 1, 0, lookup(params["embedding"], inputs.tokens))
         with trunk.in_full_precision(params):
             parts = (feature, "hidden_norm"), (embedded, "token_norm")
             pair = [rms_norm(x, (params[name], config.norm_eps)) for x, name in parts]

@@ -132,7 +132,7 @@ def _apply(
             taps.collect(i + 1, x)
         hidden = _norm(params["norm"], x) if config.final_norm else x
         projected = linear(hidden, params["project_out"]) if "project_out" in params else hidden
-        logits = jnp.einsum("btd,vd->btv", projected, embedding, preferred_element_type=jnp.float32)
+        logits = linear(projected, embedding, transposed=True, dtype=jnp.float32)
         logits = without_padding(logits, config.num_padding, config.axis_name)
     return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
 
