@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax.models.linear import lookup
 from specjax.models.quantized import Quantized
-from specjax.parallel import OnMesh, shards
+from specjax.parallel import OnMesh, of_one_device, shards
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 
@@ -149,11 +149,6 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
     apply = replace(apply, feature_layers=layers)
     apply = replace(model.apply, apply=apply) if isinstance(model.apply, OnMesh) else apply
     return replace(model, apply=apply, feature_layers=layers)
-
-
-def of_one_device(model: Model) -> Any:
-    """Return `model.apply`, or the `apply` of one device's part where devices share the model."""
-    return model.apply.apply if isinstance(model.apply, OnMesh) else model.apply
 
 
 def embed(table: Array | Quantized, tokens: Array, axis_name: str | None) -> Array:

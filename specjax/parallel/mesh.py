@@ -120,6 +120,11 @@ class InitOnMesh:
         return jax.jit(self.init_cache, static_argnums=(0, 1), out_shardings=self.sharding)(batch_size, max_length)
 
 
+def of_one_device(model: Model) -> Any:
+    """Return `model.apply`, or the `apply` of one device's part where devices share the model."""
+    return model.apply.apply if isinstance(model.apply, OnMesh) else model.apply
+
+
 def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
     """Return `jax.device_put(tree, sharding)`, also where other processes have some of the devices.
 

@@ -10,7 +10,7 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from specjax.parallel import OnMesh
+from specjax.parallel import of_one_device
 from specjax.types import Model, Proposer, PyTree, Verifier
 
 MAX_BYTES = 2**20  # of a parameter whose values are compared
@@ -35,7 +35,7 @@ def of_model(model: Model, verifier: Verifier) -> dict[str, str]:
     """Return the facts that are known once the target is loaded."""
     name = f"{getattr(verifier, '__module__', '')}.{getattr(verifier, '__qualname__', type(verifier).__name__)}"
     found = {"the kind of device": jax.local_devices()[0].device_kind, "the verifier": name}
-    config = getattr(model.apply.apply if isinstance(model.apply, OnMesh) else model.apply, "config", None)
+    config = getattr(of_one_device(model), "config", None)
     if dataclasses.is_dataclass(config):
         fields = dataclasses.fields(config)
         found |= {f"{field.name} of the model": repr(getattr(config, field.name)) for field in fields}

@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.models.directory import Checkpoint
 from specjax.models.quantized import Quantized, dequantize
-from specjax.parallel import OnMesh
+from specjax.parallel import OnMesh, of_one_device
 from specjax.proposers.drawing import Reduced, reduced_vocabulary
 from specjax.types import Array, Model
 from specjax.validation import is_integer
@@ -71,8 +71,7 @@ def num_layers(target: Model) -> int:
     Raises:
         ValueError: the target is not a built-in model.
     """
-    apply = target.apply.apply if isinstance(target.apply, OnMesh) else target.apply
-    config = getattr(apply, "config", None)
+    config = getattr(of_one_device(target), "config", None)
     if config is None:
         raise ValueError(f"target must be a built-in model, whose layers are counted, got {target.apply!r}")
     return config.num_layers
