@@ -2,6 +2,9 @@
 
 A cache is a pool of pages, [num_pages, page_size, kv heads, head size]. Slot s of a sequence lies in page
 `pages[sequence, s // page_size]`, at s % page_size. Without a table of pages, sequence b has page b alone.
+
+A cache in float8_e4m3fn stores keys and values divided by the scale of their kv head. The scale of keys becomes a
+factor of the scores, and the scale of values a factor of the result, so that a stored number costs one conversion.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +14,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.launch import has_float8
 from pallas_kernels.triton import plgpu
 
 _HIDDEN = -1e30  # score of a slot that a query does not see; finite, so that a maximum over such scores is no NaN
 _LOG2_E = 1.4426950408889634
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
+FLOAT8 = jnp.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
+_SMALLEST_QUERY = 2.0**-100  # a query whose numbers are all smaller is not made larger any more
+CacheScales = tuple[Array, Array]  # of keys and of values, [kv heads] float32
 
 
 class Layout(NamedTuple):
@@ -41,6 +49,15 @@ class Cached(NamedTuple):
     sequence: Array
     kv_head: Array
     layout: Layout
+    scales_ref: Any = None  # `CacheScales`; None is 1
+
+    @property
+    def key_scale(self) -> Array | None:
+        return None if self.scales_ref is None else plgpu.load(self.scales_ref[0].at[self.kv_head])
+
+    @property
+    def value_scale(self) -> Array | None:
+        return None if self.scales_ref is None else plgpu.load(self.scales_ref[1].at[self.kv_head])
 
 
 class New(NamedTuple):
@@ -72,17 +89,23 @@ class Attended(NamedTuple):
         shape = num_rows, layout.lanes
         return cls(jnp.zeros(shape, jnp.float32), jnp.full(num_rows, _HIDDEN), jnp.zeros(num_rows, jnp.float32))
 
-    def mean(self) -> Array:
-        """Return the mean of the values [rows, lanes]; zeros where nothing was attended to."""
-        return self.total / jnp.where(self.mass > 0, self.mass, 1)[:, None]
+    def mean(self, value_scale: Array | None = None) -> Array:
+        """Return the mean of the values [rows, lanes] times their scale; zeros where nothing was attended to."""
+        mean = self.total / jnp.where(self.mass > 0, self.mass, 1)[:, None]
+        return mean if value_scale is None else mean * value_scale
 
 
 def unsupported(query: Array, key_cache: Array) -> str | None:
     """Return why no kernel attends from these queries [.., D] to this cache, or None where one does."""
     if plgpu is None:
         return "this version of JAX has no Triton backend of Pallas"
-    if query.dtype != key_cache.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel takes bfloat16 or float16 queries and cache, got {query.dtype} and {key_cache.dtype}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16) or key_cache.dtype not in (query.dtype, FLOAT8):
+        return (
+            "the kernel takes bfloat16 or float16 queries, and a cache of their dtype or of float8_e4m3fn, got "
+            f"{query.dtype} and {key_cache.dtype}"
+        )
+    if key_cache.dtype == FLOAT8 and not has_float8():
+        return "the kernel converts float8_e4m3fn on GPUs of compute capability 8.9 or more"
     size = query.shape[-1]
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD or size % 2:
         return f"the kernel takes heads of an even size in [{_SMALLEST_HEAD}, {_LARGEST_HEAD}], got {size}"
@@ -100,6 +123,18 @@ def scores_of(
 ) -> Scores:
     """Return how scores are made; a scale of None is 1 / sqrt(head size)."""
     return Scores(layout.head_size**-0.5 if scale is None else scale, softcap, window, num_hidden)
+
+
+def stored(x: Array, dtype: jnp.dtype, scale: Array | None = None) -> Array:
+    """Return keys or values as a cache of a dtype stores them: divided by a scale, and rounded.
+
+    Numbers past the largest one of float8_e4m3fn, which has no infinity, become that one; NaN stays NaN.
+    """
+    if scale is not None:
+        x = x.astype(jnp.float32) / scale
+    if dtype == FLOAT8:
+        x = jnp.clip(x, -LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return x.astype(dtype)
 
 
 def locate(cached: Cached, slot: Array) -> tuple[Array, Array]:
@@ -177,7 +212,7 @@ def load_turned(new: New, sequence: Array, token: Array, head: Array, layout: La
 def write_new(
     new: New, caches_out: Sequence[Any], cached: Cached, token: Array, is_writer: Array | bool = True
 ) -> tuple[Array, Array]:
-    """Store the turned keys and the values of new tokens [N] in their slots, and return them [N, lanes].
+    """Store the turned keys and the values of new tokens [N] in their slots, and return them [N, lanes] as stored.
 
     Tokens that do not exist, lie past the last slot or have no page are not stored.
 
@@ -196,6 +231,8 @@ def write_new(
     values = load_heads(new.heads_ref, value_index, layout, exists[:, None])
     page, place = locate(cached, slot)
     fits = exists & (slot < layout.num_slots) & (page >= 0) & (page < layout.num_pages) & is_writer
+    dtype = cached.key_ref.dtype
+    keys, values = stored(keys, dtype, cached.key_scale), stored(values, dtype, cached.value_scale)
     for ref, heads in zip(caches_out, (keys, values), strict=True):
         store_heads(ref, (page[:, None], place[:, None], kv_head), heads, layout, fits[:, None])
     return keys, values
@@ -223,21 +260,46 @@ def _of_head(mask: Array | None, layout: Layout) -> Array | None:
     return inside if mask is None else mask & inside
 
 
+def as_factors(heads: Array, cached: Cached) -> tuple[Array, Array | None]:
+    """Return queries [rows, lanes] as stored keys are multiplied by them, and a factor [rows, 1] of these products.
+
+    The factor is None for 1. Two numbers of float8 become float16 in one instruction, but bfloat16 in five. A power of
+    two brings each query into the range of float16, in which it loses nothing that counts beside its largest number.
+    """
+    key_scale = cached.key_scale
+    if cached.key_ref.dtype != FLOAT8:
+        return heads, key_scale
+    wide = heads.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), _SMALLEST_QUERY)
+    size = jnp.exp2(jnp.ceil(jnp.log2(largest)))[:, None]
+    return (wide / size).astype(jnp.float16), size if key_scale is None else size * key_scale
+
+
 def attend(
-    so_far: Attended, heads: Array, keys: Array, values: Array, seen: Array | None, scores_of: Scores
+    so_far: Attended,
+    heads: Array,
+    keys: Array,
+    values: Array,
+    seen: Array | None,
+    scores_of: Scores,
+    factor: Array | None = None,
 ) -> Attended:
     """Attend from queries to one block of slots.
 
     Args:
         so_far: the attention of the queries to earlier slots.
-        heads: the queries [rows, lanes].
-        keys: [N, lanes] of the slots.
+        heads: the queries [rows, lanes], as `as_factors` gives them.
+        keys: [N, lanes] of the slots, as the cache stores them.
         values: likewise.
         seen: [rows, N] bool, which slots each query sees; None is all.
         scores_of: how scores are made. Its window and its hidden slots must be part of `seen`.
+        factor: of the products, from `as_factors`.
     """
+    keys, values = keys.astype(heads.dtype), values.astype(heads.dtype)
     products = plgpu.dot(heads, keys.T)
     scale, softcap = scores_of.scale, scores_of.softcap
+    if factor is not None:
+        scale = scale * factor
     if softcap is None:
         scores = products * (scale * _LOG2_E)
     else:  # tanh(x) is 1 - 2 / (1 + exp(2 x))

@@ -17,9 +17,11 @@ from pallas_kernels import attention
 from pallas_kernels.attention import (
     Attended,
     Cached,
+    CacheScales,
     Layout,
     New,
     Scores,
+    as_factors,
     attend,
     layout_of,
     load_turned,
@@ -60,6 +62,7 @@ class _Inputs(NamedTuple):
     value_cache: Any
     pages: Any
     tree: Any
+    cache_scales: Any
 
 
 class _Queries(NamedTuple):
@@ -93,6 +96,7 @@ def decode_attention(
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
+    cache_scales: CacheScales | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Attend to the slots before `start` and causally to the new tokens, and write these to the slots from it on.
@@ -101,7 +105,8 @@ def decode_attention(
         query: [B, T, H, D] bfloat16 or float16; T <= 64.
         key: [B, T, kv heads, D] of the new tokens, of the same dtype.
         value: as `key`.
-        key_cache: [B, S, kv heads, D] of the same dtype; with `pages`, [num_pages, page_size, kv heads, D].
+        key_cache: [B, S, kv heads, D] of the same dtype or float8_e4m3fn; with `pages`, [num_pages, page_size, kv
+            heads, D].
         value_cache: as `key_cache`.
         start: [B] int32, the slot of the first new token. Tokens past the end of the cache are not written.
         rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
@@ -113,6 +118,8 @@ def decode_attention(
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see.
+        cache_scales: keys and values are stored divided by these; None is 1. The new tokens, too, are attended to as
+            they are stored.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -136,7 +143,7 @@ def decode_attention(
     if tree is not None:
         tree = tree[0].astype(jnp.int32), tree[1]
     new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
-    inputs = _Inputs(new, key_cache, value_cache, pages, tree)
+    inputs = _Inputs(new, key_cache, value_cache, pages, tree, cache_scales)
     first_cache = len(jax.tree.leaves(new))
     ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
         partial(_attention_kernel, plan=plan),
@@ -179,7 +186,8 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
     kv_head, row_block = pl.program_id(1) // plan.row_blocks, pl.program_id(1) % plan.row_blocks
     row = row_block * plan.num_rows + lax.iota(jnp.int32, plan.num_rows)
     token, head = row // plan.group, kv_head * plan.group + row % plan.group
-    cached = Cached(inputs.key_cache, inputs.value_cache, inputs.pages, sequence, kv_head, plan.layout)
+    caches = inputs.key_cache, inputs.value_cache, inputs.pages
+    cached = Cached(*caches, sequence, kv_head, plan.layout, inputs.cache_scales)
     queries = _Queries(
         load_turned(inputs.new, sequence, token, head[:, None], plan.layout),
         token,
@@ -187,6 +195,7 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
         inputs.new.start_ref[sequence],
     )
     begin, end = _slots_of(split, queries.first, plan)
+    heads, factor = as_factors(queries.heads, cached)
 
     def visit(attended, keys, values, slot):
         seen = (slot < end)[None]
@@ -194,23 +203,24 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
             seen &= queries.position[:, None] - slot[None] < plan.scores.window
         if plan.scores.num_hidden:
             seen &= (slot >= plan.scores.num_hidden)[None]
-        return attend(attended, queries.heads, keys, values, seen, plan.scores)
+        return attend(attended, heads, keys, values, seen, plan.scores, factor)
 
     def new_tokens(so_far):
         token = lax.iota(jnp.int32, plan.num_new)
         keys, values = write_new(inputs.new, caches_out, cached, token, row_block == 0)
-        return attend(so_far, queries.heads, keys, values, _seen_of_new(inputs, sequence, queries, plan), plan.scores)
+        seen = _seen_of_new(inputs, sequence, queries, plan)
+        return attend(so_far, heads, keys, values, seen, plan.scores, factor)
 
     attended = Attended.nothing(plan.num_rows, plan.layout)
     attended = walk(cached, begin, end, plan.block_size, visit, attended)
     attended = lax.cond(split == plan.splits - 1, new_tokens, lambda so_far: so_far, attended)
-    is_row = token < plan.num_tokens
+    is_row, mean = token < plan.num_tokens, attended.mean(cached.value_scale)
     if plan.splits == 1:
         index = sequence, token[:, None], head[:, None]
-        store_heads(out_ref, index, attended.mean(), plan.layout, is_row[:, None])
+        store_heads(out_ref, index, mean, plan.layout, is_row[:, None])
     else:
         index = sequence, split, token[:, None], head[:, None]
-        store_heads(out_ref, index, attended.mean(), plan.layout, is_row[:, None])
+        store_heads(out_ref, index, mean, plan.layout, is_row[:, None])
         has_mass = attended.mass > 0
         log_mass = jnp.where(has_mass, attended.top + jnp.log2(jnp.where(has_mass, attended.mass, 1)), -jnp.inf)
         plgpu.store(log_mass_ref.at[sequence, split, token, head], log_mass, mask=is_row)

@@ -161,6 +161,15 @@ def shared_bytes() -> int:
     return 1024 * kilobytes.get(capability, 99)
 
 
+def has_float8() -> bool:
+    """Return whether this machine's GPUs convert float8_e4m3fn; without a GPU, as an H200 does."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there are none
+        return True
+    return all(float(device.compute_capability) >= 8.9 for device in devices)
+
+
 def is_last(arrivals: Any, sequence: Array, num_programs: Array | int, interpret: bool) -> Array:
     """Count this program as arrived; return whether it is the last of the sequence's programs to arrive.
 

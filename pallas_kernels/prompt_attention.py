@@ -17,9 +17,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention import (
     Attended,
     Cached,
+    CacheScales,
     Layout,
     New,
     Scores,
+    as_factors,
     attend,
     layout_of,
     load_heads,
@@ -64,6 +66,7 @@ def prompt_attention(
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
+    cache_scales: CacheScales | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Write new tokens to the slots from `start` on, and attend from each to the slots up to its own.
@@ -72,7 +75,8 @@ def prompt_attention(
         query: [B, T, H, D] bfloat16 or float16.
         key: [B, T, kv heads, D] of the new tokens, of the same dtype.
         value: as `key`.
-        key_cache: [B, S, kv heads, D] of the same dtype; with `pages`, [num_pages, page_size, kv heads, D].
+        key_cache: [B, S, kv heads, D] of the same dtype or float8_e4m3fn; with `pages`, [num_pages, page_size, kv
+            heads, D].
         value_cache: as `key_cache`.
         start: [B] int32, the slot of the first new token. Tokens past the end of the cache are not written.
         rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
@@ -82,6 +86,8 @@ def prompt_attention(
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see.
+        cache_scales: keys and values are stored divided by these; None is 1. The new tokens, too, are attended to as
+            they are stored.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -104,7 +110,7 @@ def prompt_attention(
     key_cache, value_cache, query = call(
         partial(_write_kernel, plan=plan),
         (key_cache, value_cache, jax.ShapeDtypeStruct(query.shape, query.dtype)),
-        (new, pages, key_cache, value_cache),
+        (new, pages, cache_scales, key_cache, value_cache),
         grid=(kv_heads, pl.cdiv(num_tokens, _TOKENS), batch_size),
         num_warps=4,
         interpret=interpret,
@@ -113,7 +119,7 @@ def prompt_attention(
     attended = call(
         partial(_prompt_attention_kernel, plan=plan),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        (query, key_cache, value_cache, start, pages),
+        (query, key_cache, value_cache, start, pages, cache_scales),
         grid=(kv_heads, batch_size, pl.cdiv(num_tokens * group, num_rows)),
         num_warps=num_warps,
         num_stages=3,
@@ -138,10 +144,10 @@ def _program_size(num_sequences: int, num_queries: int, lanes: int) -> tuple[int
 
 def _write_kernel(inputs, outputs, *, plan: _Plan):
     """Write the new keys and values to the cache, and turn the queries."""
-    new, pages_ref, key_ref, value_ref = inputs
+    new, pages_ref, scales_ref, key_ref, value_ref = inputs
     *caches_out, query_ref = outputs
     kv_head, block, sequence = (pl.program_id(axis) for axis in range(3))
-    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
+    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout, scales_ref)
     write_new(new, caches_out, cached, block * _TOKENS + lax.iota(jnp.int32, _TOKENS))
     for i in range(plan.group):
         token, head = block * _TOKENS + lax.iota(jnp.int32, _TOKENS), kv_head * plan.group + i
@@ -150,14 +156,14 @@ def _write_kernel(inputs, outputs, *, plan: _Plan):
 
 
 def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
-    query_ref, key_ref, value_ref, start_ref, pages_ref = inputs
+    query_ref, key_ref, value_ref, start_ref, pages_ref, scales_ref = inputs
     kv_head, sequence = pl.program_id(0), pl.program_id(1)
-    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout)
+    cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout, scales_ref)
     first_row = (pl.num_programs(2) - 1 - pl.program_id(2)) * plan.num_rows  # the last tokens see most: they come first
     row = first_row + lax.iota(jnp.int32, plan.num_rows)
     token, head = row // plan.group, kv_head * plan.group + row % plan.group
     index, exists = (sequence, token[:, None], head[:, None]), (token < plan.num_tokens)[:, None]
-    heads = load_heads(query_ref, index, plan.layout, exists)
+    heads, factor = as_factors(load_heads(query_ref, index, plan.layout, exists), cached)
 
     start = start_ref[sequence]
     first = start + first_row // plan.group
@@ -171,7 +177,7 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
             seen &= distance < plan.scores.window
         if plan.scores.num_hidden:
             seen &= (slot >= plan.scores.num_hidden)[None] | (distance == 0)
-        return attend(attended, heads, keys, values, None if is_seen_whole else seen, plan.scores)
+        return attend(attended, heads, keys, values, None if is_seen_whole else seen, plan.scores, factor)
 
     attended, width = Attended.nothing(plan.num_rows, plan.layout), plan.block_size
     if plan.scores.window is None:
@@ -184,4 +190,4 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
     else:
         begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
     attended = walk(cached, begin, end, width, visit, attended)
-    store_heads(out_ref, index, attended.mean(), plan.layout, exists)
+    store_heads(out_ref, index, attended.mean(cached.value_scale), plan.layout, exists)

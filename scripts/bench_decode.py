@@ -5,6 +5,7 @@
     python scripts/bench_decode.py --preset 8b-block --batches 1 --num-drafts 7
     python scripts/bench_decode.py --preset 8b-ngram --batches 1 --num-drafts 5
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
+    python scripts/bench_decode.py --preset 8b --batches 64 --contexts 4096 --cache-dtype fp8
     python scripts/bench_decode.py --preset 8b --quantization int4 --batches 1 64
     python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
 
@@ -393,6 +394,7 @@ def main() -> None:
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--quantization", choices=("int8", "int4", "fp8", "mxfp4"), help="of the target's layers")
     parser.add_argument("--quantized-head", action="store_true", help="quantise the head of the target, too")
+    parser.add_argument("--cache-dtype", choices=("fp8",), help="of target and draft model; default: as the weights")
     parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
@@ -401,8 +403,11 @@ def main() -> None:
     target, draft = load(args.preset)
     if args.quantization is not None:
         target = quantized(target, args.quantization, args.quantized_head)
+    target = models.with_cache_dtype(target, args.cache_dtype)
+    if isinstance(draft, Model):
+        draft = models.with_cache_dtype(draft, args.cache_dtype)
     device = jax.devices()[0]
-    kind = args.quantization or target.params["embedding"].dtype
+    kind = f"{args.quantization or target.params['embedding'].dtype}, cache in {args.cache_dtype or 'the same'}"
     print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {kind}.")
     rows = time_decoding(args, target, draft)
 

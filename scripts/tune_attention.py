@@ -2,6 +2,7 @@
 
     python scripts/tune_attention.py
     python scripts/tune_attention.py --pages 64 --few 64x1x4096 --many
+    python scripts/tune_attention.py --cache-dtype float8_e4m3fn
 
 A row is BxTxC: B sequences, T new tokens each, C slots before them. It times one call in a loop on the device, which
 passes the caches on, so that they are written in place. Few tokens are bound by the bytes of the cache, many by the
@@ -26,7 +27,7 @@ FEW = ("1x1x512", "1x6x512", "8x1x4096", "64x1x512", "64x4x512", "64x1x4096", "1
 MANY = ("1x512x0", "1x512x8192", "1x2048x0", "1x2048x6144", "1x8192x0", "8x512x0")
 
 
-def seconds(kernel, row: str, page_size: int | None) -> float:
+def seconds(kernel, row: str, page_size: int | None, cache_dtype: str) -> float:
     """Return the seconds of one call of a kernel."""
     batch, num_tokens, start = map(int, row.split("x"))
     keys = jax.random.split(jax.random.key(0), 3)
@@ -37,7 +38,7 @@ def seconds(kernel, row: str, page_size: int | None) -> float:
     if page_size is not None:
         shape = batch * slots // page_size, page_size
         table = jax.random.permutation(keys[2], shape[0]).reshape(batch, -1).astype(jnp.int32)
-    caches = tuple(jnp.ones((*shape, KV_HEADS, SIZE), jnp.bfloat16) for _ in range(2))
+    caches = tuple(jnp.ones((*shape, KV_HEADS, SIZE), cache_dtype) for _ in range(2))
 
     @partial(jax.jit, donate_argnums=1)
     def loop(n, caches, arrays):
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, nargs="*", default=[16, 64, 256])
     parser.add_argument("--few", nargs="*", default=FEW, help="rows of at most 64 tokens")
     parser.add_argument("--many", nargs="*", default=MANY, help="rows of more tokens")
+    parser.add_argument("--cache-dtype", choices=("bfloat16", "float8_e4m3fn"), default="bfloat16")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
@@ -78,8 +80,8 @@ def main() -> None:
             batch, num_tokens, start = map(int, row.split("x"))
             work = 4 * batch * HEADS * SIZE * num_tokens * (start + num_tokens / 2)
             if unit == "TB/s":
-                work = 4 * batch * KV_HEADS * SIZE * start
-            times = [seconds(kernel, row, layout) for layout in layouts]
+                work = 2 * jnp.dtype(args.cache_dtype).itemsize * batch * KV_HEADS * SIZE * start
+            times = [seconds(kernel, row, layout, args.cache_dtype) for layout in layouts]
             print(f"| {row} | {' | '.join(f'{1e6 * t:.1f} ({work / t / 1e12:.3g})' for t in times)} |")
 
 

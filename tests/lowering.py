@@ -30,10 +30,10 @@ class Resources(NamedTuple):
     shared_bytes: int
 
 
-def triton_kernels(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVICE) -> list[Kernel]:
+def triton_kernels(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVICE, **keywords) -> list[Kernel]:
     """The Triton kernels that `function` lowers to for an H200."""
     with use_abstract_mesh(mesh):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(function).trace(*arguments, **keywords).lower(lowering_platforms=("cuda",))
     return list(_kernels_in(lowered.compiler_ir("stablehlo").operation))
 
 

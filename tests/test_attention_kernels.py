@@ -34,13 +34,14 @@ PROMPTS = {
 }
 
 
-def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.bfloat16):
+def operands(batch, num_tokens, heads, kv_heads, size, slots, start, dtype=jnp.bfloat16, cache_dtype=None):
     def normal(seed, *shape):
         return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
     new, cached = (batch, num_tokens, kv_heads, size), (batch, slots, kv_heads, size)
     query = normal(0, batch, num_tokens, heads, size)
-    return query, normal(1, *new), normal(2, *new), normal(3, *cached), normal(4, *cached), jnp.array(start, jnp.int32)
+    caches = (normal(seed, *cached).astype(cache_dtype or dtype) for seed in (3, 4))
+    return query, normal(1, *new), normal(2, *new), *caches, jnp.array(start, jnp.int32)
 
 
 @partial(jax.jit, static_argnames=("window", "scale", "softcap", "num_hidden"))
@@ -58,13 +59,21 @@ def expected(
     scale=None,
     softcap=None,
     num_hidden=0,
+    cache_scales=None,
 ):
     if turns is not None:
         query, key = rotate(query, turns), rotate(key, turns)
     num_tokens, num_slots = query.shape[1], key_cache.shape[1]
     slot = start[:, None] + jnp.arange(num_tokens)[None]
     row = jnp.arange(len(start))[:, None]
-    caches = key_cache.at[row, slot].set(key, mode="drop"), value_cache.at[row, slot].set(value, mode="drop")
+    scales = [scale[None, None, :, None] for scale in cache_scales or [jnp.ones(key.shape[2])] * 2]
+    caches, new = (
+        (key_cache, value_cache),
+        [(x / scale).astype(jnp.float32) for x, scale in zip((key, value), scales, strict=True)],
+    )
+    if key_cache.dtype == jnp.float8_e4m3fn:
+        new = [jnp.clip(x, -448, 448) for x in new]
+    caches = [cache.at[row, slot].set(x.astype(cache.dtype), mode="drop") for cache, x in zip(caches, new, strict=True)]
     position = jnp.broadcast_to(jnp.arange(num_slots)[None], (len(start), num_slots))
     mask = slot[..., None] >= position[:, None]
     mask &= (position[:, None] >= num_hidden) | (slot[..., None] == position[:, None])
@@ -77,9 +86,9 @@ def expected(
         mask = jnp.where(is_new[:, None], jnp.take_along_axis(sees, index[:, None], axis=2), mask)
     if window is not None:
         mask &= slot[..., None] - position[:, None] < window
-    wide = (x.astype(jnp.float32) for x in (query, *caches))
+    wide = (cache.astype(jnp.float32) * scale for cache, scale in zip(caches, scales, strict=True))
     with jax.default_matmul_precision("highest"):
-        return attend(*wide, mask[:, None], scale, softcap), *caches
+        return attend(query.astype(jnp.float32), *wide, mask[:, None], scale, softcap), *caches
 
 
 def in_pages(cache, table, num_pages):
@@ -100,8 +109,8 @@ def random_tree(batch, num_tokens, start):
     return jnp.array(sees), jnp.array(start)[:, None] + jnp.array(sees.sum(axis=2) - 1)
 
 
-def check(case, interpret, page_size=None, turned=False, tree=False, **options):
-    arrays = operands(*case)
+def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype=None, **options):
+    arrays = operands(*case, cache_dtype=cache_dtype)
     batch, num_tokens, _, _, size, slots, start = case
     turns = rotation(jnp.arange(batch)[:, None] * 7 + jnp.arange(num_tokens)[None], size, 100.0) if turned else None
     trees = [random_tree(batch, num_tokens, start)] if tree else []
@@ -121,12 +130,19 @@ def check(case, interpret, page_size=None, turned=False, tree=False, **options):
     for cache, reference_cache in zip(updated, caches, strict=True):
         cache, reference_cache = (np.asarray(x, np.float32) for x in (cache, reference_cache))
         # Keys are turned elsewhere, where a product and a sum may be rounded once or twice, and then to 8 bits.
-        np.testing.assert_allclose(cache, reference_cache, rtol=2**-7 if turned else 0)
+        rtol = 0 if not turned else 2**-7 if cache_dtype is None else 2**-3
+        np.testing.assert_allclose(cache, reference_cache, rtol=rtol, atol=0 if cache_dtype is None else 2**-9)
 
 
 TURNED, WINDOW = {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}
 HIDDEN = {"num_hidden": 20, "turned": True}
 TREE = {"tree": True, "window": 6, "turned": True}
+FLOAT8 = {"cache_dtype": jnp.float8_e4m3fn}
+
+
+def scales(num_heads):
+    """Scales of each kv head, no powers of two; some values divided by theirs are past the largest float8."""
+    return {"cache_scales": tuple(jnp.linspace(low, high, num_heads) for low, high in ((0.3, 1.7), (0.004, 0.6)))}
 
 
 def slow(*values):
@@ -172,6 +188,35 @@ def test_few_tokens(case, options):
     ],
 )
 def test_many_tokens(case, options):
+    check(PROMPTS[case], True, **options)
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("empty and full", TURNED | FLOAT8),
+        ("past the end", WINDOW | FLOAT8 | scales(2)),
+        slow("one split", {"page_size": 16} | FLOAT8 | scales(8)),
+        slow("blocks of several splits", {"page_size": 64} | FLOAT8 | scales(2)),
+        ("odd sizes", TREE | {"page_size": 152} | FLOAT8 | scales(1)),
+        slow("one token", {"page_size": 16} | HIDDEN | FLOAT8),
+        slow("several blocks of queries", {"page_size": 16, "turned": True, "softcap": 2.0} | FLOAT8 | scales(2)),
+    ],
+)
+def test_few_tokens_and_a_cache_in_float8(case, options):
+    check(CASES[case], True, **options)
+
+
+@pytest.mark.parametrize(
+    "case, options",
+    [
+        ("in the middle", TURNED | {"page_size": 16} | FLOAT8 | scales(2)),
+        slow("past the end", {"page_size": 208} | FLOAT8 | scales(2)),
+        slow("odd sizes", WINDOW | {"page_size": 76} | FLOAT8),
+        slow("large programs", HIDDEN | FLOAT8 | scales(8)),
+    ],
+)
+def test_many_tokens_and_a_cache_in_float8(case, options):
     check(PROMPTS[case], True, **options)
 
 
@@ -251,30 +296,34 @@ def test_lowers_for_cuda(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case, page_size",
+    "case, page_size, cache_dtype",
     [
-        ((1, 6, 32, 8, 128, 640, [0]), 64),
-        ((64, 64, 32, 8, 64, 640, [0] * 64), None),
-        ((1, 64, 16, 8, 256, 640, [0]), 16),
-        ((1, 512, 32, 8, 128, 640, [0]), None),
-        ((8, 2048, 32, 8, 128, 2048, [0] * 8), 64),
-        ((8, 2048, 16, 8, 256, 2048, [0] * 8), None),
-        ((1, 512, 28, 4, 96, 640, [0]), 16),
+        ((1, 6, 32, 8, 128, 640, [0]), 64, jnp.bfloat16),
+        ((64, 64, 32, 8, 64, 640, [0] * 64), None, jnp.bfloat16),
+        ((1, 64, 16, 8, 256, 640, [0]), 16, jnp.bfloat16),
+        ((1, 512, 32, 8, 128, 640, [0]), None, jnp.bfloat16),
+        ((8, 2048, 32, 8, 128, 2048, [0] * 8), 64, jnp.bfloat16),
+        ((8, 2048, 16, 8, 256, 2048, [0] * 8), None, jnp.bfloat16),
+        ((1, 512, 28, 4, 96, 640, [0]), 16, jnp.bfloat16),
+        ((64, 1, 32, 8, 128, 640, [0] * 64), 64, jnp.float8_e4m3fn),
+        ((1, 64, 16, 8, 256, 640, [0]), 16, jnp.float8_e4m3fn),
+        ((8, 2048, 32, 8, 128, 2048, [0] * 8), 64, jnp.float8_e4m3fn),
     ],
 )
-def test_compiles_for_an_h200(case, page_size, tmp_path):
+def test_compiles_for_an_h200(case, page_size, cache_dtype, tmp_path):
     """Every kernel fits the shared memory of a multiprocessor, and its registers but for a few numbers."""
     pytest.importorskip("triton")
     kernel = decode_attention if case[1] <= MAX_TOKENS else prompt_attention
-    arrays = list(jax.eval_shape(lambda: operands(*case)))
+    arrays = list(jax.eval_shape(lambda: operands(*case, cache_dtype=cache_dtype)))
     turns = (jax.ShapeDtypeStruct((*case[:2], case[4] // 2), jnp.float32),) * 2
     table = None
     if page_size is not None:
         pages = case[0] * case[5] // page_size
-        arrays[3] = arrays[4] = jax.ShapeDtypeStruct((pages, page_size, case[3], case[4]), jnp.bfloat16)
+        arrays[3] = arrays[4] = jax.ShapeDtypeStruct((pages, page_size, case[3], case[4]), cache_dtype)
         table = jax.ShapeDtypeStruct((case[0], pages // case[0]), jnp.int32)
     options = {"num_hidden": 1} if page_size is None else {"window": 300}
-    for lowered in triton_kernels(partial(kernel, **options), *arrays, turns, table):
+    factors = jax.eval_shape(lambda: scales(case[3])) if cache_dtype == jnp.float8_e4m3fn else {}
+    for lowered in triton_kernels(partial(kernel, **options), *arrays, turns, table, **factors):
         resources = compile_for_sm90(lowered, tmp_path)
         assert resources.shared_bytes <= 227 * 1024, (lowered.name, resources)
         assert resources.spilled_bytes <= 2048, (lowered.name, resources)

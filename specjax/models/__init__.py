@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING
 from specjax.validation.extras import needs
 
 if TYPE_CHECKING:
+    from specjax.models.cache_dtype import with_cache_dtype
     from specjax.models.checkpoint import load
     from specjax.models.directory import Checkpoint
     from specjax.models.network import with_feature_layers
     from specjax.models.sharding import tensor_parallel
     from specjax.parallel import data_parallel
 
-__all__ = ["EMBEDDED", "Checkpoint", "data_parallel", "load", "tensor_parallel", "with_feature_layers"]
+__all__ = [
+    "EMBEDDED",
+    "Checkpoint",
+    "data_parallel",
+    "load",
+    "tensor_parallel",
+    "with_cache_dtype",
+    "with_feature_layers",
+]
 
 EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json, the checkpoints target/ and draft/, heads
 _MODULES = {  # where each name is
@@ -24,6 +33,7 @@ _MODULES = {  # where each name is
     "data_parallel": "specjax.parallel",
     "load": "specjax.models.checkpoint",
     "tensor_parallel": "specjax.models.sharding",
+    "with_cache_dtype": "specjax.models.cache_dtype",
     "with_feature_layers": "specjax.models.network",
 }
 

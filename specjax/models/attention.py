@@ -1,9 +1,12 @@
 """Attention over a cache addressed by position: the slots that a query sees, the writes of a call, and the attention.
 
 The S slots of a row are its row of a dense cache, or the pages that `ModelInput.pages` names, one after another.
+
+A token attends to what the cache stores, also to its own key and value, and to those of the tokens beside it. So where
+a cache rounds them, the output of a token does not depend on which tokens came in the same call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
+from pallas_kernels.attention import FLOAT8, CacheScales, stored
 from specjax.models.rope import Rotation, rotate
 from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.pages import in_pool, locate, read_slots, write_slots
@@ -62,7 +66,7 @@ class Uncached:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "inputs", "mask"],
+    data_fields=["cache", "inputs", "mask", "scales"],
     meta_fields=["window", "num_hidden"],
 )
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Cached:
     mask: Array  # [B, 1, T, S] bool
     window: int | None
     num_hidden: int
+    scales: CacheScales | None = None
 
     def attend(
         self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
@@ -90,11 +95,21 @@ class Cached:
             scale=scale,
             softcap=softcap,
             num_hidden=self.num_hidden,
+            scales=self.scales,
         )
 
 
+def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:
+    """Return the scales of the cache of the layer with these parameters; None where they have none."""
+    return (params["key_scale"], params["value_scale"]) if "key_scale" in params else None
+
+
 def memories(
-    inputs: ModelInput, cache: Sequence[Cache] | None, windows: Sequence[int | None], num_hidden: int = 0
+    inputs: ModelInput,
+    cache: Sequence[Cache] | None,
+    windows: Sequence[int | None],
+    num_hidden: int = 0,
+    scales: Sequence[CacheScales | None] | None = None,
 ) -> list[Uncached] | list[Cached]:
     """Return the keys and values of each layer in a call.
 
@@ -104,6 +119,7 @@ def memories(
         cache: of each layer; None for none.
         windows: of each layer, the number of positions that a token sees, its own included; None is all.
         num_hidden: number of slots, from the first on, that only their own tokens see.
+        scales: of each layer's cache, as `attend_to_cache` takes them; None for none.
     """
     size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
     windows = [None if window is None or window >= size else window for window in windows]
@@ -112,7 +128,9 @@ def memories(
     masks = {window: attention_mask(inputs, size, window, num_hidden) for window in masked}
     if cache is None:
         return [Uncached(masks.get(window)) for window in windows]
-    return [Cached(one, inputs, masks[window], window, num_hidden) for one, window in zip(cache, windows, strict=True)]
+    scales = [None] * len(cache) if scales is None else scales
+    each = zip(cache, windows, scales, strict=True)
+    return [Cached(one, inputs, masks[window], window, num_hidden, scale) for one, window, scale in each]
 
 
 def num_slots(cache: Cache, inputs: ModelInput) -> int:
@@ -146,13 +164,33 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
     return seen[:, None]
 
 
-def update_cache(cache: Cache, key: Array, value: Array, inputs: ModelInput) -> Cache:
-    """Write keys and values [B, T, H, D] to the slots of the call; those past the end or without a page are dropped."""
+def update_cache(
+    cache: Cache, key: Array, value: Array, inputs: ModelInput, scales: CacheScales | None = None
+) -> Cache:
+    """Write keys and values [B, T, H, D] to the slots of the call; those past the end or without a page are dropped.
+
+    They are stored divided by the scales of their heads, if there are any.
+    """
     slots = inputs.positions[:, :1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    dtype, factors = cache["key"].dtype, (None, None) if scales is None else scales
+    new = [
+        stored(x, dtype, None if factor is None else factor[None, None, :, None])
+        for x, factor in zip((key, value), factors, strict=True)
+    ]
     return {
-        "key": write_slots(cache["key"], slots, key, inputs.pages),
-        "value": write_slots(cache["value"], slots, value, inputs.pages),
+        name: write_slots(cache[name], slots, x, inputs.pages) for name, x in zip(("key", "value"), new, strict=True)
     }
+
+
+def _times(heads: Array, scale: Array) -> Array:
+    """Return queries or their results [B, T, H, D] times the scale of each one's kv head [kv heads]."""
+    factor = jnp.repeat(scale, heads.shape[2] // scale.shape[0])[None, None, :, None]
+    return (heads.astype(jnp.promote_types(heads.dtype, jnp.float32)) * factor).astype(heads.dtype)
+
+
+def _loaded(x: Array, dtype: jnp.dtype) -> Array:
+    """Return stored keys or values in a dtype with which queries can be multiplied."""
+    return x.astype(dtype) if x.dtype == FLOAT8 else x
 
 
 def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Array, Array]:
@@ -315,7 +353,7 @@ def attend_in_blocks(
         is_filled = (slot <= last)[:, :, None, None]  # other slots may hold NaN, which a weight of 0 does not hide
         where = locate(cache["key"], slot, inputs.pages)
         key, value = (
-            jnp.where(is_filled, cache[name].at[where].get(mode="fill", fill_value=0), 0).reshape(
+            _loaded(jnp.where(is_filled, cache[name].at[where].get(mode="fill", fill_value=0), 0), query.dtype).reshape(
                 batch_size, size, num_products, -1
             )
             for name in ("key", "value")
@@ -353,6 +391,7 @@ def attend_to_cache(
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
+    scales: CacheScales | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Cache]:
     """Write the keys and values of a call to its slots, and attend from its queries to the cache.
@@ -371,6 +410,7 @@ def attend_to_cache(
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see, as in `mask`.
+        scales: of keys and values, [kv heads] float32: the cache stores them divided by these; None is 1.
         implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
 
     Returns:
@@ -381,9 +421,10 @@ def attend_to_cache(
     """
     of_scores = {"scale": scale, "softcap": softcap}
 
-    def by_kernel(query, key, value, cache, inputs, mask, rotation, *, interpret):
+    def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, *, interpret):
         tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
-        options = {"window": window, "num_hidden": num_hidden, "interpret": interpret, **of_scores}
+        options = {"window": window, "num_hidden": num_hidden, "cache_scales": scales, "interpret": interpret}
+        options |= of_scores
         if _has_few(query):
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
             attended, *updated = of_few.decode_attention(*tokens, tree, **options)
@@ -391,20 +432,27 @@ def attend_to_cache(
             attended, *updated = of_many.prompt_attention(*tokens, **options)
         return attended, dict(zip(("key", "value"), updated, strict=True))
 
-    def by_xla(query, key, value, cache, inputs, mask, rotation):
+    def by_xla(query, key, value, cache, inputs, mask, rotation, scales):
         query, key = rotate(query, rotation), rotate(key, rotation)
-        cache = update_cache(cache, key, value, inputs)
+        cache = update_cache(cache, key, value, inputs, scales)
+        if scales is None:
+            return attend_in_xla(query, cache, inputs, mask), cache
+        attended = attend_in_xla(_times(query, scales[0]), cache, inputs, mask)
+        return _times(attended, scales[1]), cache
+
+    def attend_in_xla(query, cache, inputs, mask):
         is_on_cpu = jax.default_backend() == "cpu"
         is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
         # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
         size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
         if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
             how = window, scale, softcap, num_hidden, size, is_together
-            return attend_in_blocks(query, cache, inputs, *how), cache
+            return attend_in_blocks(query, cache, inputs, *how)
         key, value, mask = read_cache(cache, inputs, mask)
-        return (attend_few if is_together else attend)(query, key, value, mask, **of_scores), cache
+        key, value = _loaded(key, query.dtype), _loaded(value, query.dtype)
+        return (attend_few if is_together else attend)(query, key, value, mask, **of_scores)
 
-    def reason(query, key, value, cache, inputs, mask, rotation):
+    def reason(query, key, value, cache, inputs, mask, rotation, scales):
         if _has_few(query):
             return of_few.unsupported(query, cache["key"])
         if inputs.mask is not None:
@@ -412,7 +460,7 @@ def attend_to_cache(
         return of_many.unsupported(query, cache["key"])
 
     return dispatch(
-        (query, key, value, cache, inputs, mask, rotation),
+        (query, key, value, cache, inputs, mask, rotation, scales),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models import network
-from specjax.models.attention import memories
+from specjax.models.attention import cache_scales, memories
 from specjax.models.layer import LayerConfig, norm_of, run_layer
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import RopeScaling, rotation
@@ -122,7 +122,8 @@ def _apply(
         new_cache, taps = [], network.Taps(feature_layers)
         taps.collect(0, x)
         turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
-        each = zip(config.each_layer, memories(inputs, cache, config.windows), strict=True)
+        scales = [cache_scales(params["layers"][i]) for i in range(config.num_layers)]
+        each = zip(config.each_layer, memories(inputs, cache, config.windows, scales=scales), strict=True)
         for i, (layer, memory) in enumerate(each):
             x, kept = run_layer(config, layer, params["layers"][i], x, turns, memory)
             new_cache.append(kept)

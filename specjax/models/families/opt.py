@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.models.attention import KeyValues, memories
+from specjax.models.attention import KeyValues, cache_scales, memories
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
 from specjax.models.linear import linear
@@ -124,9 +124,10 @@ def _apply(
         if "project_in" in params:
             x = linear(x, params["project_in"])
         x = x + params["position_embedding"].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
+        scales = [cache_scales(params["layers"][i]) for i in range(config.num_layers)]
         new_cache, taps = [], Taps(feature_layers)
         taps.collect(0, x)
-        for i, memory in enumerate(memories(inputs, cache, (None,) * config.num_layers)):
+        for i, memory in enumerate(memories(inputs, cache, (None,) * config.num_layers, scales=scales)):
             x, kept = _run_layer(config, params["layers"][i], x, memory)
             new_cache.append(kept)
             taps.collect(i + 1, x)
