@@ -4,6 +4,7 @@
     python scripts/bench_decode.py --preset 8b-eagle3 --num-drafts 3 5
     python scripts/bench_decode.py --preset 8b-block --batches 1 --num-drafts 7
     python scripts/bench_decode.py --preset 8b-ngram --batches 1 --num-drafts 5
+    python scripts/bench_decode.py --preset 8b-self --batches 1 --num-drafts 3 4 5
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
     python scripts/bench_decode.py --preset 8b --batches 64 --contexts 4096 --cache-dtype fp8
     python scripts/bench_decode.py --preset 8b --quantization int4 --batches 1 64
@@ -39,6 +40,7 @@ from bench_quantized import random_weight
 from jax.tree_util import Partial
 
 from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
+from specjax.decoding.drafters import propose
 from specjax.keys import fold, positions
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.layer import Attention, LayerConfig
@@ -48,12 +50,17 @@ from specjax.proposers.block_draft import BlockDraft, check_block
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.ngram import NGram
+from specjax.proposers.self_draft import SelfDraft
 from specjax.sampling import SamplingParams
 from specjax.types import Draft, Model, Proposer
 
 PEAK = 4.3e12  # bytes/s that a copy reaches on an H200
 SHORT, LONG, REPEATS = 2, 12, 5  # steps of a short and a long run, and timed runs of each
-RATES = (1.0, 0.7)  # acceptance rates of the columns with tokens/s
+RATES = (1.0, 0.9, 0.7)  # acceptance rates at which tokens/s are computed
+COLUMNS, SELF_COLUMNS = (
+    (1.0, 0.7),
+    (1.0, 0.9),
+)  # those of the table, and of the table of a target that drafts for itself
 
 COMMON = {"vocab_size": 128256, "max_length": 131072, "rope_theta": 5e5, "transposed": True}
 SHAPES = {
@@ -88,8 +95,8 @@ BLOCK = DecoderConfig(  # of a drafter in blocks of 8 tokens for the target "8b"
 BLOCK_LAYERS = (2, 9, 16, 23, 30)  # of the target, whose stream it reads
 EAGLE = replace(BLOCK, num_layers=1, layers=(LayerConfig(),), vocab_size=32000)  # an EAGLE-3 head for the target "8b"
 EAGLE_LAYERS = (2, 16, 29)
-PRESETS = ("8b", "8b-1b", "8b-eagle3", "8b-block", "8b-ngram", "1b-100m", "embedded")
-Drafter = Model | BlockDraft | FeatureDraft | NGram
+PRESETS = ("8b", "8b-1b", "8b-eagle3", "8b-block", "8b-ngram", "8b-self", "1b-100m", "embedded")
+Drafter = Model | BlockDraft | FeatureDraft | NGram | SelfDraft
 
 
 def random_model(config: DecoderConfig) -> Model:
@@ -146,6 +153,9 @@ def load(preset: str) -> tuple[Model, Drafter | None]:
         return target, random_head(target)
     if preset == "8b-ngram":
         return random_model(SHAPES["8b"]), proposers.ngram(1)
+    if preset == "8b-self":
+        target = random_model(SHAPES["8b"])
+        return target, proposers.self_draft(target, 1)
     if preset == "embedded":
         return tuple(models.load(models.EMBEDDED / name) for name in ("target", "draft"))
     return tuple(random_model(SHAPES[name]) for name in preset.split("-"))
@@ -169,8 +179,8 @@ def bytes_of_drafts(draft: Drafter | None, batch: int, context: int, num_drafts:
     """
     if not num_drafts or isinstance(draft, NGram):
         return 0
-    if isinstance(draft, Model):
-        return num_drafts * bytes_read(draft, batch, context)
+    if isinstance(draft, Model | SelfDraft):
+        return num_drafts * bytes_read(draft if isinstance(draft, Model) else draft.model, batch, context)
     read = {name: part for name, part in draft.params.items() if name != "embedding"}
     cache = jax.eval_shape(lambda: draft.init(1, 1))
     cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -186,7 +196,7 @@ def drafter(draft: Drafter | None, num_drafts: int) -> Proposer:
         return proposers.none()
     if isinstance(draft, Model):
         return proposers.draft_model(draft, num_drafts)
-    if isinstance(draft, FeatureDraft | NGram):
+    if isinstance(draft, FeatureDraft | NGram | SelfDraft):
         return replace(draft, num_draft_tokens=num_drafts)
     return replace(draft, num_draft_tokens=check_block(draft.head, draft.params, num_drafts))
 
@@ -207,12 +217,17 @@ def slope(call) -> float:
 
 def loop_slope(loop, cache, model) -> float:
     """Return the seconds of one more iteration of `loop(iterations, cache, model)`, which donates its cache."""
+    return loop_slope_and_cache(loop, cache, model)[0]
+
+
+def loop_slope_and_cache(loop, cache, model):
+    """Return what `loop_slope` returns, and the cache after the last call."""
 
     def call(iterations: int) -> None:
         nonlocal cache
         cache = jax.block_until_ready(loop(iterations, cache, model))[1]
 
-    return slope(call)
+    return slope(call), cache
 
 
 class Run:
@@ -248,20 +263,25 @@ class Run:
 
     def _draft_seconds(self, keys: jax.Array, tokens: jax.Array) -> float:
         context, rows = self.state.context, self.state.sampling
+        memories = self.state.proposer, self.state.cache  # a self-draft writes that of the target
 
         @partial(jax.jit, donate_argnums=1)
-        def loop(n, cache, proposer):
+        def loop(n, memories, models):
+            target, proposer = models
+
             def body(i, carry):
-                drafts, cache = carry
+                drafts, memories = carry
                 # Each call depends on the result of the previous one.
                 last = context.tokens.at[jnp.arange(self.batch), context.length - 1].set(drafts[:, 0])
                 changed = context._replace(tokens=last)
-                draft, cache = proposer.propose(fold(keys, i), changed, rows, cache)
-                return draft.tokens, cache
+                draft, *memories = propose(target, proposer, fold(keys, i), changed, rows, *memories)
+                return draft.tokens, tuple(memories)
 
-            return jax.lax.fori_loop(0, n, body, (tokens, cache))
+            return jax.lax.fori_loop(0, n, body, (tokens, memories))
 
-        return loop_slope(loop, self.state.proposer, self.proposer)
+        seconds, (_, cache) = loop_slope_and_cache(loop, memories, (self.target, self.proposer))
+        self.state = self.state._replace(cache=cache)
+        return seconds
 
     def _score_seconds(self, tokens: jax.Array) -> float:
         context = self.state.context
@@ -322,17 +342,17 @@ def measure(target: Model, draft: Drafter | None, batch: int, context: int, num_
     return row
 
 
-def print_header() -> None:
-    """Print the header of the table of steps."""
+def print_header(rates: tuple[float, ...]) -> None:
+    """Print the header of the table of steps, with tokens/s at some acceptance rates."""
     print(
         "| by | B | context | K | ms a step | draft / score / verify / other, ms | floor / measured, % | compile, s |",
         end="",
     )
-    print(" tokens/s at acceptance " + " | at ".join(map(str, RATES)) + f" | against plain at {RATES[-1]} |")
+    print(" tokens/s at acceptance " + " | at ".join(map(str, rates)) + f" | against plain at {rates[-1]} |")
     print("|---" * 11 + "|")
 
 
-def print_row(by: str, row: dict, plain: float | None) -> None:
+def print_row(by: str, row: dict, plain: float | None, at: tuple[float, ...] = COLUMNS) -> None:
     """Print a row of this library or of a peer, whose rows have fewer figures; `plain` is its speed without drafts."""
     split = floor = compile_s = "-"
     if "compile_s" in row:
@@ -341,7 +361,7 @@ def print_row(by: str, row: dict, plain: float | None) -> None:
             floor = f"{100 * row['floor_s'] / row['step_s']:.0f}"
     if "other_s" in row:
         split = " / ".join(f"{1e3 * row[f'{part}_s']:.2f}" for part in ("draft", "score", "verify", "other"))
-    rates = [row["tokens_per_s"].get(rate, row["tokens_per_s"][1.0]) for rate in RATES]
+    rates = [row["tokens_per_s"].get(rate, row["tokens_per_s"][1.0]) for rate in at]
     cells = [by, row["batch"], row.get("context", "-"), row["num_drafts"], f"{1e3 * row['step_s']:.2f}"]
     cells += [
         split,
@@ -358,21 +378,22 @@ def time_decoding(args: argparse.Namespace, target: Model, draft: Drafter | None
     settings = [0] if draft is None else [0, *args.num_drafts]
     known = any(peers.of_decoding(args.preset, batch, k) for batch in args.batches for k in settings)
     print(f"{peers.DECODE_SOURCE if known else peers.NONE}\n")
-    print_header()
+    rates = SELF_COLUMNS if args.preset == "8b-self" else COLUMNS
+    print_header(rates)
     rows = []
     for batch in args.batches:
         for context in args.contexts:
             plain = {}
             for num_drafts in settings:
                 rows.append(measure(target, draft, batch, context, num_drafts, args.parts))
-                print_row("specjax", rows[-1], plain.setdefault("specjax", rows[-1]["tokens_per_s"][1.0]))
+                print_row("specjax", rows[-1], plain.setdefault("specjax", rows[-1]["tokens_per_s"][1.0]), rates)
                 has_peers = context == args.contexts[0]  # the context of the peers was not noted
                 for peer in peers.of_decoding(args.preset, batch, num_drafts) if has_peers else ():
                     row = {"peer": peer.name, "batch": batch, "num_drafts": num_drafts}
                     rows.append(row | {"step_s": peer.step_ms / 1e3, "tokens_per_s": peer.tokens_per_s})
                     if not num_drafts:
                         plain[peer.name] = peer.tokens_per_s[1.0]
-                    print_row(f"peer: {peer.name}", rows[-1], plain.get(peer.name))
+                    print_row(f"peer: {peer.name}", rows[-1], plain.get(peer.name), rates)
     return rows
 
 

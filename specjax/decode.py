@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 from specjax import metrics, proposers, scorers, verifiers
 from specjax.decoding import log_probs, state_rows
 from specjax.decoding.binding import as_pytree
-from specjax.decoding.drafters import commit_of, in_memory
+from specjax.decoding.drafters import check_memory, commit_of, in_memory, propose
 from specjax.decoding.log_probs import LogProbs
 from specjax.keys import of_requests, positions
 from specjax.pages import Pages, check_pages, check_pages_of_prompts, copy_to_rows, first_rows, one_page_a_row
@@ -109,13 +109,15 @@ def prefill(
 
     Raises:
         ValueError: an argument has a wrong shape or dtype, the buffer is smaller than the prompts or larger than the
-            model's limit or than the table, or the model or the proposer takes no pages. Outside jit also: a length,
+            model's limit or than the table, the model or the proposer takes no pages, or the proposer writes the cache
+            of a model with `commit`. Outside jit also: a length,
             row, page, or token id of prompts or parameters is out of range, or rows share a page that is not theirs to
             share.
     """
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     rows = None if rows is None else jnp.asarray(rows)
     proposer = in_memory(proposer or proposers.none())
+    check_memory(model, proposer)
     batch_size = _check_request(model, prompts, lengths, sampling, rows, max_length, num_logprobs, prompt_logprobs)
     if not (chunk_size is None or (is_integer(chunk_size) and chunk_size >= 1)):
         raise ValueError(f"chunk_size must be None or an integer >= 1, got {chunk_size!r}")
@@ -330,8 +332,9 @@ def step(
     axis_name = model.axis_name
     context = _without_pages_of_ended_rows(state.context)
     keys = positions(state.keys, context.length, proposer.num_draft_tokens)
-    draft, proposer_state = proposer.propose(keys, context, state.sampling, state.proposer)
-    output, cache = scorer(model, context, draft, state.cache)
+    given = keys, context, state.sampling, state.proposer, state.cache
+    draft, proposer_state, cache = propose(model, proposer, *given)
+    output, cache = scorer(model, context, draft, cache)
     target = process(state.sampling, output.logits, context, draft.tokens, axis_name=axis_name)
     shared: dict[str, Any] = {} if axis_name is None else {"axis_name": axis_name}
     verified = verifier(keys, shards.own_draft(draft, axis_name), target, **shared)

@@ -234,6 +234,9 @@ class Proposer(Protocol):
     features of the last committed token and of the drafts; the `num_accepted` that it gets is 0 in rows that had no
     drafts of this proposer.
 
+    A proposer may draft on the target's own cache, with `reads_memory` and `writes_memory`; see `propose`. Without
+    these attributes it does not see that cache.
+
     A proposer without `init_memory` has a simpler form and takes no pages: `init(batch_size, max_length)` makes a state
     of any leaves [B, ...], and `prefill(chunk, features, state)` gets a `Chunk` and the state of the rows that it
     feeds.
@@ -274,7 +277,15 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]: ...
+    @property
+    def propose(self) -> Callable[..., Any]:
+        """The method `(keys, context, sampling, state) -> (Draft, state)`.
+
+        Where the proposer has `reads_memory = True`, the target's `Memory` is the last argument. Where it also has
+        `writes_memory = True`, the method returns `(Draft, state, memory)`, in which only slots from `length` - 1 on
+        may differ, and of these the next K: verification feeds them to the target and overwrites what they hold.
+        """
+        ...
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory: ...
 

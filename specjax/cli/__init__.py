@@ -188,7 +188,8 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         metavar="MODEL",
-        help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram",
+        help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram; "
+        "or self, a copy of the model in 4 bits",
     )
     add(
         "--dtype",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Chunk, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
+from specjax.types import Array, Chunk, Context, Draft, Memory, Model, ModelInput, Proposer, PyTree, Verified
 from specjax.validation import is_integer
 
 Commit = Callable[[Memory, ModelInput, Array, Array], Memory]  # as `Model.commit`
@@ -62,9 +62,19 @@ class DenseProposer(InMemory):
         rows = self.proposer.prefill(chunk, features, state.take(inputs.rows).rows)
         return state.put(inputs.rows, Memory(rows=rows))
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]:
-        draft, rows = self.proposer.propose(keys, context._replace(pages=None), sampling, state.rows)
-        return draft, Memory(rows=rows)
+    @property
+    def reads_memory(self) -> bool:
+        return reads_memory(self.proposer)
+
+    @property
+    def writes_memory(self) -> bool:
+        return writes_memory(self.proposer)
+
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory, *memory: Memory) -> tuple:
+        if not memory:  # a step of some rows has pages of a dense cache, which say where the target's memory lies
+            context = context._replace(pages=None)
+        draft, rows, *written = self.proposer.propose(keys, context, sampling, state.rows, *memory)
+        return draft, Memory(rows=rows), *written
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         return Memory(rows=self.proposer.update(context._replace(pages=None), verified, features, state.rows))
@@ -107,3 +117,54 @@ def with_num_draft_tokens(proposer: Proposer, num_draft_tokens: int, *, may_paus
 def commit_of(proposer: Any) -> Commit | None:
     """Return the method by which a proposer keeps the state after accepted tokens; None where it needs none."""
     return getattr(in_memory(proposer), "commit", None)
+
+
+def reads_memory(proposer: Any) -> bool:
+    """Return whether a proposer gets the target's memory in `propose`."""
+    return getattr(proposer, "reads_memory", False)
+
+
+def writes_memory(proposer: Any) -> bool:
+    """Return whether a proposer also returns the target's memory from `propose`."""
+    return getattr(proposer, "writes_memory", False)
+
+
+def check_memory(model: Model, proposer: Any) -> None:
+    """Raise ValueError where a proposer must not write the memory of this target, or writes without reading."""
+    if not writes_memory(proposer):
+        return
+    if not reads_memory(proposer):
+        raise ValueError(f"a proposer with writes_memory must have reads_memory = True, got {type(proposer).__name__}")
+    if model.commit is not None:
+        raise ValueError(
+            f"proposer must not write the memory of a target with commit, got {type(proposer).__name__}: the target "
+            "keeps a recurrent state, which verification does not overwrite"
+        )
+
+
+def propose(
+    model: Model, proposer: Any, keys: Array, context: Context, sampling: Any, state: Memory, memory: Memory
+) -> tuple[Draft, Memory, Memory]:
+    """Call `propose` of a proposer that has or has not to do with the target's memory.
+
+    Args:
+        model: the target.
+        proposer: a proposer in the form of `in_memory`.
+        keys, context, sampling, state: as `Proposer.propose` takes them.
+        memory: the target's memory.
+
+    Returns:
+        The draft, the proposer's state, and the target's memory.
+
+    Raises:
+        ValueError: the proposer writes the memory and must not, or returns something else than its attributes say.
+    """
+    check_memory(model, proposer)
+    given = (keys, context, sampling, state)
+    result = proposer.propose(*given, memory) if reads_memory(proposer) else proposer.propose(*given)
+    if not writes_memory(proposer):
+        result = *result, memory
+    if len(result) != 3 or jax.tree.structure(result[2]) != jax.tree.structure(memory):
+        expected = "(Draft, state, memory)" if writes_memory(proposer) else "(Draft, state)"
+        raise ValueError(f"propose of {type(proposer).__name__} must return {expected}, with the memory that it got")
+    return result

@@ -60,11 +60,12 @@ class LLM:
             name on the Hugging Face Hub, "org/name" or "org/name@revision", which needs huggingface_hub and uses its
             cache. None is the target of the embedded family.
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
-            features (`proposers.load`); "ngram" (look-up in the text itself); or a proposer. None is the embedded
+            features (`proposers.load`); "ngram" (look-up in the text itself); "self" (a quantised copy of the target,
+            `proposers.self_draft`); or a proposer. None is the embedded
             EAGLE-3 head for the embedded target, its draft model where `num_draft_tokens` is "auto", and no drafts for
             any other target. A draft model with a lower maximum length drafts until a sequence reaches it.
-        num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft given as a checkpoint or "ngram"; a
-            proposer brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
+        num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft that is no proposer; a proposer
+            brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
             its samples by the recent acceptance rate, at most 8 and the trained depth; the tokens of a request, seeded
             or not, then depend on the others of its call.
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
@@ -84,7 +85,7 @@ class LLM:
         quantization: "int8", "int4" or "fp8", to which the matrices of the target's layers are rounded when they are
             read; embeddings and head stay as they are. None leaves the weights as they are stored, which may be
             quantised already.
-        draft_quantization: likewise for a draft that is given as a checkpoint.
+        draft_quantization: likewise for a draft that is given as a checkpoint; for the draft "self" None is "int4".
 
     Raises:
         FileNotFoundError: a checkpoint lacks a file.
@@ -157,7 +158,9 @@ class LLM:
         if not (max_length is None or (is_integer(max_length) and 2 <= max_length <= limit)):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
 
-        if not isinstance(found, Checkpoint):
+        if found == "self":
+            proposer = proposers.self_draft(target, num_draft_tokens, quantization=draft_quantization or "int4")
+        elif not isinstance(found, Checkpoint):
             proposer = found
         elif proposers.kind_of(found) is not None:
             target = models.with_feature_layers(target, proposers.feature_layers(found, target))
@@ -388,11 +391,15 @@ def _check_proposer(proposer: Proposer, target: Model, is_auto: bool) -> None:
 
 def _find_draft(
     draft: str | Path | Proposer | None, num_draft_tokens: int, target: Checkpoint, quantization: str | None
-) -> Checkpoint | Proposer:
-    """Return the checkpoint of a draft, or a proposer where no checkpoint has to be loaded."""
+) -> Checkpoint | Proposer | Literal["self"]:
+    """Return the checkpoint of a draft, a proposer where none has to be loaded, or "self", which needs the target."""
     if quantization is not None and (draft == "ngram" or not isinstance(draft, str | Path)):
-        raise ValueError(f"draft_quantization must be None unless draft is a checkpoint, got {quantization!r}")
-    if draft == "ngram":
+        raise ValueError(
+            f"draft_quantization must be None unless draft is a checkpoint or 'self', got {quantization!r}"
+        )
+    if draft == "self" and num_draft_tokens > 0:
+        return "self"
+    if draft in ("ngram", "self"):
         return proposers.ngram(num_draft_tokens) if num_draft_tokens > 0 else proposers.none()
     if isinstance(draft, str | Path):
         directory = find_drafter(draft)
@@ -403,5 +410,5 @@ def _find_draft(
     if draft is None:
         return proposers.none()
     if not hasattr(draft, "propose"):
-        raise ValueError(f"draft must be a directory or a proposer, got {type(draft).__name__}")
+        raise ValueError(f"draft must be a directory, 'ngram', 'self' or a proposer, got {type(draft).__name__}")
     return draft if num_draft_tokens > 0 else proposers.none()

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from specjax import decode, keys, metrics, proposers, scorers, verifiers
-from specjax.decoding.drafters import in_memory
+from specjax.decoding.drafters import check_memory, in_memory
 from specjax.decoding.log_probs import LogProbs, logprobs
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.grammars import GrammarTables
@@ -105,6 +105,7 @@ def empty(
             raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
     if model.max_length is not None and max_length > model.max_length:
         raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
+    check_memory(model, proposer)
     capacities = capacities or Capacities()
     if isinstance(model.apply, OnMesh):
         model.apply.check_batch(num_slots)

@@ -72,7 +72,7 @@ def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         f"{argument} must be a directory with a Hugging Face checkpoint, or the name of one on the Hugging Face Hub "
         f"(org/name), got {str(name)!r}"
     )
-    near = hint(Path(name)) or suggestion(name, ["ngram"] if argument == "draft" else [])
+    near = hint(Path(name)) or suggestion(name, ["ngram", "self"] if argument == "draft" else [])
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or Path(name).is_file():
         raise ValueError(message + near)

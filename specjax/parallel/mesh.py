@@ -128,7 +128,8 @@ def of_one_device(model: Model) -> Any:
 def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
     """Return `jax.device_put(tree, sharding)`, also where other processes have some of the devices.
 
-    Every process must give the same arrays, and puts its devices' parts of them there.
+    Every process must give the same arrays, and puts its devices' parts of them there. With one sharding for all
+    arrays, models that are on a mesh already stay as they are.
     """
 
     def put_one(x: Any, sharding: Sharding) -> jax.Array:
@@ -138,7 +139,7 @@ def put(tree: PyTree, sharding: Sharding | PyTree) -> PyTree:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     if isinstance(sharding, Sharding):
-        return jax.tree.map(lambda x: put_one(x, sharding), tree)
+        return jax.tree.map(lambda x: x if _is_on_mesh(x) else put_one(x, sharding), tree, is_leaf=_is_on_mesh)
     return jax.tree.map(put_one, tree, sharding)
 
 
@@ -147,17 +148,39 @@ def on_devices(
 ) -> tuple[PyTree, Any]:
     """Run `function(model, cache, operands) -> (cache, result)` on every device of a model that `OnMesh` applies.
 
-    The function gets the part of the model and of its cache that is on its device. `specs` and `out` say how operands
-    and result are spread over the devices; by default each has them whole, and the result must be the same on all.
+    The function gets the part of the model and of its cache that is on its device, and so it does of a model on the
+    mesh among the operands. `specs` and `out` say how the other operands and the result are spread over the devices; by
+    default each has them whole, and the result must be the same on all.
     """
     shared = model.apply
     assert isinstance(shared, OnMesh), "only such a model is on a mesh"
-    own = {"apply": shared.apply, "init_cache": shared.init_cache, "axis_name": shared.axis_name}
 
     def run(params: PyTree, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
-        return function(replace(model, params=params, **own), cache, operands)
+        return function(_own_part(replace(model, params=params)), cache, jax.tree.map(_own_part, operands, **by_model))
 
+    by_model: dict[str, Any] = {"is_leaf": _is_on_mesh}
+    specs = jax.tree.map(_specs_of, operands, jax.tree.broadcast(specs, operands), **by_model)
     return shared.run(run, model.params, cache, operands, out, specs)
+
+
+def _is_on_mesh(x: Any) -> bool:
+    """Return whether this is a model that the devices of a mesh share, such as that of a drafter."""
+    return isinstance(x, Model) and isinstance(x.apply, OnMesh)
+
+
+def _specs_of(x: Any, spec: PyTree) -> PyTree:
+    """Return how devices share an operand: a model on a mesh says so itself, and `spec` is of anything else."""
+    if not _is_on_mesh(x):
+        return spec
+    return replace(x, params=jax.tree.unflatten(jax.tree.structure(x.params), x.apply.param_specs))
+
+
+def _own_part(x: Any) -> Any:
+    """Return a model on a mesh as one device has it, whose parameters are its part already, and anything else."""
+    if not _is_on_mesh(x):
+        return x
+    shared = x.apply
+    return replace(x, apply=shared.apply, init_cache=shared.init_cache, axis_name=shared.axis_name)
 
 
 def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:

@@ -15,6 +15,7 @@ from specjax.proposers.mtp import MTPHead, mtp
 from specjax.proposers.ngram import NGram, ngram
 from specjax.proposers.none import NoDrafts, none
 from specjax.proposers.p_eagle import p_eagle
+from specjax.proposers.self_draft import SelfDraft, self_draft
 
 __all__ = [
     "BlockHead",
@@ -27,6 +28,7 @@ __all__ = [
     "Medusa",
     "NGram",
     "NoDrafts",
+    "SelfDraft",
     "dflash",
     "dflash2",
     "draft_model",
@@ -43,4 +45,5 @@ __all__ = [
     "ngram",
     "none",
     "p_eagle",
+    "self_draft",
 ]

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax.decoding.drafters import Commit, InMemory, check_draft_length, commit_of, in_memory, with_num_draft_tokens
+from specjax.decoding.drafters import (
+    Commit,
+    InMemory,
+    check_draft_length,
+    commit_of,
+    in_memory,
+    reads_memory,
+    with_num_draft_tokens,
+    writes_memory,
+)
 from specjax.proposers.none import Paused
 from specjax.proposers.split import run_where
 from specjax.types import Array, Categorical, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
@@ -54,22 +63,32 @@ class Fallback(InMemory):
         first, second = (own.prefill(*given, memory) for own, memory in zip(self._both, states, strict=True))
         return _joined(first, second, is_first)
 
-    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory) -> tuple[Draft, Memory]:
+    @property
+    def reads_memory(self) -> bool:
+        return any(reads_memory(own) for own in self._both)
+
+    @property
+    def writes_memory(self) -> bool:
+        return any(writes_memory(own) for own in self._both)
+
+    def propose(self, keys: Array, context: Context, sampling: Any, state: Memory, *memory: Memory) -> tuple:
         (one, two), (first, second, _) = self._both, _parts(state)
-        draft, first = self._propose(one, keys, context, sampling, first)
+        draft, (first, *of_target) = self._propose(one, keys, context, sampling, (first, *memory))
         if draft.distribution is not None:
             raise ValueError("first must make deterministic drafts, whose distribution is None, got a distribution")
         is_first = num_drafts(draft) > 0
         rest = context._replace(active=context.active & ~is_first)
         propose = partial(self._propose, two)
-        other, second = run_where(rest.active, propose, keys, rest, sampling, second)
+        memories = second, *of_target
+        other, (second, *of_target) = run_where(rest.active, propose, keys, rest, sampling, memories)
         tokens = jnp.where(rest.active[:, None], other.tokens, draft.tokens)
         num_tokens = jnp.where(rest.active, num_drafts(other), num_drafts(draft))
         distribution = other.distribution
         if distribution is not None:
             temperature = 1.0 if distribution.temperature is None else distribution.temperature
             distribution = distribution._replace(temperature=jnp.where(is_first, 0, temperature).astype(jnp.float32))
-        return Draft(tokens, distribution, num_tokens), _joined(first, second, is_first)
+        kept = of_target if self.writes_memory else ()
+        return Draft(tokens, distribution, num_tokens), _joined(first, second, is_first), *kept
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         def only(rows: Array) -> Verified:
@@ -101,17 +120,22 @@ class Fallback(InMemory):
         return in_memory(self.first), in_memory(self.second)
 
     def _propose(
-        self, proposer: Proposer, keys: Array, context: Context, sampling: Any, state: Memory
-    ) -> tuple[Draft, Memory]:
-        """Make the draft of one proposer, padded to the number of drafts of the wider proposer."""
+        self, proposer: Proposer, keys: Array, context: Context, sampling: Any, memories: tuple[Memory, ...]
+    ) -> tuple[Draft, tuple[Memory, ...]]:
+        """Make the draft of one proposer, padded to the number of drafts of the wider proposer.
+
+        The memories are those of the proposer and, if one of the two reads it, of the target.
+        """
         narrow, width = proposer.num_draft_tokens, self.num_draft_tokens
-        draft, state = proposer.propose(keys[:, : narrow + 1], context, sampling, state)
+        own = memories if reads_memory(proposer) else memories[:1]
+        draft, *new = proposer.propose(keys[:, : narrow + 1], context, sampling, *own)
+        memories = *new, *memories[len(new) :]
         draft = canonical(draft)
         tokens = jnp.pad(draft.tokens, ((0, 0), (0, width - narrow)), constant_values=-1)
         distribution = draft.distribution
         if distribution is not None and narrow < width:
             distribution = _widened(distribution, width)
-        return Draft(tokens, distribution, draft.num_tokens), state
+        return Draft(tokens, distribution, draft.num_tokens), memories
 
 
 def _joined(first: Memory, second: Memory, is_first: Array) -> Memory:
