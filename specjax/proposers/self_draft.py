@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from specjax.decoding.calls import run
 from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.decoder import DecoderConfig
-from specjax.models.network import Apply, of_one_device
+from specjax.models.network import Apply
 from specjax.models.quantized import FORMATS, Quantized, dequantize, quantize
-from specjax.parallel import OnMesh
+from specjax.parallel import OnMesh, of_one_device
 from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
 from specjax.proposers.none import NoDrafts, none
 from specjax.proposers.split import rows_to_draft, run_where

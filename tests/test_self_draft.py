@@ -1,0 +1,282 @@
+"""A target that drafts for itself: whose cache is written in a step, the tokens, and the copies that are not made."""
+
+import re
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_parallel
+import test_slots
+from choice import one_of
+from test_steps import LENGTHS, MAX_LENGTH, VOCAB, decoder, prompts, random_pages, recurrent, start, step
+
+from specjax import decode, metrics, models, proposers, sampling, testing, verifiers
+from specjax.engine.draft_length import with_draft_lengths
+from specjax.engine.slots import Slots, empty
+from specjax.models.quantized import Quantized
+from specjax.models.sharding import tensor_parallel
+from specjax.pages import read_slots
+from specjax.sampling import SamplingParams
+from specjax.types import Context, Draft, Memory, ModelInput
+
+
+@pytest.fixture(scope="module")
+def target():
+    return decoder(0)
+
+
+@pytest.fixture(scope="module")
+def proposer(target):
+    """The group of 4 bits spans all inputs of these matrices, so many drafts are rejected."""
+    return proposers.self_draft(target, 3)
+
+
+def decode_all(target, proposer, verifier="match", pages=None, some_rows=False):
+    """The last state, after steps of all rows or of some in turn."""
+    state = start(target, proposer, pages)
+    rng = np.random.default_rng(0)
+    while state.context.active.any():
+        rows = jnp.asarray(rng.permutation(len(LENGTHS) + 1)[:3]) if some_rows else None
+        state, _ = step(target, proposer, state, rows=rows, verifier=getattr(verifiers, verifier))
+    return state
+
+
+@pytest.mark.parametrize("form", ["dense", "pages", "no pages"])
+@pytest.mark.parametrize("some_rows", [False, True])
+def test_tokens_are_those_of_plain_decoding(target, proposer, form, some_rows):
+    """Greedy rows and, verified by matches, sampled ones; and the cache holds what plain decoding leaves in it."""
+    if form == "no pages":
+        target = replace(target, takes_pages=False)
+        proposer = replace(proposer, model=replace(proposer.model, takes_pages=False))
+    pages = random_pages() if form == "pages" else None
+    plain = decode_all(target, None, pages=pages)
+    state = decode_all(target, proposer, pages=pages, some_rows=some_rows)
+    np.testing.assert_array_equal(state.context.tokens, plain.context.tokens)
+    assert 0 < metrics.acceptance_rate(state.totals) < 0.9  # so that there are rejections
+    assert_same_slots(state, plain)
+
+
+def assert_same_slots(state, plain):
+    """The slots of fed tokens, up to the one before the last committed, and all pages that no row has."""
+
+    def held(state, leaf):
+        pool = np.asarray(leaf)
+        return pool if state.context.pages is None else np.asarray(read_slots(leaf, state.context.pages))
+
+    for own, other in zip(*(jax.tree.leaves((s.cache.pools, s.cache.rows)) for s in (state, plain)), strict=True):
+        for b, length in enumerate(np.asarray(plain.context.length)):
+            got, expected = (held(s, leaf)[b, : length - 1] for s, leaf in ((state, own), (plain, other)))
+            np.testing.assert_allclose(got, expected, atol=2e-5)
+        if plain.context.pages is not None:
+            free = np.setdiff1d(np.arange(own.shape[0]), plain.context.pages)
+            assert not np.asarray(own)[free].any()
+
+
+def test_beside_drafts_of_n_grams(target, proposer):
+    """Rows with drafts of the first proposer, with those of the second, and steps in which the second does not run."""
+    both = proposers.fallback(proposers.ngram(2, min_n=1), proposer)
+    assert both.reads_memory and both.writes_memory
+    plain, state = (decode_all(target, each, pages=random_pages()) for each in (None, both))
+    np.testing.assert_array_equal(state.context.tokens, plain.context.tokens)
+    assert_same_slots(state, plain)
+    alone = proposers.fallback(proposers.ngram(2), proposers.ngram(3))
+    assert not alone.reads_memory and not alone.writes_memory
+
+
+def test_steps_of_other_lengths_and_pauses(target, proposer):
+    """The number of drafts changes from step to step, and rows that pause have nothing to catch up with."""
+    plain = decode_all(target, None)
+    few = replace(proposer, speculate_below=3)
+    choices = [few, *with_draft_lengths(proposer, (0, 1, 3)).values()]
+    state = start(target, proposer)
+    for i in range(60):
+        each = choices[i % 4]
+        state, info = step(target, each, state, verifier=verifiers.match)
+        if each is few and i == 0:
+            assert not info.num_drafts.any()  # of four active rows
+    assert not state.context.active.any()
+    np.testing.assert_array_equal(state.context.tokens, plain.context.tokens)
+    assert_same_slots(state, plain)
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_lossless_over_several_steps(name):
+    """Pairs of tokens of a target that reads its cache, against all sequences of five tokens."""
+    config = replace(test_slots.CONFIG, vocab_size=4)
+    target = models.decoder.decoder_model(config, jax.tree.map(lambda x: 5 * x, models.decoder.init_params(config, 3)))
+    proposer = proposers.self_draft(target, 2)
+    batch_size, num_tokens = 20_000, 5
+    sequences = np.stack(np.meshgrid(*[np.arange(4)] * num_tokens, indexing="ij"), -1).reshape(-1, num_tokens)
+    tokens = np.pad(sequences, ((0, 0), (1, 0)))[:, :-1].astype(np.int32)
+    logits = target.apply(target.params, ModelInput(tokens, np.arange(num_tokens)[None].repeat(len(tokens), 0)), None)
+    rows = np.asarray(jax.nn.softmax(logits[0].logits / 0.8, axis=-1), np.float64)
+    expected = np.take_along_axis(rows, sequences[..., None], axis=2).prod(axis=(1, 2))
+    params = sampling.Sampling(
+        max_tokens=jnp.full(batch_size, num_tokens), temperature=jnp.full(batch_size, 0.8, jnp.float32)
+    )
+    ones = jnp.ones(batch_size, jnp.int32)
+    given = target, proposer, jnp.zeros((batch_size, 1), jnp.int32), ones, params, jax.random.key(0)
+    state = decode.generate(target, proposer, decode.prefill(*given, max_length=num_tokens + 1), verifier=one_of(name))
+    found = np.asarray(state.context.tokens)[:, 1:]
+    test = testing.chi_square(np.bincount(np.ravel_multi_index(tuple(found.T), (4,) * 5), minlength=4**5), expected)
+    assert test.statistic < test.bound
+    assert metrics.acceptance_rate(state.totals) < 0.98
+
+
+def test_the_public_suite():
+    other = testing.bigram_model(2 * jax.random.normal(jax.random.key(1), (8, 8)))
+    testing.assert_proposer_lossless(proposers.SelfDraft(other, 3), num_samples=20_000)
+
+
+def test_no_pool_is_copied(target, proposer):
+    """A step that donates its state writes to the pools where they lie."""
+    state = Slots(target, proposer, num_slots=2, max_length=16, pool=(50_000, 4)).state
+    pools = jax.tree.leaves(state.cache.pools)
+
+    def compiled(own_step):
+        return jax.jit(own_step, donate_argnums=2).lower(target, proposer, state).compile()
+
+    def one_step(target, proposer, state):
+        return decode.step(target, proposer, state)[0]
+
+    program = compiled(one_step)
+    shape = ",".join(map(str, pools[0].shape))
+    assert not re.findall(rf"= f32\[{shape}\]\S* copy", program.as_text())
+    assert program.memory_analysis().temp_size_in_bytes < pools[0].nbytes / 4
+    copying = compiled(lambda *given: (one_step(*given), given[2].cache))
+    assert copying.memory_analysis().output_size_in_bytes > 2 * sum(pool.nbytes for pool in pools)  # it would be seen
+
+
+def test_parameters_are_shared_where_they_are_not_quantised():
+    config = replace(test_slots.CONFIG, tie_embeddings=False, hidden_size=64)
+    target = models.decoder.decoder_model(config, models.decoder.init_params(config, 0))
+    made = {name: proposers.self_draft(target, 1, quantization=name).model.params for name in ("int4", "int8", "fp8")}
+    for params in made.values():
+        for name in ("embedding", "norm"):
+            assert params[name] is target.params[name]
+        layer = params["layers"][0]
+        assert layer["mlp_norm"] is target.params["layers"][0]["mlp_norm"]
+        assert {name for name, leaf in layer.items() if isinstance(leaf, Quantized)} == {
+            *("qkv", "attention_out", "gate_up", "mlp_out")
+        }
+        assert layer["qkv"].shape == target.params["layers"][0]["qkv"].shape[::-1]
+    formats = {name: (p["layers"][0]["qkv"].bits, p["layers"][0]["qkv"].code) for name, p in made.items()}
+    assert formats == {"int4": (4, "int"), "int8": (8, "int"), "fp8": (8, "e4m3")}
+    assert [p["head"].bits for p in made.values()] == [8, 8, 8]
+    again = proposers.self_draft(replace(target, params=made["int8"]), 1, quantization="int8").model.params
+    assert again["layers"][0]["qkv"] is made["int8"]["layers"][0]["qkv"]  # it has as few bits
+    fewer = proposers.self_draft(replace(target, params=made["int8"]), 1).model.params
+    assert fewer["layers"][0]["qkv"].bits == 4 and fewer["head"] is made["int8"]["head"]
+
+
+def test_in_slots_beside_requests_of_every_use():
+    target = test_slots.make(0)
+    test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=3)
+
+
+@pytest.mark.parametrize("rows, parts", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_devices_that_share_the_target(rows, parts):
+    """Each quantises its parts; the tokens are those of plain decoding on one device."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        model = test_parallel.decoder(vocab_size=2047, tie_embeddings=False, hidden_size=32)
+        params = test_parallel.PARAMS[: 2 if rows > 1 else None]
+        expected = test_parallel.generated(model, None, verifiers.match, params)
+        if rows > 1:
+            shared = test_parallel.with_shared_rows(model, rows, parts)
+        else:
+            shared = tensor_parallel(model, test_parallel.mesh_of(parts))
+        proposer = proposers.self_draft(shared, 3, quantization="int8")
+        part = proposer.model.params["layers"][0]["mlp_out"].values.addressable_shards[0].data
+        assert part.size == proposer.model.params["layers"][0]["mlp_out"].values.size // parts
+        state = test_parallel.generated(shared, proposer, verifiers.match, params)
+        np.testing.assert_array_equal(state.context.tokens, expected.context.tokens)
+        greedy = jax.tree.map(lambda x: x[0], state.totals)  # the noise of a match is not that of a draft
+        assert greedy.accepted > greedy.drafted / 2
+
+
+@dataclass(frozen=True)
+class Peeking:
+    """Says in a draft what stands in the target's memory, and writes what it is told."""
+
+    result: str = "written"
+    num_draft_tokens = 1
+    takes_pages = True
+    reads_memory = writes_memory = True
+
+    def init_memory(self, batch_size, num_pages, page_size):
+        return Memory()
+
+    def prefill(self, inputs, following, previous, features, state):
+        return state
+
+    def propose(self, keys, context: Context, sampling, state, memory: Memory):
+        draft = Draft(jnp.zeros((context.length.shape[0], 1), jnp.int32))
+        if self.result == "written":
+            return draft, state, memory
+        return (draft, state) if self.result == "kept" else (draft, state, memory.pools)
+
+    def update(self, context, verified, features, state):
+        return state
+
+
+jax.tree_util.register_static(Peeking)
+
+
+def test_what_writes_must_return_the_memory(target):
+    state = start(target, Peeking())
+    step(target, Peeking(), state)
+    for result in ("kept", "pools"):
+        with pytest.raises(ValueError, match=r"Peeking must return \(Draft, state, memory\), with the memory"):
+            decode.step(target, Peeking(result), state)
+
+
+def test_what_writes_must_read(target):
+    class Blind(Peeking):
+        reads_memory = False
+
+    jax.tree_util.register_static(Blind)
+    with pytest.raises(ValueError, match="writes_memory must have reads_memory = True, got Blind"):
+        start(target, Blind())
+
+
+def test_recurrent_targets_are_refused():
+    with pytest.raises(ValueError, match="target must keep nothing but slots to draft for itself: its commit must be"):
+        proposers.self_draft(recurrent(False), 2)
+    with pytest.raises(ValueError, match="its init_rows must be None"):
+        proposers.self_draft(recurrent(True), 2)
+    for make in (
+        lambda *given: decode.prefill(*given, prompts(), np.array(LENGTHS), None, None, max_length=MAX_LENGTH),
+        lambda *given: empty(*given, num_slots=1, max_length=MAX_LENGTH),
+    ):
+        with pytest.raises(ValueError, match="proposer must not write the memory of a target with commit, got Peeking"):
+            make(recurrent(False), Peeking())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"target": 3}, "target must be a Model, got int"),
+        ({"target": testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))}, "target must be one that specjax built"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be >= 1"),
+        ({"quantization": "int5"}, "quantization must be one of int8, int4, fp8, got 'int5'"),
+        ({"temperature": -1}, "temperature must be None, or a number"),
+        ({"speculate_below": 0}, "speculate_below must be None or >= 1, got 0"),
+    ],
+)
+def test_bad_arguments(target, change, message):
+    with pytest.raises(ValueError, match=message):
+        proposers.self_draft(**({"target": target, "num_draft_tokens": 2} | change))
+
+
+def test_requests_of_all_parameters_end_as_they_do_plainly(target, proposer):
+    """An end inside the drafts, and the end of the buffer."""
+    params = sampling.batch([SamplingParams(temperature=0, max_tokens=40)] * len(LENGTHS))
+    given = prompts(), np.array(LENGTHS), params, jax.random.key(0)
+    states = [
+        decode.generate(target, each, decode.prefill(target, each, *given, max_length=MAX_LENGTH))
+        for each in (None, proposer)
+    ]
+    np.testing.assert_array_equal(states[0].context.tokens, states[1].context.tokens)
+    assert (np.asarray(states[1].finished) == decode.BUFFER_FULL).all()
