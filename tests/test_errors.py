@@ -88,7 +88,7 @@ class TestDirectories:
         gguf = tmp_path / "model.gguf"
         gguf.touch()
         for call in (LLM, models.load):
-            assert "; it is a file: specjax does not read GGUF; give the directory" in message(call, str(gguf))
+            assert "must be a GGUF file, got a file of 0 bytes" in message(call, str(gguf))
 
     @pytest.mark.parametrize(
         ("files", "text"),
@@ -99,7 +99,7 @@ class TestDirectories:
                 "holds an adapter (PEFT) and no whole model; merge it into org/base and save that model",
             ),
             ({"adapter_config.json": "{"}, "holds an adapter (PEFT) and no whole model; merge it into its base model"),
-            ({"a.gguf": ""}, "holds a GGUF file and no config.json; specjax does not read GGUF; give the directory"),
+            ({"a.gguf": ""}, "holds a GGUF file and no config.json; give the path of the file"),
             ({"snapshots/ab/config.json": "{}"}, "has no config.json, but a folder in it has; did you mean '{}/snap"),
             ({"7b/config.json": "{}"}, "has no config.json, but a folder in it has; did you mean '{}/7b'?"),
             ({"README.md": ""}, "has no config.json; give the directory of a whole checkpoint"),

@@ -6,13 +6,16 @@ from pathlib import Path
 
 from specjax.validation import suggestion
 
-GGUF = "specjax does not read GGUF; give the directory of the same model with config.json and safetensors files"
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path is that of a GGUF file, by its ending."""
+    return Path(path).suffix == ".gguf" and not Path(path).is_dir()
 
 
 def hint(path: Path) -> str:
     """Return the end of a message about a path that is no directory: why, or a directory with a similar name."""
     if path.is_file():
-        return f"; it is a file: {GGUF if path.suffix == '.gguf' else 'give the directory that holds it'}"
+        return "; it is a file: give the directory that holds it"
     with suppress(RuntimeError):  # there is no home directory
         if path.expanduser().is_dir():
             return f"; did you mean {str(path.expanduser())!r}?"
@@ -38,7 +41,8 @@ def lacks(directory: Path, *names: str) -> FileNotFoundError:
     elif "adapter_config.json" in files:
         cause = f"holds an adapter (PEFT) and no whole model; merge it into {_base(directory)} and save that model"
     elif any(name.endswith(".gguf") for name in files):
-        cause = f"holds a GGUF file and no {expected}; {GGUF}"
+        name = next(name for name in files if name.endswith(".gguf"))
+        cause = f"holds a GGUF file and no {expected}; give the path of the file, {str(directory / name)!r}"
     elif inside:
         cause = f"has no {expected}, but a folder in it has; did you mean {str(inside[-1])!r}?"
     elif torch and not any(name.endswith(".bin") for name in names) and names[0] != "config.json":

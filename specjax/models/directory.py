@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.models import tokenizer as tokenizers
 from specjax.models.config_file import DTYPES, ConfigFile, read_json
-from specjax.models.diagnosis import hint
+from specjax.models.diagnosis import hint, is_gguf
 from specjax.validation import suggestion
 from specjax.validation.extras import needs
 
@@ -31,12 +31,12 @@ def check_quantization(name: str, quantization: str | None) -> None:
 
 
 class Checkpoint:
-    """A checkpoint of a model or of a drafter, in the Hugging Face layout.
+    """A checkpoint of a model or of a drafter, in the Hugging Face layout or in one GGUF file.
 
     Files are read when they are first asked for, and kept. A file that changes later is not read again.
 
     Args:
-        directory: the directory with config.json, the tensors, and usually the tokenizer.
+        directory: the directory with config.json, the tensors, and usually the tokenizer; or the path of a GGUF file.
         quantization: "int8", "int4" or "fp8", to which the matrices of layers are rounded when they are read; None
             leaves the weights as they are stored.
 
@@ -54,6 +54,13 @@ class Checkpoint:
         >>> checkpoint.config.get("model_type", str), checkpoint.dtype
         ('llama', 'bfloat16')
     """
+
+    def __new__(cls, directory: str | Path, quantization: str | None = None) -> "Checkpoint":
+        if cls is Checkpoint and is_gguf(directory):
+            from specjax.models.gguf.checkpoint import GGUFCheckpoint
+
+            return object.__new__(GGUFCheckpoint)
+        return object.__new__(cls)
 
     def __init__(self, directory: str | Path, quantization: str | None = None):
         check_quantization("quantization", quantization)

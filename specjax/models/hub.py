@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.models.diagnosis import hint
+from specjax.models.diagnosis import hint, is_gguf
 from specjax.validation import suggestion
 from specjax.validation.extras import install_command
 
@@ -41,17 +41,18 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
 
     Args:
         argument: name of the argument that `name` comes from, for messages.
-        name: a directory; if it does not exist, "org/name" or "org/name@revision" on the Hub.
+        name: a directory or a GGUF file; if it does not exist, "org/name" or "org/name@revision" on the Hub.
 
     Returns:
-        The directory given, or the one in the cache of huggingface_hub.
+        The directory or file given, or the directory in the cache of huggingface_hub.
 
     Raises:
         ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, or it cannot
             fetch the checkpoint.
     """
-    is_directory = str(name) != "" and Path(name).is_dir()  # an empty name would be the current directory
-    return Path(name) if is_directory else _fetch(argument, name, FILES)
+    is_local = str(name) != "" and Path(name).is_dir()  # an empty name would be the current directory
+    is_local = is_local or (is_gguf(name) and Path(name).is_file())
+    return Path(name) if is_local else _fetch(argument, name, FILES)
 
 
 def find_drafter(name: str | Path) -> Path:
@@ -61,7 +62,7 @@ def find_drafter(name: str | Path) -> Path:
         ValueError: as `find_checkpoint` does, for the argument `draft`.
     """
     directory = find_checkpoint("draft", name)
-    if Path(name).is_dir() or any(directory.glob("*.safetensors")):
+    if Path(name).exists() or any(directory.glob("*.safetensors")):
         return directory
     return _fetch("draft", name, TORCH_FILES)
 

@@ -24,7 +24,7 @@ from specjax.models.quantization import Scheme, StoredLinear
 from specjax.models.quantized import Quantized, concatenate, dequantize, quantize
 from specjax.models.safetensors_file import DTYPES as ARRAY_DTYPES
 from specjax.models.safetensors_file import read_array
-from specjax.models.torch_file import TorchFile, open_torch_file
+from specjax.models.torch_file import open_torch_file
 from specjax.parallel import put
 from specjax.types import Array
 
@@ -426,11 +426,16 @@ def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[safe_open | TorchFile]:
+def _open(path: Path) -> Iterator[Any]:
     """Open a file of tensors; turn errors of the format into ValueError."""
     if path.suffix in (".bin", ".pt"):
         with open_torch_file(path) as file:
             yield file
+        return
+    if path.suffix == ".gguf":
+        from specjax.models.gguf.checkpoint import open_gguf
+
+        yield open_gguf(path)
         return
     try:
         with safe_open(path, framework="numpy") as file:

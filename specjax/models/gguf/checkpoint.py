@@ -1,0 +1,192 @@
+"""A checkpoint in one GGUF file."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.directory import Checkpoint, check_quantization
+from specjax.models.gguf.blocks import FLOATS, KEPT, floats_of, matrix_of
+from specjax.models.gguf.config import config_of, settings_of
+from specjax.models.gguf.header import Entry, Header, read_header
+from specjax.models.gguf.names import name_of, rows_of
+from specjax.models.gguf.tokenizer import tokenizer_of
+from specjax.models.quantization import StoredLinear
+from specjax.models.quantized import Quantized
+from specjax.validation.extras import needs
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from specjax.models.tensors import Tensors
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A checkpoint of a model in a GGUF file, whose header has the fields of the files of a directory.
+
+    Args:
+        path: the file.
+        quantization: as `Checkpoint` takes it, for a file whose matrices are floats.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or a part of a model, its architecture or a type of its tensors is unknown, or a
+            field is missing, wrong or not supported.
+    """
+
+    def __init__(self, path: str | Path, quantization: str | None = None):
+        check_quantization("quantization", quantization)
+        self.directory, self.quantization = Path(path), quantization
+        header = read_header(self.directory)
+        self._fields: dict[str, dict[str, Any]] = {"config.json": config_of(header), **settings_of(header)}
+        if quantization is not None and self.scheme is not None:
+            raise ValueError(
+                f"quantization must be None for weights that are quantised already, as those of {path} are, got "
+                f"{quantization!r}"
+            )
+
+    def _read(self, name: str) -> ConfigFile:
+        return ConfigFile(self.directory, dict(self._fields[name]))
+
+    def settings(self, name: str) -> ConfigFile:
+        """Return the fields that another JSON file of the checkpoint would have; of most files there are none."""
+        return ConfigFile(self.directory, dict(self._fields.get(name, {})))
+
+    @cached_property
+    def scheme(self) -> "GGUFScheme | None":
+        """How the file stores matrices in codes; None where it stores floats."""
+        file = open_gguf(self.directory)
+        has_codes = any(entry.kind.name in KEPT for entry, _ in file.entries.values())
+        return GGUFScheme(self.directory) if has_codes else None
+
+    @cached_property
+    def _model_tensors(self) -> "Tensors":
+        with needs("models"):
+            from specjax.models.tensors import Tensors
+        return Tensors(self.directory, np.dtype("float32"), files=[self.directory], scheme=self.scheme)
+
+    @cached_property
+    def _drafter_tensors(self) -> "Tensors":
+        return self._model_tensors
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The path of the file."""
+        return self.directory
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        return tokenizer_of(read_header(self.directory))
+
+    @cached_property
+    def template_file(self) -> str | None:
+        """None: the template is in the header."""
+        return None
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The tensors of a GGUF file by their names in transformers. The interface is that of safetensors."""
+
+    header: Header
+    entries: dict[str, tuple[Entry, np.ndarray | None]]  # with the row of the file that each row is, if they differ
+    has_norm_offset: bool  # whether the file stores one more than the scale of a norm
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self.entries)
+
+    def get_slice(self, name: str) -> "GGUFSlice":
+        """Return a tensor, of which `[index]` reads a part as floats."""
+        return GGUFSlice(self, name)
+
+    def rows(self, name: str, index: slice) -> np.ndarray:
+        """Return the bytes of some rows of a tensor, [rows, bytes of a row]."""
+        entry, order = self.entries[name]
+        content = self.header.bytes_of(entry)
+        return np.asarray(content[index] if order is None else content[order[index]])
+
+
+@dataclass(frozen=True)
+class GGUFSlice:
+    """A tensor in a GGUF file."""
+
+    file: GGUFFile
+    name: str
+
+    @property
+    def _entry(self) -> Entry:
+        return self.file.entries[self.name][0]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Return the name of the dtype, as safetensors has it."""
+        kind = self._entry.kind.name
+        return kind if kind in FLOATS else "F32"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        shape, kind = self._entry.shape, self._entry.kind.name
+        if len(shape) == 1:
+            content = np.ascontiguousarray(self.file.header.bytes_of(self._entry))
+            values, order = floats_of(content, kind)[0], self.file.entries[self.name][1]
+            values = values if order is None else values[order]
+            has_offset = self.file.has_norm_offset and self.name.endswith("norm.weight")
+            return (values - 1 if has_offset else values)[index]
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        return floats_of(self.file.rows(self.name, first), kind)[(slice(None), *rest)]
+
+
+@dataclass(frozen=True)
+class GGUFScheme:
+    """How a GGUF file stores matrices, as `specjax.models.quantization.Scheme` says it."""
+
+    path: Path
+    unneeded: tuple[str, ...] = ("rope_freqs.weight",)  # which the config has read
+
+    def is_quantized(self, linear: StoredLinear) -> bool:
+        """Return whether the file has a matrix in codes that stay."""
+        found = open_gguf(self.path).entries.get(f"{linear.name}.weight")
+        return found is not None and found[0].kind.name in KEPT
+
+    def read(self, linear: StoredLinear) -> Quantized:
+        """Read such a matrix.
+
+        Raises:
+            ValueError: the matrix has another shape, or a scale is infinite or NaN.
+        """
+        file, name = open_gguf(self.path), f"{linear.name}.weight"
+        entry = file.entries[name][0]
+        if entry.shape != linear.shape:
+            raise ValueError(f"tensor {entry.name} in {self.path} must have shape {linear.shape}, got {entry.shape}")
+        return matrix_of(file.rows(name, slice(None)), entry.kind.name, linear.dtype)
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Return the tensors of a GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or its architecture is unknown.
+    """
+    stat = path.stat()
+    return _file(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)
+def _file(path: Path, changed: int, size: int) -> GGUFFile:
+    header = read_header(path)
+    config = config_of(header)
+    architecture, heads = config["model_type"], {}
+    if architecture == "llama":
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    entries = {
+        name_of(name, architecture): (entry, rows_of(name, entry.shape[0], heads))
+        for name, entry in header.tensors.items()
+    }
+    return GGUFFile(header, entries, architecture == "gemma2")

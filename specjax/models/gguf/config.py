@@ -1,0 +1,145 @@
+"""Turn the fields of a GGUF file into the fields of config.json and of the other files of a checkpoint."""
+
+from typing import Any
+
+import numpy as np
+
+from specjax.models.gguf.blocks import floats_of
+from specjax.models.gguf.header import Header
+from specjax.models.rope import Llama3Scaling
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2")
+_REQUIRED = object()
+SIZES = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+}
+LAYERS_OF_27B = 46  # Gemma 2 of 27 billion parameters scales its queries by the width of a head in the hidden size
+LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
+
+
+class Fields:
+    """Give access to the fields of a file, by their names after that of the architecture."""
+
+    def __init__(self, header: Header):
+        self.header, self.architecture = header, header.fields.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"general.architecture in {header.path} must be one of {', '.join(ARCHITECTURES)}, which are "
+                f"read from GGUF, got {self.architecture!r}"
+            )
+
+    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """Return a field of a type, or its default; without a default the field is required."""
+        full = f"{self.architecture}.{name}"
+        value = self.header.fields.get(full)
+        if value is None and default is not _REQUIRED:
+            return default
+        if type(value) is not kind:
+            got = "no such field" if value is None else repr(value)
+            raise ValueError(f"{full} in {self.header.path} must be {kind.__name__}, got {got}")
+        return value
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Raise ValueError unless a field is absent or has a supported value."""
+        value = self.header.fields.get(f"{self.architecture}.{name}")
+        if value is not None and value not in supported:
+            expected = " or ".join(map(repr, supported))
+            raise ValueError(
+                f"{self.architecture}.{name} in {self.header.path} must be {expected} or absent, got {value!r}"
+            )
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """Return the fields that config.json of the model would have.
+
+    Raises:
+        ValueError: a field is missing, has a wrong value, or is not supported.
+    """
+    fields = Fields(header)
+    config: dict[str, Any] = {name: fields.get(field, int) for name, field in SIZES.items()}
+    heads = config["num_attention_heads"]
+    if heads < 1 or "token_embd.weight" not in header.tensors:
+        raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
+    head_size = fields.get("attention.key_length", int, config["hidden_size"] // heads)
+    fields.only("attention.value_length", head_size)
+    fields.only("rope.dimension_count", head_size)
+    fields.only("expert_count", 0)
+    config |= {
+        "model_type": fields.architecture,
+        "num_key_value_heads": fields.get("attention.head_count_kv", int, heads),
+        "head_dim": head_size,
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": fields.get("rope.freq_base", float, 10000.0),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "rope_scaling": _scaling(fields, head_size),
+        "dtype": "bfloat16",
+    }
+    if fields.architecture == "gemma2":
+        is_27b = config["num_hidden_layers"] == LAYERS_OF_27B
+        return config | {
+            "sliding_window": fields.get("attention.sliding_window", int, 4096),
+            "attn_logit_softcapping": fields.get("attn_logit_softcapping", float, 50.0),
+            "final_logit_softcapping": fields.get("final_logit_softcapping", float, 30.0),
+            "query_pre_attn_scalar": float(config["hidden_size"] // heads if is_27b else head_size),
+            "attention_bias": False,
+        }
+    fields.only("attention.sliding_window", 0)
+    return config
+
+
+def _scaling(fields: Fields, head_size: int) -> dict[str, Any] | None:
+    """Return the field rope_scaling."""
+    fields.only("rope.scaling.type", "none", "linear")
+    factor = fields.get("rope.scaling.factor", float, fields.get("rope.scale_linear", float, 1.0))
+    entry = fields.header.tensors.get("rope_freqs.weight")
+    if entry is None:
+        return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
+    found = floats_of(fields.header.bytes_of(entry), entry.kind.name).ravel()
+    frequencies = fields.get("rope.freq_base", float, 10000.0) ** -(np.arange(0, head_size, 2) / head_size)
+    for of_llama3 in LLAMA3_FACTORS:
+        scaled = np.asarray(Llama3Scaling(of_llama3, 1.0, 4.0, 8192)(frequencies.astype(np.float32)))
+        if found.shape == frequencies.shape and np.allclose(frequencies / scaled, found, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": of_llama3,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+    raise ValueError(
+        f"tensor rope_freqs.weight in {fields.header.path} must be the factors of Llama 3.1 or 3.2, got others"
+    )
+
+
+def settings_of(header: Header) -> dict[str, dict[str, Any]]:
+    """Return the fields that generation_config.json and tokenizer_config.json of the model would have, by the file.
+
+    Raises:
+        ValueError: a field has a wrong value.
+    """
+    tokens = header.fields.get("tokenizer.ggml.tokens")
+    ids = {}
+    for name in ("bos", "eos", "eot", "unknown", "padding"):
+        value = header.fields.get(f"tokenizer.ggml.{name}_token_id")
+        if value is None:
+            continue
+        if type(value) is not int or not isinstance(tokens, list) or not 0 <= value < len(tokens):
+            raise ValueError(f"tokenizer.ggml.{name}_token_id in {header.path} must be a token's id, got {value!r}")
+        ids[name] = value
+    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    texts = {field: tokens[ids[name]] for field, name in named.items() if tokens and name in ids}
+    template = header.fields.get("tokenizer.chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise ValueError(
+                f"tokenizer.chat_template in {header.path} must be a string, got {type(template).__name__}"
+            )
+        texts["chat_template"] = template
+    ends = [ids[name] for name in ("eos", "eot") if name in ids]
+    return {"generation_config.json": {"eos_token_id": ends}, "tokenizer_config.json": texts}

@@ -1,0 +1,191 @@
+"""Read the header of a GGUF file: its fields, and where its tensors are. Every size is checked against the file."""
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.models.diagnosis import check_not_pointer
+
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+MAX_AXES = 4
+ALIGNMENT = 32  # of tensors, in bytes, unless a field says otherwise
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of tensors."""
+
+    name: str
+    block: int  # numbers in a block
+    size: int  # bytes of a block
+
+
+KINDS = {
+    0: Kind("F32", 1, 4),
+    1: Kind("F16", 1, 2),
+    2: Kind("Q4_0", 32, 18),
+    3: Kind("Q4_1", 32, 20),
+    6: Kind("Q5_0", 32, 22),
+    7: Kind("Q5_1", 32, 24),
+    8: Kind("Q8_0", 32, 34),
+    12: Kind("Q4_K", 256, 144),
+    13: Kind("Q5_K", 256, 176),
+    14: Kind("Q6_K", 256, 210),
+    30: Kind("BF16", 1, 2),
+}
+NUMBERS = {kind.name: number for number, kind in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    name: str
+    shape: tuple[int, ...]  # as NumPy has it: the last axis is contiguous
+    kind: Kind
+    start: int  # of its bytes in the file
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) // self.kind.block * self.kind.size
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields and the tensors of a file."""
+
+    path: Path
+    fields: dict[str, Any]  # by name: numbers, truth values, strings, and lists of these
+    tensors: dict[str, Entry]  # by name
+
+    def bytes_of(self, entry: Entry) -> np.ndarray:
+        """Return the bytes of a tensor [rows, bytes of a row], which are read when they are used."""
+        row = entry.shape[-1] // entry.kind.block * entry.kind.size
+        shape = entry.num_bytes // row, row
+        return np.memmap(self.path, np.uint8, mode="r", offset=entry.start, shape=shape)
+
+
+class _Reader:
+    """Reads values one after the other."""
+
+    def __init__(self, path: Path, content: np.ndarray):
+        self.path, self.content, self.position = path, content, 0
+
+    def damaged(self, what: str) -> ValueError:
+        return ValueError(f"{self.path} must be a whole GGUF file, copy it anew: {what}")
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.content) - self.position:
+            raise self.damaged(f"its header asks for {size} bytes at {self.position}, of {len(self.content)}")
+        self.position += size
+        return self.content[self.position - size : self.position].tobytes()
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def text(self) -> str:
+        content = self.take(self.number("<Q"))
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"a string before byte {self.position} is not UTF-8") from error
+
+    def value(self, kind: int, name: str) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind != ARRAY:
+            raise self.damaged(f"the field {name} has the unknown type {kind}")
+        kind, size = self.number("<I"), self.number("<Q")
+        if kind == STRING:
+            if 8 * size > len(self.content) - self.position:
+                raise self.damaged(f"the field {name} has {size} strings, more than the file can hold")
+            return [self.text() for _ in range(size)]
+        if kind not in SCALARS:
+            raise self.damaged(f"the field {name} is a list of the unknown type {kind}")
+        form = SCALARS[kind]
+        values = np.frombuffer(self.take(size * struct.calcsize(form)), np.dtype(form.replace("?", "b1")))
+        return values.tolist()
+
+
+def read_header(path: Path) -> Header:
+    """Return the header of a GGUF file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, is a part of a split model, or has tensors of unknown types.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be a GGUF file, and there is no such file")
+    check_not_pointer(path)
+    stat = path.stat()
+    return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)  # a tokenizer is long
+def _read(path: Path, changed: int, size: int) -> Header:
+    """Read the header of a file of this time and size."""
+    if size < 24:
+        raise ValueError(f"{path} must be a GGUF file, got a file of {size} bytes")
+    reader = _Reader(path, np.memmap(path, np.uint8, mode="r"))
+    if reader.take(4) != b"GGUF":
+        raise ValueError(f"{path} must be a GGUF file, which begins with GGUF, got {reader.content[:4].tobytes()!r}")
+    version = reader.number("<I")
+    if version not in (2, 3):
+        raise ValueError(f"{path} must be of version 2 or 3 of GGUF and little-endian, got version {version}")
+    num_tensors, num_fields = reader.number("<Q"), reader.number("<Q")
+    fields: dict[str, Any] = {}
+    for _ in range(num_fields):
+        name = reader.text()
+        if name in fields:
+            raise reader.damaged(f"it has the field {name} twice")
+        fields[name] = reader.value(reader.number("<I"), name)
+    parts = fields.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ValueError(
+            f"{path} must hold a whole model, got a part of {parts}; merge the parts: "
+            "llama-gguf-split --merge FIRST_PART MERGED.gguf"
+        )
+    found = [_entry(reader) for _ in range(num_tensors)]
+    return Header(path, fields, _placed(reader, found, fields))
+
+
+def _entry(reader: _Reader) -> Entry:
+    """Read where a tensor is; its start is still that within the part of the file that holds tensors."""
+    name, num_axes = reader.text(), reader.number("<I")
+    if not 1 <= num_axes <= MAX_AXES:
+        raise reader.damaged(f"the tensor {name} has {num_axes} axes")
+    shape = tuple(reader.number("<Q") for _ in range(num_axes))[::-1]
+    number, start = reader.number("<I"), reader.number("<Q")
+    if number not in KINDS:
+        known = ", ".join(NUMBERS)
+        raise ValueError(f"tensor {name} in {reader.path} must be of type {known}, got type {number} of GGUF")
+    kind = KINDS[number]
+    if 0 in shape or math.prod(shape) > 2**40 or shape[-1] % kind.block:
+        raise reader.damaged(f"the tensor {name} of {kind.name} has the shape {shape}")
+    return Entry(name, shape, kind, start)
+
+
+def _placed(reader: _Reader, found: list[Entry], fields: dict[str, Any]) -> dict[str, Entry]:
+    """Return tensors by name with their places in the file."""
+    alignment = fields.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise reader.damaged(f"general.alignment is {alignment!r}")
+    first, size = -(-reader.position // alignment) * alignment, len(reader.content)
+    placed: dict[str, Entry] = {}
+    for entry in found:
+        entry = Entry(entry.name, entry.shape, entry.kind, first + entry.start)
+        if entry.name in placed:
+            raise reader.damaged(f"it has the tensor {entry.name} twice")
+        if entry.start % alignment or entry.start + entry.num_bytes > size:
+            end = entry.start + entry.num_bytes
+            raise reader.damaged(f"the tensor {entry.name} is at bytes {entry.start} to {end}, of {size}")
+        placed[entry.name] = entry
+    return placed

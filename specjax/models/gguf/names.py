@@ -1,0 +1,54 @@
+"""The names of tensors in GGUF as transformers has them, and the changes of their numbers that converters made."""
+
+import re
+
+import numpy as np
+
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OF_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+OF_GEMMA2 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def name_of(name: str, architecture: str) -> str:
+    """Return the name of a tensor in transformers; an unknown name stays as it is."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None:
+        return name
+    layer, kind, last = match.groups()
+    of_layer = OF_LAYER | OF_GEMMA2 if architecture == "gemma2" else OF_LAYER
+    known = WHOLE if layer is None else of_layer
+    if kind not in known:
+        return name
+    return f"{known[kind]}.{last}" if layer is None else f"model.layers.{layer}.{known[kind]}.{last}"
+
+
+def rows_of(name: str, size: int, heads: dict[str, int]) -> np.ndarray | None:
+    """Return the row of the file that each row of a tensor is, None where the order is the same.
+
+    Args:
+        name: of the tensor in GGUF.
+        size: number of rows.
+        heads: number of heads of "attn_q" and "attn_k" where converters have put the halves of each head between each
+            other, as for the architecture llama; empty for others.
+    """
+    kind = name.split(".")[-2] if name.count(".") >= 2 else ""
+    if kind not in heads or size % (2 * heads[kind]):
+        return None
+    pairs = np.arange(size).reshape(heads[kind], -1, 2)
+    return pairs.swapaxes(1, 2).ravel()

