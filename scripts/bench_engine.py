@@ -135,13 +135,20 @@ class Bench:
         preset: names the models and the setting.
         num_requests: requests of a load.
         num_slots: slots of the engine for loads, and the streams of its closed loop.
+        arrivals: Poisson arrivals a second of loads; none is a share of the capacity.
 
     Attributes:
         compile_s: seconds that the start of the last engine took.
     """
 
-    def __init__(self, preset: str, num_requests: int | None = None, num_slots: int | None = None):
-        self.setting = SETTINGS[preset]
+    def __init__(
+        self,
+        preset: str,
+        num_requests: int | None = None,
+        num_slots: int | None = None,
+        arrivals: tuple[float, ...] = (),
+    ):
+        self.setting = SETTINGS[preset]._replace(arrivals=arrivals)
         if num_slots is not None:
             self.setting = self.setting._replace(num_slots=num_slots, concurrency=(num_slots,), requests=4 * num_slots)
         if num_requests is not None:
@@ -604,8 +611,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
-    bench = Bench(args.preset, args.requests, args.slots)
-    bench.setting = bench.setting._replace(arrivals=tuple(args.arrivals))
+    bench = Bench(args.preset, args.requests, args.slots, tuple(args.arrivals))
     device = jax.devices()[0]
     print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}.")
     rows = []
