@@ -38,6 +38,7 @@ SAME = (  # arguments that must be the same in all processes
     "dtype",
     "quantization",
     "draft_quantization",
+    "cache_dtype",
     "max_length",
     "tensor_parallel",
 )
@@ -202,6 +203,11 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         help="round the matrices of the model's layers when they are read; default: keep them as they are stored",
     )
     add("--draft-quantization", choices=("int8", "int4", "fp8"), help="likewise for the checkpoint of --draft")
+    add(
+        "--cache-dtype",
+        choices=("fp8",),
+        help="dtype of the keys and values of the model and of a draft model; default: that of the weights",
+    )
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
@@ -395,7 +401,7 @@ def _load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
     from specjax.engine.llm import LLM
 
     _check_platform()
-    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization")
+    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype")
     options |= {name: getattr(args, name) for name in names}
     return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
 

@@ -21,6 +21,7 @@ from specjax.engine.report import log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
+from specjax.models.cache_dtype import check_cache_dtype
 from specjax.models.directory import Checkpoint, check_quantization
 from specjax.models.hub import find_checkpoint, find_drafter
 from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
@@ -86,6 +87,9 @@ class LLM:
             read; embeddings and head stay as they are. None leaves the weights as they are stored, which may be
             quantised already.
         draft_quantization: likewise for a draft that is given as a checkpoint; for the draft "self" None is "int4".
+        cache_dtype: "fp8" keeps the keys and values of the target, and of a draft model that is given as a checkpoint,
+            in float8_e4m3fn, which has half the size of bfloat16. Both then give slightly other distributions. None is
+            the dtype of the weights.
 
     Raises:
         FileNotFoundError: a checkpoint lacks a file.
@@ -116,6 +120,7 @@ class LLM:
         mesh: Mesh | None = None,
         quantization: str | None = None,
         draft_quantization: str | None = None,
+        cache_dtype: str | None = None,
     ):
         is_auto = num_draft_tokens == "auto"
         if is_auto:
@@ -142,12 +147,13 @@ class LLM:
             model = models.EMBEDDED / "target"
             draft = models.EMBEDDED / ("draft" if is_auto else "eagle3") if draft is None else draft
         check_quantization("draft_quantization", draft_quantization)
+        check_cache_dtype(cache_dtype)
         enable_compilation_cache(compilation_cache)
         self.checkpoint = Checkpoint(find_checkpoint("model", model), quantization)
         weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
         found = _find_draft(draft, num_draft_tokens, self.checkpoint, draft_quantization)
 
-        target = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh)
+        target = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh, cache_dtype=cache_dtype)
         if num_slots is not None and isinstance(target.apply, OnMesh):
             target.apply.check_batch(num_slots)
         tokenizer, eos_token_ids = self.checkpoint.tokenizer(), self.checkpoint.eos_token_ids(target.vocab_size)
@@ -166,7 +172,7 @@ class LLM:
             target = models.with_feature_layers(target, proposers.feature_layers(found, target))
             proposer = proposers.load(found, target, num_draft_tokens=None if is_auto else num_draft_tokens)
         else:
-            draft_model = _load_draft(found, weights_dtype, target, self.checkpoint)
+            draft_model = _load_draft(found, weights_dtype, cache_dtype, target, self.checkpoint)
             proposer = proposers.draft_model(draft_model, num_draft_tokens)
         _check_proposer(proposer, target, is_auto)
         self.setup = Setup(
@@ -364,13 +370,15 @@ def _load_target(checkpoint: Checkpoint, **options: Any) -> Model:
         ) from error
 
 
-def _load_draft(checkpoint: Checkpoint, dtype: DTypeLike, target: Model, of_target: Checkpoint) -> Model:
+def _load_draft(
+    checkpoint: Checkpoint, dtype: DTypeLike, cache_dtype: str | None, target: Model, of_target: Checkpoint
+) -> Model:
     """Load a draft model; if target and draft share a tokenizer, give its logits the target's vocabulary size."""
     shared, path = target.apply, checkpoint.tokenizer_path
     if path is not None and path != of_target.tokenizer_path:
         check_same_vocabulary(of_target.tokenizer(), checkpoint.tokenizer())
     sharding = NamedSharding(shared.mesh, WHOLE) if isinstance(shared, OnMesh) else None
-    draft = models.load(checkpoint, dtype=dtype, sharding=sharding)
+    draft = models.load(checkpoint, dtype=dtype, sharding=sharding, cache_dtype=cache_dtype)
     is_same = path is None or draft.vocab_size == target.vocab_size
     return draft if is_same else resize_vocabulary(draft, target.vocab_size)
 

@@ -1,13 +1,24 @@
-"""The dtype of the cache of a built-in model, where it differs from the dtype of the parameters."""
+"""The dtype of the cache of a built-in model, where it differs from the dtype of the parameters, and its scales."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 
-from specjax.models.network import InitCache
-from specjax.parallel import InitOnMesh, OnMesh
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.directory import Checkpoint
+from specjax.models.network import Apply, InitCache
+from specjax.parallel import InitOnMesh, OnMesh, put
 from specjax.types import Model
 from specjax.validation import suggestion
 
 CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
+_SCALE = re.compile(  # of the keys or values of a layer, as compressed-tensors, ModelOpt and older files name it
+    r"(?:.*\.)?layers\.(?P<layer>\d+)\.self_attn\.(?:(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
+)
+_PARAMS = {"k": "key_scale", "v": "value_scale"}
 
 
 def check_cache_dtype(cache_dtype: str | None) -> None:
@@ -50,3 +61,71 @@ def with_cache_dtype(model: Model, cache_dtype: str | None) -> Model:
         apply=replace(apply, init_cache=replace(apply.init_cache, dtype=dtype)),
         init_cache=replace(init_cache, init_cache=replace(own, dtype=dtype)),
     )
+
+
+def with_cache_scales(model: Model, checkpoint: Checkpoint, sharding: jax.sharding.Sharding | None) -> Model:
+    """Return a model of one device with the scales of its cache that the files of the checkpoint have.
+
+    They become the parameters `key_scale` and `value_scale` [kv heads] float32 of the layers. A layer without scales,
+    or with scales of 1, gets none.
+
+    Args:
+        model: the model as the files give it.
+        checkpoint: the checkpoint.
+        sharding: of the scales; None is the default device.
+
+    Raises:
+        ValueError: the config says that the scales belong to another dtype; a scale has a wrong shape or dtype, is not
+            positive and finite, or stands for keys or values alone.
+    """
+    apply, layers = model.apply, dict(model.params["layers"])
+    assert isinstance(apply, Apply), "scales are read before devices share the model"
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for name, layer, kind in _names(checkpoint):
+        found.setdefault(layer, {})[_PARAMS[kind]] = _read_scale(checkpoint, name, apply.config.num_kv_heads)
+    if found:
+        _check_scheme(checkpoint)
+    for layer, scales in found.items():
+        if layer not in layers:
+            raise ValueError(f"{checkpoint.directory} has scales of layer {layer}, of {len(layers)} layers")
+        if len(scales) < len(_PARAMS):
+            raise ValueError(
+                f"{checkpoint.directory} must have scales of both keys and values of layer {layer}, got {list(scales)}"
+            )
+        if any((scale != 1).any() for scale in scales.values()):
+            on_device = {
+                name: jnp.asarray(scale) if sharding is None else put(scale, sharding) for name, scale in scales.items()
+            }
+            layers[layer] = {**layers[layer], **on_device}
+    return replace(model, params={**model.params, "layers": layers})
+
+
+def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, int, str]]:
+    """Return the names of the scales in the files, each with its layer, and "k" or "v"."""
+    for name in checkpoint.tensors(np.dtype("float32")).names():
+        if match := _SCALE.fullmatch(name):
+            yield name, int(match["layer"]), match["kind"] or match["of"]
+
+
+def _read_scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> np.ndarray:
+    """Return a scale of each kv head [kv heads] float32, from a file with one for each or one for all."""
+    scale = checkpoint.tensors(np.dtype("float32")).numbers(name)
+    if scale.size not in (1, num_kv_heads):
+        raise ValueError(f"tensor {name} must have 1 or {num_kv_heads} numbers, for the kv heads, got {scale.shape}")
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise ValueError(f"tensor {name} must be positive and finite, got {scale.ravel().tolist()}")
+    return np.broadcast_to(scale.ravel(), num_kv_heads).copy()
+
+
+def _check_scheme(checkpoint: Checkpoint) -> None:
+    """Raise ValueError where the config says that the scales of the cache belong to another dtype than e4m3."""
+    config = checkpoint.config.table("quantization_config")
+    if config.fields.get("kv_cache_scheme"):
+        scheme = config.table("kv_cache_scheme")
+        scheme.choice("type", ("float",))
+        scheme.only("num_bits", 8)
+        scheme.only("symmetric", True)
+    beside = checkpoint.settings("hf_quant_config.json")
+    for table in (config, beside.table("quantization")):
+        if table.fields.get("kv_cache_quant_algo") is not None:
+            table.choice("kv_cache_quant_algo", ("FP8",))

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from specjax.models.cache_dtype import check_cache_dtype, with_cache_dtype, with_cache_scales
 from specjax.models.config_file import DTYPES, ConfigFile
 from specjax.models.directory import Checkpoint
 from specjax.models.families import BUILD
@@ -28,6 +29,7 @@ def load(
     mesh: Mesh | None = None,
     feature_layers: Sequence[int] = (),
     quantization: str | None = None,
+    cache_dtype: str | None = None,
 ) -> Model:
     """Load a checkpoint from a directory in the Hugging Face layout.
 
@@ -51,6 +53,8 @@ def load(
             `proposers.feature_layers` says which ones a drafter wants.
         quantization: "int8", "int4" or "fp8", to which the matrices of layers are rounded, one after the other, when
             they are read; embeddings and head stay as they are. None rounds nothing, or as the `Checkpoint` says.
+        cache_dtype: "fp8" for a cache in float8_e4m3fn, with the scales that the checkpoint has, or 1; None is the
+            dtype of the parameters.
 
     Returns:
         A `Model` whose logits are float32.
@@ -70,6 +74,7 @@ def load(
         (4096, 2048)
     """
     checkpoint = Checkpoint.of(directory)
+    check_cache_dtype(cache_dtype)
     if quantization is not None:
         checkpoint = Checkpoint(checkpoint.directory, quantization)
     wanted = _dtype(dtype)
@@ -80,6 +85,9 @@ def load(
     tensors = checkpoint.tensors(wanted, sharding, in_parts=shares_weights)
     with tensors.progress(), _enough_memory(checkpoint.directory, wanted):
         model = BUILD[family](config, tensors)
+        if cache_dtype is not None:
+            scaled = with_cache_scales(model, checkpoint, None if shares_weights else sharding)
+            model = with_cache_dtype(scaled, cache_dtype)
         model = tensor_parallel(model, mesh) if mesh is not None and shares_weights else model
     model = data_parallel(model, mesh) if mesh is not None and "batch" in mesh.shape else model
     return with_feature_layers(model, feature_layers)

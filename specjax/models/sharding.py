@@ -134,7 +134,7 @@ def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: 
     runs = [_runs(name, device, whole, part, number) for device in range(number)]
     if not runs[0]:
         return None
-    axis = 0 if is_transposed or name in ("embedding", "head") or name.endswith("_bias") else 1
+    axis = 0 if is_transposed or name in ("embedding", "head") or name.endswith(("_bias", "_scale")) else 1
     if name in CUT_INPUTS:
         axis = 1 - axis
     return Cut(axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
@@ -156,9 +156,12 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         return [own(mlp)]
     if name in ("gate_up", "gate_up_bias"):
         return [own(mlp), own(mlp, whole.mlp_size)]
-    if name in ("qkv", "qkv_bias"):
+    if name in ("qkv", "qkv_bias", "key_scale", "value_scale"):
         copies = part.num_kv_heads * number // whole.num_kv_heads
-        first_key = whole.num_heads + device * part.num_kv_heads // copies
+        first = device * part.num_kv_heads // copies
+        if name.endswith("_scale"):
+            return [(first, first + part.num_kv_heads)]
+        first_key = whole.num_heads + first
         firsts = first_key, first_key + whole.num_kv_heads
         return [own(part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []

@@ -187,6 +187,15 @@ class Tensors:
         self._mark_read(name)
         return values
 
+    def numbers(self, name: str) -> np.ndarray:
+        """Read a small tensor of any shape as float32."""
+        entry = self._entry(self._find(name))
+        assert entry is not None, "it was found"
+        if entry.kind not in DTYPES:
+            raise ValueError(f"{entry.place} must be of type F32, BF16 or F16, got {entry.kind}")
+        self._mark_read(name)
+        return entry.read().astype(np.float32)
+
     def table(self, name: str, *shape: int) -> Any:
         """Read a matrix, or another array of two axes or more, as it is stored: [V, D] or `Quantized`."""
         if len(shape) == 2 and self._is_quantized(self._linear(name, shape)):

@@ -49,7 +49,7 @@ class CompressedTensors:
 
     groups: tuple[Group, ...]
     ignored: tuple[str, ...]
-    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale")  # as `Scheme` has them: the cache stays floats
+    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale", "*.output_scale")  # `cache_dtype` reads some
 
     @classmethod
     def of(cls, config: ConfigFile) -> "CompressedTensors":
@@ -64,7 +64,7 @@ class CompressedTensors:
         config.only("quantization_status", "compressed")
         whole = config.get("format", str, None)
         tables = config.table("config_groups")
-        if not tables.fields:
+        if not tables.fields and not config.fields.get("kv_cache_scheme"):
             raise ValueError(f"{config.where('config_groups')} must hold a group of matrices, got none")
         groups = tuple(_group(tables.table(name), whole) for name in tables.fields)
         return cls(groups, _strings(config, "ignore"))

@@ -17,7 +17,7 @@ class FP8:
     """How the files of a checkpoint store matrices of e4m3."""
 
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None is all
-    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale")  # as `Scheme` has them: the cache stays floats
+    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale", "*.output_scale")  # `cache_dtype` reads some
 
     @classmethod
     def of(cls, config: ConfigFile) -> "FP8":

@@ -18,7 +18,7 @@ def matches(config: ConfigFile) -> bool:
 class ModelOpt:
     """How the files of a checkpoint store matrices of e4m3 or e2m1."""
 
-    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale")  # as `Scheme` has them: the cache stays floats
+    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale")  # as `Scheme` has them: `cache_dtype` reads them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "ModelOpt":
@@ -28,7 +28,8 @@ class ModelOpt:
             ValueError: a field is missing, has a wrong value, or is not supported.
         """
         table = config.table("quantization") if "quantization" in config else config
-        algorithm = table.choice("quant_algo", ("FP8", "NVFP4"))
+        has_cache_alone = table.fields.get("kv_cache_quant_algo") and table.fields.get("quant_algo") is None
+        algorithm = None if has_cache_alone else table.choice("quant_algo", ("FP8", "NVFP4"))
         if algorithm == "NVFP4":
             table.only("group_size", BLOCK)
         for name in ("exclude_modules", "ignore"):
