@@ -12,7 +12,6 @@ command is given again. As many local devices share a batch as divide it.
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +36,7 @@ from specjax.proposers.files import target_weights
 from specjax.proposers.medusa import head_logits
 from specjax.training import losses
 from specjax.training.export import LAYOUTS
+from specjax.training.loop import Progress, Stage
 from specjax.training.unroll import Batch, Steps
 from specjax.types import Array, Model, Proposer, PyTree
 
@@ -193,13 +193,6 @@ class Plan:
     every: int  # steps between measurements, and between checkpoints
     dtype: Any  # of the computation; parameters are float32
 
-    def share(self, step: int, seconds: float) -> float:
-        """Return how much of the run is done."""
-        if self.steps is not None:
-            return step / self.steps
-        assert self.minutes is not None, "one of the two is given"
-        return seconds / (60 * self.minutes)
-
     def rate_at(self, share: float) -> float:
         """Return the learning rate, which rises and then falls as a cosine does."""
         fall = max(0.0, share - WARM_UP) / (1 - WARM_UP)
@@ -258,6 +251,7 @@ class Data:
         if len(batch.tokens) < batch_size:
             raise ValueError(f"data must fill a batch of {batch_size} rows, got {len(batch.tokens)}")
         self._batch, self.batch_size, self._seed = batch, batch_size, seed
+        self.num_tokens = batch_size * batch.tokens.shape[1]  # of a batch
         devices = jax.local_devices() if devices is None else devices
         devices = devices[: math.gcd(len(devices), batch_size)]
         mesh = Mesh(np.array(devices), ("data",))
@@ -283,19 +277,19 @@ def train(
     data: Data,
     plan: Plan,
     look: Callable[[int, PyTree], None],
-    checkpoints: Any = None,
+    checkpoint: Path | None = None,
 ) -> PyTree:
     """Train a drafter and return its parameters, float32.
 
     Args:
-        kind: of the drafter.
-        params: what to train.
-        frozen: what to leave as it is.
-        target: with the feature layers that the drafter reads.
+        kind: kind of the drafter.
+        params: parameters to train.
+        frozen: parameters that stay as they are.
+        target: target with the feature layers that the drafter reads.
         data: rows to train on. Its devices each have a copy of all parameters.
         plan: numbers of the run.
-        look: is called with the step and the parameters every `plan.every` steps, and at the end.
-        checkpoints: an orbax CheckpointManager, from which training goes on; None keeps nothing.
+        look: called with the step and the parameters at step 0, every `plan.every` steps, and at the end.
+        checkpoint: directory of checkpoints, from which training continues; None keeps nothing.
     """
     transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
     params, frozen, target = (jax.device_put(tree, data.whole) for tree in (params, frozen, target))
@@ -304,56 +298,36 @@ def train(
     key = jax.random.key(plan.seed)
     objective = jax.value_and_grad(partial(loss_of, kind=kind, plan=plan), has_aux=True)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def one(params, state, frozen, target, rows, step, rate):
-        (value, rates), gradient = objective(params, frozen, target, rows, jax.random.fold_in(key, step))
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=data.whole)
+    def step(params, state, batch, number, rate):
+        frozen, target, rows = batch
+        losses, gradient = objective(params, frozen, target, rows, jax.random.fold_in(key, number))
         update, state = transform.update(gradient, state, params)
-        return jax.tree.map(lambda x, y: x - rate * y, params, update), state, value, rates
+        return jax.tree.map(lambda x, y: x - rate * y, params, update), state, losses
 
-    step, spent, looked = 0, 0.0, -1
-    if checkpoints is not None and checkpoints.latest_step() is not None:
-        step = checkpoints.latest_step()
-        params, state, seconds = restore(checkpoints, step, (params, state, np.float64(0)))
-        spent = float(seconds)
-        print(f"going on from step {step}", flush=True)
-    start, since, seen = time.perf_counter() - spent, time.perf_counter(), 0
-    is_compiled = False  # the clock starts when the first step is done, for which the program is compiled
-    while (share := plan.share(step, time.perf_counter() - start)) < 1:
-        rows = data.rows(step)
-        rate = np.float32(plan.rate_at(share))
-        params, state, value, rates = one(params, state, frozen, target, rows, np.int32(step), rate)
-        step, seen = step + 1, seen + rows.tokens.size
-        loss = float(value)
-        if not is_compiled:
-            is_compiled, start, since, seen = True, time.perf_counter() - spent, time.perf_counter(), 0
-        if step % plan.every and step != plan.steps:
-            continue
-        numbers, speed = " ".join(f"{x:.3f}" for x in rates.tolist()), seen / (time.perf_counter() - since)
-        share = plan.share(step, time.perf_counter() - start)
-        print(f"step {step} ({share:.0%}): loss {loss:.4f}, rates {numbers}, {speed:,.0f} tokens/s", flush=True)
-        if checkpoints is not None:
-            save(checkpoints, step, (params, state, np.float64(time.perf_counter() - start)))
-        look(step, params)
-        looked, since, seen = step, time.perf_counter(), 0
-    if looked != step:
-        look(step, params)
+    def report(now: Progress) -> None:
+        if now.losses is None and now.step:
+            print(f"going on from step {now.step}", flush=True)
+            return
+        if now.losses is not None:
+            value, rates = now.losses
+            numbers, speed = " ".join(f"{x:.3f}" for x in rates.tolist()), now.steps_per_second * data.num_tokens
+            text = f"step {now.step} ({now.share:.0%}): loss {value:.4f}, rates {numbers}, {speed:,.0f} tokens/s"
+            print(text, flush=True)
+        look(now.step, now.params)
+
+    params, _ = training.fit(
+        params,
+        state,
+        [Stage(step, lambda number: (frozen, target, data.rows(number)))],
+        plan.rate_at,
+        steps=plan.steps,
+        seconds=None if plan.minutes is None else 60 * plan.minutes,
+        every=plan.every,
+        report=report,
+        checkpoint=checkpoint,
+    )
     return params
-
-
-def save(checkpoints: Any, step: int, tree: PyTree) -> None:
-    """Write a checkpoint that is whole when this returns."""
-    import orbax.checkpoint as ocp
-
-    checkpoints.save(step, args=ocp.args.StandardSave(jax.tree.leaves(tree)))
-    checkpoints.wait_until_finished()
-
-
-def restore(checkpoints: Any, step: int, like: PyTree) -> PyTree:
-    """Read a checkpoint into the structure, and on the devices, of `like`."""
-    import orbax.checkpoint as ocp
-
-    leaves, structure = jax.tree.flatten(like)
-    return structure.unflatten(checkpoints.restore(step, args=ocp.args.StandardRestore(leaves)))
 
 
 def pieces(documents: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -466,8 +440,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    import orbax.checkpoint as ocp
-
     args = parser().parse_args()
     check_arguments(args)
     target = models.load(args.target, dtype=args.dtype)
@@ -496,14 +468,11 @@ def main() -> None:
             flush=True,
         )
 
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager((args.out / "state" / "steps").resolve(), options=options) as checkpoints:
-        if checkpoints.latest_step() is None:
-            look(0, params)
-        steps = args.steps if args.minutes is None else None
-        loss = args.loss or ("text_and_variation" if args.kind == "dspark" else "lk_hybrid")
-        plan = Plan(steps, args.minutes, args.rate, args.seed, loss, args.every, jnp.dtype(args.dtype))
-        params = train(kind, params, frozen, target, Data(rows, args.batch, args.seed), plan, look, checkpoints)
+    steps = args.steps if args.minutes is None else None
+    loss = args.loss or ("text_and_variation" if args.kind == "dspark" else "lk_hybrid")
+    plan = Plan(steps, args.minutes, args.rate, args.seed, loss, args.every, jnp.dtype(args.dtype))
+    data = Data(rows, args.batch, args.seed)
+    params = train(kind, params, frozen, target, data, plan, look, args.out / "state" / "steps")
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.device_get(params | frozen))
     trained = kind.proposer(half)
     training.save_pretrained(trained, args.out, target=target, layout=args.layout, target_name=str(args.target))

@@ -19,7 +19,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,13 +29,11 @@ import numpy as np
 import optax
 import train_draft
 from python_corpus import STDLIB, Runs, read_corpus
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from specjax.models import EMBEDDED, with_feature_layers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.training import Batch, losses, save_pretrained
-from specjax.training.export import layer_config, layer_tensors
+from specjax.training import Batch, Progress, Stage, fit, losses, save_decoder, save_pretrained
 from specjax.types import Array, Model, ModelInput, PyTree
 
 TARGET = DecoderConfig(
@@ -279,7 +276,7 @@ def optimizer() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: together.init(stacked(params)), update)
 
 
-class Stage(NamedTuple):
+class Part(NamedTuple):
     """A loss (params, key, *data) from a share of the time on; it draws its own batch from the data."""
 
     begin: float
@@ -287,35 +284,19 @@ class Stage(NamedTuple):
     data: tuple
     prepare: Callable[..., tuple] | None = None  # (params, key, *data) -> the data of the next STEPS_PER_CALL steps
 
-
-class Progress(NamedTuple):
-    """State from which training goes on."""
-
-    params: PyTree  # float32
-    optimizer: PyTree
-    step: np.ndarray
-    seconds: np.ndarray  # spent so far
+    def stage(self, transform: optax.GradientTransformation) -> Stage:
+        """Return the stage of the loop that takes STEPS_PER_CALL steps in a call."""
+        run = partial(take_steps, transform, loss=self.loss, prepare=self.prepare)
+        return Stage(jax.jit(run, donate_argnums=(0, 1)), lambda number: self.data, self.begin, STEPS_PER_CALL)
 
 
-def save_state(path: Path, state: PyTree) -> None:
-    """Write the leaves of a pytree, so that the file is whole at any time."""
-    part = path.with_suffix(".part.npz")
-    np.savez(part, *jax.device_get(jax.tree.leaves(state)))
-    part.replace(path)
-
-
-def load_state(path: Path, like: PyTree) -> PyTree:
-    leaves = np.load(path)
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[f"arr_{i}"] for i in range(len(leaves.files))])
-
-
-def fit(
+def train(
     name: str,
     params: PyTree,
     peak_rate: float,
     minutes: float,
-    stages: list[Stage],
-    path: Path,
+    parts: list[Part],
+    checkpoint: Path,
     look: Callable[[PyTree], None],
 ) -> PyTree:
     """Train for a time, at rates that rise, stay and fall with it, and return the parameters.
@@ -325,73 +306,50 @@ def fit(
         params: initial parameters, float32.
         peak_rate: largest learning rate.
         minutes: time to train, earlier runs that were cut off included. Waiting for a program to be compiled is not.
-        stages: what to train on, in the order of their begin.
-        path: file of the state, from which training goes on if it is there.
-        look: is called with the parameters ten times, and at the end.
+        parts: losses and data, in the order of their begin.
+        checkpoint: directory of checkpoints, from which training goes on.
+        look: called with the parameters ten times, at the end included.
     """
-    transform = optimizer()
-    state = Progress(params, transform.init(params), np.int32(0), np.float32(0))
-    programs = Programs(transform, stages, state)
-    if path.is_file():
-        state = load_state(path, state)
-        print(f"{name}: going on from step {state.step}, {state.seconds:.0f} s", flush=True)
-    params, memory, step, spent = state
-    start, budget = time.perf_counter() - float(spent), 60 * minutes
-    saved, looks = time.perf_counter(), int(10 * spent / budget)
-    while (share := (time.perf_counter() - start) / budget) < 1:
-        number = [i for i, stage in enumerate(stages) if stage.begin <= share][-1]
-        began, stage = time.perf_counter(), stages[number]
-        run = programs.get(number)
-        start += time.perf_counter() - began
-        began = time.perf_counter()
-        rate = np.float32(peak_rate * min(1.0, (1 - share) / (1 - DECAY)))
-        params, memory, total = run(params, memory, np.int32(step), rate, stage.data)
-        loss, step = float(total) / STEPS_PER_CALL, step + STEPS_PER_CALL
-        now = time.perf_counter()
-        speed = STEPS_PER_CALL * stage.loss.keywords["num_tokens"] / (now - began)
-        print(f"{name} {share:4.0%} step {step}: loss {loss:.3f}, {speed:,.0f} tokens/s", flush=True)
-        if int(10 * share) > looks:
-            looks = int(10 * share)
-            look(params)
-        if now - saved > SECONDS_PER_SAVE:
-            saved = now
-            save_state(path, Progress(params, memory, step, np.float32(now - start)))
-    look(params)
-    save_state(path, Progress(params, memory, step, np.float32(budget)))
-    return params
+    transform, looks = optimizer(), set(range(1, 11))
+
+    def report(now: Progress) -> None:
+        if now.losses is not None:
+            loss, num_tokens = now.losses
+            speed = now.steps_per_second * int(num_tokens)
+            print(f"{name} {now.share:4.0%} step {now.step}: loss {loss:.3f}, {speed:,.0f} tokens/s", flush=True)
+        elif now.step:
+            print(f"{name}: going on from step {now.step}, {now.seconds:.0f} s", flush=True)
+        tenth = int(10 * now.share)
+        if tenth in looks:
+            looks.remove(tenth)
+            look(now.params)
+
+    trained, _ = fit(
+        params,
+        transform.init(params),
+        [part.stage(transform) for part in parts],
+        lambda share: peak_rate * min(1.0, (1 - share) / (1 - DECAY)),
+        seconds=60 * minutes,
+        every=STEPS_PER_CALL,
+        report=report,
+        checkpoint=checkpoint,
+        seconds_per_save=SECONDS_PER_SAVE,
+    )
+    return trained
 
 
-class Programs:
-    """The programs of stages; each is compiled in another thread while the stage before it runs."""
-
-    def __init__(self, transform: optax.GradientTransformation, stages: list[Stage], state: Progress):
-        self._pool, self._futures, self._stages = ThreadPoolExecutor(1), {}, stages
-        self._shapes = jax.eval_shape(lambda: (state.params, state.optimizer, jnp.int32(0), jnp.float32(0)))
-        self._run = jax.jit(partial(steps, transform), static_argnames=("loss", "prepare"), donate_argnums=(0, 1))
-
-    def get(self, number: int) -> Callable[..., tuple[PyTree, PyTree, Array]]:
-        """Return the program of a stage when it is compiled, and have the next one compiled."""
-        for i in range(number, min(number + 2, len(self._stages))):
-            if i not in self._futures:
-                self._futures[i] = self._pool.submit(self._compile, self._stages[i])
-        return self._futures[number].result()
-
-    def _compile(self, stage: Stage) -> Callable[..., tuple[PyTree, PyTree, Array]]:
-        return self._run.lower(*self._shapes, stage.data, loss=stage.loss, prepare=stage.prepare).compile()
-
-
-def steps(
+def take_steps(
     transform: optax.GradientTransformation,
     params: PyTree,
     memory: PyTree,
+    data: tuple,
     first: Array,
     rate: Array,
-    data: tuple,
     *,
     loss: Callable[..., Array],
     prepare: Callable[..., tuple] | None,
-) -> tuple[PyTree, PyTree, Array]:
-    """Take STEPS_PER_CALL steps of training; return parameters, the optimizer's memory and the sum of the losses."""
+) -> tuple[PyTree, PyTree, tuple[Array, int]]:
+    """Take STEPS_PER_CALL steps; return parameters, the optimizer's memory, and mean loss and tokens of a step."""
     key = jax.random.key(1)
     if prepare is not None:
         data = prepare(params, jax.random.fold_in(jax.random.key(6), first), *data)
@@ -404,7 +362,9 @@ def steps(
         params = jax.tree.map(lambda p, u: p + scale * u, params, update)
         return params, memory, total + value
 
-    return jax.lax.fori_loop(first, first + STEPS_PER_CALL, one, (params, memory, jnp.float32(0)))
+    start = params, memory, jnp.float32(0)
+    params, memory, total = jax.lax.fori_loop(first, first + STEPS_PER_CALL, one, start)
+    return params, memory, (total / STEPS_PER_CALL, loss.keywords["num_tokens"])
 
 
 def look_at_target(texts: Texts, out: Path, params: PyTree) -> None:
@@ -419,21 +379,21 @@ def look_at_target(texts: Texts, out: Path, params: PyTree) -> None:
 
 def train_target(texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> PyTree:
     """Train the target, most of the time on short rows and at last on rows of the full length, for far positions."""
-    stages = [
-        Stage(0.0, partial(target_loss, num_tokens=num_tokens, length=CROP), (texts,)),
-        Stage(LONG, partial(target_loss, num_tokens=num_tokens // 2, length=TARGET.max_length), (texts,)),
+    parts = [
+        Part(0.0, partial(target_loss, num_tokens=num_tokens, length=CROP), (texts,)),
+        Part(LONG, partial(target_loss, num_tokens=num_tokens // 2, length=TARGET.max_length), (texts,)),
     ]
     look = partial(look_at_target, texts, out)
-    return fit("target", init_params(TARGET, seed=0), TARGET_RATE, minutes, stages, work / "target.npz", look)
+    return train("target", init_params(TARGET, seed=0), TARGET_RATE, minutes, parts, work / "target", look)
 
 
 def calm_target(params: PyTree, texts: Texts, minutes: float, num_tokens: int, work: Path, out: Path) -> Model:
     """Train the target not to repeat itself, on continuations that are sampled anew every STEPS_PER_CALL steps."""
     before = decoder_model(TARGET, bfloat16(params))
     prepare = partial(own_rows, num_rows=ROWS_PER_CALL)
-    stage = Stage(0.0, partial(calm_loss, num_tokens=num_tokens), (before, unlearned(texts)), prepare)
+    part = Part(0.0, partial(calm_loss, num_tokens=num_tokens), (before, unlearned(texts)), prepare)
     look = partial(look_at_target, texts, out)
-    params = fit("calm target", params, CALM_RATE, minutes, [stage], work / "calm.npz", look)
+    params = train("calm target", params, CALM_RATE, minutes, [part], work / "calm", look)
     return decoder_model(TARGET, bfloat16(params))
 
 
@@ -448,11 +408,11 @@ def train_draft_model(
         report(target, model, texts.held_out)
 
     mixed = partial(mixed_loss, num_tokens=num_tokens, length=DRAFT.max_length)
-    stages = [
-        Stage(0.0, partial(text_loss, num_tokens=num_tokens, length=CROP), (target, texts)),
-        Stage(0.25, mixed, (target, texts, samples)),
+    parts = [
+        Part(0.0, partial(text_loss, num_tokens=num_tokens, length=CROP), (target, texts)),
+        Part(0.25, mixed, (target, texts, samples)),
     ]
-    params = fit("draft", init_params(DRAFT, seed=1), DRAFT_RATE, minutes, stages, work / "draft.npz", look)
+    params = train("draft", init_params(DRAFT, seed=1), DRAFT_RATE, minutes, parts, work / "draft", look)
     return decoder_model(DRAFT, bfloat16(params))
 
 
@@ -477,7 +437,6 @@ def train_head(
 
     data = train_draft.Data(rows, max(1, num_tokens // CROP), seed=4)
     plan = train_draft.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
-    look(0, params)  # compiles what measures, before the clock starts
     train_draft.train(kind, params, frozen, target, data, plan, look)
 
 
@@ -574,44 +533,10 @@ def report(target: Model, draft: Model, held_out: Array) -> None:
     )
 
 
-def hugging_face_tensors(config: DecoderConfig, params: PyTree) -> dict[str, np.ndarray]:
-    """Return the parameters of a tied decoder with the names and the orientation of a Llama checkpoint."""
-    tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]}
-    for i, layer in params["layers"].items():
-        tensors |= layer_tensors(config, layer, f"model.layers.{i}")
-    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-
-
-def hugging_face_config(config: DecoderConfig) -> dict:
-    """Return the config.json of a decoder."""
-    fields = layer_config(config, config.vocab_size)
-    own = {"tie_word_embeddings": config.tie_embeddings, "bos_token_id": 0, "eos_token_id": 0}
-    return {"architectures": ["LlamaForCausalLM"], **fields, **own}
-
-
 def save(directory: Path, config: DecoderConfig, params: PyTree) -> None:
     """Write a Hugging Face checkpoint, with safetensors files of at most MAX_SHARD_BYTES."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("model*.safetensors*"):
-        old.unlink()
-    (directory / "config.json").write_text(json.dumps(hugging_face_config(config), indent=2) + "\n")
-
-    shards = [{}]
-    for name, tensor in hugging_face_tensors(config, params).items():
-        if sum(x.nbytes for x in shards[-1].values()) + tensor.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total_size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    save_decoder(config, params, directory, fields=ends, max_shard_bytes=MAX_SHARD_BYTES)
 
 
 def main() -> None:

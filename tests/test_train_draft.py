@@ -14,6 +14,7 @@ import pytest
 
 from specjax import LLM, SamplingParams, models, proposers, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.training import loop
 
 pytestmark = pytest.mark.slow  # each trains for some steps
 
@@ -116,21 +117,21 @@ def test_a_target_that_can_be_copied_is_copied(kind, script, cycle):
 
 
 @pytest.mark.parametrize("kind, arguments", [("p_eagle", ("--regenerate", "2")), ("dspark", ())])
-def test_a_killed_run_ends_with_the_same_weights(kind, arguments, train, script, monkeypatch):
+def test_a_killed_run_ends_with_the_same_weights(kind, arguments, train, monkeypatch):
     """Also where the rows that are learned are drawn at random."""
     whole = train(kind, "whole", *arguments)
-    save, seen = script.save, []
+    save, seen = loop.save, []
 
     def killed(checkpoints, step, tree):
         save(checkpoints, step, tree)
         seen.append(step)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(script, "save", killed)
+    monkeypatch.setattr(loop, "save", killed)
     with pytest.raises(KeyboardInterrupt):
         train(kind, "cut", *arguments)
     assert seen == [2] and not (whole.parent / "cut" / "model.safetensors").exists()
-    monkeypatch.setattr(script, "save", save)
+    monkeypatch.setattr(loop, "save", save)
     cut = train(kind, "cut", *arguments)
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.training import loop
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 LINE = re.compile(r"step (\d+): loss ([\d.]+)")
@@ -45,15 +46,15 @@ def tiny(script, monkeypatch):
 
 
 @pytest.fixture
-def clock(tiny, monkeypatch):
-    """The clock of the script, which goes on a quarter of a second when it is read."""
+def clock(monkeypatch):
+    """The clock of the loop, which goes on a quarter of a second when it is read."""
     clock = SimpleNamespace(now=0.0)
 
     def perf_counter():
         clock.now += 0.25
         return clock.now
 
-    monkeypatch.setattr(tiny, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=perf_counter))
     return clock
 
 
@@ -155,20 +156,20 @@ def test_the_stage_ends_repetitions(tiny, texts, clock, tmp_path, capsys, monkey
 def test_the_clock_of_training(tiny, texts, clock, tmp_path, capsys, monkeypatch):
     """Each stage has its share of the time, compiling has none, and a run that was cut off goes on."""
 
-    def slow_compile(self, stage, compile_stage=tiny.Programs._compile):
+    def slow_compile(step, shapes, compile_step=loop.compile_step):
         clock.now += 1000
-        return compile_stage(self, stage)
+        return compile_step(step, shapes)
 
-    monkeypatch.setattr(tiny.Programs, "_compile", slow_compile)
+    monkeypatch.setattr(loop, "compile_step", slow_compile)
     monkeypatch.setattr(tiny, "SECONDS_PER_SAVE", 0)
 
     def loss(params, key, texts, *, num_tokens, value):
         return value + 0 * sum(jnp.sum(x) for x in jax.tree.leaves(params))
 
-    stages = [tiny.Stage(b, partial(loss, num_tokens=8, value=v), (texts,)) for b, v in ((0.0, 1.0), (0.5, 2.0))]
+    parts = [tiny.Part(b, partial(loss, num_tokens=8, value=v), (texts,)) for b, v in ((0.0, 1.0), (0.5, 2.0))]
 
     def run(look):
-        tiny.fit("tiny", init_params(TINY, seed=0), 1e-3, 0.5, stages, tmp_path / "state.npz", look)
+        tiny.train("tiny", init_params(TINY, seed=0), 1e-3, 0.5, parts, tmp_path / "state", look)
 
     def lines():
         return [(int(step), float(value)) for step, value in LINE.findall(capsys.readouterr().out)]

@@ -22,6 +22,7 @@ from specjax.proposers.eagle3 import Eagle3Head, eagle3
 from specjax.proposers.p_eagle import p_eagle
 from specjax.testing import BigramProposer, bigram_model
 from specjax.training import Document
+from specjax.types import ModelInput
 
 
 def test_documents(tmp_path):
@@ -185,3 +186,59 @@ def test_drafters_that_have_no_layout(target, tmp_path):
         ValueError, match="proposer must be a drafter of EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa, got"
     ):
         training.save_pretrained(proposers.ngram(2), tmp_path, target=target)
+
+
+@pytest.mark.parametrize("layer", [{}, {"has_bias": True, "has_out_bias": True}, {"has_head_norms": True}], ids=str)
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_a_decoder_that_is_written_is_read(layer, tie_embeddings, tmp_path):
+    """In as many files as the largest size asks for; files of an earlier decoder are gone."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 24, "max_length": 64}
+    config = DecoderConfig(40, 16, 2, **sizes, layers=(LayerConfig(Attention(**layer)),), tie_embeddings=tie_embeddings)
+    leaves, structure = jax.tree.flatten(init_params(config, seed=0))
+    rng = np.random.default_rng(0)
+    params = structure.unflatten([jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves])
+    for max_shard_bytes, num_files in ((4096, range(2, 20)), (1 << 20, [1])):
+        training.save_decoder(config, params, tmp_path, fields={"eos_token_id": 3}, max_shard_bytes=max_shard_bytes)
+        files = sorted(tmp_path.glob("*.safetensors"))
+        assert len(files) in num_files
+        if len(files) > 1:
+            assert len(files[0].name) == len("model-00001-of-00002.safetensors")
+            assert all(file.stat().st_size < 4096 + 2048 for file in files)
+        assert (tmp_path / "model.safetensors.index.json").exists() == (len(files) > 1)
+        assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 3
+        read = models.load(tmp_path, dtype="float32")
+        ids = jnp.asarray(rng.integers(0, 40, (1, 9)))
+        inputs = ModelInput(ids, jnp.arange(9)[None])
+        expected = decoder_model(config, params).apply(params, inputs, None)[0].logits
+        np.testing.assert_allclose(read.apply(read.params, inputs, None)[0].logits, expected, atol=1e-5)
+
+
+def test_the_embedded_target_is_written_as_it_is(tmp_path):
+    """The bytes of its tensors and the fields of its config."""
+    source = models.EMBEDDED / "target"
+    target = models.load(source, dtype="bfloat16")
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    training.save_decoder(target.apply.config, target.params, tmp_path, fields=ends, max_shard_bytes=14_000_000)
+    for file in ("config.json", "model.safetensors.index.json"):
+        assert json.loads((tmp_path / file).read_text()) == json.loads((source / file).read_text())
+    for file in sorted(source.glob("*.safetensors")):
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"logit_softcap": 30.0}, r"config must have the options .* got \{'logit_softcap': 30.0\}"),
+        ({"layers": (LayerConfig(Attention(has_bias=True)),)}, "got .*has_out_bias=False"),
+        ({"layers": (LayerConfig(Attention(window=8)),)}, "got .*window=8"),
+        ({"layers": (LayerConfig(has_post_norms=True),)}, "got .*has_post_norms=True"),
+    ],
+)
+def test_decoders_that_are_not_written(options, message, tmp_path):
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 24, "max_length": 64}
+    config = DecoderConfig(40, 16, 2, **sizes, **options)
+    with pytest.raises(ValueError, match=message):
+        training.save_decoder(config, init_params(config, seed=0), tmp_path / "out")
+    with pytest.raises(ValueError, match="max_shard_bytes must be > 0, got 0"):
+        training.save_decoder(config, {}, tmp_path / "out", max_shard_bytes=0)
+    assert not (tmp_path / "out").exists()

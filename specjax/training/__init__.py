@@ -1,11 +1,12 @@
-"""Training of drafters: losses, reduced vocabularies, unrolled steps and data, as pure functions for any loop.
+"""Training of drafters: losses, reduced vocabularies, unrolled steps and data, as pure functions, and a loop for them.
 
-Nothing here needs an optimiser; `scripts/train_draft.py` is a loop that uses these functions with optax and orbax.
+Nothing here needs an optimiser; `scripts/train_draft.py` uses the functions and the loop with optax.
 """
 
 from specjax.training import losses
 from specjax.training.data import Acceptance, Document, documents, pack, regenerate, replay
-from specjax.training.export import save_pretrained
+from specjax.training.export import save_decoder, save_pretrained
+from specjax.training.loop import Progress, Stage, fit
 from specjax.training.unroll import (
     Batch,
     Steps,
@@ -22,6 +23,8 @@ __all__ = [
     "Acceptance",
     "Batch",
     "Document",
+    "Progress",
+    "Stage",
     "Steps",
     "Vocabulary",
     "anchors",
@@ -30,11 +33,13 @@ __all__ = [
     "documents",
     "feature_unroll",
     "features",
+    "fit",
     "losses",
     "medusa_unroll",
     "pack",
     "regenerate",
     "replay",
+    "save_decoder",
     "save_pretrained",
     "vocabulary",
 ]

@@ -1,4 +1,4 @@
-"""Write trained drafters in the layouts in which others publish theirs, which `proposers.load` reads."""
+"""Write drafters in the layouts in which others publish theirs, and decoders as checkpoints of Llama or Qwen3."""
 
 import json
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from specjax.proposers import Medusa
 from specjax.proposers.block_draft import BlockDraft, BlockHead
@@ -28,6 +29,7 @@ LAYOUTS = {  # of each kind, with the layout of its authors first
     "medusa": ("medusa",),
 }
 WITH_TABLES = "speculators", "deepspec"  # whose readers want embedding and head, also where they are the target's
+MAX_SHARD_BYTES = 5_000_000_000  # largest size of the tensors in one file
 Tensors = dict[str, np.ndarray]
 
 
@@ -49,8 +51,6 @@ def save_pretrained(
         ValueError: the drafter is of another kind, its kind has no such layout, or the layout has no field for a
             property of the head, such as where its windows begin.
     """
-    from safetensors.numpy import save_file
-
     kind = _kind_of(proposer)
     layout = LAYOUTS[kind][0] if layout is None else layout
     if layout not in LAYOUTS[kind]:
@@ -66,10 +66,87 @@ def save_pretrained(
             tensors, config = _eagle3(proposer, target, is_nested, target_name)
         tensors |= _vocabulary(proposer.reduced, target.vocab_size)
         tensors |= _tables(proposer.params, target, with_tables=layout in WITH_TABLES)
+    _write(Path(path), tensors, config, MAX_SHARD_BYTES)
+
+
+def save_decoder(
+    config: "DecoderConfig",
+    params: PyTree,
+    path: str | Path,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a decoder as a checkpoint of Llama, or of Qwen3 where heads have norms, which `models.load` reads.
+
+    Args:
+        config: sizes and options of the decoder.
+        params: its parameters, as `init_params` returns them, which are written in their dtype.
+        path: the directory, which is made where there is none. Older safetensors files of a model there are deleted.
+        fields: further fields of config.json, such as "eos_token_id".
+        max_shard_bytes: largest size of the tensors in one file, > 0. A larger tensor has a file for itself.
+
+    Raises:
+        ValueError: `max_shard_bytes` is not > 0, or the decoder has an option that such checkpoints do not have.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes must be > 0, got {max_shard_bytes}")
+    _check_options(config)
+    about = layer_config(config, config.vocab_size) | {"tie_word_embeddings": config.tie_embeddings}
+    name = "Qwen3ForCausalLM" if about["model_type"] == "qwen3" else "LlamaForCausalLM"
+    tensors = {
+        "model.embed_tokens.weight": np.asarray(params["embedding"]),
+        "model.norm.weight": np.asarray(params["norm"]),
+    }
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = np.asarray(params["head"])
+    for i, layer in params["layers"].items():
+        tensors |= layer_tensors(config, layer, f"model.layers.{i}")
     directory = Path(path)
+    for old in directory.glob("model*.safetensors*"):
+        old.unlink()
+    _write(directory, tensors, {"architectures": [name], **about, **(fields or {})}, max_shard_bytes)
+
+
+def _check_options(config: "DecoderConfig") -> None:
+    """Raise ValueError for an option of a decoder that checkpoints of Llama or Qwen3 do not have."""
+    first = config.layers[0]
+    has_bias, has_norms = first.mixer.has_bias, first.mixer.has_head_norms
+    mixer = Attention(has_bias=has_bias, has_out_bias=has_bias, has_head_norms=has_norms)
+    plain = LayerConfig(mixer, GatedMLP(has_bias=first.ffn.has_bias and not has_norms))
+    others = {"norm_offset": 0.0, "scale_embedding": False, "logit_softcap": None, "axis_name": None, "num_padding": 0}
+    found = {name: getattr(config, name) for name in others if getattr(config, name) != others[name]}
+    if set(config.layers) != {plain}:
+        found["layers"] = config.layers
+    if found:
+        raise ValueError(
+            "config must have the options of checkpoints of Llama or Qwen3, which are biases and norms of heads, got "
+            f"{found}"
+        )
+
+
+def _write(directory: Path, tensors: Tensors, config: Mapping[str, Any], max_shard_bytes: int) -> None:
+    """Write config.json, and tensors into one safetensors file or into several with an index."""
+    from safetensors.numpy import save_file
+
+    shards: list[Tensors] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = np.ascontiguousarray(tensor)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if len(shards) == 1:
+        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    total_size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def layer_tensors(config: "DecoderConfig", params: Mapping[str, Array], name: str) -> Tensors:
