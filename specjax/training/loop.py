@@ -25,7 +25,8 @@ class Stage:
 
     `step` is called as `step(params, state, batch, number, rate)`, with the number of the first step of the call as an
     int32 scalar and the learning rate as a float32 scalar. It returns parameters and state, which have the shapes,
-    dtypes and shardings of the arguments, and losses, a pytree of arrays. It may donate its first two arguments.
+    dtypes and shardings of the arguments, and losses, a pytree of arrays, for which the loop waits before the next
+    call. It may donate its first two arguments.
     """
 
     step: Callable[..., tuple[PyTree, PyTree, PyTree]]
@@ -119,7 +120,8 @@ def fit(
             inputs = [params, state, stage.batches(step), np.int32(step), np.float32(rate(share))]
             with clock.stopped():
                 program = programs.get(number, inputs)
-            params, state, losses = jax.block_until_ready(program(*inputs))
+            params, state, losses = program(*inputs)
+            jax.block_until_ready(losses)
             step, spent = step + stage.num_steps, clock.seconds()
             busy += spent - began
             share = share_at(step, spent)
