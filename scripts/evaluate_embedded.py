@@ -7,7 +7,8 @@ All text comes from the modules that no model of the family has seen. The target
 the text that it writes at temperature 0.8 after beginnings of their functions and classes: the share that parses up to
 the last complete statement, and the share that repeats itself. Drafters are the checkpoint draft/ and every directory
 beside it with a drafter on the target's features; their mean acceptance length is measured after held-out text, one
-step from each of many places, and on text that the target itself writes.
+step from each of many places, and on text that the target itself writes. The target drafts for itself, too, by copies
+of 4 and 8 bits.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer
 from train_embedded import CROP, mean_loss
 
 import specjax
-from specjax import SamplingParams, models, training
+from specjax import SamplingParams, models, proposers, training
 
 PROMPT = 48  # tokens of a beginning
 PLACES = 256  # places of held-out text from which one step is taken
@@ -128,15 +129,17 @@ def main() -> None:
     places = [stream[start : start + CONTEXT].tolist() for start in starts]
     print("\n| drafter | temperature | drafts after | accepted by position | mean acceptance length |")
     print("|---|---|---|---|---|")
-    for name, (model, proposer) in drafters(args.family, target, NUM_DRAFTS).items():
+    copies = {f"self, {form}": proposers.self_draft(target, NUM_DRAFTS, quantization=form) for form in ("int4", "int8")}
+    found = drafters(args.family, target, NUM_DRAFTS) | {name: (target, copy) for name, copy in copies.items()}
+    for name, (model, proposer) in found.items():
         for temperature in (0.0, 0.8):
             for source, given, steps in (("held-out text", places, 1), ("the target's own text", prompts, None)):
                 one = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, ignore_eos=True)
-                found = training.replay(model, proposer, given, one, key=jax.random.key(0), max_steps=steps)
-                rates = " ".join(f"{rate:.2f}" for rate in found.by_position)
-                print(f"| {name} | {temperature} | {source} | {rates} | {found.tokens_per_step:.2f} |")
+                run = training.replay(model, proposer, given, one, key=jax.random.key(0), max_steps=steps)
+                rates = " ".join(f"{rate:.2f}" for rate in run.by_position)
+                print(f"| {name} | {temperature} | {source} | {rates} | {run.tokens_per_step:.2f} |")
                 row = {"drafter": name, "temperature": temperature, "after": source}
-                row |= {"by_position": found.by_position.tolist(), "mean_acceptance_length": found.tokens_per_step}
+                row |= {"by_position": run.by_position.tolist(), "mean_acceptance_length": run.tokens_per_step}
                 numbers["drafters"].append(row)
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -130,8 +130,13 @@ def test_the_public_suite():
     testing.assert_proposer_lossless(proposers.SelfDraft(other, 3), num_samples=20_000)
 
 
-def test_no_pool_is_copied(target, proposer):
+@pytest.mark.parametrize("kind", ["alone", "below a number of rows", "after n-grams"])
+def test_no_pool_is_copied(target, proposer, kind):
     """A step that donates its state writes to the pools where they lie."""
+    if kind == "below a number of rows":
+        proposer = replace(proposer, speculate_below=2)
+    if kind == "after n-grams":
+        proposer = proposers.fallback(proposers.ngram(2), proposer)
     state = Slots(target, proposer, num_slots=2, max_length=16, pool=(50_000, 4)).state
     pools = jax.tree.leaves(state.cache.pools)
 

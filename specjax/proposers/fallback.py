@@ -19,7 +19,7 @@ from specjax.decoding.drafters import (
     writes_memory,
 )
 from specjax.proposers.none import Paused
-from specjax.proposers.split import run_where
+from specjax.proposers.split import run_where, run_where_in_place
 from specjax.types import Array, Categorical, Context, Draft, Memory, ModelInput, Proposer, PyTree, Verified
 from specjax.verifiers.core import canonical, num_drafts
 
@@ -79,8 +79,8 @@ class Fallback(InMemory):
         is_first = num_drafts(draft) > 0
         rest = context._replace(active=context.active & ~is_first)
         propose = partial(self._propose, two)
-        memories = second, *of_target
-        other, (second, *of_target) = run_where(rest.active, propose, keys, rest, sampling, memories)
+        run, memories = run_where_in_place if writes_memory(two) else run_where, (second, *of_target)
+        other, (second, *of_target) = run(rest.active, propose, keys, rest, sampling, memories)
         tokens = jnp.where(rest.active[:, None], other.tokens, draft.tokens)
         num_tokens = jnp.where(rest.active, num_drafts(other), num_drafts(draft))
         distribution = other.distribution

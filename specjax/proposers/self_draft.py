@@ -17,7 +17,7 @@ from specjax.models.quantized import FORMATS, Quantized, dequantize, quantize
 from specjax.parallel import OnMesh, of_one_device
 from specjax.proposers.drawing import draft_options, drawer_of, last_token, only_in
 from specjax.proposers.none import NoDrafts, none
-from specjax.proposers.split import rows_to_draft, run_where
+from specjax.proposers.split import rows_to_draft, run_where_in_place
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import is_integer, suggestion
@@ -67,7 +67,7 @@ class SelfDraft(InMemory):
     ) -> tuple[Draft, Memory, Memory]:
         speculates, may_skip = rows_to_draft(context, self.num_draft_tokens, None, self.speculate_below)
         operands = keys, context, sampling, memory
-        draft, memory = run_where(speculates, self._draft, *operands) if may_skip else self._draft(*operands)
+        draft, memory = run_where_in_place(speculates, self._draft, *operands) if may_skip else self._draft(*operands)
         return only_in(speculates, draft), state, memory
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.parallel.loops import varying
+from specjax.parallel.loops import as_carry, varying
 from specjax.types import Array, Context, PyTree
 
 
@@ -49,3 +49,22 @@ def run_where(rows: Array, function: Callable[..., tuple[PyTree, PyTree]], *oper
         return varying(zeros, drafts), varying(operands[-1], state)
 
     return jax.lax.cond(jnp.any(rows), traced_once, skip, *operands)
+
+
+def run_where_in_place(
+    rows: Array, function: Callable[..., tuple[PyTree, PyTree]], *operands: Any
+) -> tuple[PyTree, PyTree]:
+    """Do as `run_where` does, and write to the state where it lies, for states that hold the target's pools.
+
+    A loop of at most one round does so. The compiler gives a branch copies of what it changes.
+    """
+    *given, state = operands
+
+    def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
+        return jnp.zeros((), bool), *function(*given, carry[2])
+
+    drafts, _ = jax.eval_shape(function, *operands)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drafts)
+    carry = as_carry(body, (jnp.any(rows), zeros, state), rows, given)
+    _, drafts, state = jax.lax.while_loop(lambda carry: carry[0], body, carry)
+    return drafts, state
