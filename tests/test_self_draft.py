@@ -1,7 +1,10 @@
 """A target that drafts for itself: whose cache is written in a step, the tokens, and the copies that are not made."""
 
+import json
 import re
+import sysconfig
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,11 @@ import pytest
 import test_parallel
 import test_slots
 from choice import one_of
+from test_llm import random_tensors, write_checkpoint
 from test_steps import LENGTHS, MAX_LENGTH, VOCAB, decoder, prompts, random_pages, recurrent, start, step
 
-from specjax import decode, metrics, models, proposers, sampling, testing, verifiers
+from specjax import LLM, decode, metrics, models, proposers, sampling, testing, training, verifiers
+from specjax.cli import main
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.slots import Slots, empty
 from specjax.models.quantized import Quantized
@@ -199,6 +204,60 @@ def test_devices_that_share_the_target(rows, parts):
         np.testing.assert_array_equal(state.context.tokens, expected.context.tokens)
         greedy = jax.tree.map(lambda x: x[0], state.totals)  # the noise of a match is not that of a draft
         assert greedy.accepted > greedy.drafted / 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("own") / "target", random_tensors(0))
+
+
+def test_text_of_an_llm(checkpoint):
+    """Text and a stream are those of plain decoding; the engine of an LLM draws prompts of several lengths."""
+    llm = LLM(checkpoint, "self", 3, verifier=verifiers.match)
+    assert isinstance(llm.proposer, proposers.SelfDraft) and llm.proposer.model.params["layers"][0]["qkv"].bits == 4
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=20, ignore_eos=True) for i, t in enumerate((0, 0.9, 0))]
+    prompts = ["the cat sat", "a", "it was the best of times"]
+    results, expected = (each.generate(prompts, params) for each in (llm, llm.plain()))
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert sum(result.metrics.num_accepted for result in results) > 0
+    assert [piece.token_id for piece in llm.stream(prompts[0], params[0])] == expected[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"num_draft_tokens": "auto"}, {"tensor_parallel": 2, "draft_quantization": "int8"}]
+)
+def test_an_llm_of_other_options(checkpoint, options):
+    """In pages, by steps of several lengths; and on devices that share the target."""
+    llm = LLM(checkpoint, "self", verifier=verifiers.match, **options)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    results, expected = (each.generate(["the cat sat", "a"], params) for each in (llm, LLM(checkpoint)))
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert results[0].metrics.num_accepted > 0
+
+
+@pytest.mark.slow
+def test_the_command(checkpoint, capsys):
+    arguments = ["generate", "the cat", "--model", str(checkpoint), "--draft", "self", "--json", "--max-tokens", "8"]
+    assert main([*arguments, "--draft-quantization", "int8"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization, floors", [("int4", (0.9, 0.8)), ("int8", (0.97, 0.95))])
+def test_acceptance_of_the_embedded_target(quantization, floors):
+    """The share of drafts accepted where those before them are, at temperatures 0 and 0.8."""
+    checkpoint = models.Checkpoint(models.EMBEDDED / "target")
+    target, tokenizer = models.load(checkpoint), checkpoint.tokenizer()
+    text = (Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py").read_text()
+    ids = tokenizer.encode(text).ids
+    places = [ids[start : start + 64] for start in range(0, 64 * 24, 64)]
+    proposer = proposers.self_draft(target, 4, quantization=quantization)
+    for temperature, floor in zip((0.0, 0.8), floors, strict=True):
+        params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)
+        found = training.replay(target, proposer, places, params, key=jax.random.key(0)).by_position
+        tests = 1 + found[:-1].sum()  # of a step: draft i is tested where all before it are accepted
+        assert found.sum() / tests >= floor
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _add_model_arguments(command: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="MODEL",
         help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram; "
-        "or self, a copy of the model in 4 bits",
+        "or self, a copy of the model in few bits",
     )
     add(
         "--dtype",
