@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import specjax
+from specjax.cli.quantize import add_quantize
 from specjax.cli.terminal import shown, timed
 from specjax.validation import suggestion
 from specjax.validation.extras import needs
@@ -179,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_arguments(generate)
     _add_batch(commands)
     _add_serve(commands)
+    add_quantize(commands)
     return parser
 
 

@@ -29,15 +29,20 @@ def read_array(path: Path, name: str) -> np.ndarray:
         path: the file.
         name: name of an array in it, of one of DTYPES.
     """
-    start, entry = _header(path, path.stat().st_mtime_ns)[name]
+    start, entry = read_header(path)[name]
     dtype, (first, last) = DTYPES[entry["dtype"]], entry["data_offsets"]
     flat = np.fromfile(path, dtype, count=(last - first) // dtype.itemsize, offset=start + first)
     return flat.reshape(entry["shape"])
 
 
+def read_header(path: Path) -> dict[str, tuple[int, Any]]:
+    """Return by the name of each array where the arrays of the file begin, and the array's entry in the header."""
+    return _header(path, path.stat().st_mtime_ns)
+
+
 @lru_cache(maxsize=64)
 def _header(path: Path, changed: int) -> dict[str, tuple[int, Any]]:
-    """Return where the arrays of a file begin and the entry of each in the header, by name."""
+    """Read the header of a file that was changed at this time."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

@@ -454,6 +454,16 @@ def _open(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} must be a whole safetensors file, copy it anew: {error}") from error
 
 
+def model_files(directory: Path) -> list[Path]:
+    """Return the files with the tensors of a model: model.safetensors, or the shards that its index names.
+
+    Raises:
+        FileNotFoundError: there are none, or an index names a file that does not exist.
+        ValueError: an index is damaged.
+    """
+    return _shards(directory, "model.safetensors")
+
+
 def drafter_files(directory: Path) -> list[Path]:
     """Return the files with the tensors of a drafter: safetensors, or else those that torch.save wrote.
 

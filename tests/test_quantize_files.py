@@ -1,0 +1,81 @@
+"""Checkpoints that `specjax quantize` writes: what is loaded from them, and what compressed-tensors makes of them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_checkpoint import make_tensors, write
+from test_quantized_checkpoints import BASE, is_quantized, logits, quantized_leaves
+
+from specjax import models
+from specjax.cli import main
+from specjax.models.quantize_files import write_quantized
+from specjax.models.quantized import dequantize, quantize
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_written_checkpoint_is_the_one_that_is_rounded_when_it_is_read(tmp_path, format, num_shards, capsys):
+    (tmp_path / "in").mkdir()
+    path = write(
+        tmp_path / "in", BASE | {"intermediate_size": 128}, make_tensors(BASE | {"intermediate_size": 128}), num_shards
+    )
+    assert main(["quantize", str(path), "--format", format, "--out", str(tmp_path / "out")]) == 0
+    assert "MB of weights in place of" in capsys.readouterr().out
+    written, rounded = models.load(tmp_path / "out"), models.load(path, quantization=format)
+    assert len(quantized_leaves(written)) == 8
+    for one, other in zip(*(jax.tree.leaves(m.params, is_leaf=is_quantized) for m in (written, rounded)), strict=True):
+        floats = [np.asarray(dequantize(x) if is_quantized(x) else x) for x in (one, other)]
+        np.testing.assert_array_equal(*floats)
+    np.testing.assert_array_equal(logits(written), logits(rounded))
+    if format == "int4":  # matrices of 64 inputs have groups of 64, those of 128 inputs have groups of 128
+        config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+        sizes = [group["weights"]["group_size"] for group in config["config_groups"].values()]
+        assert sizes == [64, 128]
+
+
+def test_an_embedded_checkpoint_with_its_tokenizer(tmp_path):
+    write_quantized(models.Checkpoint(models.EMBEDDED / "draft"), tmp_path / "out", "int8")
+    checkpoint = models.Checkpoint(tmp_path / "out")
+    assert checkpoint.tokenizer().encode("def").ids
+    assert quantized_leaves(models.load(checkpoint))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_written_files_against_compressed_tensors(tmp_path, format):
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    from compressed_tensors.compressors import FloatQuantizationCompressor, PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file as load_torch
+
+    (tmp_path / "in").mkdir()
+    tensors = make_tensors(BASE)
+    write_quantized(models.Checkpoint(write(tmp_path / "in", BASE, tensors)), tmp_path / "out", format)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    name = "model.layers.0.self_attn.q_proj."
+    stored = load_torch(tmp_path / "out" / "model.safetensors")
+    stored = {key.removeprefix(name): x for key, x in stored.items() if key.startswith(name)}
+    compressor = FloatQuantizationCompressor if format == "fp8" else PackedQuantizationCompressor
+    found = compressor.decompress(stored, scheme)["weight"].to(torch.float32).numpy()
+    expected = np.asarray(dequantize(quantize(jnp.asarray(tensors[name + "weight"]), format)))
+    tolerance = 2**-8 if format == "int4" else 0  # scales of int4 are bfloat16, in which the package multiplies
+    np.testing.assert_allclose(found, expected, rtol=tolerance)
+
+
+def test_what_is_refused(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    path = write(tmp_path / "in", BASE, make_tensors(BASE))
+    write_quantized(models.Checkpoint(path), tmp_path / "out", "int8")
+    with pytest.raises(ValueError, match="out must be a new or an empty directory"):
+        write_quantized(models.Checkpoint(path), tmp_path / "out", "int8")
+    with pytest.raises(ValueError, match="must be floats in safetensors files, to be rounded"):
+        write_quantized(models.Checkpoint(tmp_path / "out"), tmp_path / "other", "int8")
+    assert main(["quantize", str(tmp_path / "none"), "--format", "int8", "--out", str(tmp_path / "b")]) == 2
+    assert "model must be a directory" in capsys.readouterr().err
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" in names
