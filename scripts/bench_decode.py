@@ -57,10 +57,8 @@ from specjax.types import Draft, Model, Proposer
 PEAK = 4.3e12  # bytes/s that a copy reaches on an H200
 SHORT, LONG, REPEATS = 2, 12, 5  # steps of a short and a long run, and timed runs of each
 RATES = (1.0, 0.9, 0.7)  # acceptance rates at which tokens/s are computed
-COLUMNS, SELF_COLUMNS = (
-    (1.0, 0.7),
-    (1.0, 0.9),
-)  # those of the table, and of the table of a target that drafts for itself
+COLUMNS = (1.0, 0.7)  # rates that a table shows
+SELF_COLUMNS = (1.0, 0.9)  # the same for a target that drafts for itself
 
 COMMON = {"vocab_size": 128256, "max_length": 131072, "rope_theta": 5e5, "transposed": True}
 SHAPES = {
@@ -263,7 +261,7 @@ class Run:
 
     def _draft_seconds(self, keys: jax.Array, tokens: jax.Array) -> float:
         context, rows = self.state.context, self.state.sampling
-        memories = self.state.proposer, self.state.cache  # a self-draft writes that of the target
+        memories = self.state.proposer, self.state.cache  # a self-draft writes the cache of the target
 
         @partial(jax.jit, donate_argnums=1)
         def loop(n, memories, models):

@@ -1,4 +1,4 @@
-"""Caches in float8: what is rounded, scales from checkpoints, and decoding without a trace of chunks and drafts."""
+"""Caches in float8: rounding, scales from checkpoints, and decoding without a trace of chunks and drafts."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Every network and every drafter computes with quantised matrices what it computes with the floats they stand for."""
+"""Every network and every drafter gives the same results with quantised matrices as with the floats they stand for."""
 
 from dataclasses import replace
 

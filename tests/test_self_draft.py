@@ -80,7 +80,7 @@ def assert_same_slots(state, plain):
 
 
 def test_beside_drafts_of_n_grams(target, proposer):
-    """Rows with drafts of the first proposer, with those of the second, and steps in which the second does not run."""
+    """Rows with drafts of the first proposer, rows with drafts of the second, and steps without the second."""
     both = proposers.fallback(proposers.ngram(2, min_n=1), proposer)
     assert both.reads_memory and both.writes_memory
     plain, state = (decode_all(target, each, pages=random_pages()) for each in (None, both))
@@ -188,7 +188,7 @@ def test_in_slots_beside_requests_of_every_use():
 
 @pytest.mark.parametrize("rows, parts", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_devices_that_share_the_target(rows, parts):
-    """Each quantises its parts; the tokens are those of plain decoding on one device."""
+    """Each quantises its parts; the tokens equal plain decoding on one device."""
     with jax.default_device(jax.devices("cpu")[0]):
         model = test_parallel.decoder(vocab_size=2047, tie_embeddings=False, hidden_size=32)
         params = test_parallel.PARAMS[: 2 if rows > 1 else None]
@@ -202,7 +202,7 @@ def test_devices_that_share_the_target(rows, parts):
         assert part.size == proposer.model.params["layers"][0]["mlp_out"].values.size // parts
         state = test_parallel.generated(shared, proposer, verifiers.match, params)
         np.testing.assert_array_equal(state.context.tokens, expected.context.tokens)
-        greedy = jax.tree.map(lambda x: x[0], state.totals)  # the noise of a match is not that of a draft
+        greedy = jax.tree.map(lambda x: x[0], state.totals)  # a match and a draft have different noise
         assert greedy.accepted > greedy.drafted / 2
 
 
@@ -212,7 +212,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_text_of_an_llm(checkpoint):
-    """Text and a stream are those of plain decoding; the engine of an LLM draws prompts of several lengths."""
+    """Text and a stream equal plain decoding; the engine of an LLM draws prompts of several lengths."""
     llm = LLM(checkpoint, "self", 3, verifier=verifiers.match)
     assert isinstance(llm.proposer, proposers.SelfDraft) and llm.proposer.model.params["layers"][0]["qkv"].bits == 4
     params = [SamplingParams(temperature=t, seed=i, max_tokens=20, ignore_eos=True) for i, t in enumerate((0, 0.9, 0))]
@@ -262,7 +262,7 @@ def test_acceptance_of_the_embedded_target(quantization, floors):
 
 @dataclass(frozen=True)
 class Peeking:
-    """Says in a draft what stands in the target's memory, and writes what it is told."""
+    """Says in a draft which numbers stand in the target's memory, and writes given numbers."""
 
     result: str = "written"
     num_draft_tokens = 1

@@ -2,7 +2,7 @@
 
 The S slots of a row are its row of a dense cache, or the pages that `ModelInput.pages` names, one after another.
 
-A token attends to what the cache stores, also to its own key and value, and to those of the tokens beside it. So where
+A token attends to the numbers in the cache, also for its own key and value and for the tokens beside it. So where
 a cache rounds them, the output of a token does not depend on which tokens came in the same call.
 """
 

@@ -8,7 +8,7 @@ from specjax.validation import suggestion
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path is that of a GGUF file, by its ending."""
+    """Return whether a path names a GGUF file, by its ending."""
     return Path(path).suffix == ".gguf" and not Path(path).is_dir()
 
 

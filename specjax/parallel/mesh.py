@@ -164,7 +164,7 @@ def on_devices(
 
 
 def _is_on_mesh(x: Any) -> bool:
-    """Return whether this is a model that the devices of a mesh share, such as that of a drafter."""
+    """Return whether this is a model that the devices of a mesh share, such as the model of a drafter."""
     return isinstance(x, Model) and isinstance(x.apply, OnMesh)
 
 

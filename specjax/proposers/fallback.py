@@ -124,7 +124,7 @@ class Fallback(InMemory):
     ) -> tuple[Draft, tuple[Memory, ...]]:
         """Make the draft of one proposer, padded to the number of drafts of the wider proposer.
 
-        The memories are those of the proposer and, if one of the two reads it, of the target.
+        One memory belongs to the proposer and, if one of the two reads it, another to the target.
         """
         narrow, width = proposer.num_draft_tokens, self.num_draft_tokens
         own = memories if reads_memory(proposer) else memories[:1]

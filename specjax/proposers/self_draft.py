@@ -33,8 +33,8 @@ class SelfDraft(InMemory):
     """A proposer that draws K tokens from a model whose cache is the target's own.
 
     The model is fed the pending token and all drafts but the last, at the slots from `length` - 1 on. Verification
-    feeds the same slots to the target and overwrites what the drafts have left there, so nothing is kept from step to
-    step, and rows may skip any step.
+    feeds the same slots to the target and overwrites the keys and values of the drafts there, so nothing is kept from
+    step to step, and rows may skip any step.
     """
 
     model: Model  # of the target's form: it takes the target's memory
@@ -74,7 +74,7 @@ class SelfDraft(InMemory):
         return state
 
     def _draft(self, keys: Array, context: Context, sampling: Sampling, memory: Memory) -> tuple[Draft, Memory]:
-        """Draw K tokens for every row; return the draft and the target's memory with what the calls have written."""
+        """Draw K tokens for every row; return the draft, and the memory with keys and values of the drafts."""
         start = jnp.maximum(context.length - 1, 0)[:, None]
 
         def advance(token: Array, index: Array | int, memory: Memory) -> tuple[Array, Memory]:
@@ -102,7 +102,7 @@ def self_draft(
 ) -> SelfDraft:
     """Draft with a quantised copy of the target's own matrices, on the target's own cache.
 
-    It needs no other checkpoint, no second cache and no prefill: what the drafts write is overwritten by verification.
+    It needs no other checkpoint, no second cache and no prefill: verification overwrites the drafts' keys and values.
     Embeddings, norms and biases are the target's arrays, and so is a head that is tied to the embeddings. Another head
     has 8 bits where the matrices of the layers have 4. Drafts are drawn by all sampling parameters of their request,
     and report the distribution that they were drawn from.

@@ -56,7 +56,7 @@ def run_where_in_place(
 ) -> tuple[PyTree, PyTree]:
     """Do as `run_where` does, and write to the state where it lies, for states that hold the target's pools.
 
-    A loop of at most one round does so. The compiler gives a branch copies of what it changes.
+    A loop of at most one round does so. The compiler gives a branch copies of the arrays that it changes.
     """
     *given, state = operands
 

@@ -89,7 +89,7 @@ class GGUFCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The tensors of a GGUF file by their names in transformers. The interface is that of safetensors."""
+    """The tensors of a GGUF file by their names in transformers. The interface is the same as in safetensors."""
 
     header: Header
     entries: dict[str, tuple[Entry, np.ndarray | None]]  # with the row of the file that each row is, if they differ

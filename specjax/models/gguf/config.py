@@ -22,7 +22,7 @@ LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
 
 
 class Fields:
-    """Give access to the fields of a file, by their names after that of the architecture."""
+    """Give access to the fields of a file, by their names after the name of the architecture."""
 
     def __init__(self, header: Header):
         self.header, self.architecture = header, header.fields.get("general.architecture")
