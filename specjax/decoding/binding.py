@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.tree_util import Partial
 
+from specjax.types import Proposer, Scorer, Verifier
+
 
 @dataclass(frozen=True)
 class _WithKeywords:
@@ -37,3 +39,10 @@ def as_pytree(function: Callable) -> Partial:
     static = {k: v for k, v in function.keywords.items() if v is None or isinstance(v, bool | str)}
     traced = {k: v for k, v in function.keywords.items() if k not in static}
     return Partial(_WithKeywords(function.func, tuple(sorted(static.items()))), *function.args, **traced)
+
+
+def as_pytrees(verifier: Verifier, scorer: Scorer, proposer: Proposer | None) -> tuple[Partial, Partial]:
+    """Return verifier and scorer as arguments of jit. Bound options, which have no values under jit, are checked."""
+    if isinstance(verifier, Partial) and (check_options := getattr(verifier.func, "check_options", None)):
+        check_options(0 if proposer is None else proposer.num_draft_tokens, **verifier.keywords)
+    return as_pytree(verifier), as_pytree(scorer)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from specjax.parallel import WHOLE
 from specjax.sampling import Sampling
 from specjax.types import Array, Proposer
 from specjax.validation import check_array, is_traced
@@ -26,12 +28,12 @@ def check(rows: Any, batch_size: int) -> Array:
     """
     check_array("rows", rows, "[R]", (None,), jnp.integer)
     if not is_traced(rows):
-        given = np.asarray(rows)
-        values, counts = np.unique(given, return_counts=True)
+        numbers = np.asarray(rows)
+        values, counts = np.unique(numbers, return_counts=True)
         if values.size and not 0 <= values[0] <= values[-1] <= batch_size:
-            raise ValueError(f"rows must be in [0, B = {batch_size}], where B is no row, got {given.tolist()}")
+            raise ValueError(f"rows must be in [0, B = {batch_size}], where B is no row, got {numbers.tolist()}")
         if (counts[values < batch_size] > 1).any():
-            raise ValueError(f"rows must have no row twice, got {given.tolist()}")
+            raise ValueError(f"rows must have no row twice, got {numbers.tolist()}")
     rows = jnp.asarray(rows, jnp.int32)
     return jnp.where(rows < 0, batch_size, rows)  # under jit, where a negative number would be another row
 
@@ -109,3 +111,17 @@ def take_sampling(sampling: Sampling, read: Callable[[Array], Array]) -> Samplin
     if processors is not None:
         processors = tuple((function, read(uses)) for function, uses in processors)
     return taken._replace(guide=guide, logits_processors=processors)
+
+
+def specs(state: "State", of_rows: PartitionSpec) -> "State":
+    """Return how devices share the arrays of a state: `of_rows` those with a row for each sequence; the rest is whole.
+
+    Grammars, and arrays that are bound to logits processors, serve all rows.
+    """
+    specs = jax.tree.map(lambda _: of_rows, state)
+    guide, processors = specs.sampling.guide, specs.sampling.logits_processors
+    if guide is not None:
+        guide = guide._replace(token_classes=WHOLE, transitions=WHOLE)
+    if processors is not None:
+        processors = tuple((jax.tree.map(lambda _: WHOLE, function), rows) for function, rows in processors)
+    return specs._replace(sampling=specs.sampling._replace(guide=guide, logits_processors=processors))

@@ -25,6 +25,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from specjax import decode, keys, metrics, proposers, scorers, verifiers
+from specjax.decoding import state_rows
+from specjax.decoding.binding import as_pytrees
 from specjax.decoding.drafters import check_memory, in_memory
 from specjax.decoding.log_probs import LogProbs, logprobs
 from specjax.engine.draft_length import with_draft_lengths
@@ -461,7 +463,7 @@ class Slots:
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         for each in self._proposers.values():
-            self._functions = decode.as_pytrees(verifier, scorer, each)
+            self._functions = as_pytrees(verifier, scorer, each)
         self._make_state(pool, chunk_size)
 
     def _make_state(self, pool: tuple[int, int] | None, chunk_size: int) -> None:
@@ -679,7 +681,7 @@ def _empty_on_devices(model: Model, proposer: Proposer, **sizes: Any) -> tuple[d
         return jax.device_put(state, sharding), sharding
     shared = model.apply
     shapes = jax.eval_shape(partial(empty, **sizes), model, proposer)
-    specs = decode.row_specs(shapes, shared.of_rows)
+    specs = state_rows.specs(shapes, shared.of_rows)
     specs = specs._replace(cache=jax.tree.map(lambda _: shared.cache_spec, shapes.cache))
     shardings = jax.tree.map(partial(NamedSharding, shared.mesh), specs)
     return jax.jit(partial(empty, **sizes), out_shardings=shardings)(model, proposer), shared.whole
