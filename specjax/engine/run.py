@@ -16,7 +16,9 @@ from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.setup import Setup
 from specjax.engine.sizes import MANY_SAMPLES, Sizes, default_sizes
-from specjax.engine.slots import Output, Row, Slots
+from specjax.engine.slot_calls import Output
+from specjax.engine.slot_rows import Row
+from specjax.engine.slots import Slots, StepProgram
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
@@ -273,18 +275,23 @@ class _Device(Slots):
         rows: np.ndarray | None = None,
     ) -> Output:
         start = time.perf_counter()
-        options = {"log_probs": self._log_probs, "num_draft_tokens": num_draft_tokens, "rows": rows}
-        output = super().step(self._use, **options)
+        output = super().step(
+            self._use,
+            log_probs=self._log_probs,
+            num_draft_tokens=num_draft_tokens,
+            rows=rows,
+        )
         if (num_draft_tokens, rows is None) not in self._compiled:
             self._compiled.add((num_draft_tokens, rows is None))
             self.seconds_compiling += time.perf_counter() - start
         return output
 
-    def _steps(self) -> list[tuple[int, bool, int, np.ndarray | None]]:
+    def _steps(self) -> list[StepProgram]:
         """Return the programs that are compiled at the start; a draft length that may never come has none."""
         sizes = [self._no_rows(size) for size in self.step_sizes[:-1]]
         rows = sizes if self._num_samples == 1 and sizes else [*sizes, None]
-        return [(self._use, self._log_probs, k, each) for k in self.draft_lengths[:1] for each in rows]
+        k = self.draft_lengths[0]
+        return [StepProgram(self._use, self._log_probs, num_draft_tokens=k, rows=each) for each in rows]
 
 
 class _RepeatedDevice(_Device, Repeated):
