@@ -23,7 +23,7 @@ import numpy as np
 
 import specjax
 from specjax import SamplingParams, guided, models
-from specjax.engine.scheduler import Job
+from specjax.engine.jobs import Job
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.directory import Checkpoint
 

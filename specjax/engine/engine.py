@@ -21,12 +21,13 @@ from specjax import proposers, verifiers
 from specjax.decoding.drafters import in_memory
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.jobs import Counts, Job
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageStats, PageTables
 from specjax.engine.pending import Pending, wake
 from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
-from specjax.engine.scheduler import Counts, Job, Scheduler
+from specjax.engine.scheduler import Scheduler
 from specjax.engine.sizes import default_sizes
 from specjax.engine.slots import Slots
 from specjax.processes.repeat import Repeated, leads

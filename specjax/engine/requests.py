@@ -12,7 +12,7 @@ import numpy as np
 from specjax import metrics
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.detokenizer import Detokenizer
-from specjax.engine.scheduler import Job
+from specjax.engine.jobs import Job
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.guided import Grammar
 

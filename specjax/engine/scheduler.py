@@ -5,10 +5,9 @@ vacant slots, feeds chunks of prompts, dispatches a step of all active slots, an
 the device has the next step when the host looks at the last one.
 """
 
-import heapq
+import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,111 +16,18 @@ import numpy as np
 from specjax import decode
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
-from specjax.engine import slots
-from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import RecentAcceptance
 from specjax.engine.grammars import GrammarTables
-from specjax.engine.pages import PageTables, Row
-from specjax.metrics import Totals
-from specjax.sampling import Sampling
-from specjax.sampling.capacities import EVERYTHING, use_of
+from specjax.engine.jobs import Counts, Job, NoTokenError, Seat, seat_of
+from specjax.engine.pages import PageTables
+from specjax.engine.slot_calls import Output, chunk_at
+from specjax.engine.slot_rows import request
+from specjax.engine.slots import Slots
+from specjax.sampling.capacities import EVERYTHING
 from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
-
-
-class NoTokenError(ArithmeticError):
-    """No token can follow: the model gave no finite logit, or the parameters of the request forbid all its tokens."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One sample of a request, from its arrival to its end.
-
-    Attributes:
-        tokens: the prompt and the tokens generated so far, without tokens that a stop string cut off.
-        output: the text of the output, which knows whether it has ended.
-        log_probs: log-probabilities of the output tokens, read of each step; empty if not asked for.
-        prompt_log_probs: log-probabilities of the tokens of the prompt but the first, fields [prompt length - 1, ...];
-            None if not asked for, and before they are read with the first step.
-        kinds: how each output token came about, as in `Piece.kind`.
-        use: the sampling features of its steps, as `capacities.use_of` returns them.
-        is_done: whether it has ended, for whatever reason.
-        error: what ended it, where its own text or row could not be made, or no token can follow.
-        num_preempted: how often it gave its slot up to others, to be computed anew.
-        num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
-    """
-
-    prompt: list[int]
-    sampling: Sampling
-    key_data: np.ndarray
-    output: Detokenizer
-    sample: int = 0
-    priority: int = 0
-    wants_log_probs: bool = False
-    wants_prompt_log_probs: bool = False
-    grammar: Grammar | None = None  # of its parameters
-    salt: bytes | None = b""
-    owner: Any = None  # whatever the caller knows it by
-    tokens: list[int] = field(default_factory=list)
-    counts: "tuple[Counts, int] | None" = None  # of the rows of its last step, and the index of its row
-    log_probs: list[LogProbs] = field(default_factory=list)
-    prompt_log_probs: LogProbs | None = None
-    kinds: list[str] = field(default_factory=list)
-    is_done: bool = False
-    error: Exception | None = None
-    num_preempted: int = 0
-    num_cached_tokens: int = 0
-    # Where it is.
-    number: int = -1  # of its arrival
-    slot: int | None = None
-    pages: Row | None = None
-    is_active: bool = False  # whether its row takes part in steps: its prompt is computed
-    num_computed: int = 0  # tokens whose chunks are dispatched
-    features: Any = None  # of the last of them
-    scores: list[LogProbs] = field(default_factory=list)  # of the chunks of the prompt, on the device
-    is_scored: bool = False  # whether the log-probabilities of the prompt are complete or not wanted
-
-    def __post_init__(self):
-        self.tokens = list(self.prompt)
-        self.use = use_of(self.sampling)
-        self.is_scored = not self.wants_prompt_log_probs
-
-    @property
-    def totals(self) -> Totals | None:
-        """The counts of its steps; None before the first is read."""
-        if self.counts is None:
-            return None
-        counts, index = self.counts
-        return jax.tree.map(lambda x: np.array(x[index]), counts.totals)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has a slot."""
-        return self.slot is not None
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Sorts jobs: a smaller number comes first, of `priority` and then of arrival."""
-        return self.priority, self.number
-
-
-class Counts:
-    """The totals of the rows of a step after it, which are read from the device when somebody asks for them."""
-
-    def __init__(self, totals: Totals):
-        self._on_device: Totals | None = totals
-        self._on_host: Totals | None = None
-
-    @property
-    def totals(self) -> Totals:
-        on_device = self._on_device  # another thread may read them at the same time
-        if on_device is not None:
-            self._on_host = jax.device_get(on_device)
-            self._on_device = None
-        assert self._on_host is not None, "it is set before the other is taken away"
-        return self._on_host
 
 
 class Scheduler:
@@ -149,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        device: slots.Slots,
+        device: Slots,
         tables: PageTables | None,
         chunk_size: int,
         eos_token_ids: Sequence[int] = (),
@@ -167,8 +73,9 @@ class Scheduler:
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
-        self._queue, self._guided = _Queue(), _Queue()  # jobs without and with a grammar
-        self._in_flight: deque[tuple[slots.Output, list[Job | None]]] = deque()
+        self._queue: list[Job] = []  # jobs that wait without a grammar, by rank
+        self._guided: list[Job] = []  # jobs that wait with one, by rank
+        self._in_flight: deque[tuple[Output, list[Job | None]]] = deque()
         self._fed: deque[Any] = deque()  # features of the last calls with chunks
         self._acceptance = RecentAcceptance()
         self.changed: list[Job] = []
@@ -206,14 +113,14 @@ class Scheduler:
             return
         job.number = self._num_jobs
         self._num_jobs += 1
-        self._queue_of(job).push(job)
+        self._wait(job)
 
     def cancel(self, job: Job) -> None:
         """End a job now; tokens that the device still computes for it are not read."""
         if not job.is_done:
             job.is_done = True
-            if job.slot is None and job.number >= 0:
-                self._queue_of(job).drop(job)
+            if job.seat is None and job.number >= 0:
+                self._queue_of(job).remove(job)
             self._leave(job)
 
     def advance(self) -> bool:
@@ -228,8 +135,12 @@ class Scheduler:
             self._read()
         return bool(self.waiting or self._in_flight or self.running)
 
-    def _queue_of(self, job: Job) -> "_Queue":
+    def _queue_of(self, job: Job) -> list[Job]:
         return self._queue if job.grammar is None else self._guided
+
+    def _wait(self, job: Job) -> None:
+        """Put a job into its queue."""
+        bisect.insort(self._queue_of(job), job, key=lambda job: job.rank)
 
     def _room(self, length: int) -> int:
         """Slots that a row of this length needs for the steps up to the time its length is known again."""
@@ -242,20 +153,20 @@ class Scheduler:
         """
         queues = [self._queue, self._guided]
         while None in self._slots:
-            jobs = [job for queue in queues if (job := queue.first) is not None]
+            jobs = [queue[0] for queue in queues if queue]
             if not jobs:
                 return
             job = min(jobs, key=lambda job: job.rank)
             if job.grammar is not None and not self._place_grammar(job.grammar):
                 queues = [self._queue]
                 continue
-            if not self._place_tokens(job):
+            seat = self._find_seat(job)
+            if seat is None:
                 if job.grammar is not None:
                     self._grammars.remove(job.grammar)
                 return
-            self._queue_of(job).pop()
-            job.slot = self._slots.index(None)
-            self._slots[job.slot] = job
+            self._queue_of(job).remove(job)
+            job.seat, self._slots[seat.slot] = seat, job
 
     def _place_grammar(self, grammar: Grammar) -> bool:
         """Hold a place of the tables for a grammar; return whether there is one."""
@@ -264,18 +175,18 @@ class Scheduler:
         self._are_grammars_new |= has_place and not is_known
         return has_place
 
-    def _place_tokens(self, job: Job) -> bool:
-        """Give a job pages for its tokens; return whether there are enough."""
+    def _find_seat(self, job: Job) -> Seat | None:
+        """Return a vacant slot with pages for the tokens of a job; None where there are too few pages."""
+        slot = self._slots.index(None)
         if self._tables is None:
-            return True
+            return Seat(slot)
         tokens = np.array(job.tokens, np.int32)
         salt = job.salt if self._shares_prompts else None
-        job.pages = self._tables.insert(tokens, self._room(len(tokens)), salt, takes=job.is_scored)
-        if job.pages is None:
-            return False
-        job.num_computed, job.features = job.pages.num_cached_tokens, job.pages.value
+        pages = self._tables.insert(tokens, self._room(len(tokens)), salt, takes=job.is_scored)
+        if pages is None:
+            return None
         self._is_table_new = True
-        return True
+        return Seat(slot, pages, num_computed=pages.num_cached_tokens, features=pages.value)
 
     def _chunks_between_steps(self) -> int:
         """Return how many chunks may be fed before the next step."""
@@ -307,7 +218,7 @@ class Scheduler:
         jobs = [job for job in jobs if self._shape_of(job) == shape][:num_rows]
         self._prefill(jobs, num_rows, size)
         for job in jobs:
-            if job.num_computed >= len(job.tokens):
+            if seat_of(job).num_computed >= len(job.tokens):
                 self._activate(job)
         return num_rows * size
 
@@ -316,25 +227,28 @@ class Scheduler:
 
         It depends on how many tokens are left, and not on the company, so that the job is computed alike in any.
         """
-        left = len(job.tokens) - job.num_computed
+        left = len(job.tokens) - seat_of(job).num_computed
         return next((shape for shape in self._shapes[:-1] if job.is_scored and left <= shape[1]), self._shapes[-1])
 
     def _prefill(self, jobs: Sequence[Job], num_rows: int, size: int) -> None:
         """Dispatch a call with the next chunks of jobs."""
-        given, at = [], []
-        for job in jobs:
-            assert job.slot is not None
-            features = self._device.no_features if job.num_computed == 0 else job.features
-            given.append(job.slot)
-            at.append(slots.chunk_at(np.array(job.tokens, np.int32), job.num_computed, size, features))
-        log_probs = not all(job.is_scored for job in jobs)
-        features, scores = self._device.prefill(given, at, num_rows, log_probs=log_probs)
-        for job, own in zip(jobs, features, strict=False):  # rows without a job are the last
-            job.num_computed, job.features = job.num_computed + size, own
+        seats = [seat_of(job) for job in jobs]
+        chunks = []
+        for job, seat in zip(jobs, seats, strict=True):
+            features = self._device.no_features if seat.num_computed == 0 else seat.features
+            chunks.append(chunk_at(np.array(job.tokens, np.int32), seat.num_computed, size, features))
+        features, scores = self._device.prefill(
+            [seat.slot for seat in seats],
+            chunks,
+            num_rows,
+            log_probs=not all(job.is_scored for job in jobs),
+        )
+        for job, seat, last in zip(jobs, seats, features, strict=False):  # rows without a job are the last
+            seat.num_computed, seat.features = seat.num_computed + size, last
             if scores is not None:
-                job.scores.append(scores)
-            if job.pages is not None and self._tables is not None and job.num_computed <= len(job.tokens):
-                self._tables.register(job.pages, job.num_computed, job.features)
+                seat.scores.append(scores)
+            if seat.pages is not None and self._tables is not None and seat.num_computed <= len(job.tokens):
+                self._tables.register(seat.pages, seat.num_computed, seat.features)
         self._fed.append(features)
         if len(self._fed) > CALLS_AHEAD:
             last = self._fed.popleft()
@@ -343,22 +257,29 @@ class Scheduler:
 
     def _take(self, job: Job) -> None:
         """Let a job take the chunks that others have computed since it came, instead of computing them."""
-        if self._tables is None or job.pages is None:
+        seat = seat_of(job)
+        if self._tables is None or seat.pages is None:
             return
-        while job.is_scored and self._tables.take(job.pages, job.num_computed):
-            job.num_computed, job.features = job.num_computed + self._chunk_size, job.pages.value
+        while job.is_scored and self._tables.take(seat.pages, seat.num_computed):
+            seat.num_computed, seat.features = seat.num_computed + self._chunk_size, seat.pages.value
             self._is_table_new = True
         if not job.num_preempted:
-            job.num_cached_tokens = job.pages.num_cached_tokens
+            job.num_cached_tokens = seat.pages.num_cached_tokens
 
     def _activate(self, job: Job) -> None:
         """Make a job whose tokens are computed take part in steps."""
-        tokens, slot = np.array(job.tokens, np.int32), job.slot
-        assert slot is not None
+        tokens, seat = np.array(job.tokens, np.int32), seat_of(job)
         try:
-            guide = None if job.grammar is None else self._grammars.guide(job.grammar, tokens[len(job.prompt) :])
-            options = {"prompt_length": len(job.prompt), "sample": job.sample, "totals": job.totals, "guide": guide}
-            row = slots.request(self._device.state, tokens, job.key_data, job.sampling, **options)
+            row = request(
+                self._device.state,
+                tokens,
+                job.key_data,
+                job.sampling,
+                prompt_length=len(job.prompt),
+                sample=job.sample,
+                totals=job.totals,
+                guide=None if job.grammar is None else self._grammars.guide(job.grammar, tokens[len(job.prompt) :]),
+            )
         except Exception as error:  # of its parameters: it ends this job alone
             job.error, job.is_done = error, True
             self.changed.append(job)
@@ -367,8 +288,10 @@ class Scheduler:
         if self._are_grammars_new:
             self._device.set_grammars(self._grammars.token_classes, self._grammars.transitions)
             self._are_grammars_new = False
-        self._device.insert(slot, row)
-        job.is_active = job.is_scored = True
+        self._device.insert(seat.slot, row)
+        if not job.is_scored:
+            job.scores, job.is_scored = seat.scores, True
+        seat.is_active = True
         self.changed.append(job)
 
     def _step(self) -> None:
@@ -380,26 +303,29 @@ class Scheduler:
         if not active:
             return
         self._send()
-        num_draft_tokens = None if self._choose is None else self._choose(len(active), self._acceptance.rate)
         wants_log_probs = any(job.wants_log_probs for job in active)
         of_slots = [slot for slot, job in enumerate(self._slots) if job and job.is_active]
         rows = self._device.rows_of(of_slots, wants_log_probs)
-        options = {"log_probs": wants_log_probs, "num_draft_tokens": num_draft_tokens, "rows": rows}
-        use = max(job.use for job in active) if rows is None else EVERYTHING
-        output = self._device.step(use, **options)
+        output = self._device.step(
+            max(job.use for job in active) if rows is None else EVERYTHING,
+            log_probs=wants_log_probs,
+            num_draft_tokens=None if self._choose is None else self._choose(len(active), self._acceptance.rate),
+            rows=rows,
+        )
         jobs = [self._slots[slot] for slot in (range(len(self._slots)) if rows is None else of_slots)]
         self._in_flight.append((output, [job if job and job.is_active else None for job in jobs]))
 
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
-        if self._tables is None or job.pages is None:
+        pages = seat_of(job).pages
+        if self._tables is None or pages is None:
             return True
         unread = sum(any(one is job for one in jobs) for _, jobs in self._in_flight)
         room = min(len(job.tokens) + (unread + 1) * self._width, self._device.max_length)
-        if room <= job.pages.stop * self._tables.page_size:
+        if room <= pages.stop * self._tables.page_size:
             return True
         self._is_table_new = True
-        return self._tables.ensure(job.pages, room)
+        return self._tables.ensure(pages, room)
 
     def _make_room(self) -> None:
         """Free pages: read the steps in flight, in which jobs may have ended, or else preempt the last job."""
@@ -410,7 +336,7 @@ class Scheduler:
         job = max(self.running, key=lambda job: job.rank)
         self._leave(job)
         job.num_preempted += 1
-        self._queue_of(job).push(job)
+        self._wait(job)
 
     def _send(self) -> None:
         """Tell the device which slots are vacant by now, and the pages of the others."""
@@ -419,7 +345,8 @@ class Scheduler:
             self._left = []
         if self._tables is not None and self._is_table_new:
             vacant = np.full(self._tables.pages_per_row, self._tables.num_pages, np.int32)
-            rows = [vacant if job is None or job.pages is None else job.pages.table for job in self._slots]
+            seats = [None if job is None else job.seat for job in self._slots]
+            rows = [vacant if seat is None or seat.pages is None else seat.pages.table for seat in seats]
             self._device.set_pages(np.stack(rows))
             self._is_table_new = False
 
@@ -427,13 +354,19 @@ class Scheduler:
         """Read the oldest step, and end the jobs that it ends."""
         output, jobs = self._in_flight.popleft()
         scores = {job.number: job.scores for job in jobs if job and job.scores}
-        counts = output.num_drafts, output.num_accepted
-        read: Any = jax.device_get((output.tokens, output.finished, counts, output.log_probs, scores))
-        tokens, finished, counts, log_probs, scores = read
-        self._acceptance.update(*counts)
+        read: Any = jax.device_get((output._replace(length=None, totals=None), scores))
+        step, scores = read
+        self._acceptance.update(step.num_drafts, step.num_accepted)
         totals = Counts(output.totals)
         # The fillers of a step follow its jobs.
-        rows = zip(jobs, tokens.tolist(), finished.tolist(), *(each.tolist() for each in counts), strict=False)
+        rows = zip(
+            jobs,
+            step.tokens.tolist(),
+            step.finished.tolist(),
+            step.num_drafts.tolist(),
+            step.num_accepted.tolist(),
+            strict=False,
+        )
         for index, (job, row, reason, num_drafts, num_accepted) in enumerate(rows):
             if job is None or job.is_done:
                 continue
@@ -442,8 +375,8 @@ class Scheduler:
             committed = [token for token in row if token >= 0]
             job.counts = totals, index
             job.kinds += _kinds(num_drafts, num_accepted, len(committed))
-            if log_probs is not None and job.wants_log_probs:
-                job.log_probs.append(_own(log_probs, index, len(committed)))
+            if step.log_probs is not None and job.wants_log_probs:
+                job.log_probs.append(_take(step.log_probs, index, len(committed)))
             self._extend(job, committed, reason)
 
     def _extend(self, job: Job, committed: list[int], finished: int) -> None:
@@ -467,56 +400,20 @@ class Scheduler:
 
     def _leave(self, job: Job) -> None:
         """Take a job out of its slot, if it has one, and free its pages and the place of its grammar."""
-        if job.slot is None:
+        seat = job.seat
+        if seat is None:
             return
-        self._left.append(job.slot)
-        self._slots[job.slot], job.is_active = None, False
-        if job.pages is not None and self._tables is not None:
-            self._tables.free(job.pages)
+        self._left.append(seat.slot)
+        self._slots[seat.slot] = None
+        if seat.pages is not None and self._tables is not None:
+            self._tables.free(seat.pages)
             self._is_table_new = True
         if job.grammar is not None:
             self._grammars.remove(job.grammar)
-        if not job.is_scored:
-            job.scores = []
-        job.slot = job.pages = job.features = None
-        job.num_computed = 0
+        job.seat = None
 
 
-class _Queue:
-    """Jobs that wait, the first by rank first."""
-
-    def __init__(self):
-        self._jobs: list[tuple[tuple[int, int], Job]] = []  # a heap, with jobs that have ended meanwhile
-        self._num_ended = 0
-
-    def __len__(self) -> int:
-        return len(self._jobs) - self._num_ended
-
-    @property
-    def first(self) -> Job | None:
-        """The first job, None where there is none."""
-        while self._jobs and self._jobs[0][1].is_done:
-            heapq.heappop(self._jobs)
-            self._num_ended -= 1
-        return self._jobs[0][1] if self._jobs else None
-
-    def push(self, job: Job) -> None:
-        heapq.heappush(self._jobs, (job.rank, job))
-
-    def pop(self) -> None:
-        """Remove the job that is `first`."""
-        heapq.heappop(self._jobs)
-
-    def drop(self, job: Job) -> None:
-        """Note that a job in the queue has ended."""
-        self._num_ended += 1
-        if self._num_ended > len(self._jobs) // 2:  # so that they take no memory
-            self._jobs = [entry for entry in self._jobs if not entry[1].is_done]
-            heapq.heapify(self._jobs)
-            self._num_ended = 0
-
-
-def _own(log_probs: LogProbs, row: int, width: int) -> LogProbs:
+def _take(log_probs: LogProbs, row: int, width: int) -> LogProbs:
     """Return a copy of the first log-probabilities of a row."""
     return jax.tree.map(lambda x: np.array(x[row, :width]), log_probs)
 

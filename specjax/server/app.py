@@ -17,9 +17,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from specjax.engine.engine import Engine
+from specjax.engine.jobs import NoTokenError
 from specjax.engine.pending import Pending, arrivals
 from specjax.engine.requests import Result
-from specjax.engine.scheduler import NoTokenError
 from specjax.server import anthropic, protocol, responses
 from specjax.server.anthropic import MessageAnswer
 from specjax.server.calls import Disconnected, Submission, Turns, attended, cancel, in_thread, read_json, submit

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from specjax.engine.engine import QueueFull
-from specjax.engine.scheduler import NoTokenError
+from specjax.engine.jobs import NoTokenError
 from specjax.server.fields import BadRequest
 
 MAX_MESSAGE = 600  # characters
