@@ -60,8 +60,14 @@ def feed_chunk(
     )
     log_probs = fed.log_probs
     if log_probs is not None:
-        given = log_probs, inputs.positions + 1, following, logits, inputs.rows
-        log_probs = record(*given, axis_name=model.axis_name)
+        log_probs = record(
+            log_probs,
+            inputs.positions + 1,
+            following,
+            logits,
+            inputs.rows,
+            axis_name=model.axis_name,
+        )
     return Fed(cache, proposer_state, log_probs), last
 
 

@@ -63,17 +63,15 @@ def take(state: "State", rows: Array) -> "State":
     context = jax.tree.map(read, state.context)
     if table is None:
         context = context._replace(pages=rows[:, None])  # of a dense cache, where row b owns page b
-    numbers = state.keys, state.finished, state.totals, state.log_probs
-    keys, finished, totals, log_probs = jax.tree.map(read, numbers)
     return state._replace(
         context=context._replace(active=context.active & (rows < batch_size)),
         cache=state.cache.take(rows),
         proposer=state.proposer.take(rows),
         sampling=take_sampling(state.sampling, read),
-        keys=keys,
-        finished=finished,
-        totals=totals,
-        log_probs=log_probs,
+        keys=read(state.keys),
+        finished=read(state.finished),
+        totals=jax.tree.map(read, state.totals),
+        log_probs=jax.tree.map(read, state.log_probs),
     )
 
 

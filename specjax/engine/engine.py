@@ -10,9 +10,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,15 +20,15 @@ from specjax import proposers, verifiers
 from specjax.decoding.drafters import in_memory
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
-from specjax.engine.jobs import Counts, Job
 from specjax.engine.memory import num_pages_that_fit
-from specjax.engine.pages import PageStats, PageTables
+from specjax.engine.pages import PageTables
 from specjax.engine.pending import Pending, wake
 from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sizes import default_sizes
+from specjax.engine.sizes import chunk_shapes, default_sizes
 from specjax.engine.slots import Slots
+from specjax.engine.stats import Stats, Sums
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import Capacities, check_grammar, of_request
@@ -41,55 +40,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specjax.engine.llm import LLM
-
-
-class Stats(NamedTuple):
-    """Load of the engine now, and counters since its start. Counters never decrease."""
-
-    num_running: int  # samples that have a slot
-    num_waiting: int  # samples that wait for one
-    num_finished: int  # requests that have ended, cancelled ones included
-    num_tokens: int  # generated tokens whose text is certain
-    num_preempted: int  # how often a running sample gave its slot up to others
-    pages: PageStats | None  # of the cache, with the tokens that were looked up and found; None where it is dense
-    num_prompt_tokens: int = 0  # tokens of the prompts of all requests
-    num_drafts: int = 0  # how often a sample took a step with at least one draft token
-    num_drafted: int = 0  # draft tokens
-    num_accepted: int = 0  # accepted draft tokens
-    num_accepted_at: tuple[int, ...] = ()  # accepted draft tokens at each of the K positions of a draft
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Sums over samples, of numbers that grow while a sample runs; the names are the same as in `Stats`."""
-
-    num_tokens: int
-    num_preempted: int
-    num_drafts: int
-    num_drafted: int
-    num_accepted: int
-    num_accepted_at: np.ndarray  # [K]
-
-    def __add__(self, other: "_Counts") -> "_Counts":
-        return _Counts(**{name: number + getattr(other, name) for name, number in vars(self).items()})
-
-    @classmethod
-    def of(cls, jobs: Sequence[Job], num_draft_tokens: int) -> "_Counts":
-        """Return the sums over some jobs, for drafts of K = `num_draft_tokens` tokens."""
-        slots_of: dict[Counts, list[int]] = {}  # most jobs have the counts of the last step
-        for job in jobs:
-            if (last := job.counts) is not None:  # which another thread may replace
-                slots_of.setdefault(last[0], []).append(last[1])
-        totals = [(counts.totals, slots) for counts, slots in slots_of.items()]
-        at = [total.accepted_at[slots].sum(axis=0) for total, slots in totals]
-        return cls(
-            num_tokens=sum(job.output.num_certain for job in jobs),
-            num_preempted=sum(job.num_preempted for job in jobs),
-            num_drafts=sum(int(total.row_steps[slots].sum()) for total, slots in totals),
-            num_drafted=sum(int(total.drafted[slots].sum()) for total, slots in totals),
-            num_accepted=sum(int(total.accepted[slots].sum()) for total, slots in totals),
-            num_accepted_at=np.sum([np.zeros(num_draft_tokens, np.int64), *at], axis=0),
-        )
 
 
 class QueueFull(RuntimeError):
@@ -205,7 +155,7 @@ class Engine:
         for name, number in (*numbers, ("chunks_per_step", 1 if chunks_per_step is None else chunks_per_step)):
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
-        short_chunks = _short_chunks(short_chunks, chunk_size, num_slots)
+        short_chunks = chunk_shapes(short_chunks, chunk_size, num_slots)
         if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
             raise ValueError(
                 f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
@@ -219,17 +169,32 @@ class Engine:
         if takes_pages:
             pages_per_row = -(-max_length // page_size)
             if num_pages is None:
-                lengths = {"max_length": max_length, "page_size": page_size, "chunk_size": chunk_size}
-                num_pages = num_pages_that_fit(model, proposer, num_slots=num_slots, **lengths)
+                num_pages = num_pages_that_fit(
+                    model,
+                    proposer,
+                    num_slots=num_slots,
+                    max_length=max_length,
+                    page_size=page_size,
+                    chunk_size=chunk_size,
+                )
             tables, pool = PageTables(num_pages, page_size, pages_per_row, chunk_size), (num_pages, page_size)
         elif num_pages is not None:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()
-        sizes = {"num_slots": num_slots, "max_length": max_length, "capacities": self._capacities, "pool": pool}
         if step_sizes is None:
             step_sizes = [size for size in defaults.step_sizes if size < num_slots]
-        steps = {"verifier": verifier, "draft_lengths": draft_lengths, "step_sizes": step_sizes}
-        device = (Repeated if leads(model) else Slots)(model, proposer, chunk_size=chunk_size, **steps, **sizes)
+        device = (Repeated if leads(model) else Slots)(
+            model,
+            proposer,
+            num_slots=num_slots,
+            max_length=max_length,
+            capacities=self._capacities,
+            pool=pool,
+            verifier=verifier,
+            draft_lengths=draft_lengths,
+            chunk_size=chunk_size,
+            step_sizes=step_sizes,
+        )
         log_caches(device, pool)
         device.compile(chunk_size, short_chunks)
         self._scheduler = Scheduler(
@@ -243,14 +208,18 @@ class Engine:
         )
         self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
         self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
-        limits = {"time_limit": grammar_seconds, "max_kept": 2 * self._capacities.grammars}
-        given = partial(vocabulary, tokenizer), eos_token_ids, self._check_grammar
-        self._compiler = GrammarCompiler(*given, **limits)
+        self._compiler = GrammarCompiler(
+            partial(vocabulary, tokenizer),
+            eos_token_ids,
+            self._check_grammar,
+            time_limit=grammar_seconds,
+            max_kept=2 * self._capacities.grammars,
+        )
         self._entropy = np.random.default_rng()
         self._live: dict[Request, None] = {}
         self._num_finished = self._num_prompt_tokens = 0
         self._num_draft_tokens = device.proposer.num_draft_tokens
-        self._ended = _Counts.of([], self._num_draft_tokens)  # of the requests that are not live
+        self._ended = Sums.of([], self._num_draft_tokens)  # of the requests that are not live
         self._calls: deque[tuple[Any, tuple]] = deque()  # for the thread
         self._changed = threading.Condition()
         self._is_closed, self._failure = False, None
@@ -342,9 +311,10 @@ class Engine:
             if self._max_waiting is not None and len(waiting) >= self._max_waiting:
                 raise QueueFull(f"{len(waiting)} requests wait already, max_waiting is {self._max_waiting}")
             if self._max_waiting is not None and client is not None:
-                own, most = sum(each._client == client for each in waiting), self._max_waiting - self._max_waiting // 8
-                if own >= most:
-                    raise QueueFull(f"{own} requests of this client wait already, the most is {most}")
+                num_of_client = sum(each._client == client for each in waiting)
+                most = self._max_waiting - self._max_waiting // 8
+                if num_of_client >= most:
+                    raise QueueFull(f"{num_of_client} requests of this client wait already, the most is {most}")
             self._live[request] = None
             self._num_prompt_tokens += len(ids)
             if request._source is None:
@@ -380,7 +350,7 @@ class Engine:
             jobs = [job for request in self._live for job in request._samples.jobs]
             unfinished = [job for job in jobs if not job.is_done]
             num_running = sum(job.is_running for job in unfinished)
-            counts = self._ended + _Counts.of(jobs, self._num_draft_tokens)
+            counts = self._ended + Sums.of(jobs, self._num_draft_tokens)
             counters: dict[str, Any] = vars(counts) | {"num_accepted_at": tuple(counts.num_accepted_at.tolist())}
             return Stats(
                 num_running=num_running,
@@ -513,28 +483,7 @@ class Engine:
         if request._source is not None:
             self._compiler.leave(request._source, request._grammar)
         self._num_finished += 1
-        self._ended += _Counts.of(request._samples.jobs, self._num_draft_tokens)
-
-
-def _short_chunks(
-    given: Sequence[tuple[int, int]] | None, chunk_size: int, num_slots: int
-) -> Sequence[tuple[int, int]]:
-    """Return the numbers of rows and tokens of each call that feeds short chunks."""
-    if given is None:
-        shapes = default_sizes("server").short_chunks
-        return [(min(rows, chunk_size // size, num_slots), size) for rows, size in shapes if size < chunk_size]
-
-    def is_pair(shape: Any) -> bool:
-        return isinstance(shape, tuple) and len(shape) == 2 and all(is_integer(n) and n >= 1 for n in shape)
-
-    if not isinstance(given, list | tuple) or not all(
-        is_pair(shape) and shape[1] < chunk_size and math.prod(shape) <= chunk_size for shape in given
-    ):
-        raise ValueError(
-            "short_chunks must be pairs of rows >= 1 and tokens in [1, chunk_size - 1], with products of at most "
-            f"chunk_size = {chunk_size}, got {given!r}"
-        )
-    return given
+        self._ended += Sums.of(request._samples.jobs, self._num_draft_tokens)
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()

@@ -69,8 +69,13 @@ class GrammarTables:
             is_known = token < len(grammar.token_classes)
             after = grammar.transitions[state, grammar.token_classes[token]] if is_known else -1
             state = state if after < 0 else int(after)  # as `guided.advance` has it
-        arrays: Any = None, None, np.int32(entry.index), np.int32(entry.first + state)
-        return Guide(*arrays)
+        guide: Any = Guide  # the fields of a row are numbers of the host, and its tables are not its own
+        return guide(
+            token_classes=None,
+            transitions=None,
+            grammar=np.int32(entry.index),
+            initial=np.int32(entry.first + state),
+        )
 
     def _place(self, grammar: Grammar) -> _Entry | None:
         """Write a grammar into the tables, where necessary in place of some that no request uses."""

@@ -48,8 +48,11 @@ def num_pages_that_fit(
         model = replace(model, init_cache=model.apply.init_cache)
 
     def size(num_pages: int) -> int:
-        sizes = num_slots, num_pages, page_size
-        memories: Any = jax.eval_shape(lambda: (model.init_memory(*sizes), proposer.init_memory(*sizes)))
+        def init() -> tuple[Any, Any]:
+            cache = model.init_memory(num_slots, num_pages, page_size)
+            return cache, proposer.init_memory(num_slots, num_pages, page_size)
+
+        memories = jax.eval_shape(init)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(memories))
 
     rows = max(num_slots * (proposer.num_draft_tokens + 1), chunk_size)

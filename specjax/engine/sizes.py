@@ -1,9 +1,13 @@
 """The default sizes of batches, chunks and pages, by use and platform."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+
+from specjax.validation import is_integer
 
 Use = Literal["call", "call with many samples", "server", "batch"]
 
@@ -46,3 +50,24 @@ MANY_SAMPLES = 64  # of a call
 def default_sizes(use: Use) -> Sizes:
     """Return the sizes for a use on the platform of this process; accelerators have the sizes of GPUs."""
     return SIZES[use]["cpu" if jax.default_backend() == "cpu" else "gpu"]
+
+
+def chunk_shapes(
+    shapes: Sequence[tuple[int, int]] | None, chunk_size: int, num_slots: int
+) -> Sequence[tuple[int, int]]:
+    """Return the numbers of rows and tokens of each call that feeds short chunks."""
+    if shapes is None:
+        defaults = default_sizes("server").short_chunks
+        return [(min(rows, chunk_size // size, num_slots), size) for rows, size in defaults if size < chunk_size]
+
+    def is_pair(shape: Any) -> bool:
+        return isinstance(shape, tuple) and len(shape) == 2 and all(is_integer(n) and n >= 1 for n in shape)
+
+    if not isinstance(shapes, list | tuple) or not all(
+        is_pair(shape) and shape[1] < chunk_size and math.prod(shape) <= chunk_size for shape in shapes
+    ):
+        raise ValueError(
+            "short_chunks must be pairs of rows >= 1 and tokens in [1, chunk_size - 1], with products of at most "
+            f"chunk_size = {chunk_size}, got {shapes!r}"
+        )
+    return shapes

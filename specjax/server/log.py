@@ -18,8 +18,9 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specjax.engine.engine import Engine, Stats
+from specjax.engine.engine import Engine
 from specjax.engine.requests import Result
+from specjax.engine.stats import Stats
 from specjax.server.calls import in_thread
 from specjax.server.remote import RemoteEngine
 

@@ -7,8 +7,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from specjax.engine.engine import Engine, Stats
+from specjax.engine.engine import Engine
 from specjax.engine.requests import Result
+from specjax.engine.stats import Stats
 from specjax.server.remote import RemoteEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from specjax.engine.engine import Stats
 from specjax.engine.pending import Pending, wake
 from specjax.engine.requests import Piece
+from specjax.engine.stats import Stats
 from specjax.sampling import SamplingParams
 from specjax.server import wire
 

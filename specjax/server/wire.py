@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from specjax.engine.engine import QueueFull, Stats
+from specjax.engine.engine import QueueFull
 from specjax.engine.jobs import NoTokenError
 from specjax.engine.pages import PageStats
 from specjax.engine.requests import Completion, Metrics, Piece, Result, TokenLogProbs
+from specjax.engine.stats import Stats
 from specjax.processes import messages
 from specjax.processes.child import frame
 from specjax.sampling import SamplingParams
