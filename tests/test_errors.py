@@ -192,7 +192,7 @@ def test_a_target_without_a_drafter(directory, monkeypatch, capsys, command, opt
     def stop(*arguments, **options):
         raise ValueError("enough")
 
-    for begin in ("specjax.LLM.stream", "specjax.server.run.serve", "specjax.Engine"):
+    for begin in ("specjax.LLM.stream", "specjax.server.run.serve", "specjax.Engine.of"):
         monkeypatch.setattr(begin, stop)
     requests = directory.parent / "requests.jsonl"
     requests.touch()
