@@ -23,7 +23,7 @@ def llm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def matching(llm):
     other = copy.copy(llm)
-    other.verifier = verifiers.match
+    other.setup = replace(llm.setup, verifier=verifiers.match)
     return other
 
 

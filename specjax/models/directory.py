@@ -10,6 +10,11 @@ import numpy as np
 from specjax.models import tokenizer as tokenizers
 from specjax.models.config_file import DTYPES, ConfigFile, read_json
 from specjax.models.diagnosis import hint, is_gguf
+from specjax.models.gguf.blocks import KEPT
+from specjax.models.gguf.config import config_of, settings_of
+from specjax.models.gguf.header import read_header
+from specjax.models.gguf.tensors import GGUFScheme, open_gguf
+from specjax.models.gguf.tokenizer import tokenizer_of
 from specjax.validation import suggestion
 from specjax.validation.extras import needs
 
@@ -57,8 +62,6 @@ class Checkpoint:
 
     def __new__(cls, directory: str | Path, quantization: str | None = None) -> "Checkpoint":
         if cls is Checkpoint and is_gguf(directory):
-            from specjax.models.gguf.checkpoint import GGUFCheckpoint
-
             return object.__new__(GGUFCheckpoint)
         return object.__new__(cls)
 
@@ -250,3 +253,66 @@ class Checkpoint:
             return isinstance(self.chat_template, str)
         except ValueError:
             return False
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A checkpoint of a model in a GGUF file, whose header has the fields of the files of a directory.
+
+    Args:
+        path: the file.
+        quantization: as `Checkpoint` takes it, for a file whose matrices are floats.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or a part of a model, its architecture or a type of its tensors is unknown, or a
+            field is missing, wrong or not supported.
+    """
+
+    def __init__(self, path: str | Path, quantization: str | None = None):
+        check_quantization("quantization", quantization)
+        self.directory, self.quantization = Path(path), quantization
+        header = read_header(self.directory)
+        self._fields: dict[str, dict[str, Any]] = {"config.json": config_of(header), **settings_of(header)}
+        if quantization is not None and self.scheme is not None:
+            raise ValueError(
+                f"quantization must be None for weights that are quantised already, as those of {path} are, got "
+                f"{quantization!r}"
+            )
+
+    def _read(self, name: str) -> ConfigFile:
+        return ConfigFile(self.directory, dict(self._fields[name]))
+
+    def settings(self, name: str) -> ConfigFile:
+        """Return the fields that another JSON file of the checkpoint would have; of most files there are none."""
+        return ConfigFile(self.directory, dict(self._fields.get(name, {})))
+
+    @cached_property
+    def scheme(self) -> GGUFScheme | None:
+        """How the file stores matrices in codes; None where it stores floats."""
+        file = open_gguf(self.directory)
+        has_codes = any(entry.kind.name in KEPT for entry, _ in file.entries.values())
+        return GGUFScheme(self.directory) if has_codes else None
+
+    @cached_property
+    def _model_tensors(self) -> "Tensors":
+        with needs("models"):
+            from specjax.models.tensors import Tensors
+        return Tensors(self.directory, np.dtype("float32"), files=[self.directory], scheme=self.scheme)
+
+    @cached_property
+    def _drafter_tensors(self) -> "Tensors":
+        return self._model_tensors
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The path of the file."""
+        return self.directory
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        return tokenizer_of(read_header(self.directory))
+
+    @cached_property
+    def template_file(self) -> str | None:
+        """None: the template is in the header."""
+        return None

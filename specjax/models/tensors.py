@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.models.config_file import read_json
 from specjax.models.diagnosis import check_not_pointer, lacks
+from specjax.models.gguf.tensors import open_gguf
 from specjax.models.quantization import Scheme, StoredLinear
 from specjax.models.quantized import Quantized, concatenate, dequantize, quantize
 from specjax.models.safetensors_file import DTYPES as ARRAY_DTYPES
@@ -442,8 +443,6 @@ def _open(path: Path) -> Iterator[Any]:
             yield file
         return
     if path.suffix == ".gguf":
-        from specjax.models.gguf.checkpoint import open_gguf
-
         yield open_gguf(path)
         return
     try:

@@ -1,6 +1,7 @@
 """The sampling parameters of a batch, as arrays with one row for each request."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ class Sampling(NamedTuple):
     guide: Guide | None = None  # the grammars
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """A field of `Sampling` that is an array of numbers or of token ids."""
 
     neutral: float  # the value that changes no distribution and ends nothing
@@ -65,7 +67,8 @@ RULES = {
 NUMBERS = [name for name, rule in RULES.items() if not rule.capacities]  # fields of `SamplingParams`, too
 
 
-class Lists(NamedTuple):
+@dataclass(frozen=True)
+class Lists:
     """The token ids that a request names, each once."""
 
     stops: list[int]  # that end it, with the end-of-sequence tokens

@@ -146,7 +146,8 @@ def of_request(
         >>> of_request(SamplingParams(stop_token_ids=[7]), Capacities(stop_tokens=3)).stop_tokens
         array([ 7, -1, -1], dtype=int32)
     """
-    stops, biases, allowed, words = lists_of(params, eos_token_ids, vocab_size, tokenize)
+    lists = lists_of(params, eos_token_ids, vocab_size, tokenize)
+    stops, biases, allowed, words = lists.stops, lists.biases, lists.allowed, lists.bad_words
     grammar = params.guided_decoding
     if isinstance(grammar, Grammar):
         check_grammar(grammar, capacities, vocab_size)
