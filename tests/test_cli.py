@@ -15,7 +15,8 @@ import pytest
 from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
 from specjax import LLM, SamplingParams
-from specjax.cli import _compare, main
+from specjax.cli import main
+from specjax.cli.generate import _compare
 from specjax.engine.slots import Slots
 from specjax.validation.extras import install_command
 

@@ -1,0 +1,204 @@
+"""The command `specjax generate`."""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from specjax.cli.models import add_model_arguments, load
+from specjax.cli.terminal import timed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specjax.engine.llm import LLM
+    from specjax.engine.requests import Metrics, Piece, Result
+    from specjax.sampling import SamplingParams
+
+STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
+
+
+def add_generate(commands: Any) -> None:
+    """Add the command `specjax generate`."""
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text",
+        description="Continue a text. On a terminal, colours tell accepted drafts from recovered and bonus tokens; "
+        "a summary goes to standard error.",
+    )
+    generate.set_defaults(run=_generate, command="generate", extra="cli")
+    add = generate.add_argument
+    add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
+    add_model_arguments(generate)
+    add("--chat", action="store_true", help="answer the prompt with the model's chat template")
+    add(
+        "--num-draft-tokens",
+        type=_int_or_auto,
+        default=4,
+        metavar="K",
+        help="draft tokens per step, or auto; 0: plain decoding; default: 4",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy, the default")
+    add("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
+    add("--top-k", type=int, default=-1, metavar="K", help="number of most likely tokens to keep")
+    add("--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the most likely token")
+    add("--max-tokens", type=int, default=128, metavar="N", help="maximum number of generated tokens; default: 128")
+    add("--seed", type=int, metavar="N", help="seed of the random numbers")
+    add("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
+    add("--compare", action="store_true", help="also measure plain decoding of the target")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _int_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer or auto, got {text!r}") from None
+
+
+def _generate(args: argparse.Namespace) -> int:
+    """Run `specjax generate` and return its exit code."""
+    params = _sampling_params(args)
+    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
+    console = _console() if sys.stdout.isatty() and not args.json else None
+    llm = load(args)
+    if args.compare and not llm.proposer.num_draft_tokens:
+        raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
+    request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
+    with timed(console, "compiling") if console else contextlib.nullcontext():
+        stream = llm.stream(request, params)
+    write = _writer(console, args.json)
+    compared, exit_code = None, 0
+    try:
+        for piece in stream:
+            write(piece)
+        if args.compare:
+            compared = _compare(llm, request, params)
+    except KeyboardInterrupt:  # generated text is still reported
+        exit_code = 130
+
+    if args.json:
+        _write(_json_report(prompt, stream.result, compared) + "\n")
+    else:
+        _write("\n")
+        _print_summary(console, stream.result.metrics, compared, params.temperature)
+    return exit_code
+
+
+def _sampling_params(args: argparse.Namespace) -> "SamplingParams":
+    from specjax.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+        max_tokens=args.max_tokens,
+    )
+
+
+def _read_standard_input() -> str:
+    if sys.stdin.isatty():
+        raise ValueError("PROMPT must be an argument or come from standard input, got neither")
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        got = f"byte {content[error.start]:#04x} at {error.start}"
+        raise ValueError(f"PROMPT must be UTF-8 on standard input, got {got}") from error
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console()
+
+
+def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], Any]:
+    """Return a function that shows a piece as soon as it is generated."""
+    if is_quiet:
+        return lambda piece: None
+    if console:
+        return lambda piece: console.out(piece.text, style=STYLES[piece.kind], end="", highlight=False)
+    return lambda piece: _write(piece.text)
+
+
+def _write(text: str) -> None:
+    """Write to standard output at once; an error names it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> dict[str, Any]:
+    """Time the same request with and without drafts, each after a warm-up run."""
+    speculative, plain = ([other.generate([prompt], params) for _ in range(2)][1][0] for other in (llm, llm.plain()))
+    speed, plain_speed = speculative.metrics.tokens_per_second, plain.metrics.tokens_per_second
+    return {
+        "tokens_per_second": speed,
+        "plain_tokens_per_second": plain_speed,
+        "speed_up": speed / plain_speed if plain_speed else math.nan,
+        "texts_agree": speculative.text == plain.text,
+    }
+
+
+def _json_report(prompt: str, result: "Result", compared: dict[str, Any] | None) -> str:
+    completion = result.completions[0]._asdict()
+    del completion["logprobs"], completion["index"]
+    report = {"prompt": prompt, **completion, "metrics": result.metrics._asdict()}
+    return json.dumps(_finite(report | ({"compare": compared} if compared else {})))
+
+
+def _print_summary(
+    console: "Console | None", metrics: "Metrics", compared: dict[str, Any] | None, temperature: float
+) -> None:
+    """Print the legend of colours to the console and the figures to standard error."""
+    if console and metrics.num_drafted:
+        console.print(*(f"[{STYLES[kind]}]{kind}[/]" for kind in ("accepted", "recovered", "bonus")))
+    print(_summary(metrics), file=sys.stderr)
+    if compared:
+        print(_comparison(compared, temperature), file=sys.stderr)
+
+
+def _summary(metrics: "Metrics") -> str:
+    """Return one line about speed and acceptance."""
+    speed = (
+        f"{metrics.num_tokens} tokens in {metrics.seconds:.2f} s: {metrics.tokens_per_second:.1f} tokens/s "
+        "(decoding alone, without prompt and compilation)"
+    )
+    if not metrics.num_drafted:
+        return f"{speed}, no drafts"
+    return (
+        f"{speed}, acceptance rate {metrics.acceptance_rate:.2f}, "
+        f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
+    )
+
+
+def _comparison(compared: dict[str, Any], temperature: float) -> str:
+    """Return one line about the speed-up over plain decoding."""
+    if compared["texts_agree"]:
+        texts = "the texts agree"
+    elif temperature == 0:
+        texts = "the texts differ"
+    else:
+        texts = "the texts differ, as samples of the same distribution do"
+    return (
+        f"{compared['tokens_per_second']:.1f} tokens/s against {compared['plain_tokens_per_second']:.1f} tokens/s of "
+        f"plain decoding: a speed-up of {compared['speed_up']:.2f}; {texts}"
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN by None in a value, because JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

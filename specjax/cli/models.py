@@ -1,0 +1,125 @@
+"""The arguments of all commands that run models, and the models that they name."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from specjax.validation import suggestion
+
+if TYPE_CHECKING:
+    from specjax.engine.llm import LLM
+
+
+def add_model_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which models run, and how."""
+    add = command.add_argument
+    add("--model", help="Hugging Face checkpoint of the target, a directory or org/name; default: the embedded family")
+    add(
+        "--draft",
+        metavar="MODEL",
+        help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram; "
+        "or self, a copy of the model in few bits",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights; default: that of the checkpoint, or float32 on a CPU",
+    )
+    add(
+        "--quantization",
+        choices=("int8", "int4", "fp8"),
+        help="round the matrices of the model's layers when they are read; default: keep them as they are stored",
+    )
+    add("--draft-quantization", choices=("int8", "int4", "fp8"), help="likewise for the checkpoint of --draft")
+    add(
+        "--cache-dtype",
+        choices=("fp8",),
+        help="dtype of the keys and values of the model and of a draft model; default: that of the weights",
+    )
+    add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
+    add("--num-processes", type=int, metavar="N", help="number of processes; default: that of Slurm or Open MPI")
+    add(
+        "--process-id", type=int, metavar="I", help="number of this process, from 0; default: that of Slurm or Open MPI"
+    )
+    add(
+        "--join-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds in which all processes must start; default: 300",
+    )
+    add(
+        "--compilation-cache",
+        metavar="DIR",
+        help="folder for compiled programs; default: in the user's cache directory",
+    )
+    add(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_const",
+        const=False,
+        help="compile anew at every start",
+    )
+
+
+def add_engine_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose the models and their names."""
+    add_model_arguments(command)
+    add = command.add_argument
+    add(
+        "--served-model-name",
+        "--name",
+        dest="names",
+        action="append",
+        metavar="NAME",
+        help="what requests call the model; may be repeated; default: the name of its directory, or specjax",
+    )
+    add("--any-model-name", action="store_true", help="let requests call the model by any name")
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="draft tokens per step; 0: plain decoding; default: 4",
+    )
+
+
+def load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
+    """Load the models that the arguments of `add_model_arguments` name."""
+    from specjax.engine.llm import LLM
+
+    _check_platform()
+    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype")
+    options |= {name: getattr(args, name) for name in names}
+    return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
+
+
+def _check_platform() -> None:
+    """Raise ValueError where JAX has no device of the platform that the environment asks for."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        hint = suggestion(asked, ["cpu", "cuda", "rocm", "tpu"])
+        raise ValueError(f"JAX has no device of JAX_PLATFORMS={asked}{hint} ({error})") from error
+
+
+def verifier_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the verifier, where the command has an argument for it."""
+    from specjax import verifiers
+
+    return {"verifier": getattr(verifiers, args.verifier)} if hasattr(args, "verifier") else {}
+
+
+def load(args: argparse.Namespace, **options: Any) -> "LLM":
+    """Load the models, and say on standard error where a target has no drafter."""
+    llm = load_llm(args, **options)
+    if args.model is not None and args.draft is None and args.num_draft_tokens != 0:
+        choices = "--draft ngram, a head trained for the model, or a small model of its family"
+        print(f"specjax: no --draft is given, so {args.model} decodes plainly; give {choices}", file=sys.stderr)
+    return llm
