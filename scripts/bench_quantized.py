@@ -38,6 +38,7 @@ MATRICES = ("4096x14336", "14336x4096", "4096x6144", "4096x128256")  # inputs x 
 FORMATS = ("bf16", "int8", "fp8", "fp8-blocks", "int4", "int4-symmetric", "mxfp4")
 ROWS = (1, 2, 4, 8, 16, 64)
 MAX_ERROR = 2e-2
+COPIES_BYTES = 5e8  # ten times the cache of an H100, which would serve a part of one or two copies of a matrix
 ROW_TILINGS = tuple(RowTiling(*sizes) for sizes in product((2, 4, 8, 16), (1, 2, 4, 8)))
 TILINGS = tuple(
     Tiling(outputs, words, num_warps, num_stages, num_splits)
@@ -118,7 +119,7 @@ def tilings_of(num_rows: int, weight: Quantized) -> Iterator[RowTiling | Tiling]
 def measure(function, x: jax.Array, weight: jax.Array | Quantized) -> tuple[float, float]:
     """Return the seconds of a product and its error."""
     error = float(error_of(jax.jit(function)(x, weight), x, weight))
-    return timing.device_seconds(function, x, weight), error
+    return timing.device_seconds(function, x, weight, copies_bytes=COPIES_BYTES), error
 
 
 def tune(num_rows: int, x: jax.Array, weight: Quantized, deadline: float) -> None:

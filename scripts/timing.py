@@ -11,16 +11,24 @@ SHORTEST, BANDWIDTH = 1e-5, {"gpu": 3e12, "cpu": 5e9}  # rough seconds and bytes
 CACHE_BYTES = 150e6  # arguments are copied until together they exceed the cache of the device
 
 
-def device_seconds(function, *arguments) -> float:
+def device_seconds(function, *arguments, copies_bytes: float | None = None) -> float:
     """Return the seconds of one `function(*arguments)` on the device.
 
     The time is the difference between a loop with the calls and the same loop without them. Each iteration calls the
     function on several copies of the arguments, on more copies if they would otherwise stay in the cache. The smallest
     argument of a call depends on the result of the previous call, so that calls do not overlap, and a barrier keeps XLA
     from hoisting work out of the loop. The loop without the calls has the same dependences.
+
+    Args:
+        function: of arrays, or of pytrees of arrays.
+        arguments: of the function.
+        copies_bytes: bytes that the copies of the arguments exceed together, if `MAX_COPIES` are enough. A cache holds
+            a part even of arguments that exceed it a little. None makes as many copies as fit in `CACHE_BYTES`, but at
+            least one.
     """
     size = sum(x.nbytes for x in jax.tree.leaves(arguments))
-    num_copies = int(min(MAX_COPIES, max(1, CACHE_BYTES // size)))
+    most = CACHE_BYTES // size if copies_bytes is None else copies_bytes // size + 1
+    num_copies = int(min(MAX_COPIES, max(1, most)))
     num_iterations = max(5, int(MIN_SECONDS / num_copies / max(SHORTEST, size / BANDWIDTH[jax.default_backend()])))
     copies = [arguments] + [jax.tree.map(lambda x: x.copy(), arguments) for _ in range(num_copies - 1)]
     seconds = _loop_seconds(function, copies, num_iterations) - _loop_seconds(None, copies, num_iterations)

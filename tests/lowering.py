@@ -63,6 +63,7 @@ def compile_for_sm90(kernel: Kernel, directory: Path) -> Resources:
 
     source = directory / "kernel.ttir"
     source.write_text(kernel.triton_ir)
+    source.write_text(_simplified(source))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
@@ -76,3 +77,24 @@ def compile_for_sm90(kernel: Kernel, directory: Path) -> Resources:
     registers = int(words[words.index("registers") - 1])
     stack = int(words[words.index("stack") - 2])
     return Resources(registers, spilled, stack, compiled.metadata.shared)
+
+
+def _simplified(source: Path) -> str:
+    """The Triton IR of a file after the passes that `triton.compile` applies to functions in Python, and XLA to all."""
+    from triton._C.libtriton import ir, passes
+    from triton.backends.nvidia.compiler import nvidia
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    module = ir.parse_mlir_module(str(source), context)
+    manager = ir.pass_manager(context)
+    passes.common.add_inliner(manager)
+    passes.common.add_canonicalizer(manager)
+    passes.ttir.add_combine(manager)
+    passes.ttir.add_reorder_broadcast(manager)
+    passes.common.add_cse(manager)
+    passes.common.add_symbol_dce(manager)
+    passes.ttir.add_loop_unroll(manager)
+    manager.run(module, "simplify")
+    return str(module)
