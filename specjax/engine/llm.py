@@ -85,7 +85,7 @@ class LLM:
             an axis "batch" must be able to share them equally.
         quantization: "int8", "int4" or "fp8", to which the matrices of the target's layers are rounded when they are
             read; embeddings and head stay as they are. None leaves the weights as they are stored, which may be
-            quantised already.
+            quantised already. On CPUs matrices in codes become floats when they are read, in the dtype of the weights.
         draft_quantization: likewise for a draft that is given as a checkpoint; for the draft "self" None is "int4".
         cache_dtype: "fp8" keeps the keys and values of the target, and of a draft model that is given as a checkpoint,
             in float8_e4m3fn, which has half the size of bfloat16. Both then give slightly other distributions. None is
@@ -149,7 +149,9 @@ class LLM:
         check_quantization("draft_quantization", draft_quantization)
         check_cache_dtype(cache_dtype)
         enable_compilation_cache(compilation_cache)
-        self.checkpoint = Checkpoint(find_checkpoint("model", model), quantization)
+        # Without a kernel that reads codes, XLA would make floats of them in every call.
+        keep_codes = jax.default_backend() == "gpu"
+        self.checkpoint = Checkpoint(find_checkpoint("model", model), quantization, keep_codes=keep_codes)
         weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
         found = _find_draft(draft, num_draft_tokens, self.checkpoint, draft_quantization)
 
@@ -414,7 +416,7 @@ def _find_draft(
         if num_draft_tokens == 0:
             return proposers.none()
         is_target = (directory, quantization) == (target.directory, target.quantization)
-        return target if is_target else Checkpoint(directory, quantization)
+        return target if is_target else Checkpoint(directory, quantization, keep_codes=target.keep_codes)
     if draft is None:
         return proposers.none()
     if not hasattr(draft, "propose"):

@@ -76,7 +76,7 @@ def load(
     checkpoint = Checkpoint.of(directory)
     check_cache_dtype(cache_dtype)
     if quantization is not None:
-        checkpoint = Checkpoint(checkpoint.directory, quantization)
+        checkpoint = Checkpoint(checkpoint.directory, quantization, keep_codes=checkpoint.keep_codes)
     wanted = _dtype(dtype)
     config = checkpoint.config
     family = _family(config)

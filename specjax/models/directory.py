@@ -44,10 +44,14 @@ class Checkpoint:
         directory: the directory with config.json, the tensors, and usually the tokenizer; or the path of a GGUF file.
         quantization: "int8", "int4" or "fp8", to which the matrices of layers are rounded when they are read; None
             leaves the weights as they are stored.
+        keep_codes: whether matrices in codes stay `Quantized`. Otherwise they become the floats for which they stand
+            when they are read, which takes the memory of floats. That is faster where no kernel reads codes, as on
+            CPUs, because XLA makes the floats anew in every call.
 
     Attributes:
         directory: the same directory.
         quantization: the same format.
+        keep_codes: the same choice.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -60,14 +64,16 @@ class Checkpoint:
         ('llama', 'bfloat16')
     """
 
-    def __new__(cls, directory: str | Path, quantization: str | None = None) -> "Checkpoint":
+    def __new__(
+        cls, directory: str | Path, quantization: str | None = None, *, keep_codes: bool = True
+    ) -> "Checkpoint":
         if cls is Checkpoint and is_gguf(directory):
             return object.__new__(GGUFCheckpoint)
         return object.__new__(cls)
 
-    def __init__(self, directory: str | Path, quantization: str | None = None):
+    def __init__(self, directory: str | Path, quantization: str | None = None, *, keep_codes: bool = True):
         check_quantization("quantization", quantization)
-        self.directory, self.quantization = Path(directory), quantization
+        self.directory, self.quantization, self.keep_codes = Path(directory), quantization, keep_codes
         if not self.directory.is_dir():
             got = f"{directory}, which is not a directory{hint(self.directory)}"
             raise FileNotFoundError(f"directory must hold a checkpoint, got {got}")
@@ -123,7 +129,8 @@ class Checkpoint:
             FileNotFoundError: there are no tensors, or an index names a file that does not exist.
             ValueError: a file is damaged.
         """
-        return self._model_tensors.anew(dtype, sharding, in_parts=in_parts, quantization=self.quantization)
+        choices = {"quantization": self.quantization, "keep_codes": self.keep_codes}
+        return self._model_tensors.anew(dtype, sharding, in_parts=in_parts, **choices)
 
     def drafter_tensors(self, dtype: np.dtype) -> "Tensors":
         """Return the tensors of a drafter, which may lie in files that torch.save wrote; none of them is read yet.
@@ -132,7 +139,7 @@ class Checkpoint:
             FileNotFoundError: there are no tensors, or an index names a file that does not exist.
             ValueError: a file is damaged.
         """
-        return self._drafter_tensors.anew(dtype, quantization=self.quantization)
+        return self._drafter_tensors.anew(dtype, quantization=self.quantization, keep_codes=self.keep_codes)
 
     @cached_property
     def _model_tensors(self) -> "Tensors":
@@ -261,6 +268,7 @@ class GGUFCheckpoint(Checkpoint):
     Args:
         path: the file.
         quantization: as `Checkpoint` takes it, for a file whose matrices are floats.
+        keep_codes: as `Checkpoint` takes it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -268,9 +276,9 @@ class GGUFCheckpoint(Checkpoint):
             field is missing, wrong or not supported.
     """
 
-    def __init__(self, path: str | Path, quantization: str | None = None):
+    def __init__(self, path: str | Path, quantization: str | None = None, *, keep_codes: bool = True):
         check_quantization("quantization", quantization)
-        self.directory, self.quantization = Path(path), quantization
+        self.directory, self.quantization, self.keep_codes = Path(path), quantization, keep_codes
         header = read_header(self.directory)
         self._fields: dict[str, dict[str, Any]] = {"config.json": config_of(header), **settings_of(header)}
         if quantization is not None and self.scheme is not None:

@@ -109,6 +109,7 @@ class Tensors:
         in_parts: whether tensors are given as `Stored`; they are then on the devices of the sharding in the end.
         scheme: how the files store matrices in codes; None: they store floats.
         quantization: "int8", "int4" or "fp8", to which `matrices` are rounded; None for not at all.
+        keep_codes: whether matrices in codes are a `Quantized`; otherwise they become the floats for which they stand.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -125,8 +126,9 @@ class Tensors:
         in_parts: bool = False,
         scheme: Scheme | None = None,
         quantization: str | None = None,
+        keep_codes: bool = True,
     ):
-        self._scheme, self._quantization = scheme, quantization
+        self._scheme, self._quantization, self._keep_codes = scheme, quantization, keep_codes
         self._directory, self._dtype, self._sharding, self._in_parts = directory, dtype, sharding, in_parts
         self._paths = {}  # maps the name of a tensor to its file
         self._headers = {}  # maps the name of a tensor to its shape and the name of its dtype
@@ -147,6 +149,7 @@ class Tensors:
         *,
         in_parts: bool = False,
         quantization: str | None = None,
+        keep_codes: bool = True,
     ) -> "Tensors":
         """Return the tensors of the same files for other arrays; this object must have read none of them.
 
@@ -154,7 +157,7 @@ class Tensors:
         """
         other = copy.copy(self)
         other._dtype, other._sharding, other._in_parts = dtype, sharding, in_parts
-        other._quantization = quantization
+        other._quantization, other._keep_codes = quantization, keep_codes
         other._unread = dict(self._unread)
         return other
 
@@ -302,21 +305,25 @@ class Tensors:
 
     def _joined(self, linears: list[StoredLinear], transposed: bool) -> Quantized | np.ndarray:
         """Read matrices of one input, and return one matrix with their outputs."""
-        if not any(map(self._is_quantized, linears)):
-            assert self._quantization is not None, "only then are floats read here"
-            return quantize(self._floats(linears), self._quantization)
-        scheme = self._scheme
-        assert scheme is not None, "only then is a matrix quantised"
-        if all(map(self._is_quantized, linears)):
-            parts = [_named(linear, scheme.read) for linear in linears]
+        parts = self._parts(linears)
+        codes = [part for part in parts if isinstance(part, Quantized)]
+        if self._keep_codes and len(codes) == len(parts):
             with contextlib.suppress(ValueError):  # formats or orders of inputs differ: they become floats
-                return concatenate(parts)
-        else:
-            parts = [scheme.read(one) if self._is_quantized(one) else self._floats([one]) for one in linears]
+                return concatenate(codes)
         floats = [dequantize(part, self._dtype) if isinstance(part, Quantized) else part for part in parts]
         whole = np.concatenate([np.asarray(part) for part in floats])
-        logger.info("%s: of several formats, read as %s", ", ".join(one.name for one in linears), self._dtype.name)
+        if self._keep_codes:
+            logger.info("%s: of several formats, read as %s", ", ".join(one.name for one in linears), self._dtype.name)
         return whole if transposed else np.ascontiguousarray(whole.T)
+
+    def _parts(self, linears: list[StoredLinear]) -> list[Quantized | Array]:
+        """Read matrices of one input, each as the files hold it, or all as one that is rounded."""
+        if not any(map(self._is_quantized, linears)):
+            assert self._quantization is not None, "only then are floats read here"
+            return [quantize(self._floats(linears), self._quantization)]
+        scheme = self._scheme
+        assert scheme is not None, "only then is a matrix quantised"
+        return [_named(one, scheme.read) if self._is_quantized(one) else self._floats([one]) for one in linears]
 
     def _floats(self, linears: list[StoredLinear]) -> Array:
         """Read matrices of floats [N, K] and concatenate their outputs, on the default device."""
