@@ -1,4 +1,4 @@
-"""Checkpoints that `specjax quantize` writes: what is loaded from them, and what compressed-tensors makes of them."""
+"""Checkpoints that `specjax quantize` writes, as specjax and compressed-tensors load them."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_written_checkpoint_is_the_one_that_is_rounded_when_it_is_read(tmp_pat
         floats = [np.asarray(dequantize(x) if is_quantized(x) else x) for x in (one, other)]
         np.testing.assert_array_equal(*floats)
     np.testing.assert_array_equal(logits(written), logits(rounded))
-    if format == "int4":  # matrices of 64 inputs have groups of 64, those of 128 inputs have groups of 128
+    if format == "int4":  # matrices of 64 inputs have groups of 64, matrices of 128 inputs have groups of 128
         config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
         sizes = [group["weights"]["group_size"] for group in config["config_groups"].values()]
         assert sizes == [64, 128]
