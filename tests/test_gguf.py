@@ -187,12 +187,13 @@ def test_sentence_piece_tokenizers():
     from specjax.models.gguf.header import Header
     from specjax.models.gguf.tokenizer import tokenizer_of
 
-    tokenizer = tokenizer_of(Header("model.gguf", files.sentence_piece(), {}))
+    llama = {"general.architecture": "llama"}
+    tokenizer = tokenizer_of(Header("model.gguf", llama | files.sentence_piece(), {}))
     assert tokenizer.encode("hello").tokens == ["<s>", "▁hello"]
     assert tokenizer.encode("hello ß").tokens[2:] == ["▁", "<0xC3>", "<0x9F>"]
     assert tokenizer.decode(tokenizer.encode("hello ß").ids) == "hello ß"
     plain = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
-    tokenizer = tokenizer_of(Header("model.gguf", files.sentence_piece(**plain), {}))
+    tokenizer = tokenizer_of(Header("model.gguf", llama | files.sentence_piece(**plain), {}))
     assert tokenizer.encode("hello").tokens == ["he", "llo"]
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from specjax.models.gguf.architectures import architecture_of
 from specjax.models.gguf.blocks import floats_of
+from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header
 from specjax.models.rope import Llama3Scaling
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2")
-_REQUIRED = object()
 SIZES = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -17,40 +17,7 @@ SIZES = {
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
 }
-LAYERS_OF_27B = 46  # Gemma 2 of 27 billion parameters scales its queries by the width of a head in the hidden size
 LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
-
-
-class Fields:
-    """Give access to the fields of a file, by their names after the name of the architecture."""
-
-    def __init__(self, header: Header):
-        self.header, self.architecture = header, header.fields.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"general.architecture in {header.path} must be one of {', '.join(ARCHITECTURES)}, which are "
-                f"read from GGUF, got {self.architecture!r}"
-            )
-
-    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """Return a field of a type, or its default; without a default the field is required."""
-        full = f"{self.architecture}.{name}"
-        value = self.header.fields.get(full)
-        if value is None and default is not _REQUIRED:
-            return default
-        if type(value) is not kind:
-            got = "no such field" if value is None else repr(value)
-            raise ValueError(f"{full} in {self.header.path} must be {kind.__name__}, got {got}")
-        return value
-
-    def only(self, name: str, *supported: Any) -> None:
-        """Raise ValueError unless a field is absent or has a supported value."""
-        value = self.header.fields.get(f"{self.architecture}.{name}")
-        if value is not None and value not in supported:
-            expected = " or ".join(map(repr, supported))
-            raise ValueError(
-                f"{self.architecture}.{name} in {self.header.path} must be {expected} or absent, got {value!r}"
-            )
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -59,7 +26,7 @@ def config_of(header: Header) -> dict[str, Any]:
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
     """
-    fields = Fields(header)
+    architecture, fields = architecture_of(header), Fields(header)
     config: dict[str, Any] = {name: fields.get(field, int) for name, field in SIZES.items()}
     heads = config["num_attention_heads"]
     if heads < 1 or "token_embd.weight" not in header.tensors:
@@ -80,17 +47,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "rope_scaling": _scaling(fields, head_size),
         "dtype": "bfloat16",
     }
-    if fields.architecture == "gemma2":
-        is_27b = config["num_hidden_layers"] == LAYERS_OF_27B
-        return config | {
-            "sliding_window": fields.get("attention.sliding_window", int, 4096),
-            "attn_logit_softcapping": fields.get("attn_logit_softcapping", float, 50.0),
-            "final_logit_softcapping": fields.get("final_logit_softcapping", float, 30.0),
-            "query_pre_attn_scalar": float(config["hidden_size"] // heads if is_27b else head_size),
-            "attention_bias": False,
-        }
-    fields.only("attention.sliding_window", 0)
-    return config
+    return config | architecture.fields(fields, config)
 
 
 def _scaling(fields: Fields, head_size: int) -> dict[str, Any] | None:

@@ -5,33 +5,19 @@ import re
 import numpy as np
 
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-OF_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-OF_GEMMA2 = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 
 
-def name_of(name: str, architecture: str) -> str:
-    """Return the name of a tensor in transformers; an unknown name stays as it is."""
+def name_of(name: str, of_layer: dict[str, str]) -> str:
+    """Return the name of a tensor in transformers; an unknown name stays as it is.
+
+    Args:
+        name: of the tensor in GGUF.
+        of_layer: names of the tensors of a layer, by their names in GGUF.
+    """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
         return name
     layer, kind, last = match.groups()
-    of_layer = OF_LAYER | OF_GEMMA2 if architecture == "gemma2" else OF_LAYER
     known = WHOLE if layer is None else of_layer
     if kind not in known:
         return name

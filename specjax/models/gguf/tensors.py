@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.models.gguf.architectures import architecture_of
 from specjax.models.gguf.blocks import FLOATS, KEPT, floats_of, matrix_of
 from specjax.models.gguf.config import config_of
 from specjax.models.gguf.header import Entry, Header, read_header
@@ -109,12 +110,12 @@ def open_gguf(path: Path) -> GGUFFile:
 @lru_cache(maxsize=4)
 def _file(path: Path, changed: int, size: int) -> GGUFFile:
     header = read_header(path)
-    config = config_of(header)
-    architecture, heads = config["model_type"], {}
-    if architecture == "llama":
+    config, architecture = config_of(header), architecture_of(header)
+    heads = {}
+    if architecture.has_halves_between:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     entries = {
-        name_of(name, architecture): (entry, rows_of(name, entry.shape[0], heads))
+        name_of(name, architecture.of_layer): (entry, rows_of(name, entry.shape[0], heads))
         for name, entry in header.tensors.items()
     }
-    return GGUFFile(header, entries, architecture == "gemma2")
+    return GGUFFile(header, entries, architecture.has_norm_offset)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from specjax.models.gguf.architectures import architecture_of
 from specjax.models.gguf.header import Header
 from specjax.validation.extras import needs
 
@@ -93,7 +94,7 @@ def _sentence_piece(header: Header, tokens: list[str], kinds: list[int]) -> "Tok
     scores = _field(header, "scores", list)
     if len(scores) != len(tokens):
         raise ValueError(f"tokenizer.ggml.scores in {header.path} must be {len(tokens)}, got {len(scores)}")
-    if header.fields.get("general.architecture") == "gemma2":
+    if architecture_of(header).has_ordered_tokens:
         # The scores of Gemma do not follow the order of its merges, and runs of spaces are stored as such.
         scores = range(0, -len(tokens), -1)
         tokens = [token.replace(" ", SPACE) if not token.strip() else token for token in tokens]

@@ -1,0 +1,34 @@
+"""The fields of a GGUF file that belong to its architecture."""
+
+from typing import Any
+
+from specjax.models.gguf.header import Header
+
+_REQUIRED = object()
+
+
+class Fields:
+    """Give access to the fields of a file, by their names after the name of the architecture."""
+
+    def __init__(self, header: Header):
+        self.header, self.architecture = header, header.fields.get("general.architecture")
+
+    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """Return a field of a type, or its default; without a default the field is required."""
+        full = f"{self.architecture}.{name}"
+        value = self.header.fields.get(full)
+        if value is None and default is not _REQUIRED:
+            return default
+        if type(value) is not kind:
+            got = "no such field" if value is None else repr(value)
+            raise ValueError(f"{full} in {self.header.path} must be {kind.__name__}, got {got}")
+        return value
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Raise ValueError unless a field is absent or has a supported value."""
+        value = self.header.fields.get(f"{self.architecture}.{name}")
+        if value is not None and value not in supported:
+            expected = " or ".join(map(repr, supported))
+            raise ValueError(
+                f"{self.architecture}.{name} in {self.header.path} must be {expected} or absent, got {value!r}"
+            )
