@@ -1,5 +1,6 @@
 """Lowering for CUDA on a machine without a GPU, and compilation of the Triton kernels in the result."""
 
+import re
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def compile_for_sm90(kernel: Kernel, directory: Path) -> Resources:
     report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     words = report.replace(",", "").split()
     spilled = int(words[words.index("spill") - 2])
-    registers = int(words[words.index("registers") - 1])
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", report))
     stack = int(words[words.index("stack") - 2])
     return Resources(registers, spilled, stack, compiled.metadata.shared)
 

@@ -142,7 +142,11 @@ FLOAT8 = {"cache_dtype": jnp.float8_e4m3fn}
 
 def scales(num_heads):
     """Scales of each kv head, no powers of two; some values divided by theirs are past the largest float8."""
-    return {"cache_scales": tuple(jnp.linspace(low, high, num_heads) for low, high in ((0.3, 1.7), (0.004, 0.6)))}
+    return {
+        "cache_scales": tuple(
+            np.linspace(low, high, num_heads, dtype=np.float32) for low, high in ((0.3, 1.7), (0.004, 0.6))
+        )
+    }
 
 
 def slow(*values):

@@ -301,7 +301,7 @@ class TestCompany:
 
     @pytest.mark.slow
     def test_without_pages(self, llm, narrow):
-        narrow.model = replace(llm.model, takes_pages=False)
+        narrow.setup = replace(narrow.setup, model=replace(llm.model, takes_pages=False))
         params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9 + i) for i in range(3)]
         assert tokens(narrow.generate(PROMPTS, params)) == tokens(llm.generate(PROMPTS, params))
 
@@ -386,7 +386,7 @@ class TestEnds:
     @pytest.mark.slow
     def test_max_length(self, chain):
         short = copy.copy(chain)
-        short.max_length = 12
+        short.setup = replace(chain.setup, max_length=12)
         result = say(short)
         completion = result.completions[0]
         assert (completion.token_ids, completion.finish_reason) == (chain.sentence_ids[1:12], "length")

@@ -322,7 +322,6 @@ def test_recurrent_targets_are_refused():
     "change, message",
     [
         ({"target": 3}, "target must be a Model, got int"),
-        ({"target": testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))}, "target must be one that specjax built"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be >= 1"),
         ({"quantization": "int5"}, "quantization must be one of int8, int4, fp8, got 'int5'"),
         ({"temperature": -1}, "temperature must be None, or a number"),
@@ -332,6 +331,11 @@ def test_recurrent_targets_are_refused():
 def test_bad_arguments(target, change, message):
     with pytest.raises(ValueError, match=message):
         proposers.self_draft(**({"target": target, "num_draft_tokens": 2} | change))
+
+
+def test_targets_of_others_are_refused():
+    with pytest.raises(ValueError, match="target must be one that specjax built"):
+        proposers.self_draft(testing.bigram_model(jnp.zeros((VOCAB, VOCAB))), 2)
 
 
 def test_requests_of_all_parameters_end_as_they_do_plainly(target, proposer):
