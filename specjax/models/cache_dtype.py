@@ -42,7 +42,8 @@ def with_cache_dtype(model: Model, cache_dtype: str | None) -> Model:
     Example:
         >>> from specjax import models
         >>> model = models.with_cache_dtype(models.load(models.EMBEDDED / "draft"), "fp8")
-        >>> model.init_cache(1, 16)[0]["key"].dtype
+        >>> layer = model.init_cache(1, 16)[0]
+        >>> layer["key"].dtype
         dtype(float8_e4m3fn)
     """
     check_cache_dtype(cache_dtype)
