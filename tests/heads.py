@@ -18,7 +18,7 @@ from specjax.models import with_feature_layers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.pages import Pages
 from specjax.sampling import SamplingParams
-from specjax.sampling.capacities import GREEDY, Capacities, of_request
+from specjax.sampling.capacities import Capacities, Needs, of_request
 from specjax.types import ModelInput
 
 VOCAB, HIDDEN, LAYERS = 61, 32, 2
@@ -146,7 +146,7 @@ def in_slots(target, proposer):
         for slot, (number, prompt) in coming.items():
             slots.insert(slot, request(slots.state, prompt, np.zeros(2, np.uint32), params))
             running[slot], done[number] = number, []
-        output = jax.device_get(slots.step(GREEDY))
+        output = jax.device_get(slots.step(Needs.GREEDY))
         for slot, number in list(running.items()):
             done[number] += [token for token in output.tokens[slot].tolist() if token >= 0]
             if output.finished[slot] != decode.RUNNING:

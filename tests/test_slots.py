@@ -20,7 +20,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.feature_draft import feature_draft
 from specjax.sampling import SamplingParams
-from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, of_request, restrict, use_of
+from specjax.sampling.capacities import Capacities, Needs, keep_only, needs_of, of_request
 from specjax.sampling.guided import Grammar
 from specjax.types import Context
 
@@ -272,14 +272,14 @@ class Host:
             if self.tables is not None:
                 most = min(len(job.tokens) + self.num_drafts + 1, MAX_LENGTH)
                 assert self.tables.ensure(job.pages, most), "the pool is large enough"
-        use = max(use_of(job.row) for job in active.values())
-        use = use if self.varies and self.rng.random() < 0.8 else EVERYTHING
+        use = max(needs_of(job.row) for job in active.values())
+        use = use if self.varies and self.rng.random() < 0.8 else Needs.EVERYTHING
         self.uses.append(use)
         slots = [int(slot) for slot in self.rng.permutation(list(active))]
         rows = self.slots.rows_of(slots) if self.rng.random() < 0.8 else None
         slots = slots if rows is not None else sorted(active)
         self.sizes.add(self.slots.num_slots if rows is None else len(rows))
-        use = use if rows is None else EVERYTHING
+        use = use if rows is None else Needs.EVERYTHING
         with self.only_writes_to(active, lambda job: max(len(job.tokens) - 2, 0)):
             self.place()
             output = jax.device_get(self.slots.step(use, rows=rows))
@@ -373,7 +373,7 @@ def run_and_compare(
     slots.state = filled(slots.state, np.nan if in_pages else 100)
     host = Host(slots, some_jobs(9, seed, kinds), seed, in_pages, varies)
     host.run()
-    assert set(host.uses) == ({GREEDY, CUT, EVERYTHING} if varies else {EVERYTHING})
+    assert set(host.uses) == ({Needs.GREEDY, Needs.CUT, Needs.EVERYTHING} if varies else {Needs.EVERYTHING})
     assert host.sizes == {*step_sizes, NUM_SLOTS}
     assert max(job.num_evictions for job in host.jobs) > 1
     assert seed or host.num_together > 1  # other schedules may never have two short prompts at a time
@@ -451,7 +451,7 @@ def test_nothing_is_compiled_after_the_start(target, in_pages, caplog):
     with Compilations() as later:
         host = Host(slots, jobs, 5, in_pages)
         host.run()
-        slots.step(GREEDY, log_probs=True)
+        slots.step(Needs.GREEDY, log_probs=True)
     assert len(host.uses) > 30 and sum(job.num_evictions for job in jobs) > 5
     assert (later.number, later.number_traced) == (0, 0)
 
@@ -505,7 +505,7 @@ def test_log_probs_and_samples(target):
             np.testing.assert_allclose(np.concatenate(found), getattr(state.log_probs, name)[0, span], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind, use", [(KINDS[0], GREEDY), (KINDS[1], CUT)])
+@pytest.mark.parametrize("kind, use", [(KINDS[0], Needs.GREEDY), (KINDS[1], Needs.CUT)])
 def test_neutral_parameters_change_no_bit(kind, use):
     """Parameters that are left out, and their neutral values, give the distributions of `sampling.batch`."""
     rng = np.random.default_rng(0)
@@ -515,24 +515,24 @@ def test_neutral_parameters_change_no_bit(kind, use):
     context = Context(jnp.asarray(ids), length, jnp.ones(2, bool), length - 3, jnp.zeros(2, jnp.int32))
     drafts = jnp.asarray(rng.integers(0, VOCAB, (2, 3), dtype=np.int32))
     row = of_request(kind, CAPACITIES, EOS, VOCAB)
-    assert use_of(row) == use
+    assert needs_of(row) == use
     rows = jax.tree.map(lambda x: jnp.stack([x, x]), row)
     tables = GrammarTables(CAPACITIES, VOCAB)
     assert tables.insert(GRAMMARS[0])
     guide = rows.guide._replace(token_classes=tables.token_classes, transitions=tables.transitions)
     rows = rows._replace(guide=guide)
     expected = sampling.process(sampling.batch([kind] * 2, EOS, VOCAB), jnp.asarray(logits), context, drafts)
-    for wider in range(use, EVERYTHING + 1):
-        found = sampling.process(restrict(rows, wider), jnp.asarray(logits), context, drafts)
+    for wider in range(use, Needs.EVERYTHING + 1):
+        found = sampling.process(keep_only(rows, wider), jnp.asarray(logits), context, drafts)
         np.testing.assert_array_equal(found.logits, expected.logits)
         np.testing.assert_array_equal(found.temperature, expected.temperature)
         cut = np.full((2, 4), -np.inf) if found.min_logit is None else found.min_logit
-        np.testing.assert_array_equal(cut, np.full((2, 4), -np.inf) if use == GREEDY else expected.min_logit)
+        np.testing.assert_array_equal(cut, np.full((2, 4), -np.inf) if use == Needs.GREEDY else expected.min_logit)
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_whatever_shapes_logits_needs_everything(name):
-    assert use_of(of_request(SamplingParams(temperature=0, **{name: 2}), CAPACITIES)) == EVERYTHING
+    assert needs_of(of_request(SamplingParams(temperature=0, **{name: 2}), CAPACITIES)) == Needs.EVERYTHING
 
 
 def some_grammar(num_states, num_classes):

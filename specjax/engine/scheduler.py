@@ -23,7 +23,7 @@ from specjax.engine.pages import PageTables
 from specjax.engine.slot_calls import Output, chunk_at
 from specjax.engine.slot_rows import request
 from specjax.engine.slots import Slots
-from specjax.sampling.capacities import EVERYTHING
+from specjax.sampling.capacities import Needs
 from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
@@ -307,7 +307,7 @@ class Scheduler:
         of_slots = [slot for slot, job in enumerate(self._slots) if job and job.is_active]
         rows = self._device.rows_of(of_slots, wants_log_probs)
         output = self._device.step(
-            max(job.use for job in active) if rows is None else EVERYTHING,
+            max(job.use for job in active) if rows is None else Needs.EVERYTHING,
             log_probs=wants_log_probs,
             num_draft_tokens=None if self._choose is None else self._choose(len(active), self._acceptance.rate),
             rows=rows,

@@ -12,7 +12,7 @@ from specjax.decoding.log_probs import LogProbs, logprobs
 from specjax.engine.slot_rows import of_host
 from specjax.parallel import WHOLE, OnMesh, on_devices
 from specjax.prompts import run_chunk
-from specjax.sampling.capacities import EVERYTHING, restrict
+from specjax.sampling.capacities import Needs, keep_only
 from specjax.types import NO_PAGE, Array, Memory, Model, ModelInput, Proposer, PyTree, Scorer, Verifier
 
 
@@ -164,7 +164,7 @@ def step(
     *,
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
-    use: int = EVERYTHING,
+    use: int = Needs.EVERYTHING,
     num_logprobs: int | None = None,
 ) -> tuple[decode.State, Output]:
     """Take one step of `decode.step` in all active rows.
@@ -176,7 +176,7 @@ def step(
         rows: [R] int32, all active rows and any others, no row twice; B is none. None computes all B rows.
         verifier: a verifier of `specjax.verifiers` or your own.
         scorer: a scorer of `specjax.scorers` or your own.
-        use: which sampling features the step computes, static: the largest `capacities.use_of` of the active rows.
+        use: which sampling features the step computes, static: the largest `capacities.needs_of` of the active rows.
             Any larger number gives the same tokens.
         num_logprobs: how many of the most likely tokens to list beside each committed one, static; None reports no
             log-probabilities.
@@ -185,7 +185,7 @@ def step(
     state, info = decode.step(
         model,
         proposer,
-        state._replace(sampling=restrict(sampling, use)),
+        state._replace(sampling=keep_only(sampling, use)),
         rows=rows,
         verifier=verifier,
         scorer=scorer,

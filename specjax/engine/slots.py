@@ -32,12 +32,16 @@ from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.engine.slot_calls import Chunk, Output, chunk_at, joined, prefill_chunk, step
 from specjax.engine.slot_rows import Row, empty, evict, insert, request, with_grammars, with_pages
 from specjax.parallel import WHOLE, OnMesh, put
-from specjax.sampling.capacities import CUT, EVERYTHING, GREEDY, Capacities, neutral
+from specjax.sampling.capacities import Capacities, Needs, neutral
 from specjax.types import Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
 
 COMPILED_AT_A_TIME = min(4, os.cpu_count() or 1)  # programs, while others are traced
-NAMES_OF_USES: dict[int, str] = {GREEDY: "greedy", CUT: "temperatures and cuts", EVERYTHING: "all parameters"}
+NAMES_OF_USES: dict[int, str] = {
+    Needs.GREEDY: "greedy",
+    Needs.CUT: "temperatures and cuts",
+    Needs.EVERYTHING: "all parameters",
+}
 
 
 def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:
@@ -54,7 +58,7 @@ def no_features(model: Model, proposer: Proposer | None, state: decode.State, ch
 class StepProgram(NamedTuple):
     """The arguments of `Slots.step` that decide which program runs."""
 
-    use: int = EVERYTHING  # as `step` takes it
+    use: int = Needs.EVERYTHING  # as `step` takes it
     log_probs: bool = False
     num_draft_tokens: int | None = None
     rows: np.ndarray | None = None  # of which the size alone counts
@@ -189,16 +193,16 @@ class Slots:
                     rows=program.rows,
                 )
 
-    def _name_of(self, program: "StepProgram") -> str:
+    def _name_of(self, program: StepProgram) -> str:
         size = self.num_slots if program.rows is None else len(program.rows)
         k = self.draft_lengths[0] if program.num_draft_tokens is None else program.num_draft_tokens
         return name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, k, self.draft_lengths)
 
-    def _steps(self) -> list["StepProgram"]:
+    def _steps(self) -> list[StepProgram]:
         """Return all programs of `step` that requests may need."""
         programs = []
         for k in self.draft_lengths:
-            programs += [StepProgram(use, num_draft_tokens=k) for use in (GREEDY, CUT, EVERYTHING)]
+            programs += [StepProgram(use, num_draft_tokens=k) for use in Needs]
             programs += [StepProgram(num_draft_tokens=k, rows=self._no_rows(size)) for size in self.step_sizes[:-1]]
             programs.append(StepProgram(num_draft_tokens=k, log_probs=True))
         return programs
@@ -286,7 +290,7 @@ class Slots:
 
     def step(
         self,
-        use: int = EVERYTHING,
+        use: int = Needs.EVERYTHING,
         *,
         log_probs: bool = False,
         num_draft_tokens: int | None = None,
@@ -303,7 +307,7 @@ class Slots:
         self.state, output = self._pass_to(_step, StepProgram(use, log_probs, num_draft_tokens, rows))
         return output
 
-    def _pass_to(self, function: Callable, program: "StepProgram") -> Any:
+    def _pass_to(self, function: Callable, program: StepProgram) -> Any:
         """Call a function with the arguments of `_step` in the call that a program is for."""
         rows, k = program.rows, program.num_draft_tokens
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
@@ -315,7 +319,7 @@ class Slots:
             rows,
             verifier=self._verifier,
             scorer=self._scorer,
-            use=EVERYTHING if program.log_probs else program.use,
+            use=Needs.EVERYTHING if program.log_probs else program.use,
             num_logprobs=self.capacities.logprobs if program.log_probs else None,
         )
 

@@ -15,6 +15,7 @@ from specjax.models.gguf.config import config_of, settings_of
 from specjax.models.gguf.header import read_header
 from specjax.models.gguf.tensors import GGUFScheme, open_gguf
 from specjax.models.gguf.tokenizer import tokenizer_of
+from specjax.models.quantized import FORMATS
 from specjax.validation import suggestion
 from specjax.validation.extras import needs
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from specjax.models.quantization import Scheme
     from specjax.models.tensors import Tensors
 
-FORMATS = ("int8", "int4", "fp8")  # that weights may be rounded to
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -156,14 +156,18 @@ class Checkpoint:
             ValueError: a file is damaged, the format is unknown or a field of it is not supported, or the weights are
                 to be rounded to another format.
         """
+        scheme = self._stored_scheme()
+        if scheme is not None and self.quantization is not None:
+            raise ValueError(
+                f"quantization must be None for weights that are quantised already, as in {self.directory}, got "
+                f"{self.quantization!r}"
+            )
+        return scheme
+
+    def _stored_scheme(self) -> "Scheme | None":
         config, beside = self.config, self.settings("hf_quant_config.json")
         if not config.fields.get("quantization_config") and not beside.fields:
             return None
-        if self.quantization is not None:
-            raise ValueError(
-                f"quantization must be None for weights that are quantised already, as those of {self.directory} are, "
-                f"got {self.quantization!r}"
-            )
         from specjax.models.quantization import scheme_of
 
         return scheme_of(config.table("quantization_config") if "quantization_config" in config else beside)
@@ -281,11 +285,6 @@ class GGUFCheckpoint(Checkpoint):
         self.directory, self.quantization, self.keep_codes = Path(path), quantization, keep_codes
         header = read_header(self.directory)
         self._fields: dict[str, dict[str, Any]] = {"config.json": config_of(header), **settings_of(header)}
-        if quantization is not None and self.scheme is not None:
-            raise ValueError(
-                f"quantization must be None for weights that are quantised already, as those of {path} are, got "
-                f"{quantization!r}"
-            )
 
     def _read(self, name: str) -> ConfigFile:
         return ConfigFile(self.directory, dict(self._fields[name]))
@@ -294,9 +293,7 @@ class GGUFCheckpoint(Checkpoint):
         """Return the fields that another JSON file of the checkpoint would have; of most files there are none."""
         return ConfigFile(self.directory, dict(self._fields.get(name, {})))
 
-    @cached_property
-    def scheme(self) -> GGUFScheme | None:
-        """How the file stores matrices in codes; None where it stores floats."""
+    def _stored_scheme(self) -> GGUFScheme | None:
         file = open_gguf(self.directory)
         has_codes = any(entry.kind.name in KEPT for entry, _ in file.entries.values())
         return GGUFScheme(self.directory) if has_codes else None

@@ -30,9 +30,6 @@ class Needs(IntEnum):
     EVERYTHING = 2  # all parameters
 
 
-GREEDY, CUT, EVERYTHING = Needs
-
-
 @dataclass(frozen=True)
 class Capacities:
     """The most that one request may ask for. A capacity of 0 leaves the parameter out of the program.
@@ -218,6 +215,3 @@ def keep_only(sampling: Sampling, needs: int) -> Sampling:
     if needs == Needs.GREEDY:
         return some._replace(temperature=jnp.zeros(sampling.max_tokens.shape, jnp.float32))
     return some._replace(**{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")})
-
-
-use_of, restrict = needs_of, keep_only
