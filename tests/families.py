@@ -37,6 +37,7 @@ LLAMA3_SCALING = {
 }
 GEMMA = LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 GEMMA |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+MOE = LLAMA | {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -58,6 +59,10 @@ CONFIGS = {
     "qwen2_window": LLAMA
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": MOE | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 6, "mlp_only_layers": [0]},
+    "qwen3_moe_normed": MOE
+    | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "num_experts_per_tok": 3},
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "gemma": GEMMA | {"model_type": "gemma", "num_key_value_heads": 1},
     "gemma2": GEMMA
     | {

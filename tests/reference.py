@@ -19,6 +19,8 @@ def config(fields: dict) -> transformers.PretrainedConfig:
 def make_model(fields: dict) -> transformers.PreTrainedModel:
     """A model of the config, with weights by `families.make_tensor`."""
     model = transformers.AutoModelForCausalLM.from_config(config(fields), attn_implementation="eager").eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the fast ones take few widths of experts
     with torch.no_grad():
         for name, tensor in stored_tensors(model).items():
             tensor.copy_(torch.from_numpy(families.make_tensor(name, tuple(tensor.shape))))
@@ -27,7 +29,8 @@ def make_model(fields: dict) -> transformers.PreTrainedModel:
 
 def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint has: a tied one once."""
-    return dict(model.named_parameters())
+    corrections = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return dict(model.named_parameters()) | corrections
 
 
 @torch.no_grad()

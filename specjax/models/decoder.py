@@ -33,7 +33,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    mlp_size: int
+    mlp_size: int  # width of the MLP of layers without experts
     max_length: int
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -45,6 +45,8 @@ class DecoderConfig:
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
     axis_name: str | None = None  # mesh axis whose devices share the decoder; the sizes then describe one device's part
+    expert_size: int = 0  # width of each expert
+    shared_size: int = 0  # width of the MLP beside the experts
     num_padding: int = 0  # ids of the vocabulary that are padding, after the others on the last devices
 
     def __post_init__(self):

@@ -175,7 +175,8 @@ class Checkpoint:
     @cached_property
     def _drafter_tensors(self) -> "Tensors":
         with needs("models"):
-            from specjax.models.tensors import Tensors, drafter_files
+            from specjax.models.files import drafter_files
+            from specjax.models.tensors import Tensors
         return Tensors(self.directory, np.dtype("float32"), files=drafter_files(self.directory))
 
     @property

@@ -20,6 +20,7 @@ from specjax.types import Array
 
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
+    from specjax.models.experts import Experts
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -142,7 +143,7 @@ class LayerConfig:
     """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
     mixer: Attention = Attention()
-    ffn: GatedMLP = GatedMLP()
+    ffn: "GatedMLP | Experts" = GatedMLP()
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
     around: Around | None = None  # changes the input and the output of both; None for no change
 

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from specjax.models.directory import Checkpoint, check_quantization
+from specjax.models.files import model_files
 from specjax.models.hub import FILES
 from specjax.models.quantized import GROUPS, Quantized, codes_of, quantize
 from specjax.models.safetensors_file import DTYPES, read_array, read_header
-from specjax.models.tensors import model_files
 
 MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|fc1|fc2)\.weight")  # of a layer
 FLOATS = ("F32", "BF16", "F16")

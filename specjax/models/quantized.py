@@ -17,7 +17,7 @@ from pallas_kernels.quantized import BIAS, MIDDLE, WORD_BITS, WORDS_IN_BLOCK, Qu
 from specjax.types import Array
 from specjax.validation import suggestion
 
-__all__ = ["FORMATS", "Quantized", "concatenate", "dequantize", "is_quantized", "pack", "quantize", "rows"]
+__all__ = ["FORMATS", "Quantized", "concatenate", "dequantize", "is_quantized", "pack", "quantize", "rows", "stack"]
 
 FORMATS = ("int8", "int4", "fp8")  # that `quantize` knows
 CODES = {8: ("int", "e4m3"), 4: ("int", "e2m1", "nf4")}
@@ -292,6 +292,26 @@ def concatenate(weights: Sequence[Quantized]) -> Quantized:
 
     joined = {name: join(name) for name in ("values", "scale", "zero", "minimum")}
     return first.replace(**joined)
+
+
+def stack(weights: Sequence[Quantized]) -> Quantized:
+    """Return matrices [N, K] as one stack [E, N, K].
+
+    Raises:
+        ValueError: the matrices are not of one format.
+    """
+    if any(w.zero is not None for w in weights):
+        weights = [_with_zero(w) for w in weights]
+    first = jax.tree.structure(weights[0]), jax.tree.map(np.shape, weights[0])
+    for w in weights[1:]:
+        if (jax.tree.structure(w), jax.tree.map(np.shape, w)) != first:
+            raise ValueError(f"weights must have one format to be stacked, got {weights[0].shape} and {w.shape}")
+
+    def join(*parts: Any) -> Any:
+        xp: Any = np if all(isinstance(part, np.ndarray) for part in parts) else jnp
+        return xp.stack(parts)
+
+    return jax.tree.map(join, *weights)
 
 
 def _with_zero(weight: Quantized) -> Quantized:

@@ -19,8 +19,8 @@ def split_quantized(weight: Quantized, axis: int, size: int, runs: Sequence[Sequ
     """Return a matrix whose arrays hold the part of each device after the part of the one before.
 
     Args:
-        weight: a matrix [N, K] without an order of its inputs where these are cut.
-        axis: 0, the outputs, or 1, the inputs.
+        weight: a matrix [..., N, K], or a stack of these, without an order of its inputs where these are cut.
+        axis: of the outputs or of the inputs.
         size: of a device's part of the axis; where its runs are shorter, outputs of some number follow.
         runs: what each device has of the axis.
         sharding: of arrays that are cut along the axis.
@@ -48,9 +48,10 @@ def specs_of(weight: Quantized, spec: P) -> list[P]:
 def _parts(weight: Quantized, axis: int, size: int, runs: Sequence[Sequence[Run]]) -> list[Quantized]:
     """Return the part of each device, all of one format."""
     of_rows, of_columns = weight.group
-    group = of_rows if axis == 0 else of_columns
+    cuts_outputs = axis == weight.ndim - 2
+    group = of_rows if cuts_outputs else of_columns
     bounds = [bound for own in runs for run in own for bound in run]
-    if axis == 0:
+    if cuts_outputs:
         is_whole = size % of_rows == 0 and all(bound % of_rows == 0 for bound in bounds)
         weight, group = (weight, of_rows) if is_whole else (weight.with_scales_of_rows(), 1)
     elif group:
@@ -65,11 +66,11 @@ def _parts(weight: Quantized, axis: int, size: int, runs: Sequence[Sequence[Run]
             pieces = [x[(slice(None),) * axis + (slice(start // unit, -(-stop // unit)),)] for start, stop in own]
             joined = np.concatenate(pieces, axis)
             missing = -(-size // unit) - joined.shape[axis]
-            return np.pad(joined, [(0, missing if i == axis else 0) for i in range(2)], constant_values=fill)
+            return np.pad(joined, [(0, missing if i == axis else 0) for i in range(joined.ndim)], constant_values=fill)
 
         # A scale for each output is the same in all parts of its inputs.
         scales = {
-            name: x if axis == 1 and not group else cut(x, group, 1 if name == "scale" else 0)
+            name: x if not cuts_outputs and not group else cut(x, group, 1 if name == "scale" else 0)
             for name, x in arrays.items()
         }
         return pack(

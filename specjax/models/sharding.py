@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.models.decoder import DecoderConfig
+from specjax.models.experts import Experts
 from specjax.models.families.opt import OPTConfig
 from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
@@ -25,7 +26,12 @@ from specjax.parallel import InitOnMesh, OnMesh, check_axis, put, shards
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
-CUT_INPUTS = ("attention_out", "mlp_out")  # matrices of which a device has some inputs; elsewhere it has some outputs
+CUT_INPUTS = (
+    "attention_out",
+    "mlp_out",
+    "shared_out",
+    "experts_out",
+)  # matrices of which a device has some inputs; elsewhere it has some outputs
 
 
 def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Model:
@@ -65,7 +71,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         leaf = leaf.read() if isinstance(leaf, StoredMatrix) else leaf
         if isinstance(leaf, Quantized) and leaf.order is not None and _name(path) in CUT_INPUTS:
             leaf = dequantize(leaf, leaf.dtype)  # the inputs of a device would lie apart in the codes
-            leaf = leaf if _is_transposed(whole) else leaf.T
+            leaf = leaf if _is_transposed(whole) or leaf.ndim > 2 else leaf.T
         is_transposed = isinstance(leaf, Quantized) or _is_transposed(whole)
         cut = _cut(_name(path), whole, part, number, is_transposed=is_transposed)
         spec = P() if cut is None else P(*[None] * cut.axis, axis_name)
@@ -89,9 +95,11 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
 def _part(whole: Config, number: int, axis_name: str) -> Config:
     """Return the sizes of one device's part; raise ValueError where the devices cannot share equally."""
-    for name, size in (("num_heads", whole.num_heads), ("mlp_size", whole.mlp_size)):
-        if size % number:
-            raise ValueError(f"{name} must be a multiple of the {number} devices that share it, got {size}")
+    names = ["num_heads", *(name for name in ("mlp_size", "expert_size", "shared_size") if hasattr(whole, name))]
+    for name in names:
+        if getattr(whole, name) % number:
+            got = getattr(whole, name)
+            raise ValueError(f"{name} must be a multiple of the {number} devices that share it, got {got}")
     kv_heads = whole.num_kv_heads
     if kv_heads % number and number % kv_heads:
         raise ValueError(f"num_kv_heads must be a multiple or a divisor of the {number} devices, got {kv_heads}")
@@ -99,8 +107,7 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
     return replace(
         whole,
         vocab_size=size,
-        num_heads=whole.num_heads // number,
-        mlp_size=whole.mlp_size // number,
+        **{name: getattr(whole, name) // number for name in names},
         axis_name=axis_name,
         num_padding=number * size - whole.vocab_size,
         **({"num_kv_heads": max(1, kv_heads // number)} if isinstance(whole, DecoderConfig) else {}),
@@ -134,10 +141,11 @@ def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: 
     runs = [_runs(name, device, whole, part, number) for device in range(number)]
     if not runs[0]:
         return None
-    axis = 0 if is_transposed or name in ("embedding", "head") or name.endswith(("_bias", "_scale")) else 1
+    first = 1 if name.startswith("experts_") else 0  # experts are stacked, [outputs, inputs] each
+    axis = 0 if first or is_transposed or name in ("embedding", "head") or name.endswith(("_bias", "_scale")) else 1
     if name in CUT_INPUTS:
         axis = 1 - axis
-    return Cut(axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
+    return Cut(first + axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
 
 
 def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> list[Run]:
@@ -150,6 +158,8 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         start, stop = own(part.vocab_size)
         return [(min(start, whole.vocab_size), min(stop, whole.vocab_size))]
     head, mlp = whole.head_size, part.mlp_size
+    if name.startswith(("experts_", "shared_")):
+        return _runs_of_experts(name, device, whole, part)
     if name == "attention_out":
         return [own(part.num_heads * head)]
     if name in ("mlp_in", "mlp_in_bias", "mlp_out"):
@@ -165,6 +175,23 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         firsts = first_key, first_key + whole.num_kv_heads
         return [own(part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
+
+
+def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> list[Run]:
+    """Return a device's part of the width of every expert, and of the MLP beside them."""
+    if not isinstance(whole, DecoderConfig) or not isinstance(part, DecoderConfig):
+        return []
+    kind, _, rest = name.partition("_")
+    size, total = (getattr(config, "expert_size" if kind == "experts" else "shared_size") for config in (part, whole))
+    start, stop = device * size, (device + 1) * size
+    if rest == "out":
+        return [(start, stop)]
+    if rest not in ("gate_up", "gate_up_bias"):
+        return []
+    ffns = [layer.ffn for layer in whole.layers if isinstance(layer.ffn, Experts)]
+    if kind == "experts" and any(ffn.is_interleaved for ffn in ffns):
+        return [(2 * start, 2 * stop)]
+    return [(start, stop), (total + start, total + stop)]
 
 
 def _split(leaf: Any, cut: Cut | None, sharding: NamedSharding) -> Any:

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from specjax.models.config_file import read_json
-from specjax.models.diagnosis import check_not_pointer, lacks
-from specjax.models.gguf.tensors import open_gguf
+from specjax.models.files import StoredArray, model_files, opened
 from specjax.models.quantization import Scheme, StoredLinear
-from specjax.models.quantized import Quantized, concatenate, dequantize, quantize
-from specjax.models.safetensors_file import DTYPES as ARRAY_DTYPES
-from specjax.models.safetensors_file import read_array
-from specjax.models.torch_file import open_torch_file
+from specjax.models.quantized import Quantized, concatenate, dequantize, quantize, stack
 from specjax.parallel import put
 from specjax.types import Array
 
@@ -58,34 +52,6 @@ class StoredMatrix:
 
     read: Callable[[], Quantized | np.ndarray]
     ndim: int = 2
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """An array in a file, as `quantization` takes it."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    kind: str  # the name of the dtype in safetensors
-    advance: Callable[[int], None]
-
-    @property
-    def dtype(self) -> str:
-        return ARRAY_DTYPES[self.kind].name if self.kind in ARRAY_DTYPES else self.kind
-
-    @property
-    def place(self) -> str:
-        return f"tensor {self.name} in {self.path}"
-
-    def read(self) -> np.ndarray:
-        if self.path.suffix in (".bin", ".pt"):
-            with _open(self.path) as file:
-                values = np.asarray(file.get_slice(self.name)[...])
-        else:
-            values = read_array(self.path, self.name)
-        self.advance(values.nbytes)
-        return values
 
 
 class Tensors:
@@ -134,8 +100,8 @@ class Tensors:
         self._headers = {}  # maps the name of a tensor to its shape and the name of its dtype
         self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
-        for path in _shards(directory, "model.safetensors") if files is None else files:
-            with _open(path) as file:
+        for path in model_files(directory) if files is None else files:
+            with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118, the file is not a dict
                     entry = file.get_slice(name)
                     self._paths[name] = path
@@ -182,7 +148,7 @@ class Tensors:
     def integers(self, name: str, size: int) -> np.ndarray:
         """Read a vector of whole numbers, or of truth values, as it is stored."""
         path = self._paths[self._find(name)]
-        with _open(path) as file:
+        with opened(path) as file:
             values = np.asarray(file.get_slice(self._find(name))[:])
         if values.shape != (size,) or values.dtype.kind not in "iub":
             raise ValueError(
@@ -224,6 +190,57 @@ class Tensors:
         if self._quantization or any(self._is_quantized(self._linear(*item)) for item in shapes.items()):
             return self._matrix(shapes, transposed)
         return self._read(shapes, transpose=not transposed)
+
+    def stack(self, inputs: int, matrices: Sequence[dict[str, int]]) -> Any:
+        """Read a stack of matrices [E, N, inputs], of which each is as `matrices` reads one, with outputs by name."""
+        shapes = [{name: (size, inputs) for name, size in outputs.items()} for outputs in matrices]
+        linears = [[self._linear(*item) for item in one.items()] for one in shapes]
+        flat = [linear for one in linears for linear in one]
+        if self._quantization or any(map(self._is_quantized, flat)):
+            if not any(map(self._is_quantized, flat)):
+                for one in shapes:
+                    for item in one.items():
+                        self._check(*item)
+            return self._placed(lambda: self._stacked([self._joined(one, True) for one in linears]), flat, 3)
+
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+            for i, number in enumerate(range(*bounds[0])):
+                self._fill(out[i], list(bounds[1:]), shapes[number])
+
+        for one in shapes:
+            for item in one.items():
+                self._check(*item)
+        whole = len(shapes), sum(size for size, _ in shapes[0].values()), inputs
+        return self._array(Stored(whole, self._dtype, fill), [linear.name + ".weight" for linear in flat])
+
+    def stacked(self, name: str, *shape: int, transposed: bool = False) -> Any:
+        """Read a stack of matrices [E, N, K] that the files have as one tensor, with its inputs first if `transposed`.
+
+        The name has no ending, as those of experts have none.
+        """
+        linear = self._linear(name, shape)
+        if self._is_quantized(linear):
+            return self._placed(lambda: self._kept(linear), [linear], 3)
+        number, outputs, inputs = shape
+        self._check(name, (number, inputs, outputs) if transposed else shape)
+
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+            _, rows, columns = (slice(*bound) for bound in bounds)
+            for i, expert in enumerate(range(*bounds[0])):
+                at = columns if transposed else rows
+                for part in _chunks(at.start, at.stop, (rows if transposed else columns).stop):
+                    here = slice(part.start - at.start, part.stop - at.start)
+                    one = slice(expert, expert + 1)
+                    if transposed:
+                        out[i, :, here] = self._read_slice(name, (one, part, rows))[0].T
+                    else:
+                        out[i, here] = self._read_slice(name, (one, part, columns))[0]
+
+        stored = Stored(shape, self._dtype, fill)
+        if self._quantization is None:
+            return self._array(stored, [name])
+        self._mark_read(name)
+        return self._placed(lambda: self._rounded(stored), [linear], 3)
 
     def check_same(self, name: str, other: str, *shape: int) -> None:
         """Raise ValueError if the files hold the tensor `name` and it differs from the tensor `other`."""
@@ -293,7 +310,13 @@ class Tensors:
         if not any(map(self._is_quantized, linears)):
             for item in shapes.items():
                 self._check(*item)
-        stored = StoredMatrix(lambda: self._joined(linears, transposed))
+        return self._placed(lambda: self._joined(linears, transposed), linears)
+
+    def _placed(
+        self, read: Callable[[], Quantized | np.ndarray], linears: Sequence[StoredLinear], ndim: int = 2
+    ) -> Any:
+        """Return a matrix or a stack of these, in the files still or on its devices."""
+        stored = StoredMatrix(read, ndim)
         matrix = stored
         if not self._in_parts:
             matrix = stored.read()
@@ -302,6 +325,31 @@ class Tensors:
             names = linear.name, linear.name.removeprefix("model.")
             self._mark_all_read(tuple(f"{name}{end}" for name in names for end in "._"))
         return matrix
+
+    def _stacked(self, matrices: Sequence[Quantized | np.ndarray]) -> Quantized | np.ndarray:
+        """Stack matrices [N, K]; they become floats where their formats differ."""
+        codes = [one for one in matrices if isinstance(one, Quantized)]
+        if len(codes) == len(matrices):
+            with contextlib.suppress(ValueError):
+                return stack(codes)
+        floats = [dequantize(one, self._dtype) if isinstance(one, Quantized) else one for one in matrices]
+        return np.stack([np.asarray(one) for one in floats])
+
+    def _kept(self, linear: StoredLinear) -> Quantized | np.ndarray:
+        """Read a stack of matrices that the files have in codes."""
+        assert self._scheme is not None, "only then is a matrix quantised"
+        codes = _named(linear, self._scheme.read)
+        return codes if self._keep_codes else np.asarray(dequantize(codes, self._dtype))
+
+    def _rounded(self, stored: Stored) -> Quantized:
+        """Read a stack of matrices of floats, one after the other, and round each."""
+        assert self._quantization is not None, "only then are floats rounded"
+        codes = []
+        for i in range(stored.shape[0]):
+            one = np.empty((1, *stored.shape[1:]), self._dtype)
+            stored.fill(one, [(i, i + 1), (0, stored.shape[1]), (0, stored.shape[2])])
+            codes.append(quantize(one[0], self._quantization))
+        return stack(codes)
 
     def _joined(self, linears: list[StoredLinear], transposed: bool) -> Quantized | np.ndarray:
         """Read matrices of one input, and return one matrix with their outputs."""
@@ -361,7 +409,7 @@ class Tensors:
         The file is opened for this call alone, so that its mapped pages do not add up in memory.
         """
         name = self._find(name)
-        with _open(self._paths[name]) as file:
+        with opened(self._paths[name]) as file:
             values = file.get_slice(name)[index]
         self._advance(values.nbytes)
         return values
@@ -378,9 +426,12 @@ class Tensors:
             else:
                 self._fill(out, list(bounds), shapes)
 
-        stored = Stored(whole[::-1] if transpose else whole, self._dtype, fill)
+        return self._array(Stored(whole[::-1] if transpose else whole, self._dtype, fill), shapes)
+
+    def _array(self, stored: Stored, names: Iterable[str]) -> Any:
+        """Return an array of floats, in the files still or on its devices."""
         array = stored if self._in_parts else place(stored, self._sharding)
-        for name in shapes:
+        for name in names:
             self._mark_read(name)
         return array
 
@@ -440,63 +491,3 @@ def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(num_bytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a file of tensors; turn errors of the format into ValueError."""
-    if path.suffix in (".bin", ".pt"):
-        with open_torch_file(path) as file:
-            yield file
-        return
-    if path.suffix == ".gguf":
-        yield open_gguf(path)
-        return
-    try:
-        with safe_open(path, framework="numpy") as file:
-            yield file
-    except SafetensorError as error:
-        check_not_pointer(path)
-        raise ValueError(f"{path} must be a whole safetensors file, copy it anew: {error}") from error
-
-
-def model_files(directory: Path) -> list[Path]:
-    """Return the files with the tensors of a model: model.safetensors, or the shards that its index names.
-
-    Raises:
-        FileNotFoundError: there are none, or an index names a file that does not exist.
-        ValueError: an index is damaged.
-    """
-    return _shards(directory, "model.safetensors")
-
-
-def drafter_files(directory: Path) -> list[Path]:
-    """Return the files with the tensors of a drafter: safetensors, or else those that torch.save wrote.
-
-    Raises:
-        FileNotFoundError: there are none, or an index names a file that does not exist.
-        ValueError: an index is damaged.
-    """
-    names = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-    for name in names:
-        if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
-            return _shards(directory, name)
-    raise lacks(directory, *names)
-
-
-def _shards(directory: Path, name: str) -> list[Path]:
-    """Return the file of this name, or the shards that its index names."""
-    index = directory / f"{name}.index.json"
-    if (directory / name).is_file():
-        return [directory / name]
-    if not index.is_file():
-        raise lacks(directory, name, index.name)
-    weight_map = read_json(index).get("weight_map")
-    names: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ValueError(f"weight_map in {index} must map names of tensors to names of files, got {weight_map!r}")
-    paths = [directory / name for name in sorted(set(names))]
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, which {index.name} names; copy the checkpoint anew")
-    return paths

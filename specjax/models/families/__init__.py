@@ -8,7 +8,7 @@ that change the computation and that the family has not read. Errors are ValueEr
 from collections.abc import Callable
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import gemma, gemma2, llama, mimo, mistral, opt, qwen2, qwen3
+from specjax.models.families import gemma, gemma2, llama, mimo, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -18,7 +18,9 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "llama": llama.build,
     "mimo": mimo.build,
     "mistral": mistral.build,
+    "mixtral": mixtral.build,
     "opt": opt.build,
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
+    "qwen3_moe": qwen3_moe.build,
 }

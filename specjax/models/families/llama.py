@@ -3,16 +3,27 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
+from specjax.models.experts import Experts
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, PyTree
 
 MAX_LAYERS = 1024
+
+
+class Mixture(Protocol):
+    """How the files of a family name the tensors of experts."""
+
+    def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
+        """Read the parameters of the experts of a layer, whose name is the prefix of the names of its tensors."""
+        ...
+
+
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
@@ -33,6 +44,7 @@ def decoder(
     tie_embeddings: bool = False,
     norms: dict[str, str] = NORMS,
     ignored: tuple[str, ...] = (),
+    mixture: Mixture | None = None,
     **options: Any,
 ) -> Model:
     """Build the model of a checkpoint with the network of `models/decoder.py`.
@@ -45,6 +57,7 @@ def decoder(
         tie_embeddings: default of the field tie_word_embeddings.
         norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
         ignored: patterns of the names of tensors that the model does not need.
+        mixture: reads the parameters of layers with experts; None where there are none.
         options: further fields of `DecoderConfig`.
 
     Returns:
@@ -57,7 +70,7 @@ def decoder(
         config, layers, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
     )
     config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored))
+    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture))
 
 
 def config_of(
@@ -101,6 +114,14 @@ def config_of(
         return DecoderConfig(**fields, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
+
+
+def with_dense(layers: tuple[LayerConfig, ...], ffn: GatedMLP, is_dense: Sequence[bool]) -> tuple[LayerConfig, ...]:
+    """Return the description of each layer, with `ffn` in place of its experts where `is_dense` says so."""
+    if not any(is_dense):
+        return layers
+    each = layers if len(layers) > 1 else layers * len(is_dense)
+    return tuple(replace(one, ffn=ffn) if dense else one for one, dense in zip(each, is_dense, strict=True))
 
 
 def windowed(layer: LayerConfig, windows: Sequence[int | None]) -> tuple[LayerConfig, ...]:
@@ -172,6 +193,7 @@ def layer_params(
     name: str,
     norms: dict[str, str] = NORMS,
     inputs: int | None = None,
+    mixture: Mixture | None = None,
 ) -> dict[str, Array]:
     """Read the parameters of a layer as `LayerConfig.shapes` names them, with projections of one input concatenated.
 
@@ -182,38 +204,54 @@ def layer_params(
         name: of the layer, the prefix of the names of its tensors.
         norms: as `decoder` takes them.
         inputs: numbers of a token that attention reads; None is the hidden size.
+        mixture: as `decoder` takes it.
     """
-    hidden, mlp, size = config.hidden_size, config.mlp_size, config.head_size
+    hidden, size = config.hidden_size, config.head_size
     query, key_value = config.num_heads * size, config.num_kv_heads * size
     matrices = partial(tensors.matrices, transposed=config.transposed)
-    attention, gate_up = f"{name}.self_attn", [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+    attention = f"{name}.self_attn"
     qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
     params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
         "qkv": matrices(inputs or hidden, {f"{name}.weight": size for name, size in qkv.items()}),
         "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
-        "gate_up": matrices(hidden, {f"{name}.weight": mlp for name in gate_up}),
-        "mlp_out": matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}),
     }
+    if isinstance(layer.ffn, GatedMLP):
+        params |= _mlp_params(config, layer.ffn, tensors, name)
+    elif mixture is not None:
+        params |= mixture.params(config, layer.ffn, tensors, name)
     if layer.mixer.has_bias:
         params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
     if layer.mixer.has_out_bias:
         params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
-    if layer.ffn.has_bias:
-        params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
-        params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
     if layer.mixer.has_head_norms:
         params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
         params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
     return params
 
 
-def _params(config: DecoderConfig, tensors: Tensors, norms: dict[str, str], ignored: tuple[str, ...]) -> PyTree:
+def _mlp_params(config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str) -> dict[str, Array]:
+    """Read the parameters of an MLP."""
+    hidden, mlp, turned = config.hidden_size, config.mlp_size, config.transposed
+    gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+    params = {
+        "gate_up": tensors.matrices(hidden, {f"{name}.weight": mlp for name in gate_up}, transposed=turned),
+        "mlp_out": tensors.matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}, transposed=turned),
+    }
+    if ffn.has_bias:
+        params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
+        params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
+    return params
+
+
+def _params(
+    config: DecoderConfig, tensors: Tensors, norms: dict[str, str], ignored: tuple[str, ...], mixture: Mixture | None
+) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
     embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
     params = {
         "embedding": tensors.table(*embedding),
         "layers": {
-            i: layer_params(config, layer, tensors, f"model.layers.{i}", norms)
+            i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, mixture=mixture)
             for i, layer in enumerate(config.each_layer)
         },
         "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),

@@ -1,0 +1,321 @@
+"""Mixtures of experts: an `ffn` of the one layer, whose router chooses some experts for each token.
+
+A router is a frozen dataclass with the methods of `Router`. The matrices of experts are stacked, [experts, outputs,
+inputs], as floats or as one `Quantized`, and stay stacked. Rows are sorted by expert and multiplied in tiles, each of
+one expert, so that no product is over an expert that no token chose, and the output of a row does not depend on the
+other rows of the call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, product
+from specjax.models.linear import linear, rms_norm
+from specjax.models.quantized import Quantized, dequantize
+from specjax.parallel.loops import as_carry
+from specjax.types import Array
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that are multiplied at a time
+Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
+
+
+class Router(Protocol):
+    """The choice of experts for each token, a frozen dataclass."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_chosen(self) -> int: ...
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of the parameters beside the matrix "router" [experts, hidden size]."""
+        ...
+
+    def __call__(self, params: Params, logits: Array) -> Chosen:
+        """Choose from logits [T, experts] float32; of equal experts the one with the lower index comes first."""
+        ...
+
+
+def _check_choice(num_experts: int, num_chosen: int) -> None:
+    if not 1 <= num_chosen <= num_experts:
+        raise ValueError(f"num_chosen must be in [1, num_experts = {num_experts}], got {num_chosen}")
+
+
+@dataclass(frozen=True)
+class SoftmaxTopK:
+    """Choose the experts with the largest probabilities, as Qwen3-MoE and Mixtral do.
+
+    Raises:
+        ValueError: `num_chosen` is not in [1, num_experts].
+    """
+
+    num_experts: int
+    num_chosen: int
+    is_renormalized: bool = True  # whether the weights of the chosen experts are divided by their sum
+
+    def __post_init__(self):
+        _check_choice(self.num_experts, self.num_chosen)
+
+    def shapes(self) -> Shapes:
+        return {}
+
+    def __call__(self, params: Params, logits: Array) -> Chosen:
+        weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_chosen)
+        if self.is_renormalized:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return experts, weights
+
+
+@dataclass(frozen=True)
+class TopKSoftmax:
+    """Choose the experts with the largest logits plus biases; a softmax over these alone gives weights (gpt-oss).
+
+    Raises:
+        ValueError: `num_chosen` is not in [1, num_experts].
+    """
+
+    num_experts: int
+    num_chosen: int
+
+    def __post_init__(self):
+        _check_choice(self.num_experts, self.num_chosen)
+
+    def shapes(self) -> Shapes:
+        return {"router_bias": (self.num_experts,)}
+
+    def __call__(self, params: Params, logits: Array) -> Chosen:
+        best, experts = jax.lax.top_k(logits + params["router_bias"].astype(jnp.float32)[None], self.num_chosen)
+        return experts, jax.nn.softmax(best, axis=-1)
+
+
+@dataclass(frozen=True)
+class SigmoidTopK:
+    """Choose by sigmoids plus corrections, inside the best groups of experts, as DeepSeek V3 and GLM-4.5 do.
+
+    The score of a group is the sum of its two largest corrected sigmoids. Weights are sigmoids without corrections.
+
+    Raises:
+        ValueError: `num_chosen` is not in [1, num_experts], or the experts cannot be in such groups.
+    """
+
+    num_experts: int
+    num_chosen: int
+    is_renormalized: bool = True  # whether the weights of the chosen experts are divided by their sum
+    scale: float = 1.0  # factor on the weights
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+
+    def __post_init__(self):
+        _check_choice(self.num_experts, self.num_chosen)
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"num_groups must divide num_experts = {self.num_experts}, got {self.num_groups}")
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            expected = f"in [1, num_groups = {self.num_groups}]"
+            raise ValueError(f"num_chosen_groups must be {expected}, got {self.num_chosen_groups}")
+        size = self.num_experts // self.num_groups
+        if self.num_groups > 1 and size < 2:
+            raise ValueError(f"num_groups must leave 2 experts or more for each group, got {self.num_groups}")
+        if self.num_chosen > size * self.num_chosen_groups:
+            raise ValueError(
+                f"num_chosen must be at most {size * self.num_chosen_groups}, the experts of num_chosen_groups = "
+                f"{self.num_chosen_groups}, got {self.num_chosen}"
+            )
+
+    def shapes(self) -> Shapes:
+        return {"router_correction": (self.num_experts,)}
+
+    def __call__(self, params: Params, logits: Array) -> Chosen:
+        scores = jax.nn.sigmoid(logits)
+        corrected = scores + params["router_correction"].astype(jnp.float32)[None]
+        if self.num_chosen_groups < self.num_groups:
+            grouped = corrected.reshape(corrected.shape[0], self.num_groups, -1)
+            of_group = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+            _, best = jax.lax.top_k(of_group, self.num_chosen_groups)
+            is_kept = jnp.any(best[:, :, None] == jnp.arange(self.num_groups, dtype=best.dtype)[None, None], axis=1)
+            corrected = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(corrected.shape)
+        _, experts = jax.lax.top_k(corrected, self.num_chosen)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.is_renormalized:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return experts, weights * self.scale
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The function activation(gate) * up of an expert."""
+
+    activation: str = "silu"  # one of ACTIVATIONS
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+@dataclass(frozen=True)
+class ClippedGated:
+    """The function gate * sigmoid(slope * gate) * (up + 1) of an expert, of clipped inputs, as gpt-oss has it."""
+
+    limit: float = 7.0  # largest gate, and largest magnitude of `up`
+    slope: float = 1.702
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.slope * gate) * (up + 1)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An MLP that every token passes through beside its experts, of the width `shared_size` of the config."""
+
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS
+    is_gated: bool = False  # whether its output is multiplied by the sigmoid of a product with the input
+
+    def shapes(self, config: "DecoderConfig") -> Shapes:
+        """Return the shapes of the parameters by name."""
+        hidden, size = config.hidden_size, config.shared_size
+        shapes = {
+            "shared_gate_up": matrix_shape(config, hidden, 2 * size),
+            "shared_out": matrix_shape(config, size, hidden),
+        }
+        return shapes | {"shared_gate": (1, hidden)} if self.is_gated else shapes
+
+    def __call__(self, config: "DecoderConfig", params: Params, x: Array) -> Array:
+        """Return the output of x [B, T, h], of which each device has a summand."""
+        inner = product(config, params, "shared_gate_up", x, activation=ACTIVATIONS[self.activation])
+        y = linear(inner, params["shared_out"], transposed=config.transposed)
+        if not self.is_gated:
+            return y
+        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True)) * y
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, each a gated MLP of the width `expert_size` of the config."""
+
+    router: Router
+    gate: Callable[[Array, Array], Array] = Gated()  # function of an expert's gate and up projections
+    has_bias: bool = False  # whether the projections of experts have biases
+    # Whether the outputs of gate and up alternate, as gpt-oss stores them; otherwise all gates come first.
+    is_interleaved: bool = False
+    shared: Shared | None = None
+
+    def shapes(self, config: "DecoderConfig") -> Shapes:
+        """Return the shapes of the parameters by name. The matrices of experts are [experts, outputs, inputs]."""
+        number, hidden, size = self.router.num_experts, config.hidden_size, config.expert_size
+        shapes: Shapes = {
+            "router": (number, hidden),
+            "experts_gate_up": (number, 2 * size, hidden),
+            "experts_out": (number, hidden, size),
+        }
+        if self.has_bias:
+            shapes |= {"experts_gate_up_bias": (number, 2 * size), "experts_out_bias": (number, hidden)}
+        return shapes | self.router.shapes() | ({} if self.shared is None else self.shared.shapes(config))
+
+    def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
+        """Return the residual stream after the mixture [B, T, h]."""
+        x = call.x if call.norm is None else rms_norm(call.x, call.norm)
+        rows = x.reshape(-1, x.shape[-1])
+        experts, weights = self.router(params, router_logits(params["router"], rows))
+        y = self.mix(params, rows, experts, weights).reshape(x.shape).astype(x.dtype)
+        if self.shared is not None:
+            y = y + self.shared(config, params, x)
+        if config.axis_name is not None:
+            y = jax.lax.psum(y, config.axis_name)
+        if self.has_bias:
+            biases = params["experts_out_bias"][experts].astype(jnp.float32)
+            y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
+        return call.residual + (y if call.finish is None else call.finish(y))
+
+    def mix(self, params: Params, x: Array, experts: Array, weights: Array) -> Array:
+        """Return the weighted sum of the products of chosen experts, without the biases of their outputs.
+
+        Args:
+            params: the matrices of experts.
+            x: [T, h] floats.
+            experts: [T, k] int32, the experts of each row, each once.
+            weights: [T, k] float32.
+
+        Returns:
+            [T, h] float32.
+        """
+        tiles = tiles_of(experts, self.router.num_experts)
+        pad = jnp.zeros((tiles.num_rows,), jnp.int32)
+        row = jnp.concatenate([(tiles.order // experts.shape[1]).astype(jnp.int32), pad])
+
+        def tile(index: Array | int, y: Array) -> Array:
+            start, expert = tiles.start[index], tiles.expert[index]
+            rows = x[jax.lax.dynamic_slice(row, (start,), (tiles.num_rows,))]
+            gate_up = _rows_of_expert(rows, params["experts_gate_up"], expert)
+            if self.has_bias:
+                gate_up = gate_up + params["experts_gate_up_bias"][expert].astype(jnp.float32)[None]
+            inner = self.gate(*self.split(gate_up)).astype(x.dtype)
+            # Rows past the last of the expert are written again by the tile that follows.
+            return jax.lax.dynamic_update_slice(y, _rows_of_expert(inner, params["experts_out"], expert), (start, 0))
+
+        y = jnp.zeros((row.shape[0], x.shape[1]), jnp.float32)
+        y = as_carry(partial(tile, 0), y, x, params, tiles)
+        y = jax.lax.fori_loop(0, tiles.start.shape[0], tile, y)
+        each = y[jnp.argsort(tiles.order)].reshape(*experts.shape, -1)
+        return jnp.sum(each * weights[..., None], axis=1)
+
+    def split(self, gate_up: Array) -> tuple[Array, Array]:
+        """Return the gate and the up projection [..., I] in outputs [..., 2 I] of the first matrix."""
+        if self.is_interleaved:
+            return gate_up[..., 0::2], gate_up[..., 1::2]
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return gate, up
+
+
+def router_logits(router: Array | Quantized, x: Array) -> Array:
+    """Return the logits [T, experts] of rows [T, h], in float32 whatever the dtype of the model is."""
+    router = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
+    return jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+
+
+class Tiles(NamedTuple):
+    """The pairs of a row and an expert, sorted by expert and cut into tiles that each have one expert."""
+
+    order: Array  # [P] int32: place i of the sorted pairs has the pair order[i]; pair p is expert p % k of row p // k
+    start: Array  # [tiles] int32: first sorted pair of each tile; P for tiles without rows
+    expert: Array  # [tiles] int32: expert of each tile; for tiles without rows it is one that has rows
+    num_rows: int  # most pairs of a tile
+
+
+def tiles_of(experts: Array, num_experts: int) -> Tiles:
+    """Return the tiles of the experts [T, k] of T rows, as many as any choice needs."""
+    num_rows, num_chosen = experts.shape
+    num_pairs = num_rows * num_chosen
+    average = 1 << (max(1, num_pairs // num_experts) - 1).bit_length()
+    size = min(num_rows, max(MIN_TILE, min(MAX_TILE, average)))
+    num_tiles = min(num_pairs, num_experts + num_pairs // size)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
+    tiles = -(-counts // size)
+    end = jnp.cumsum(tiles, dtype=jnp.int32)
+    first = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    index = jnp.arange(num_tiles, dtype=jnp.int32)
+    expert = jnp.searchsorted(end, index, side="right").astype(jnp.int32)
+    is_used = index < end[-1]
+    expert = jnp.where(is_used, expert, flat[order[-1]])
+    start = first[expert] + (index - (end - tiles)[expert]) * size
+    return Tiles(order, jnp.where(is_used, start, num_pairs), expert, size)
+
+
+def _rows_of_expert(x: Array, weights: Array | Quantized, expert: Array) -> Array:
+    """Return the products [R, N] float32 of rows [R, K] with the matrix of one expert."""
+    if isinstance(weights, Quantized):
+        own = weights[expert]
+        order, own = own.order, own.replace(order=None)
+        x = x if order is None else x[:, order]
+        weight = dequantize(own, x.dtype)
+    else:
+        weight = jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+    return jnp.einsum("rk,nk->rn", x, weight, preferred_element_type=jnp.float32)

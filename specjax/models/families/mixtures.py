@@ -1,0 +1,91 @@
+"""Parts that the families with mixtures of experts share: their sizes, and how their files name the experts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.decoder import DecoderConfig
+from specjax.models.experts import Experts, Router
+from specjax.models.tensors import Tensors
+
+MAX_EXPERTS = 4096
+TRAINING = "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "output_router_logits"
+
+
+def counts(config: ConfigFile, *names: str) -> tuple[int, int]:
+    """Return the number of experts, from the first of some fields that the config has, and how many a token chooses.
+
+    Raises:
+        ValueError: a field is missing or not in range.
+    """
+    config.ignore(*TRAINING)  # only training reads these fields
+    name = next((name for name in names if name in config), names[0])
+    number = config.size(name, most=MAX_EXPERTS)
+    for other in names:
+        config.only(other, number)
+    return number, config.size("num_experts_per_tok", most=number)
+
+
+def made(config: ConfigFile, router: type[Router], *sizes: int, **options: Any) -> Router:
+    """Return a router; an error names the file."""
+    try:
+        return router(*sizes, **options)
+    except ValueError as error:
+        raise ValueError(f"{config.path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of the tensors of a mixture, in a layer."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+
+    def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
+        """Read the parameters of a mixture, as `Experts.shapes` names them.
+
+        The files have a tensor for each matrix of each expert, or one for all that transformers 5 writes.
+
+        Args:
+            config: the sizes.
+            ffn: the mixture.
+            tensors: the tensors.
+            layer: prefix of the names.
+
+        Raises:
+            ValueError: a tensor is missing, or has a wrong shape or dtype.
+        """
+        block, hidden, size = f"{layer}.{self.block}", config.hidden_size, config.expert_size
+        number, experts = ffn.router.num_experts, f"{block}.experts"
+        params = {"router": tensors.table(f"{block}.{self.router}.weight", number, hidden)}
+        if f"{experts}.gate_up_proj" in tensors:
+            params["experts_gate_up"] = tensors.stacked(f"{experts}.gate_up_proj", number, 2 * size, hidden)
+            params["experts_out"] = tensors.stacked(f"{experts}.down_proj", number, hidden, size)
+        else:
+            of = [f"{experts}.{i}" for i in range(number)]
+            both = [{f"{one}.{name}.weight": size for name in (self.gate, self.up)} for one in of]
+            params["experts_gate_up"] = tensors.stack(hidden, both)
+            params["experts_out"] = tensors.stack(size, [{f"{one}.{self.down}.weight": hidden} for one in of])
+        if "router_correction" in ffn.router.shapes():
+            name = f"{block}.{self.router}.e_score_correction_bias"
+            params["router_correction"] = tensors.vectors({name: number})
+        return params | self._shared(config, ffn, tensors, block)
+
+    def _shared(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, block: str) -> dict[str, Any]:
+        """Read the parameters of the MLP beside the experts, if there is one."""
+        if ffn.shared is None:
+            return {}
+        hidden, size, turned = config.hidden_size, config.shared_size, config.transposed
+        shared = f"{block}.{self.shared}"
+        gate_up = {f"{shared}.{name}.weight": size for name in ("gate_proj", "up_proj")}
+        params = {
+            "shared_gate_up": tensors.matrices(hidden, gate_up, transposed=turned),
+            "shared_out": tensors.matrices(size, {f"{shared}.down_proj.weight": hidden}, transposed=turned),
+        }
+        if ffn.shared.is_gated:
+            params["shared_gate"] = tensors.table(f"{shared}_gate.weight", 1, hidden)
+        return params

@@ -1,0 +1,30 @@
+"""Qwen3-MoE: changes Qwen3 by mixtures of experts in most layers."""
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.experts import Experts, SoftmaxTopK
+from specjax.models.families import llama, mixtures, qwen2
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Qwen3-MoE checkpoint."""
+    config.only("hidden_act", "silu")
+    bias = config.get("attention_bias", bool, False)
+    attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True)
+    sizes = mixtures.counts(config, "num_experts", "num_local_experts")
+    renormalized = config.get("norm_topk_prob", bool, False)
+    experts = Experts(mixtures.made(config, SoftmaxTopK, *sizes, is_renormalized=renormalized))
+    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    dense, step = config.get("mlp_only_layers", list, []), config.size("decoder_sparse_step", 1)
+    is_dense = [i in dense or (i + 1) % step != 0 for i in range(number)]
+    each = llama.windowed(LayerConfig(attention, experts), qwen2.windows(config))
+    layers = llama.with_dense(each, GatedMLP(), is_dense)
+    return llama.decoder(
+        config,
+        tensors,
+        layers,
+        expert_size=config.size("moe_intermediate_size"),
+        mixture=mixtures.Names(),
+    )

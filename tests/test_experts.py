@@ -1,0 +1,315 @@
+"""Mixtures of experts: routers, products of experts against the sum over all experts, and their files."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import CONFIGS, make_tensor, shapes, write
+from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
+from test_families import GOLDENS, TOLERANCE, difference, whole_logits
+
+from specjax.models import Checkpoint, load, tensor_parallel
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.experts import ClippedGated, Experts, Gated, Shared, SigmoidTopK, SoftmaxTopK, TopKSoftmax, tiles_of
+from specjax.models.layer import LayerConfig
+from specjax.models.quantized import Quantized, dequantize, is_quantized, quantize
+from specjax.testing import assert_model
+from specjax.types import ModelInput
+
+pytestmark = pytest.mark.usefixtures("float32_products")
+HIDDEN = 24
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def by_sorting(scores: np.ndarray, number: int) -> np.ndarray:
+    """The places of the largest scores of each row, the lower place first where scores are equal."""
+    return np.argsort(-scores, axis=-1, kind="stable")[:, :number]
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def expected_choice(router, params, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(router, TopKSoftmax):
+        logits = logits + params["router_bias"]
+        chosen = by_sorting(logits, router.num_chosen)
+        return chosen, softmax(np.take_along_axis(logits, chosen, 1))
+    if isinstance(router, SoftmaxTopK):
+        scores = corrected = softmax(logits)
+        scale = 1.0
+    else:
+        scores, scale = 1 / (1 + np.exp(-logits)), router.scale
+        corrected = scores + params["router_correction"]
+        grouped = corrected.reshape(len(logits), router.num_groups, -1)
+        of_group = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+        kept = by_sorting(of_group, router.num_chosen_groups)
+        is_kept = (kept[:, :, None] == np.arange(router.num_groups)).any(axis=1)
+        corrected = np.where(is_kept[:, :, None], grouped, -np.inf).reshape(corrected.shape)
+    chosen = by_sorting(corrected, router.num_chosen)
+    weights = np.take_along_axis(scores, chosen, 1)
+    if router.is_renormalized:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return chosen, weights * scale
+
+
+ROUTERS = {
+    "softmax": SoftmaxTopK(12, 3, is_renormalized=False),
+    "renormalized": SoftmaxTopK(12, 4),
+    "of the chosen": TopKSoftmax(12, 4),
+    "sigmoid": SigmoidTopK(12, 3, scale=2.5),
+    "groups": SigmoidTopK(12, 4, is_renormalized=False, scale=1.5, num_groups=4, num_chosen_groups=2),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_choice_and_weights(name):
+    """For random rows, and for rows of few values, where many experts and groups are equal."""
+    router = ROUTERS[name]
+    params = {key: np.round(numbers(*shape, seed=1)) / 2 for key, shape in router.shapes().items()}
+    random, ties = numbers(1000, 12), np.random.default_rng(2).integers(0, 3, (200, 12)).astype(np.float32)
+    for logits, own in ((random, params), (ties, jax.tree.map(np.zeros_like, params))):
+        experts, weights = jax.jit(router.__call__)(own, logits)
+        chosen, of_chosen = expected_choice(router, own, logits)
+        np.testing.assert_array_equal(experts, chosen)
+        np.testing.assert_allclose(weights, of_chosen, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SoftmaxTopK(4, 5), r"num_chosen must be in \[1, num_experts = 4\], got 5"),
+        (lambda: SigmoidTopK(12, 2, num_groups=5), "num_groups must divide num_experts = 12, got 5"),
+        (lambda: SigmoidTopK(12, 2, num_groups=4, num_chosen_groups=5), r"num_chosen_groups must be in \[1, num_gr"),
+        (lambda: SigmoidTopK(12, 2, num_groups=12, num_chosen_groups=2), "num_groups must leave 2 experts or more"),
+        (lambda: SigmoidTopK(12, 4, num_groups=4), "num_chosen must be at most 3, the experts of num_chosen_groups"),
+    ],
+)
+def test_routers_that_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def make_experts(number: int, size: int, **options) -> tuple[Experts, dict]:
+    ffn = Experts(SoftmaxTopK(number, 2), **options)
+    params = {
+        "experts_gate_up": numbers(number, 2 * size, HIDDEN),
+        "experts_out": numbers(number, HIDDEN, size, seed=1),
+    }
+    if ffn.has_bias:
+        params["experts_gate_up_bias"] = numbers(number, 2 * size, seed=2)
+    return ffn, params
+
+
+def dense_sum(ffn: Experts, params: dict, x: np.ndarray, experts: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The weighted sum over all experts in float64, with weights of 0 for those that were not chosen."""
+    params = {name: np.asarray(x, np.float64) for name, x in params.items()}
+    weight = np.zeros((len(x), ffn.router.num_experts))
+    np.put_along_axis(weight, experts, weights, axis=1)
+    gate_up = np.einsum("th,enh->ten", x, params["experts_gate_up"]) + params.get("experts_gate_up_bias", 0)
+    half = gate_up.shape[-1] // 2
+    both = (gate_up[..., ::2], gate_up[..., 1::2]) if ffn.is_interleaved else (gate_up[..., :half], gate_up[..., half:])
+    if isinstance(ffn.gate, ClippedGated):
+        gate, up = np.minimum(both[0], ffn.gate.limit), np.clip(both[1], -ffn.gate.limit, ffn.gate.limit)
+        inner = gate / (1 + np.exp(-ffn.gate.slope * gate)) * (up + 1)
+    else:
+        inner = both[0] / (1 + np.exp(-both[0])) * both[1]
+    return np.einsum("te,tei,ehi->th", weight, inner, params["experts_out"])
+
+
+def choices(number: int, num_rows: int) -> dict[str, np.ndarray]:
+    """Experts of rows: spread, all the same, and with experts that no row chose."""
+    rng = np.random.default_rng(3)
+    spread = np.stack([rng.permutation(number)[:2] for _ in range(num_rows)])
+    return {
+        "spread": spread,
+        "skewed": np.tile(np.array([[number - 1, 0]]), (num_rows, 1)),
+        "empty": np.stack([2 * (spread[:, 0] // 2), np.full(num_rows, 1)], axis=1),
+    }
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40, 300])
+def test_products_equal_the_dense_sum(num_rows):
+    """With an odd width, biases and both layouts of gate and up."""
+    x, weights = numbers(num_rows, HIDDEN), np.abs(numbers(num_rows, 2, seed=5))
+    for options in ({}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}):
+        ffn, params = make_experts(6, 7, **options)
+        mix = jax.jit(ffn.mix)
+        for experts in choices(6, num_rows).values():
+            got = mix(params, x, experts.astype(np.int32), weights)
+            expected = dense_sum(ffn, params, x, experts, weights)
+            np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_clip_is_reached():
+    gate, up = np.array([-9.0, 9.0], np.float32), np.array([9.0, -9.0], np.float32)
+    sigmoid = 1 / (1 + np.exp(-1.702 * np.array([-9.0, 7.0])))
+    np.testing.assert_allclose(ClippedGated()(gate, up), np.array([-9.0 * 8, 7.0 * -6]) * sigmoid, rtol=1e-5)
+    np.testing.assert_allclose(Gated("silu")(gate, up), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows, num_experts", [(1, 128), (4, 128), (64, 128), (512, 8), (5, 2)])
+def test_tiles(num_rows, num_experts):
+    """Every pair is in one tile of its expert, and no tile has an expert that nobody chose."""
+    rng = np.random.default_rng(num_rows)
+    experts = np.stack([rng.permutation(num_experts)[:2] for _ in range(num_rows)])
+    for chosen in (experts, np.tile(experts[:1], (num_rows, 1))):
+        order, start, expert, size = tiles_of(jnp.asarray(chosen, jnp.int32), num_experts)
+        of_pair = chosen.reshape(-1)[np.asarray(order)]
+        assert set(np.asarray(expert)) == set(of_pair)
+        seen = np.full(len(of_pair), -1)
+        for first, one in zip(np.asarray(start), np.asarray(expert), strict=True):
+            seen[first : first + size] = one  # as later tiles write over the rows past the end of an earlier one
+        np.testing.assert_array_equal(seen, of_pair)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_products_with_codes(format):
+    ffn, params = make_experts(5, 40)
+    codes = {name: quantize(jnp.asarray(x), format) for name, x in params.items()}
+    floats = {name: dequantize(x) for name, x in codes.items()}
+    x, weights = numbers(9, HIDDEN), np.abs(numbers(9, 2, seed=5))
+    experts = choices(5, 9)["spread"].astype(np.int32)
+    got, expected = (jax.jit(ffn.mix)(one, x, experts, weights) for one in (codes, floats))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+LAYER = LayerConfig(ffn=Experts(SigmoidTopK(6, 2, scale=2.0), shared=Shared(is_gated=True)))
+SIZES = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
+
+
+def two_devices() -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+
+
+def mixture_model(expert_size: int = 64):
+    sizes = {"mlp_size": 32, "expert_size": expert_size, "shared_size": 32}
+    config = DecoderConfig(**SIZES, **sizes, max_length=64, layers=(LAYER,))
+    params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(config, 0))
+    for layer in params["layers"].values():
+        layer["router_correction"] = jnp.asarray(numbers(6, seed=4)) / 8
+    return decoder_model(config, params)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """In float32 a row has the same experts and outputs alone and in a batch."""
+    model = mixture_model()
+    tokens = jnp.arange(30, dtype=jnp.int32).reshape(5, 6)
+    positions = jnp.tile(jnp.arange(6, dtype=jnp.int32), (5, 1))
+    apply = jax.jit(model.apply)
+    together = apply(model.params, ModelInput(tokens, positions), None)[0].logits
+    alone = apply(model.params, ModelInput(tokens[3:4], positions[3:4]), None)[0].logits
+    np.testing.assert_allclose(together[3:4], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_distributions_of_a_mixture_are_exact():
+    assert_model(mixture_model())
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", None])
+def test_devices_share_the_width_of_experts(format):
+    model = mixture_model()
+    if format is not None:
+        with_codes = {
+            i: {name: quantize(x, format) if "experts" in name else x for name, x in layer.items()}
+            for i, layer in model.params["layers"].items()
+        }
+        model = replace(model, params=dict(model.params) | {"layers": with_codes})
+    with jax.default_device(jax.devices("cpu")[0]):
+        shared = tensor_parallel(model, two_devices())
+    for name in ("experts_gate_up", "experts_out"):
+        leaf = shared.params["layers"][0][name]
+        leaf = leaf.values if is_quantized(leaf) else leaf
+        assert leaf.addressable_shards[0].data.size * 2 == leaf.size
+    inputs = ModelInput(jnp.arange(10).reshape(2, 5), jnp.tile(jnp.arange(5), (2, 1)))
+    got, expected = (jax.jit(one.apply)(one.params, inputs, None)[0].logits for one in (shared, model))
+    np.testing.assert_allclose(got[..., :40], expected, rtol=1e-4, atol=1e-5)
+
+
+def write_apart(directory, case: str, names: tuple[str, str, str], block: str = "mlp"):
+    """The checkpoint of a case with a tensor for each matrix of each expert, as released files have them."""
+    write(directory, case)
+    tensors = {}
+    for name, shape in shapes(case).items():
+        values = make_tensor(name, shape)
+        if ".experts." not in name:
+            tensors[name.replace(".mlp.gate.", f".{block}.gate.")] = values
+            continue
+        layer = name.split(".mlp.experts.")[0]
+        for i, one in enumerate(values):
+            parts = zip(names[:2], np.split(one, 2), strict=True) if "gate_up" in name else ((names[2], one),)
+            tensors |= {f"{layer}.{block}.experts.{i}.{part}.weight": x.copy() for part, x in parts}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+QWEN = "gate_proj", "up_proj", "down_proj"
+
+
+def test_files_with_a_tensor_for_each_expert(tmp_path):
+    for case, names, block in (("qwen3_moe", QWEN, "mlp"), ("mixtral", ("w1", "w3", "w2"), "block_sparse_moe")):
+        whole, apart = load(write(tmp_path / case, case)), load(write_apart(tmp_path / f"{case}2", case, names, block))
+        assert apart.apply.config == whole.apply.config
+        jax.tree.map(np.testing.assert_array_equal, apart.params, whole.params)
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_experts_are_rounded_when_they_are_read(is_apart, tmp_path):
+    directory = write_apart(tmp_path / "a", "qwen3_moe", QWEN) if is_apart else write(tmp_path / "a", "qwen3_moe")
+    model = load(directory, quantization="int8")
+    layer, floats = model.params["layers"][1], load(directory).params["layers"][1]
+    for name in ("experts_gate_up", "experts_out"):
+        assert isinstance(layer[name], Quantized)
+        expected = quantize(floats[name], "int8")
+        jax.tree.map(np.testing.assert_array_equal, layer[name], expected)
+    np.testing.assert_array_equal(layer["router"], floats["router"])
+    assert difference(whole_logits(model), np.load(GOLDENS / "logits.npz")["qwen3_moe"]) < 0.05
+    kept = load(Checkpoint(directory, "int8"), mesh=two_devices())
+    assert difference(whole_logits(kept), np.asarray(whole_logits(model))) <= TOLERANCE
+
+
+def test_bad_files(tmp_path):
+    directory = write_apart(tmp_path / "apart", "qwen3_moe", QWEN)
+    tensors = load_file(directory / "model.safetensors")
+    missing = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file({name: x for name, x in tensors.items() if name != missing}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"tensor {missing} is missing"):
+        load(directory)
+    save_file(
+        tensors | {"model.layers.1.mlp.experts.6.up_proj.weight": tensors[missing]}, directory / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"experts.6.up_proj.weight in .* does not belong to a model of this config"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    "case, fields, message",
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 7}, r"num_experts_per_tok in .* must be in \[1, 6\], got 7"),
+        ("qwen3_moe", {"num_local_experts": 5}, r"num_local_experts in .* must be 6, the only value"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, r"scoring_func in .* must be absent"),
+        ("qwen3_moe", {"router_scale": 2.0}, r"router_scale in .* must be absent"),
+        ("qwen3_moe", {"n_group": 2}, r"n_group in .* must be absent or 1"),
+        ("mixtral", {"num_local_experts": None}, r"must have the field num_local_experts"),
+        ("llama", {"num_local_experts": 4}, r"num_local_experts in .* must be absent"),
+    ],
+)
+def test_fields_that_are_refused(case, fields, message, tmp_path):
+    directory = write(tmp_path / case, case)
+    (directory / "config.json").write_text(json.dumps(CONFIGS[case] | fields))
+    with pytest.raises(ValueError, match=message):
+        load(directory)
+
+
+def test_devices_that_cannot_share_experts():
+    with pytest.raises(ValueError, match="expert_size must be a multiple of the 2 devices that share it, got 21"):
+        tensor_parallel(mixture_model(expert_size=21), two_devices())
