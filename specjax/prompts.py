@@ -40,6 +40,7 @@ def feed_chunk(
     give the same numbers to the bit, wherever the prompt began.
 
     The logits are used only for the log-probabilities of the prompt; without a buffer for them nothing reads them.
+    A target with `commit` does not get the last token of a prompt, so the features of that token mean nothing there.
 
     Args:
         model: the target.
@@ -81,7 +82,7 @@ def run_chunk(
     proposer_state: Memory,
 ) -> tuple[Memory, Memory, PyTree, Array]:
     """Feed a chunk as `feed_chunk` does; return both memories, the last features, and the logits [R, T, V]."""
-    output, cache = run(model, inputs, cache)
+    output, cache = run(model, inputs if model.commit is None else without_pending(inputs, following), cache)
     if previous is None:
         previous = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), output.features)
     proposer_state = in_memory(proposer).prefill(inputs, following, previous, output.features, proposer_state)
@@ -94,6 +95,19 @@ def run_chunk(
         return jnp.where(has_any, fed, previous)
 
     return cache, proposer_state, jax.tree.map(last, output.features, previous), output.logits
+
+
+def without_pending(inputs: ModelInput, following: Array) -> ModelInput:
+    """Return a chunk of prompts in which the last token of a prompt counts as padding.
+
+    The first step feeds that token, and a recurrent state must take it once.
+
+    Args:
+        inputs: the chunk, [R, T].
+        following: [R, T] int32, the token after each; -1 after the last token of a prompt.
+    """
+    is_kept = (jnp.arange(following.shape[1], dtype=jnp.int32)[None] < inputs.counts[:, None]) & (following >= 0)
+    return inputs._replace(num_tokens=jnp.sum(is_kept, axis=1, dtype=jnp.int32))
 
 
 def feed(

@@ -184,7 +184,9 @@ class Model:
     `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.
 
     Overwriting clears the slot of a rejected draft. A model that keeps a recurrent state has `commit`, which
-    the loop calls after each step: it keeps the tokens of the call that the sequence keeps, and no others.
+    the loop calls after each step: it keeps the tokens of the call that the sequence keeps, and no others. Its calls
+    with `inputs.num_tokens` keep these tokens without `commit`. A prompt is fed to it without the last token, which is
+    the first that a step feeds, so each token is kept once. A call from position 0 begins with an empty state.
 
     The functions should be module-level functions or frozen dataclasses with `__call__`. These compare by value, so a
     model that is built again is not traced again.

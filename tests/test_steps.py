@@ -104,9 +104,9 @@ def test_a_temperature_of_drafts_stays_with_its_row():
     np.testing.assert_array_equal(state.context.tokens, whole.context.tokens)
 
 
-def test_a_draft_model_keeps_slots_alone():
-    with pytest.raises(ValueError, match="model must keep nothing but slots to draft: its commit must be None"):
-        proposers.draft_model(recurrent(False), 2)
+def test_models_with_rows_that_are_refused():
+    with pytest.raises(ValueError, match="model must have commit to draft"):
+        proposers.draft_model(replace(recurrent(True), commit=None), 2)
     with pytest.raises(ValueError, match="model must keep one state a slot to be checked"):
         testing.assert_model(recurrent(True))
 
@@ -134,41 +134,34 @@ def test_batch_expansion_in_pages():
 class Recurrent:
     """A model whose logits depend on a sum over all tokens so far, in the rows of its memory or in its cache.
 
-    It keeps the sums before and after the last token that stays. A step leaves the sums around each of its tokens
-    beside them, among which `commit` chooses.
+    A step leaves the sums around each of its tokens beside the sum, among which `commit` chooses.
     """
 
     in_pages: bool
 
     def __call__(self, params, inputs, memory):
         held = memory.take(inputs.rows).rows if self.in_pages else memory
-        start = inputs.positions[:, 0]
-        first = jnp.where(start == held["length"], held["last"][:, 1], held["last"][:, 0])
-        first = jnp.where(start > 0, first, 0)[:, None]
+        first = jnp.where(inputs.positions[:, 0] > 0, held["sum"], 0)[:, None]
         sums = jnp.concatenate([first, first + jnp.cumsum(inputs.tokens + 1, axis=1)], axis=1)
         if inputs.num_tokens is None:
             new = held | {"step": held["step"].at[:, : sums.shape[1]].set(sums)}
         else:
-            new = keep(held, sums, start, inputs.num_tokens)
+            new = keep(held, sums, inputs.num_tokens)
         output = ModelOutput(params[sums[:, 1:] % VOCAB])
         return output, memory.put(inputs.rows, Memory((), new)) if self.in_pages else new
 
 
-def keep(held, sums, start, count):
-    index = jnp.maximum(jnp.stack([count - 1, count], axis=1), 0)
-    last = jnp.take_along_axis(sums, index, axis=1)
-    return held | {
-        "last": jnp.where(count[:, None] > 0, last, held["last"]),
-        "length": jnp.where(count > 0, start + count, held["length"]),
-    }
+def keep(held, sums, count):
+    last = jnp.take_along_axis(sums, count[:, None], axis=1)[:, 0]
+    return held | {"sum": jnp.where(count > 0, last, held["sum"])}
 
 
 def commit(memory, inputs, path, count):
-    return Memory(memory.pools, keep(memory.rows, memory.rows["step"], inputs.positions[:, 0], count))
+    return Memory(memory.pools, keep(memory.rows, memory.rows["step"], count))
 
 
 def sums_of_rows(batch_size, max_length=0):
-    shapes = {"last": (batch_size, 2), "length": (batch_size,), "step": (batch_size, 4)}
+    shapes = {"sum": (batch_size,), "step": (batch_size, 4)}
     return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
 
 
@@ -176,8 +169,9 @@ def no_pools(num_pages, page_size):
     return ()
 
 
-def recurrent(in_pages):
+def recurrent(in_pages, noise=0.0):
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)) * 2
+    table += noise * jax.random.normal(jax.random.key(1), (VOCAB, VOCAB))
     if in_pages:
         return Model(table, Recurrent(True), no_pools, VOCAB, takes_pages=True, init_rows=sums_of_rows, commit=commit)
     return Model(table, Recurrent(False), sums_of_rows, VOCAB, commit=commit)
@@ -210,6 +204,36 @@ def test_a_recurrent_state_follows_what_is_accepted(in_pages):
     assert accepted > 0 and not state.context.active.any()
     for row, prompt, length in zip(np.asarray(state.context.tokens), prompts().tolist(), LENGTHS, strict=True):
         assert row[length : length + 12].tolist() == greedy(target, prompt[:length], 12)
+
+
+@pytest.mark.parametrize("in_pages", [True, False])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_recurrent_draft_model_takes_each_token_once(in_pages, noise):
+    """Each step accepts as many drafts as a plain loop of the draft model has right; without noise, all of them."""
+    target, draft = recurrent(in_pages), recurrent(in_pages, noise)
+    params = sampling.batch([SamplingParams(temperature=0, max_tokens=12)] * 4)
+    given = target, proposers.draft_model(draft, 2), prompts(), np.array(LENGTHS), params, jax.random.key(0)
+    state = prefill(*given, max_length=MAX_LENGTH, chunk_size=4)
+    expected = [
+        [*row[:length], *greedy(target, row[:length], 15)]
+        for row, length in zip(prompts().tolist(), LENGTHS, strict=True)
+    ]
+    found = list(LENGTHS)
+    for i in range(40):
+        rows = None if i % 3 == 0 else jnp.array([i % 4, 4, (i + 1) % 4])
+        ran = np.zeros(4, bool)
+        ran[slice(None) if rows is None else [i % 4, (i + 1) % 4]] = True
+        ran &= np.asarray(state.context.active)
+        state, info = step(target, given[1], state, rows=rows)
+        accepted = dict(zip(range(4) if rows is None else rows.tolist(), info.num_accepted.tolist(), strict=True))
+        for b in np.flatnonzero(ran):
+            drafts = greedy(draft, expected[b][: found[b]], 2)
+            right = [token == expected[b][found[b] + j] for j, token in enumerate(drafts)]
+            count = [*right, False].index(False)
+            assert accepted[b] == count and (noise or count == 2)
+            found[b] += count + 1
+    for row, length, tokens in zip(np.asarray(state.context.tokens), LENGTHS, expected, strict=True):
+        assert row[: length + 12].tolist() == tokens[: length + 12]
 
 
 class Letters:

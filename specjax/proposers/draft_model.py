@@ -11,6 +11,7 @@ from specjax.decoding.calls import run
 from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.keys import DRAFT, stream
 from specjax.parallel.loops import as_carry
+from specjax.prompts import without_pending
 from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.none import NoDrafts, none
 from specjax.proposers.split import rows_to_draft, run_where
@@ -60,6 +61,11 @@ class DraftModel(InMemory):
     def weights_read(self) -> PyTree:
         return [self.model.params] * self.num_draft_tokens
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the draft model keeps a state that must take each token once."""
+        return self.model.commit is not None
+
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "DraftModel | NoDrafts":
         check_draft_length(num_draft_tokens)
         if num_draft_tokens == 0:
@@ -74,6 +80,7 @@ class DraftModel(InMemory):
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         memory, length = _parts(state)
+        inputs = without_pending(inputs, following) if self.is_recurrent else inputs
         memory = self._run(inputs, memory)[1]
         held, counts = Memory(rows=length), inputs.counts
         own = jnp.where(counts > 0, inputs.positions[:, 0] + counts, held.take(inputs.rows).rows)
@@ -87,13 +94,16 @@ class DraftModel(InMemory):
         draft_keys = stream(keys[:, :1], DRAFT, jnp.arange(num_drafts, dtype=jnp.int32)[None])
         sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
         operands = draft_keys, context, sampling, state
+        draft_tokens = partial(self._draft_from_state, speculates) if self.is_recurrent else self._draft
         if may_skip:
-            draft, state = run_where(speculates, self._draft, *operands)
+            draft, state = run_where(speculates, draft_tokens, *operands)
         else:
-            draft, state = self._draft(*operands)
+            draft, state = draft_tokens(*operands)
         return only_in(speculates, draft), state
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
+        if self.is_recurrent:
+            return state  # it has been fed committed tokens alone
         memory, fed = _parts(state)
         kept = jnp.minimum(verified.num_accepted, self.num_draft_tokens - 1)  # the last draft has not been fed
         return _joined(memory, jnp.where(fed == context.length, context.length + kept, fed))
@@ -101,13 +111,18 @@ class DraftModel(InMemory):
     def _catch_up(self, context: Context, speculates: Array, state: Memory) -> Memory:
         """Feed the tokens that were committed while a row did not speculate, once it speculates again."""
 
+        num_left = self.num_draft_tokens + 1 if self.is_recurrent else 2  # tokens that the next call of `propose` feeds
+
         def is_behind(state: Memory) -> Array:
-            return jnp.any(speculates & (_parts(state)[1] < context.length - 2))
+            return jnp.any(speculates & (_parts(state)[1] < context.length - num_left))
 
         def feed(state: Memory) -> Memory:
             memory, fed = _parts(state)
-            memory = self._run(_committed(context, fed, CATCH_UP), memory)[1]
-            return _joined(memory, jnp.minimum(fed + CATCH_UP, context.length))
+            inputs = _committed(context, fed, CATCH_UP)
+            if self.is_recurrent:
+                counts = jnp.where(speculates, jnp.clip(context.length - num_left - fed, 0, CATCH_UP), 0)
+                return _joined(self._run(inputs._replace(num_tokens=counts), memory)[1], fed + counts)
+            return _joined(self._run(inputs, memory)[1], jnp.minimum(fed + CATCH_UP, context.length))
 
         return jax.lax.while_loop(is_behind, feed, as_carry(feed, state, context.length))
 
@@ -138,6 +153,30 @@ class DraftModel(InMemory):
 
         draft, memory = Drawer(keys, context, sampling, self.is_greedy).chain(logits, advance, memory)
         return draft, _joined(memory, jnp.where(fed >= context.length - 2, context.length, fed))
+
+    def _draft_from_state(
+        self, speculates: Array, keys: Array, context: Context, sampling: Sampling, state: Memory
+    ) -> tuple[Draft, Memory]:
+        """Draw K tokens as `_draft` does, with a draft model that keeps a recurrent state.
+
+        The first call feeds the committed tokens that are new, K + 1 at most, and the state after them is kept. The
+        state that goes on over the drafts is a copy, which ends with the step: no rejected draft can be in the next.
+        """
+        memory, fed = _parts(state)
+        width = self.num_draft_tokens + 1
+        count = jnp.where(speculates, jnp.clip(context.length - fed, 0, width), 0)
+        inputs = _committed(context, fed, width)._replace(num_tokens=count)
+        output, kept = self._run(inputs, memory)
+        logits = jnp.take_along_axis(output.logits, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        one = speculates.astype(jnp.int32)
+
+        def advance(token: Array, index: Array, memory: Memory) -> tuple[Array, Memory]:
+            places = context.length[:, None] + index - 1
+            output, memory = self._run(ModelInput(token, places, pages=context.pages, num_tokens=one), memory)
+            return output.logits, memory
+
+        draft, drafted = Drawer(keys, context, sampling, self.is_greedy).chain(logits, advance, kept)
+        return draft, _joined(Memory(drafted.pools, kept.rows), fed + count)
 
 
 def _joined(memory: Memory, fed: Array) -> Memory:
@@ -196,9 +235,8 @@ def draft_model(
     """
     if not isinstance(model, Model):
         raise ValueError(f"model must be a Model, got {type(model).__name__}")
-    for name in ("init_rows", "commit"):
-        if getattr(model, name) is not None:
-            raise ValueError(f"model must keep nothing but slots to draft: its {name} must be None")
+    if model.init_rows is not None and model.commit is None:
+        raise ValueError("model must have commit to draft, as it keeps more than slots: its init_rows is not None")
     values, is_greedy = draft_options(num_draft_tokens, temperature)
     if max_length is None:
         max_length = model.max_length
