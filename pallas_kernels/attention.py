@@ -18,7 +18,7 @@ from pallas_kernels.launch import has_float8
 from pallas_kernels.triton import plgpu
 
 _HIDDEN = -1e30  # score of a slot that a query does not see; finite, so that a maximum over such scores is no NaN
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
@@ -88,6 +88,15 @@ class Attended(NamedTuple):
     def nothing(cls, num_rows: int, layout: Layout) -> "Attended":
         shape = num_rows, layout.lanes
         return cls(jnp.zeros(shape, jnp.float32), jnp.full(num_rows, _HIDDEN), jnp.zeros(num_rows, jnp.float32))
+
+    def with_sinks(self, sinks: Array | None) -> "Attended":
+        """Return the attention with the scores [rows] of one more place of each query, whose value is 0."""
+        if sinks is None:
+            return self
+        scores = sinks.astype(jnp.float32) * LOG2_E
+        top = jnp.maximum(self.top, scores)
+        shrink = jnp.exp2(self.top - top)
+        return Attended(self.total * shrink[:, None], top, self.mass * shrink + jnp.exp2(scores - top))
 
     def mean(self, value_scale: Array | None = None) -> Array:
         """Return the mean of the values [rows, lanes] times their scale; zeros where nothing was attended to."""
@@ -275,6 +284,11 @@ def as_factors(heads: Array, cached: Cached) -> tuple[Array, Array | None]:
     return (wide / size).astype(jnp.float16), size if key_scale is None else size * key_scale
 
 
+def load_sinks(ref: Any, head: Array) -> Array | None:
+    """Load the sinks of heads [N]; None where there are none."""
+    return None if ref is None else plgpu.load(ref.at[head])
+
+
 def attend(
     so_far: Attended,
     heads: Array,
@@ -301,9 +315,9 @@ def attend(
     if factor is not None:
         scale = scale * factor
     if softcap is None:
-        scores = products * (scale * _LOG2_E)
+        scores = products * (scale * LOG2_E)
     else:  # tanh(x) is 1 - 2 / (1 + exp(2 x))
-        scores = softcap * _LOG2_E * (1 - 2 / (1 + jnp.exp2(2 * scale / softcap * _LOG2_E * products)))
+        scores = softcap * LOG2_E * (1 - 2 / (1 + jnp.exp2(2 * scale / softcap * LOG2_E * products)))
     if seen is not None:
         scores = jnp.where(seen, scores, _HIDDEN)
     top = jnp.maximum(so_far.top, jnp.max(scores, axis=1))

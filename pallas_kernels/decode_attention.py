@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import attention
 from pallas_kernels.attention import (
+    LOG2_E,
     Attended,
     Cached,
     CacheScales,
@@ -24,6 +25,7 @@ from pallas_kernels.attention import (
     as_factors,
     attend,
     layout_of,
+    load_sinks,
     load_turned,
     scores_of,
     store_heads,
@@ -63,6 +65,7 @@ class _Inputs(NamedTuple):
     pages: Any
     tree: Any
     cache_scales: Any
+    sinks: Any  # where one split attends; else they are added where the splits are joined
 
 
 class _Queries(NamedTuple):
@@ -97,6 +100,7 @@ def decode_attention(
     softcap: float | None = None,
     num_hidden: int = 0,
     cache_scales: CacheScales | None = None,
+    sinks: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Attend to the slots before `start` and causally to the new tokens, and write these to the slots from it on.
@@ -120,6 +124,7 @@ def decode_attention(
         num_hidden: number of slots, from the first on, that only their own tokens see.
         cache_scales: keys and values are stored divided by these; None is 1. The new tokens, too, are attended to as
             they are stored.
+        sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -143,7 +148,7 @@ def decode_attention(
     if tree is not None:
         tree = tree[0].astype(jnp.int32), tree[1]
     new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
-    inputs = _Inputs(new, key_cache, value_cache, pages, tree, cache_scales)
+    inputs = _Inputs(new, key_cache, value_cache, pages, tree, cache_scales, sinks if plan.splits == 1 else None)
     first_cache = len(jax.tree.leaves(new))
     ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
         partial(_attention_kernel, plan=plan),
@@ -155,7 +160,7 @@ def decode_attention(
         name="decode_attention",
     )(inputs)
     if plan.splits > 1:
-        attended = _join(attended, log_mass, query.dtype, interpret)
+        attended = _join(attended, log_mass, sinks, query.dtype, interpret)
     return attended, key_cache, value_cache
 
 
@@ -214,6 +219,7 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
     attended = Attended.nothing(plan.num_rows, plan.layout)
     attended = walk(cached, begin, end, plan.block_size, visit, attended)
     attended = lax.cond(split == plan.splits - 1, new_tokens, lambda so_far: so_far, attended)
+    attended = attended.with_sinks(load_sinks(inputs.sinks, head))
     is_row, mean = token < plan.num_tokens, attended.mean(cached.value_scale)
     if plan.splits == 1:
         index = sequence, token[:, None], head[:, None]
@@ -260,8 +266,8 @@ def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Pla
     return seen
 
 
-def _join(attended: Array, log_mass: Array, dtype: jnp.dtype, interpret: bool) -> Array:
-    """Return the mean over splits of the attention of each [B, splits, T, H, D], weighted by its mass."""
+def _join(attended: Array, log_mass: Array, sinks: Array | None, dtype: jnp.dtype, interpret: bool) -> Array:
+    """Return the mean over splits of the attention of each [B, splits, T, H, D], weighted by its mass, with sinks."""
     batch_size, _, num_tokens, num_heads, size = attended.shape
     return pl.pallas_call(
         _join_kernel,
@@ -272,16 +278,22 @@ def _join(attended: Array, log_mass: Array, dtype: jnp.dtype, interpret: bool) -
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="join_splits",
-    )(attended, log_mass)
+    )((attended, log_mass, sinks))
 
 
-def _join_kernel(attended_ref, log_mass_ref, out_ref):
+def _join_kernel(inputs, out_ref):
+    attended_ref, log_mass_ref, sinks_ref = inputs
     _, splits, _, _, size = attended_ref.shape
     b, t, h = (pl.program_id(axis) for axis in range(3))
     split, d = lax.iota(jnp.int32, splits), lax.iota(jnp.int32, pl.next_power_of_2(size))
     inside = d < size
     parts = plgpu.load(attended_ref.at[b, split[:, None], t, h, d[None]], mask=inside[None], other=0.0)
     log_masses = plgpu.load(log_mass_ref.at[b, split, t, h])
-    weights = jnp.exp2(log_masses - jnp.max(log_masses))
-    mean = jnp.sum(parts * weights[:, None], axis=0) / jnp.sum(weights)
+    top, of_sink = jnp.max(log_masses), jnp.float32(0)
+    if sinks_ref is not None:
+        score = plgpu.load(sinks_ref.at[h]).astype(jnp.float32) * LOG2_E
+        top = jnp.maximum(top, score)
+        of_sink = jnp.exp2(score - top)
+    weights = jnp.exp2(log_masses - top)
+    mean = jnp.sum(parts * weights[:, None], axis=0) / (jnp.sum(weights) + of_sink)
     plgpu.store(out_ref.at[b, t, h, d], mean.astype(out_ref.dtype), mask=inside)

@@ -25,6 +25,7 @@ from pallas_kernels.attention import (
     attend,
     layout_of,
     load_heads,
+    load_sinks,
     load_turned,
     scores_of,
     store_heads,
@@ -67,6 +68,7 @@ def prompt_attention(
     softcap: float | None = None,
     num_hidden: int = 0,
     cache_scales: CacheScales | None = None,
+    sinks: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Write new tokens to the slots from `start` on, and attend from each to the slots up to its own.
@@ -88,6 +90,7 @@ def prompt_attention(
         num_hidden: number of slots, from the first on, that only their own tokens see.
         cache_scales: keys and values are stored divided by these; None is 1. The new tokens, too, are attended to as
             they are stored.
+        sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -119,7 +122,7 @@ def prompt_attention(
     attended = call(
         partial(_prompt_attention_kernel, plan=plan),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        (query, key_cache, value_cache, start, pages, cache_scales),
+        (query, key_cache, value_cache, start, pages, cache_scales, sinks),
         grid=(kv_heads, batch_size, pl.cdiv(num_tokens * group, num_rows)),
         num_warps=num_warps,
         num_stages=3,
@@ -156,7 +159,7 @@ def _write_kernel(inputs, outputs, *, plan: _Plan):
 
 
 def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
-    query_ref, key_ref, value_ref, start_ref, pages_ref, scales_ref = inputs
+    query_ref, key_ref, value_ref, start_ref, pages_ref, scales_ref, sinks_ref = inputs
     kv_head, sequence = pl.program_id(0), pl.program_id(1)
     cached = Cached(key_ref, value_ref, pages_ref, sequence, kv_head, plan.layout, scales_ref)
     first_row = (pl.num_programs(2) - 1 - pl.program_id(2)) * plan.num_rows  # the last tokens see most: they come first
@@ -190,4 +193,5 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
     else:
         begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
     attended = walk(cached, begin, end, width, visit, attended)
+    attended = attended.with_sinks(load_sinks(sinks_ref, head))
     store_heads(out_ref, index, attended.mean(cached.value_scale), plan.layout, exists)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from paged import poisoned, random_table
 
-from specjax.models import attention
+from specjax.models import attention, dense_attention
 from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_mask, num_slots, update_cache
 from specjax.models.rope import rotation
 from specjax.types import ModelInput
@@ -21,12 +21,13 @@ STARTS = np.array([97, 64, 120], np.int32)
 OPTIONS = {
     "plain": {},
     "window": {"window": 21, "scale": 0.4, "softcap": 2.0},
+    "sinks": {"sinks": np.array([-20, 20, 0.5, 3], np.float32)},
     "hidden": {"num_hidden": 3},
 }
 LAYOUTS = "dense", "pages"
 COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS if options != "hidden"]
 CASES = [*((n, *combination) for n in (5, 64) for combination in COMBINATIONS), (5, "dense", "hidden")]
-SLOW = [(n, *COMBINATIONS[i % 4]) for i, n in enumerate((1, 2, 3, 4, 7, 8, 15, 16, 17, 18, 31, 32, 33, 63))]
+SLOW = [(n, *COMBINATIONS[i % 6]) for i, n in enumerate((1, 2, 3, 4, 7, 8, 15, 16, 17, 18, 31, 32, 33, 63))]
 
 
 def arrays(num_tokens, dtype):
@@ -44,7 +45,9 @@ def turn(x, positions):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZE**-0.5, softcap=None, num_hidden=0):
+def reference(
+    query, key, value, cache, positions, dtype, window=None, scale=SIZE**-0.5, softcap=None, num_hidden=0, sinks=None
+):
     """Attention of each query to the slots up to its own, of which the last hold the new tokens."""
     query, key = (np.asarray(jnp.asarray(turn(x, positions)).astype(dtype), np.float64) for x in (query, key))
     keys, values = (np.array(cache[name], np.float64) for name in ("key", "value"))
@@ -58,8 +61,10 @@ def reference(query, key, value, cache, positions, dtype, window=None, scale=SIZ
         scores = scale * keys[b, begin:end, kv_head] @ query[b, t, h]
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
-        weights = np.exp(scores - scores.max())
-        attended[b, t, h] = weights @ values[b, begin:end, kv_head] / weights.sum()
+        sink = -np.inf if sinks is None else sinks[h]
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
+        attended[b, t, h] = weights @ values[b, begin:end, kv_head] / (weights.sum() + np.exp(sink - top))
     return attended
 
 
@@ -117,7 +122,7 @@ def test_blocks_of_slots(num_tokens, layout, options, few, monkeypatch):
     options = OPTIONS[options]
     written = update_cache(cache, key, value, inputs)
     mask = attention_mask(inputs, slots, options.get("window"), options.get("num_hidden", 0))
-    scores = {name: options.get(name) for name in ("scale", "softcap")}
+    scores = {name: options.get(name) for name in ("scale", "softcap", "sinks")}
     expected = attend(query, written["key"], written["value"], mask, **scores)
 
     is_seen = (jnp.arange(slots)[None] < starts[:, None])[..., None, None]
@@ -208,16 +213,16 @@ class TestCudnn:
     def test_what_it_takes(self, takes, options, monkeypatch):
         device = SimpleNamespace(compute_capability="9.0")
         monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
-        assert attention._suits_cudnn(*self.operands(**options)) == takes
+        assert dense_attention._suits_cudnn(*self.operands(**options)) == takes
         device.compute_capability = "7.5"
-        assert not attention._suits_cudnn(*self.operands(**options))
+        assert not dense_attention._suits_cudnn(*self.operands(**options))
 
     def test_no_gpu(self, monkeypatch):
         def none(backend):
             raise RuntimeError(f"Unknown backend {backend}")
 
         monkeypatch.setattr(jax, "local_devices", none)
-        assert not attention._suits_cudnn(*self.operands())
+        assert not dense_attention._suits_cudnn(*self.operands())
 
     @pytest.mark.gpu
     def test_parity(self):

@@ -60,6 +60,7 @@ def expected(
     softcap=None,
     num_hidden=0,
     cache_scales=None,
+    sinks=None,
 ):
     if turns is not None:
         query, key = rotate(query, turns), rotate(key, turns)
@@ -88,7 +89,7 @@ def expected(
         mask &= slot[..., None] - position[:, None] < window
     wide = (cache.astype(jnp.float32) * scale for cache, scale in zip(caches, scales, strict=True))
     with jax.default_matmul_precision("highest"):
-        return attend(query.astype(jnp.float32), *wide, mask[:, None], scale, softcap), *caches
+        return attend(query.astype(jnp.float32), *wide, mask[:, None], scale, softcap, sinks), *caches
 
 
 def in_pages(cache, table, num_pages):
@@ -111,6 +112,8 @@ def random_tree(batch, num_tokens, start):
 
 def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype=None, **options):
     arrays = operands(*case, cache_dtype=cache_dtype)
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][: case[2]]
     batch, num_tokens, _, _, size, slots, start = case
     turns = rotation(jnp.arange(batch)[:, None] * 7 + jnp.arange(num_tokens)[None], size, 100.0) if turned else None
     trees = [random_tree(batch, num_tokens, start)] if tree else []
@@ -137,6 +140,7 @@ def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype
 TURNED, WINDOW = {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}
 HIDDEN = {"num_hidden": 20, "turned": True}
 TREE = {"tree": True, "window": 6, "turned": True}
+SINKS = {"sinks": np.array([-20, 20, 0, 1, -1, 3, 0.5, 2, 4] * 2, np.float32)}  # one takes nearly all mass of its head
 FLOAT8 = {"cache_dtype": jnp.float8_e4m3fn}
 
 
@@ -168,6 +172,9 @@ def slow(*values):
         slow("several blocks of queries", TREE),
         ("odd sizes", TREE | {"page_size": 152}),
         ("empty and full", HIDDEN),
+        ("odd sizes", TURNED | SINKS),
+        slow("one split", {"page_size": 16} | SINKS),
+        slow("blocks of several splits", WINDOW | SINKS),
         slow("one token", {"page_size": 16} | HIDDEN),
         slow("blocks of several splits", HIDDEN),
     ],
@@ -188,6 +195,8 @@ def test_few_tokens(case, options):
         slow("odd sizes", TURNED | {"page_size": 76}),
         slow("large heads", {"softcap": 3.0}),
         ("from the start", HIDDEN),
+        ("in the middle", TURNED | SINKS),
+        slow("odd sizes", {"page_size": 76} | SINKS),
         slow("in the middle", {"page_size": 16} | HIDDEN),
     ],
 )
@@ -203,6 +212,7 @@ def test_many_tokens(case, options):
         slow("one split", {"page_size": 16} | FLOAT8 | scales(8)),
         slow("blocks of several splits", {"page_size": 64} | FLOAT8 | scales(2)),
         ("odd sizes", TREE | {"page_size": 152} | FLOAT8 | scales(1)),
+        slow("one split", {"page_size": 16} | FLOAT8 | scales(8) | SINKS),
         slow("one token", {"page_size": 16} | HIDDEN | FLOAT8),
         slow("several blocks of queries", {"page_size": 16, "turned": True, "softcap": 2.0} | FLOAT8 | scales(2)),
     ],
@@ -231,7 +241,9 @@ def test_no_token_sees_a_later_one(num_tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, TURNED, WINDOW, TREE], ids=["plain", "turned", "window", "tree"])
+@pytest.mark.parametrize(
+    "options", [{}, TURNED, WINDOW, TREE, SINKS], ids=["plain", "turned", "window", "tree", "sinks"]
+)
 @pytest.mark.parametrize("page_size", [None, 16, "all"])
 @pytest.mark.parametrize("case", [*CASES.values(), *PROMPTS.values()], ids=[*CASES, *PROMPTS])
 def test_on_a_gpu(case, page_size, options):
@@ -294,7 +306,8 @@ def test_windows_hide_pages_that_were_freed(nothing):
 @pytest.mark.parametrize("case", [(1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)])
 def test_lowers_for_cuda(case):
     kernel = partial(decode_attention, num_hidden=1)
-    names = [kernel.name for kernel in triton_kernels(kernel, *jax.eval_shape(lambda: operands(*case)))]
+    sinks = jax.ShapeDtypeStruct((case[2],), jnp.bfloat16)
+    names = [kernel.name for kernel in triton_kernels(kernel, *jax.eval_shape(lambda: operands(*case)), sinks=sinks)]
     assert names == ["decode_attention", "join_splits"][: 2 if case[0] == 1 else 1]
 
 
@@ -327,6 +340,8 @@ def test_compiles_for_an_h200(case, page_size, cache_dtype, tmp_path):
         table = jax.ShapeDtypeStruct((case[0], pages // case[0]), jnp.int32)
     options = {"num_hidden": 1} if page_size is None else {"window": 300}
     factors = jax.eval_shape(lambda: scales(case[3])) if cache_dtype == jnp.float8_e4m3fn else {}
+    if page_size is not None:
+        factors["sinks"] = jax.ShapeDtypeStruct((case[2],), jnp.bfloat16)
     for lowered in triton_kernels(partial(kernel, **options), *arrays, turns, table, **factors):
         resources = compile_for_sm90(lowered, tmp_path)
         assert resources.shared_bytes <= 227 * 1024, (lowered.name, resources)

@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
 from pallas_kernels.attention import FLOAT8, CacheScales, stored
+from specjax.models.dense_attention import attend, attend_few, heads_together, own_head
 from specjax.models.rope import Rotation, rotate
-from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
+from specjax.operations.dispatch import dispatch
 from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.parallel.loops import as_carry
 from specjax.types import Array, ModelInput
 
 BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs
 FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
-MANY_QUERIES = 128  # tokens of a sequence from which on cuDNN attends without a cache
 Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
 
 
@@ -33,7 +33,14 @@ class KeyValues(Protocol):
     """The keys and values that one layer attends to in a call, a pytree: sequences, a cache, or records of training."""
 
     def attend(
-        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
     ) -> tuple[Array, Any]:
         """Attend from the queries of a call, with its keys and values among those that they see.
 
@@ -44,6 +51,7 @@ class KeyValues(Protocol):
             turns: the rotation of queries and keys; None for none.
             scale: factor of the scores; None is 1 / sqrt(D).
             softcap: number c that turns a score s into c tanh(s / c); None for none.
+            sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
 
         Returns:
             The attention of the queries [B, T, H, D], and the record that replaces the layer's cache.
@@ -59,9 +67,16 @@ class Uncached:
     mask: Array | None  # [B, 1, T, T] bool; None is causal
 
     def attend(
-        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
     ) -> tuple[Array, None]:
-        return attend(rotate(query, turns), rotate(key, turns), value, self.mask, scale, softcap), None
+        return attend(rotate(query, turns), rotate(key, turns), value, self.mask, scale, softcap, sinks), None
 
 
 @partial(
@@ -81,7 +96,14 @@ class Cached:
     scales: CacheScales | None = None
 
     def attend(
-        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
     ) -> tuple[Array, Cache]:
         return attend_to_cache(
             query,
@@ -94,6 +116,7 @@ class Cached:
             window=self.window,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
             num_hidden=self.num_hidden,
             scales=self.scales,
         )
@@ -211,97 +234,6 @@ def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Ar
     return key, value, mask & is_filled[:, None, None]
 
 
-def attend(
-    query: Array, key: Array, value: Array, mask: Array | None, scale: float | None = None, softcap: float | None = None
-) -> Array:
-    """Attend from queries [B, T, H, D] to keys and values [B, S, kv heads, D], causally where `mask` is None.
-
-    The scores are multiplied by `scale`, 1 / sqrt(D) if None; a softcap c turns a score s into c tanh(s / c). On NVIDIA
-    GPUs cuDNN attends causally from many queries of 16 bits: it holds no scores, and has reverse-mode gradients alone.
-    """
-    if mask is None and softcap is None and _suits_cudnn(query, key, value):
-        return jax.lax.platform_dependent(
-            *(query, key, value),
-            cuda=partial(jax.nn.dot_product_attention, is_causal=True, scale=scale, implementation="cudnn"),
-            default=partial(_attend_in_xla, mask=None, scale=scale, softcap=None),
-        )
-    return _attend_in_xla(query, key, value, mask, scale, softcap)
-
-
-def _suits_cudnn(*operands: Array) -> bool:
-    """Return whether cuDNN can attend causally with these queries, keys and values, and is faster than XLA."""
-    if not has_static_shape(operands) or is_partitioned(operands):
-        return False
-    query = operands[0]
-    num_tokens, size = query.shape[1], query.shape[-1]
-    if query.dtype not in (jnp.bfloat16, jnp.float16) or num_tokens < MANY_QUERIES or size > 128 or size % 8:
-        return False
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:  # there are none
-        return False
-    return all(float(device.compute_capability) >= 8 for device in devices)
-
-
-def _attend_in_xla(
-    query: Array, key: Array, value: Array, mask: Array | None, scale: float | None, softcap: float | None
-) -> Array:
-    if softcap is None and query.dtype != jnp.float16:  # of float16 it asks for a product that CPUs do not have
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
-    batch_size, num_tokens, num_heads, size = query.shape
-    grouped = query.reshape(batch_size, num_tokens, key.shape[2], -1, size)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
-    scores *= size**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    if mask is None:
-        mask = jnp.tri(num_tokens, dtype=bool)[None, None]
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
-    attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)
-    return attended.reshape(batch_size, num_tokens, num_heads, size)
-
-
-def heads_together(query: Array, num_kv_heads: int) -> Array:
-    """Return queries [B, T, H, D] as [B, T, H, kv heads * D], zero where the keys of another head stand.
-
-    A product for each head costs XLA a copy of the cache on CPUs, with its heads first. With these queries the heads of
-    a sequence share one product, which reads keys and values as they lie in the cache. `own_head` undoes it.
-    """
-    batch_size, num_tokens, num_heads, size = query.shape
-    own = jnp.eye(num_kv_heads, dtype=query.dtype)
-    grouped = query.reshape(batch_size, num_tokens, num_kv_heads, -1, size)
-    return jnp.einsum("btkgd,jk->btkgjd", grouped, own).reshape(batch_size, num_tokens, num_heads, -1)
-
-
-def own_head(attended: Array, num_kv_heads: int) -> Array:
-    """Return the part [B, T, H, D] of each query's own head from the attention of `heads_together`."""
-    batch_size, num_tokens, num_heads, _ = attended.shape
-    own = jnp.eye(num_kv_heads, dtype=attended.dtype)
-    grouped = attended.reshape(batch_size, num_tokens, num_kv_heads, num_heads // num_kv_heads, num_kv_heads, -1)
-    return jnp.einsum("btkgjd,jk->btkgd", grouped, own).reshape(batch_size, num_tokens, num_heads, -1)
-
-
-def attend_few(
-    query: Array, key: Array, value: Array, mask: Array, scale: float | None = None, softcap: float | None = None
-) -> Array:
-    """Attend as `attend` does, by products that read keys and values as they lie in the cache (`heads_together`)."""
-    batch_size, num_tokens, num_heads, size = query.shape
-    num_slots, num_kv_heads = key.shape[1:3]
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    spread = heads_together(query, num_kv_heads).reshape(batch_size, num_tokens * num_heads, -1)
-    keys, values = (x.reshape(batch_size, num_slots, -1) for x in (key, value))
-    scores = jnp.einsum("bsf,bqf->bsq", keys, spread, preferred_element_type=dtype)
-    scores *= size**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-
-    scores = scores.reshape(batch_size, num_slots, num_tokens, num_heads)
-    scores = jnp.where(jnp.swapaxes(mask[:, 0], 1, 2)[..., None], scores, jnp.finfo(dtype).min)
-    weights = jax.nn.softmax(scores, axis=1).reshape(batch_size, num_slots, -1).astype(value.dtype)
-    attended = jnp.einsum("bsq,bsf->bqf", weights, values)
-    return own_head(attended.reshape(batch_size, num_tokens, num_heads, -1), num_kv_heads)
-
-
 def num_blocks(cache: Cache, inputs: ModelInput, size: int) -> Array:
     """Return the number of blocks of `size` slots that the longest row of a call fills, at least 1."""
     return jnp.maximum(jnp.max(_last_slot(cache, inputs)), 0) // size + 1
@@ -327,6 +259,7 @@ def attend_in_blocks(
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
+    sinks: Array | None = None,
     size: int = BLOCK,
     is_together: bool = False,
 ) -> Array:
@@ -374,7 +307,12 @@ def attend_in_blocks(
     shape = grouped.shape[:-1]
     nothing = jnp.zeros(grouped.shape, dtype), jnp.full(shape, hidden), jnp.zeros(shape, dtype)
     nothing = as_carry(partial(block, 0), nothing, asked, cache, inputs)
-    total, _, mass = jax.lax.fori_loop(0, num_blocks(cache, inputs, size), block, nothing)
+    total, top, mass = jax.lax.fori_loop(0, num_blocks(cache, inputs, size), block, nothing)
+    if sinks is not None:
+        of_head = sinks.astype(dtype).reshape(1, 1, num_products, -1)
+        new_top = jnp.maximum(top, of_head)
+        shrink = jnp.exp(top - new_top)
+        total, mass = total * shrink[..., None], mass * shrink + jnp.exp(of_head - new_top)
     attended = (total / mass[..., None]).astype(query.dtype).reshape(asked.shape)
     return own_head(attended, num_kv_heads) if is_together else attended
 
@@ -391,6 +329,7 @@ def attend_to_cache(
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
+    sinks: Array | None = None,
     scales: CacheScales | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Cache]:
@@ -410,6 +349,7 @@ def attend_to_cache(
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see, as in `mask`.
+        sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
         scales: of keys and values, [kv heads] float32: the cache stores them divided by these; None is 1.
         implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
 
@@ -421,10 +361,10 @@ def attend_to_cache(
     """
     of_scores = {"scale": scale, "softcap": softcap}
 
-    def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, *, interpret):
+    def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, sinks, *, interpret):
         tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
         options = {"window": window, "num_hidden": num_hidden, "cache_scales": scales, "interpret": interpret}
-        options |= of_scores
+        options |= of_scores | {"sinks": sinks}
         if _has_few(query):
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
             attended, *updated = of_few.decode_attention(*tokens, tree, **options)
@@ -432,27 +372,27 @@ def attend_to_cache(
             attended, *updated = of_many.prompt_attention(*tokens, **options)
         return attended, dict(zip(("key", "value"), updated, strict=True))
 
-    def by_xla(query, key, value, cache, inputs, mask, rotation, scales):
+    def by_xla(query, key, value, cache, inputs, mask, rotation, scales, sinks):
         query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs, scales)
         if scales is None:
-            return attend_in_xla(query, cache, inputs, mask), cache
-        attended = attend_in_xla(_times(query, scales[0]), cache, inputs, mask)
+            return attend_in_xla(query, cache, inputs, mask, sinks), cache
+        attended = attend_in_xla(_times(query, scales[0]), cache, inputs, mask, sinks)
         return _times(attended, scales[1]), cache
 
-    def attend_in_xla(query, cache, inputs, mask):
+    def attend_in_xla(query, cache, inputs, mask, sinks):
         is_on_cpu = jax.default_backend() == "cpu"
         is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
         # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
         size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
         if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
-            how = window, scale, softcap, num_hidden, size, is_together
+            how = window, scale, softcap, num_hidden, sinks, size, is_together
             return attend_in_blocks(query, cache, inputs, *how)
         key, value, mask = read_cache(cache, inputs, mask)
         key, value = _loaded(key, query.dtype), _loaded(value, query.dtype)
-        return (attend_few if is_together else attend)(query, key, value, mask, **of_scores)
+        return (attend_few if is_together else attend)(query, key, value, mask, sinks=sinks, **of_scores)
 
-    def reason(query, key, value, cache, inputs, mask, rotation, scales):
+    def reason(query, key, value, cache, inputs, mask, rotation, scales, sinks):
         if _has_few(query):
             return of_few.unsupported(query, cache["key"])
         if inputs.mask is not None:
@@ -460,7 +400,7 @@ def attend_to_cache(
         return of_many.unsupported(query, cache["key"])
 
     return dispatch(
-        (query, key, value, cache, inputs, mask, rotation, scales),
+        (query, key, value, cache, inputs, mask, rotation, scales, sinks),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,

@@ -68,6 +68,7 @@ class Attention:
     has_head_norms: bool = False  # whether each query and key head passes through an RMSNorm
     scale: float | None = None  # factor on the scores; None is 1 / sqrt(head_size)
     softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
+    has_sinks: bool = False  # whether each head has the score of one more place, whose value is 0
 
     def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
         """Return the shapes of the parameters by name, for attention that reads `inputs` numbers of a token."""
@@ -83,6 +84,8 @@ class Attention:
             shapes["attention_out_bias"] = (config.hidden_size,)
         if self.has_head_norms:
             shapes |= {"query_norm": (size,), "key_norm": (size,)}
+        if self.has_sinks:
+            shapes["sinks"] = (config.num_heads,)
         return shapes
 
     def __call__(
@@ -95,7 +98,7 @@ class Attention:
         query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
         if self.has_head_norms:
             query, key = rms_norm(query, _norm(config, params, "query")), rms_norm(key, _norm(config, params, "key"))
-        attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap)
+        attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
         return _join(config, params, "attention_out", attended.reshape(*call.x.shape[:2], heads * size), call), kept
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:

@@ -142,7 +142,11 @@ def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: 
     if not runs[0]:
         return None
     first = 1 if name.startswith("experts_") else 0  # experts are stacked, [outputs, inputs] each
-    axis = 0 if first or is_transposed or name in ("embedding", "head") or name.endswith(("_bias", "_scale")) else 1
+    axis = (
+        0
+        if first or is_transposed or name in ("embedding", "head") or name.endswith(("_bias", "_scale", "sinks"))
+        else 1
+    )
     if name in CUT_INPUTS:
         axis = 1 - axis
     return Cut(first + axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
@@ -160,6 +164,8 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
     head, mlp = whole.head_size, part.mlp_size
     if name.startswith(("experts_", "shared_")):
         return _runs_of_experts(name, device, whole, part)
+    if name == "sinks":
+        return [own(part.num_heads)]
     if name == "attention_out":
         return [own(part.num_heads * head)]
     if name in ("mlp_in", "mlp_in_bias", "mlp_out"):

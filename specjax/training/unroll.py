@@ -310,8 +310,10 @@ def _steps(batch: Batch, outputs: Sequence[Array], rows: Sequence[Array]) -> Ste
     return Steps(*(tuple(column) for column in columns))
 
 
-def _check_scores(scale: float | None, softcap: float | None) -> None:
+def _check_scores(scale: float | None, softcap: float | None, sinks: Array | None) -> None:
     """Raise ValueError where the scores of a layer differ from the scores that losses compute."""
+    if sinks is not None:
+        raise ValueError("the attention of a head must have no sinks in training")
     if (scale, softcap) != (None, None):
         raise ValueError(f"the attention of a head must have no scale and no softcap in training, got {scale, softcap}")
 
@@ -326,10 +328,17 @@ class Rows(NamedTuple):
     begins: Array | None = None  # [B, L] int32, where rows of later steps begin, the first N in a step; None: in order
 
     def attend(
-        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
     ) -> tuple[Array, "Rows"]:
         """Add the keys and values of a step, and attend from its queries [B, N, heads, head size]."""
-        _check_scores(scale, softcap)
+        _check_scores(scale, softcap, sinks)
         rows = self._replace(keys=(*self.keys, rotate(key, turns)), values=(*self.values, value))
         return rows._attend(rotate(query, turns)), rows
 
@@ -399,10 +408,17 @@ class Blocks:
     window: int | None  # of the layer
 
     def attend(
-        self, query: Array, key: Array, value: Array, turns: Rotation | None, scale: float | None, softcap: float | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
     ) -> tuple[Array, None]:
         """Attend from the tokens of all blocks [B, count * width, heads, head size]."""
-        _check_scores(scale, softcap)
+        _check_scores(scale, softcap, sinks)
         query, key = rotate(query, turns), rotate(key, turns)
         batch_size, _, num_heads, size = query.shape
         count, width = self.anchors.shape[1], self.head.block_size
