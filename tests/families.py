@@ -37,6 +37,14 @@ LLAMA3_SCALING = {
 }
 GEMMA = LLAMA | {"head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 GEMMA |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 MOE = LLAMA | {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
@@ -62,6 +70,16 @@ CONFIGS = {
     "qwen3_moe": MOE | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 6, "mlp_only_layers": [0]},
     "qwen3_moe_normed": MOE
     | {"model_type": "qwen3_moe", "num_experts": 8, "norm_topk_prob": True, "num_experts_per_tok": 3},
+    "gpt_oss": LLAMA
+    | {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "swiglu_limit": 1.5,  # with these weights it clips
+        "rope_scaling": YARN,
+    },
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "gemma": GEMMA | {"model_type": "gemma", "num_key_value_heads": 1},
     "gemma2": GEMMA

@@ -2,8 +2,9 @@
 
 from families import CONFIGS, LLAMA3_SCALING
 
+from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import Llama3Scaling
+from specjax.models.rope import Llama3Scaling, YarnScaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
 # The case of CONFIGS that has the same tensors, the fields, and the differences of the network from the case.
@@ -148,6 +149,78 @@ RELEASED = {
         },
         {"rope_theta": 1000000.0, "norm_eps": 1e-06},
     ),
+    "Qwen3 30B A3B": (
+        "qwen3_moe_normed",
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 151645,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "norm_topk_prob": True,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0",
+            "use_cache": True,
+            "use_sliding_window": False,
+        },
+        {"rope_theta": 1000000.0, "norm_eps": 1e-06},
+    ),
+    "gpt-oss 20B, without the codes of its experts": (
+        "gpt_oss",
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "eos_token_id": 200002,
+            "hidden_act": "silu",
+            "initial_context_length": 4096,
+            "initializer_range": 0.02,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "model_type": "gpt_oss",
+            "output_router_logits": False,
+            "pad_token_id": 199999,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "transformers_version": "4.55.0.dev0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 150000.0,
+            "rope_scaling": YarnScaling(32.0, 4096, 150000.0, truncate=False, magnitude=1.3465735902799727),
+            "layers": tuple(
+                LayerConfig(
+                    Attention(window=window, has_bias=True, has_out_bias=True, has_sinks=True),
+                    Experts(TopKSoftmax(4, 3), ClippedGated(7.0), has_bias=True, is_interleaved=True),
+                )
+                for window in (128, None)
+            ),
+        },
+    ),
     "Gemma 2 9B": (
         "gemma2",
         {
@@ -216,6 +289,10 @@ SIZES = {
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
     "max_position_embeddings",
     "ffn_dim",
     "word_embed_proj_dim",

@@ -313,3 +313,41 @@ def test_fields_that_are_refused(case, fields, message, tmp_path):
 def test_devices_that_cannot_share_experts():
     with pytest.raises(ValueError, match="expert_size must be a multiple of the 2 devices that share it, got 21"):
         tensor_parallel(mixture_model(expert_size=21), two_devices())
+
+
+def write_mxfp4(directory):
+    """The checkpoint of gpt-oss with experts in MXFP4, and the floats for which the codes stand, by name."""
+    write(directory, "gpt_oss")
+    tensors, floats, rng = load_file(directory / "model.safetensors"), {}, np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        number, inputs, outputs = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (number, outputs, -(-inputs // 32), 16), dtype=np.uint8)
+        scales = rng.integers(122, 126, blocks.shape[:-1], dtype=np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes > 7, -1, 1)
+        values = (values * 2.0 ** (scales[..., None] - 127.0)).astype(np.float32)
+        floats[name] = values.reshape(number, outputs, -1)[..., :inputs]
+    save_file(tensors, directory / "model.safetensors")
+    fields = CONFIGS["gpt_oss"] | {"quantization_config": {"quant_method": "mxfp4"}}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory, floats
+
+
+def test_experts_in_mxfp4_stay_so(tmp_path):
+    """The codes stand for exactly the floats of the format, and one device and two compute with them."""
+    directory, floats = write_mxfp4(tmp_path / "codes")
+    model = load(directory)
+    for i, layer in model.params["layers"].items():
+        for name, stored in (("experts_gate_up", "gate_up_proj"), ("experts_out", "down_proj")):
+            assert isinstance(layer[name], Quantized) and layer[name].code == "e2m1"
+            np.testing.assert_array_equal(dequantize(layer[name]), floats[f"model.layers.{i}.mlp.experts.{stored}"])
+    tensors = load_file(write(tmp_path / "floats", "gpt_oss") / "model.safetensors")
+    turned = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in floats.items()}
+    save_file(tensors | turned, tmp_path / "floats" / "model.safetensors")
+    expected = np.asarray(whole_logits(load(tmp_path / "floats")))
+    assert difference(whole_logits(model), expected) <= TOLERANCE
+    assert difference(whole_logits(load(directory, mesh=two_devices())), expected) <= TOLERANCE
+    unpacked = load(Checkpoint(directory, keep_codes=False))
+    assert not any(is_quantized(x) for x in jax.tree.leaves(unpacked.params, is_leaf=is_quantized))
+    assert difference(whole_logits(unpacked), expected) <= TOLERANCE

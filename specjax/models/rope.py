@@ -51,6 +51,46 @@ class Llama3Scaling:
         return frequency * (kept + (1 - kept) / self.factor)
 
 
+@dataclass(frozen=True)
+class YarnScaling:
+    """Divide the low frequencies by a factor, keep the high ones, and interpolate between them by their index (YaRN).
+
+    Pair i of D / 2 makes `original_length theta ** (-2 i / D) / (2 pi)` turns in the original length. Pairs with more
+    than `beta_fast` turns keep their frequency, and pairs with fewer than `beta_slow` have it divided.
+
+    Args:
+        factor: the factor.
+        original_length: number of positions of the training.
+        theta: base of the frequencies.
+        beta_fast: turns of the highest frequency that is changed.
+        beta_slow: turns of the lowest frequency that is not wholly divided.
+        truncate: whether the bounds are rounded to whole indices.
+        magnitude: factor on cosines and sines.
+    """
+
+    factor: float
+    original_length: int
+    theta: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float = 1.0
+
+    def __call__(self, frequency: Array) -> Array:
+        size = 2 * frequency.shape[-1]
+
+        def index_of(turns: float) -> float:
+            return size * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(self.theta))
+
+        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high = high if high > low else low + 0.001
+        divided = jnp.clip((jnp.arange(size // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        return frequency * (1 - divided) + frequency / self.factor * divided
+
+
 Rotation = tuple[Array, Array]  # cosines and sines [B, T, D / 2] float32 of each position's angles
 
 
@@ -68,7 +108,8 @@ def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | N
     if scaling is not None:
         frequency = scaling(frequency)
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
-    return jnp.cos(angle), jnp.sin(angle)
+    magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
+    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
 def rotate(x: Array, rotation: Rotation | None) -> Array:

@@ -8,13 +8,14 @@ that change the computation and that the family has not read. Errors are ValueEr
 from collections.abc import Callable
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import gemma, gemma2, llama, mimo, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
+from specjax.models.families import gemma, gemma2, gpt_oss, llama, mimo, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
     "gemma": gemma.build,
     "gemma2": gemma2.build,
+    "gpt_oss": gpt_oss.build,
     "llama": llama.build,
     "mimo": mimo.build,
     "mistral": mistral.build,

@@ -1,5 +1,6 @@
 """Llama 2, 3 and 3.x, and the parts that the families which vary Llama share with it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
 from specjax.models.experts import Experts
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
+from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, PyTree
 
@@ -162,28 +163,52 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
         place.only("partial_rotary_factor", 1.0)
     theta = (rope if "rope_theta" in rope else config).number("rope_theta", 10000.0)
     kind = rope.choice(
-        "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3"), default="default"
+        "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3", "yarn"), default="default"
     )
     rope.only("type", kind)  # some checkpoints have both fields
-    scaling = _scaling(config, rope, kind)
-    rope.ignore("original_max_position_embeddings")  # only the kind "llama3" uses it
+    scaling = _scaling(config, rope, kind, theta)
+    rope.ignore("original_max_position_embeddings")  # only the kinds "llama3" and "yarn" use it
     rope.check_all_read()
     return theta, scaling
 
 
-def _scaling(config: ConfigFile, rope: ConfigFile, kind: str) -> RopeScaling | None:
+def _scaling(config: ConfigFile, rope: ConfigFile, kind: str, theta: float) -> RopeScaling | None:
     """Return the scaling of this kind with its fields in `rope`."""
     if kind == "default":
         return None
     factor = rope.number("factor")
     if kind == "linear":
         return LinearScaling(factor)
+    if kind == "yarn":
+        return _yarn(config, rope, factor, theta)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
     length = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
     length = config.size("original_max_position_embeddings", length)  # beside the table it goes first
     return Llama3Scaling(factor, low, high, length)
+
+
+def _yarn(config: ConfigFile, rope: ConfigFile, factor: float, theta: float) -> YarnScaling:
+    """Return the scaling of YaRN with its fields in `rope`."""
+
+    def gain(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
+
+    scale, of_all = rope.number("mscale", None), rope.number("mscale_all_dim", None)
+    given = rope.number("attention_factor", None)
+    if given is None:
+        given = gain(1.0) if scale is None or of_all is None else gain(scale) / gain(of_all)
+    length = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
+    return YarnScaling(
+        factor,
+        config.size("original_max_position_embeddings", length),
+        theta,
+        rope.number("beta_fast", 32.0),
+        rope.number("beta_slow", 1.0),
+        rope.get("truncate", bool, True),
+        given,
+    )
 
 
 def layer_params(
@@ -223,6 +248,8 @@ def layer_params(
         params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
     if layer.mixer.has_out_bias:
         params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
+    if layer.mixer.has_sinks:
+        params["sinks"] = tensors.vectors({f"{attention}.sinks": config.num_heads})
     if layer.mixer.has_head_norms:
         params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
         params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})

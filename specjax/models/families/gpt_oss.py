@@ -1,0 +1,50 @@
+"""gpt-oss: changes Llama by mixtures of experts, sinks of attention, biases, and a window in every other layer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.decoder import DecoderConfig
+from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
+from specjax.models.families import llama, mixtures
+from specjax.models.layer import Attention, LayerConfig
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a gpt-oss checkpoint, whose experts stay in MXFP4 where the files have them so."""
+    config.only("hidden_act", "silu")
+    bias = config.get("attention_bias", bool, True)
+    attention = Attention(has_bias=bias, has_out_bias=bias, has_sinks=True)
+    sizes = mixtures.counts(config, "num_local_experts", "num_experts")
+    gate = ClippedGated(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
+    router = mixtures.made(config, TopKSoftmax, *sizes)
+    experts = Experts(router, gate, has_bias=True, is_interleaved=True)
+    config.ignore("initial_context_length")  # the table of rope has it, too
+    config.only("experts_per_token", sizes[1])
+    layers = llama.windowed(LayerConfig(attention, experts), llama.windows(config, lambda i: i % 2 == 0))
+    size = config.size("intermediate_size")
+    return llama.decoder(config, tensors, layers, head_size=64, expert_size=size, mixture=Names())
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of the tensors of the experts of a layer."""
+
+    def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
+        """Read the parameters of a mixture, as `Experts.shapes` names them.
+
+        Floats are stored with the inputs of a matrix first, codes with the outputs first.
+        """
+        router, experts = f"{layer}.mlp.router", f"{layer}.mlp.experts"
+        number, hidden, size = ffn.router.num_experts, config.hidden_size, config.expert_size
+        gate_up, down = f"{experts}.gate_up_proj", f"{experts}.down_proj"
+        return {
+            "router": tensors.table(f"{router}.weight", number, hidden),
+            "router_bias": tensors.vectors({f"{router}.bias": number}),
+            "experts_gate_up_bias": tensors.table(f"{gate_up}_bias", number, 2 * size),
+            "experts_out_bias": tensors.table(f"{down}_bias", number, hidden),
+            "experts_gate_up": tensors.stacked(gate_up, number, 2 * size, hidden, transposed=True),
+            "experts_out": tensors.stacked(down, number, hidden, size, transposed=True),
+        }
