@@ -381,3 +381,18 @@ def test_a_draft_of_some_rows_is_traced_once():
     assert (tokens["tokens"].tolist(), after.tolist(), len(calls)) == ([[20], [30]], [3, 4], 1)
     tokens, after = run(jnp.array([False, False]), 10, state)
     assert (tokens["tokens"].tolist(), after.tolist(), len(calls)) == ([[0], [0]], [2, 3], 1)
+
+
+def test_a_class_without_its_methods_is_named():
+    class Own:
+        num_draft_tokens = 2
+
+        def prefill(self, chunk, features, state):
+            return state
+
+        def update(self, context, verified, features, state):
+            return state
+
+    message = r"init_memory or init, .*got Own without init_memory \(or init, .*\) and propose"
+    with pytest.raises(ValueError, match=message):
+        testing.assert_proposer_lossless(Own(), num_samples=10)

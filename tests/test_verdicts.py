@@ -10,6 +10,7 @@ import pytest
 from wrong_verifiers import WRONG, Changed
 
 from specjax import Categorical, Draft, testing, validation, verifiers
+from specjax.testing import toys
 from specjax.verifiers import core
 from specjax.verifiers.rejection import rejection
 
@@ -206,3 +207,16 @@ def test_a_verifier_without_a_core_cannot_be_enumerated():
 def test_writers_of_verifiers_find_the_checks_in_core():
     for name in ("check_array", "check_bonus_tokens", "check_categorical", "check_number", "check_shapes"):
         assert getattr(core, name) is getattr(validation, name)
+
+
+def test_the_drafts_of_the_sampled_verdict_are_not_folded(capfd):
+    """As a constant they would be, which takes XLA seconds, about which it writes alarms."""
+
+    def first_rejected(keys):
+        tokens = jnp.concatenate([toys.first_token(keys, None)[0]] * 3, axis=1)
+        return jnp.sum(jnp.cumprod((tokens >= 0).astype(jnp.int32), axis=1), axis=1)
+
+    keys = jax.ShapeDtypeStruct((600_000, 1), jax.random.key(0).dtype)
+    program = jax.jit(first_rejected).lower(keys).compile().as_text()
+    assert "600000,3]" in program and not re.search(r"= s32\[600000(,\d)?\]\S* constant", program)
+    assert "Constant folding" not in capfd.readouterr().err

@@ -638,7 +638,8 @@ def test_help_shows_what_a_caller_passes(name):
     assert own.get(name, set()) <= set(parameters)
     shown = pydoc.render_doc(verifier, renderer=pydoc.plaintext)
     named = re.findall(r"^ +(\w+): ", shown.partition("Args:")[2].split("Returns:")[0], flags=re.MULTILINE)
-    assert set(parameters) <= set(named)
+    unnamed = sorted(set(parameters) - set(named))
+    assert not unnamed, f"the section `Args:` in the docstring of {name} is missing, or names no {', '.join(unnamed)}"
     assert inspect.getdoc(verifier.core).splitlines()[0] in shown
 
 
@@ -714,3 +715,17 @@ def test_type_checkers_see_the_arguments(tmp_path):
     expected = [(13, 'parameter "target"'), (14, 'parameter "log_probs"'), (15, '"acceptance_lenght"')]
     for (line, message), (expected_line, part) in zip(errors, expected, strict=True):
         assert line == expected_line and part in message
+
+
+def test_a_core_without_its_keywords_is_named():
+    with pytest.raises(ValueError, match=r"core must take .*, got plain without bonus_tokens and log_probs: write"):
+
+        @verifiers.from_core
+        def plain(draw, draft, target):
+            raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("argument", ["log_probs", "outcomes"])
+def test_a_traced_static_argument_is_named(argument):
+    with pytest.raises(ValueError, match=rf"{argument} must be static, .*static_argnames='{argument}'"):
+        jax.jit(verifiers.match)(row_keys(), *example(), **{argument: True})

@@ -90,9 +90,18 @@ def in_memory(proposer: Any) -> Proposer:
     The method `init_memory` tells which one it is.
 
     Raises:
-        ValueError: a proposer has `init_memory`, and does not say whether it takes pages.
+        ValueError: a proposer lacks a method, or has `init_memory` and does not say whether it takes pages.
     """
-    if not hasattr(proposer, "init_memory"):
+    has_memory = hasattr(proposer, "init_memory")
+    lacking = [name for name in ("prefill", "propose", "update") if not hasattr(proposer, name)]
+    if not has_memory and not hasattr(proposer, "init"):
+        lacking.insert(0, "init_memory (or init, where its state has no pools)")
+    if lacking:
+        raise ValueError(
+            "a proposer must have the methods init_memory or init, prefill, propose and update, got "
+            f"{proposer if isinstance(proposer, type) else type(proposer).__name__} without {' and '.join(lacking)}"
+        )
+    if not has_memory:
         return DenseProposer(proposer)
     if not hasattr(proposer, "takes_pages"):
         raise ValueError(f"a proposer with init_memory must have takes_pages, True or False, got {proposer!r}")

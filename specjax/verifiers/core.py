@@ -24,6 +24,7 @@ from specjax.validation import check_bonus_tokens as check_bonus_tokens
 from specjax.validation import check_categorical as check_categorical
 from specjax.validation import check_number as check_number
 from specjax.validation import check_shapes as check_shapes
+from specjax.validation import is_traced
 from specjax.verifiers import kernels
 
 
@@ -122,6 +123,13 @@ class CoreVerifier:
     __name__: str = field(init=False, compare=False)
 
     def __post_init__(self):
+        missing = [name for name in ("bonus_tokens", "log_probs") if not _takes(self.core, name)]
+        if missing:
+            name = getattr(self.core, "__name__", repr(self.core))
+            raise ValueError(
+                f"core must take the keywords bonus_tokens and log_probs, which every verifier has, got {name} without "
+                f"{' and '.join(missing)}: write (draw, draft, target, *, bonus_tokens=None, log_probs=False)"
+            )
         names = {name: getattr(self.core, name, getattr(CoreVerifier, name)) for name in _NAMES}
         documentation = [inspect.getdoc(x) for x in (self.core, CoreVerifier.__call__)]
         # `help`, `doctest` and `inspect` read these as they do of a function.
@@ -156,7 +164,8 @@ class CoreVerifier:
             bonus_tokens: [B] int32, emitted in place of a draw where all drafts of a row are accepted. A lossless
                 verifier stays lossless only if each was drawn from that target row, independently of the draft and of
                 these keys.
-            log_probs: whether to fill `Verified.log_probs`, static.
+            log_probs: whether to fill `Verified.log_probs`, static: under `jax.jit`, bind it with
+                `functools.partial` or name it in `static_argnames`.
             outcomes: whether to fill `Verified.is_accepted`, static. The kernels do not support it.
             axis_name: the axis of a `jax.shard_map` whose devices share the vocabulary, static. Each device then gives
                 its part [..., V / n] of the logits of target and draft, and all get the same result. None is a whole
@@ -171,8 +180,9 @@ class CoreVerifier:
         Raises:
             NotImplementedError: the named implementation does not support the case.
             ValueError: an argument has a wrong shape or dtype, the keys are of another kind, an option has a wrong
-                value, or the verifier does not support an argument.
+                value, a static argument is traced, or the verifier does not support an argument.
         """
+        check_static(log_probs=log_probs, outcomes=outcomes)
         operands = keys, *_checked(keys, draft, target, bonus_tokens, shards.num_shards(axis_name))
         optional = {name: value for name, value in (("outcomes", outcomes), ("axis_name", axis_name)) if value}
         for name, value in optional.items():
@@ -260,7 +270,8 @@ def from_core(
     that all verifiers have.
 
     Args:
-        core: the rule of the verifier, whose random choices all go through `draw`.
+        core: the rule of the verifier, whose random choices all go through `draw`. It takes the keywords `bonus_tokens`
+            and `log_probs`.
         kernel: a function `(keys, draft, target, *, interpret, **options) -> Verified` that runs in place of the core
             on CUDA where it supports the case; None is none. It gets `axis_name` where one is given, if it takes it.
         check_options: a function `(num_draft_tokens, **options)` that raises ValueError for a wrong value of an option.
@@ -268,8 +279,21 @@ def from_core(
 
     Returns:
         The verifier. Its attributes `core`, `kernel` and `check_options` are the given functions.
+
+    Raises:
+        ValueError: the core lacks a keyword.
     """
     return CoreVerifier(core, kernel, check_options)
+
+
+def check_static(**arguments: Any) -> None:
+    """Raise ValueError where an argument that chooses the program has no value because `jax.jit` traces it."""
+    for name, value in arguments.items():
+        if is_traced(value):
+            raise ValueError(
+                f"{name} must be static, as it chooses the program that is compiled, got a value that jax.jit traces: "
+                f"jit functools.partial(verifier, {name}=True), or pass static_argnames={name!r} to jax.jit"
+            )
 
 
 def _unmarked(verified: Verified) -> Verified:
@@ -370,8 +394,11 @@ def evidence(
     return rules.Evidence(log_prob, draft_log_prob, distributions.entropy(drafted) if entropy else None, lane)
 
 
-def log_ratio(draft: Draft, normalized_draft: Normalized, target: Normalized) -> Array:
-    """Return log(target / draft probability) [B, K] of each draft token, -inf where the draft probability is 0."""
+def log_ratio(draft: Draft, normalized_draft: Normalized | None, target: Normalized) -> Array:
+    """Return log(target / draft probability) [B, K] of each draft token, -inf where the draft probability is 0.
+
+    `normalized_draft` is None for deterministic drafts, whose draft probability is 1.
+    """
     return rules.log_ratio(evidence(draft, normalized_draft, target))
 
 
