@@ -4,7 +4,7 @@
     pip install --no-deps speculators==0.9.0
     python scripts/record_goldens.py
 
-The script writes shapes.json and logits.npz for the models, and heads.json and heads.npz for the drafters, to
+The script writes shapes.json and logits.npz for the models, hybrids.json and hybrids.npz for hybrids, and heads.json and heads.npz for the drafters, to
 tests/goldens, and prints the largest logit of each.
 """
 
@@ -18,12 +18,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import families
+import hybrids
 import recorded_heads
 
 
 def main() -> None:
     families.GOLDENS.mkdir(exist_ok=True)
     record_models()
+    record_hybrids()
     record_heads()
 
 
@@ -39,6 +41,21 @@ def record_models() -> None:
         print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, torch {torch.__version__}")
     (families.GOLDENS / "shapes.json").write_text(json.dumps(shapes, indent=0) + "\n")
     np.savez_compressed(families.GOLDENS / "logits.npz", **logits)
+
+
+def record_hybrids() -> None:
+    import reference
+    import transformers
+
+    shapes, logits = {}, {}
+    for case, config in hybrids.CONFIGS.items():
+        model = reference.make_model(config)
+        shapes[case] = {name: list(tensor.shape) for name, tensor in reference.stored_tensors(model).items()}
+        logits[case] = reference.logits(model, hybrids.tokens(), (hybrids.NUM_TOKENS,))
+        print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, transformers {transformers.__version__}")
+    shapes["transformers"] = {transformers.__version__: []}
+    (families.GOLDENS / "hybrids.json").write_text(json.dumps(shapes, indent=0) + "\n")
+    np.savez_compressed(families.GOLDENS / "hybrids.npz", **logits)
 
 
 def record_heads() -> None:

@@ -5,17 +5,19 @@ separate file.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models import network
+from specjax.models import delta_net, network
 from specjax.models.attention import cache_scales, memories
+from specjax.models.delta_net import DeltaNet
 from specjax.models.layer import LayerConfig, norm_of, run_layer
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import RopeScaling, rotation
-from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
+from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class DecoderConfig:
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
     axis_name: str | None = None  # mesh axis whose devices share the decoder; the sizes then describe one device's part
+    rotary_size: int | None = None  # numbers of a head that turn with the position, the first ones; None is all
     expert_size: int = 0  # width of each expert
     shared_size: int = 0  # width of the MLP beside the experts
     num_padding: int = 0  # ids of the vocabulary that are padding, after the others on the last devices
@@ -65,6 +68,12 @@ class DecoderConfig:
         return self.layers if len(self.layers) == self.num_layers else self.layers * self.num_layers
 
     @property
+    def delta_nets(self) -> tuple[tuple[int, DeltaNet], ...]:
+        """The layers that are recurrent, each by its index, with their mixers; the others attend."""
+        mixers = enumerate(layer.mixer for layer in self.each_layer)
+        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, DeltaNet))
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: the number of positions that a token sees, its own included; None is all."""
         return tuple(layer.mixer.window for layer in self.each_layer)
@@ -83,6 +92,8 @@ def _init(config: DecoderConfig, seed: int) -> PyTree:
 
         def param(name: str, shape: tuple[int, ...]) -> Array:
             if len(shape) == 1:
+                if name.endswith("_scale"):
+                    return jnp.ones(shape, jnp.float32)
                 return jnp.full(shape, 1 - config.norm_offset if name.endswith("norm") else 0.0, jnp.float32)
             if name.endswith("_out"):  # the more layers add to the stream, the less each adds
                 return 0.02 / (2 * config.num_layers) ** 0.5 * jax.random.normal(outer, shape)
@@ -99,8 +110,12 @@ def _init(config: DecoderConfig, seed: int) -> PyTree:
 
 
 def _apply(
-    config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | None, feature_layers: tuple[int, ...]
-) -> tuple[ModelOutput, list | None]:
+    config: DecoderConfig,
+    params: PyTree,
+    inputs: ModelInput,
+    cache: list | Memory | None,
+    feature_layers: tuple[int, ...],
+) -> tuple[ModelOutput, list | Memory | None]:
     """Run the tokens of `inputs`. It computes in the dtype of the parameters; logits are float32.
 
     Args:
@@ -108,7 +123,8 @@ def _apply(
         params: as `init_params` names them.
         inputs: tokens and positions [B, T]. Without a cache they are whole sequences from position 0, attended
             causally or as `inputs.mask` says.
-        cache: keys and values of each layer; None computes without a cache.
+        cache: keys and values of each layer; with gated delta nets, a `Memory` with these pools and the rows of
+            `delta_net.InitRows`; None computes without a cache.
         feature_layers: layers of `Features.taps`, static.
 
     Returns:
@@ -123,9 +139,8 @@ def _apply(
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         new_cache, taps = [], network.Taps(feature_layers)
         taps.collect(0, x)
-        turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
-        scales = [cache_scales(params["layers"][i]) for i in range(config.num_layers)]
-        each = zip(config.each_layer, memories(inputs, cache, config.windows, scales=scales), strict=True)
+        turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling, config.rotary_size)
+        each = zip(config.each_layer, _memories(config, params, inputs, cache), strict=True)
         for i, (layer, memory) in enumerate(each):
             x, kept = run_layer(config, layer, params["layers"][i], x, turns, memory)
             new_cache.append(kept)
@@ -137,7 +152,31 @@ def _apply(
         if config.logit_softcap is not None:
             logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         logits = network.without_padding(logits, config.num_padding, config.axis_name)
-    return ModelOutput(logits, features), None if cache is None else new_cache
+    return ModelOutput(logits, features), _kept(config, inputs, cache, new_cache)
+
+
+def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:
+    """Return the memory of each layer in a call."""
+    recurrent = dict(config.delta_nets)
+    pools = cache.pools if isinstance(cache, Memory) else cache
+    attends = [i for i in range(config.num_layers) if i not in recurrent]
+    windows = [config.windows[i] for i in attends]
+    scales = [cache_scales(params["layers"][i]) for i in attends]
+    own = None if pools is None else [pools[i] for i in attends]
+    found: dict[int, Any] = dict(zip(attends, memories(inputs, own, windows, scales=scales), strict=True))
+    if recurrent:
+        assert cache is None or isinstance(cache, Memory), "such a model has init_rows"
+        found |= delta_net.memories(inputs, cache, tuple(recurrent))
+    return [found[i] for i in range(config.num_layers)]
+
+
+def _kept(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None, new: list) -> list | Memory | None:
+    """Return the cache after a call, given the records of all layers."""
+    if not isinstance(cache, Memory):
+        return None if cache is None else new
+    rows = {i: new[i] for i, _ in config.delta_nets}
+    pools = [{} if i in rows else one for i, one in enumerate(new)]
+    return delta_net.after_call(inputs, cache, pools, rows)
 
 
 DECODER = network.Network(_init, _apply)
@@ -161,4 +200,16 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         params: the parameters, as `init_params` names them.
         feature_layers: as `models.with_feature_layers` takes them.
     """
-    return network.network_model(DECODER, config, params, feature_layers)
+    model = network.network_model(DECODER, config, params, feature_layers)
+    if not config.delta_nets:
+        return model
+    recurrent = {i for i, _ in config.delta_nets}
+    if len(recurrent) == config.num_layers:
+        raise ValueError("config.layers must have a layer that attends beside gated delta nets, got none")
+    attends = tuple(i not in recurrent for i in range(config.num_layers))
+    return replace(
+        model,
+        init_cache=network.InitCache(config, str(params["embedding"].dtype), attends),
+        init_rows=delta_net.InitRows(config.delta_nets, str(params["embedding"].dtype)),
+        commit=delta_net.commit,
+    )

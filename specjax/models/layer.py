@@ -19,6 +19,7 @@ from specjax.models.rope import Rotation, rotate
 from specjax.types import Array
 
 if TYPE_CHECKING:
+    from specjax.models.delta_net import DeltaNet
     from specjax.models.decoder import DecoderConfig
     from specjax.models.experts import Experts
 
@@ -69,11 +70,17 @@ class Attention:
     scale: float | None = None  # factor on the scores; None is 1 / sqrt(head_size)
     softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
     has_sinks: bool = False  # whether each head has the score of one more place, whose value is 0
+    has_gate: bool = False  # whether the output is multiplied by sigmoids, whose rows follow each query head's
+
+    @property
+    def query_parts(self) -> int:
+        """Number of heads that each query head's projection has: the query, and its gate."""
+        return 2 if self.has_gate else 1
 
     def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
         """Return the shapes of the parameters by name, for attention that reads `inputs` numbers of a token."""
         size = config.head_size
-        width = (config.num_heads + 2 * config.num_kv_heads) * size
+        width = (self.query_parts * config.num_heads + 2 * config.num_kv_heads) * size
         shapes: Shapes = {
             "qkv": matrix_shape(config, inputs, width),
             "attention_out": matrix_shape(config, config.num_heads * size, config.hidden_size),
@@ -94,16 +101,21 @@ class Attention:
         """Return the residual stream after the attention [B, T, h], and the layer's cache afterwards."""
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
-        qkv = qkv.reshape(*call.x.shape[:2], heads + 2 * kv_heads, size)
-        query, key, value = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
+        rows = call.x.shape[:2]
+        qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
+        query, key, value = jnp.split(qkv, (first, first + kv_heads), axis=2)
+        query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
         if self.has_head_norms:
             query, key = rms_norm(query, _norm(config, params, "query")), rms_norm(key, _norm(config, params, "key"))
+        query, key = in_pairs(config, query), in_pairs(config, key)
         attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
-        return _join(config, params, "attention_out", attended.reshape(*call.x.shape[:2], heads * size), call), kept
+        if gate:
+            attended = attended * jax.nn.sigmoid(gate[0])
+        return join(config, params, "attention_out", attended.reshape(*rows, heads * size), call), kept
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
         """Return the rotated keys and the values [B, T, kv heads, head size] of tokens, without their queries."""
-        first = config.num_heads * config.head_size  # queries stand before keys and values
+        first = self.query_parts * config.num_heads * config.head_size  # queries stand before keys and values
         weight, bias = params["qkv"], params.get("qkv_bias")
         weight = outputs_from(weight, first, transposed=config.transposed)
         bias = None if bias is None else bias[first:][None, None]
@@ -111,7 +123,7 @@ class Attention:
         key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)
         if self.has_head_norms:
             key = rms_norm(key, _norm(config, params, "key"))
-        return rotate(key, turns), value
+        return rotate(in_pairs(config, key), turns), value
 
 
 @dataclass(frozen=True)
@@ -137,15 +149,15 @@ class GatedMLP:
         # `linear` adds its residual after the activation, a bias comes before it. Its kernels have no error function.
         if self.has_bias or self.activation == "gelu":
             gate, up = jnp.split(gate_up(), 2, axis=-1)
-            return _join(config, params, "mlp_out", activation(gate) * up, call)
-        return _join(config, params, "mlp_out", gate_up(activation=activation), call)
+            return join(config, params, "mlp_out", activation(gate) * up, call)
+        return join(config, params, "mlp_out", gate_up(activation=activation), call)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
     """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
-    mixer: Attention = Attention()
+    mixer: "Attention | DeltaNet" = Attention()
     ffn: "GatedMLP | Experts" = GatedMLP()
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
     around: Around | None = None  # changes the input and the output of both; None for no change
@@ -209,7 +221,20 @@ def _enter(
     return Sublayer(x, norm, residual, partial(rms_norm, norm=_norm(config, params, f"{name}_post")))
 
 
-def _join(config: "DecoderConfig", params: Params, name: str, y: Array, call: Sublayer) -> Array:
+def in_pairs(config: "DecoderConfig", heads: Array) -> Array:
+    """Return queries or keys [B, T, H, D] with the numbers that turn together D / 2 apart.
+
+    Where only the first `rotary_size` numbers of a head turn, their pairs are half of that apart. Queries and keys in
+    another order have the same products.
+    """
+    if config.rotary_size is None:
+        return heads
+    turned, kept = jnp.split(heads, [config.rotary_size], axis=-1)
+    (a, c), (b, d) = jnp.split(turned, 2, axis=-1), jnp.split(kept, 2, axis=-1)
+    return jnp.concatenate([a, b, c, d], axis=-1)
+
+
+def join(config: "DecoderConfig", params: Params, name: str, y: Array, call: Sublayer) -> Array:
     """Return the residual stream plus the product of y with a matrix, of which each device has some rows."""
     weight, bias = params[name], params.get(f"{name}_bias")
     bias = None if bias is None else bias[None, None]

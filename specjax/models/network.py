@@ -85,17 +85,19 @@ class Taps:
 class InitCache:
     """`Model.init_cache` for a network: for each layer, keys and values [B, S, kv heads, head size] of zeros.
 
-    Given the number of pages and their size, it makes a pool.
+    Given the number of pages and their size, it makes a pool. Layers that do not attend have none.
     """
 
     config: NetworkConfig
     dtype: str
+    attends: tuple[bool, ...] | None = None  # whether each layer keeps keys and values; None: all do
 
     def __call__(self, batch_size: int, max_length: int) -> list[dict[str, Array]]:
         shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_size)
+        attends = (True,) * self.config.num_layers if self.attends is None else self.attends
         return [
-            {"key": jnp.zeros(shape, self.dtype), "value": jnp.zeros(shape, self.dtype)}
-            for _ in range(self.config.num_layers)
+            {"key": jnp.zeros(shape, self.dtype), "value": jnp.zeros(shape, self.dtype)} if one else {}
+            for one in attends
         ]
 
 

@@ -94,7 +94,9 @@ class YarnScaling:
 Rotation = tuple[Array, Array]  # cosines and sines [B, T, D / 2] float32 of each position's angles
 
 
-def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | None = None) -> Rotation:
+def rotation(
+    positions: Array, size: int, theta: float, scaling: RopeScaling | None = None, turned: int | None = None
+) -> Rotation:
     """Return the cosines and sines for heads of `size` numbers at positions [B, T] int32.
 
     Args:
@@ -102,11 +104,13 @@ def rotation(positions: Array, size: int, theta: float, scaling: RopeScaling | N
         size: D, even.
         theta: base of the frequencies: pair i of D / 2 turns by theta ** (-2 i / D) per position.
         scaling: changes the frequencies; None keeps them.
+        turned: so many numbers turn, in the first pairs, by the frequencies of a head of this size; None is all.
     """
-    half = size // 2
+    half = (size if turned is None else turned) // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
         frequency = scaling(frequency)
+    frequency = jnp.pad(frequency, (0, size // 2 - half))
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
     magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude

@@ -100,6 +100,7 @@ class Tensors:
         self._headers = {}  # maps the name of a tensor to its shape and the name of its dtype
         self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
+        self._inside = "model."
         for path in model_files(directory) if files is None else files:
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118, the file is not a dict
@@ -127,6 +128,12 @@ class Tensors:
         other._unread = dict(self._unread)
         return other
 
+    def inside(self, prefix: str) -> "Tensors":
+        """Return these tensors, in whose names `prefix` stands where other files have "model."."""
+        other = copy.copy(self)
+        other._inside = prefix
+        return other
+
     @property
     def on_one_gpu(self) -> bool:
         """Whether every array, or the part of it that a device works with, is on exactly one GPU."""
@@ -135,7 +142,7 @@ class Tensors:
         return (is_whole or self._in_parts) and all(device.platform == "gpu" for device in devices)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._paths or name.removeprefix("model.") in self._paths
+        return any(candidate in self._paths for candidate in self._candidates(name))
 
     def names(self) -> list[str]:
         """Return the names of all tensors, as the files have them."""
@@ -322,7 +329,7 @@ class Tensors:
             matrix = stored.read()
             matrix = jax.device_put(matrix) if self._sharding is None else put(matrix, self._sharding)
         for linear in linears:
-            names = linear.name, linear.name.removeprefix("model.")
+            names = self._candidates(linear.name)
             self._mark_all_read(tuple(f"{name}{end}" for name in names for end in "._"))
         return matrix
 
@@ -384,9 +391,14 @@ class Tensors:
         for name in [name for name in self._unread if name.startswith(beginnings) and not name.endswith(".bias")]:
             self._unread.pop(name)
 
+    def _candidates(self, name: str) -> tuple[str, ...]:
+        """Return the names that a tensor may have in the files."""
+        own = name.removeprefix("model.")
+        return (name, own) if own == name or self._inside == "model." else (f"{self._inside}{own}", name, own)
+
     def _find(self, name: str) -> str:
         """Return the name of a tensor in the files."""
-        for candidate in (name, name.removeprefix("model.")):
+        for candidate in self._candidates(name):
             if candidate in self._paths:
                 return candidate
         raise ValueError(f"tensor {name} is missing from {self._directory}")

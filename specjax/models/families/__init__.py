@@ -8,7 +8,21 @@ that change the computation and that the family has not read. Errors are ValueEr
 from collections.abc import Callable
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import gemma, gemma2, gpt_oss, llama, mimo, mistral, mixtral, opt, qwen2, qwen3, qwen3_moe
+from specjax.models.families import (
+    gemma,
+    gemma2,
+    gpt_oss,
+    llama,
+    mimo,
+    mistral,
+    mixtral,
+    opt,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -23,5 +37,10 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "opt": opt.build,
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
+    "qwen3_5": qwen3_5.build,
+    "qwen3_5_moe": qwen3_5.build_moe,
+    "qwen3_5_moe_text": qwen3_5.build_moe,
+    "qwen3_5_text": qwen3_5.build,
     "qwen3_moe": qwen3_moe.build,
+    "qwen3_next": qwen3_next.build,
 }

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
+from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
@@ -80,9 +81,12 @@ def config_of(
     *,
     head_size: int | None = None,
     tie_embeddings: bool = False,
+    rotary_factor: float | None = None,
     **options: Any,
 ) -> DecoderConfig:
     """Return the sizes and options that config.json has under the names of Llama; the arguments are as in `decoder`.
+
+    With `rotary_factor`, the default of the field partial_rotary_factor, a part of each head may turn.
 
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
@@ -95,7 +99,7 @@ def config_of(
                 f"got {hidden_size}"
             )
         head_size = hidden_size // num_heads
-    theta, scaling = _rope(config)
+    theta, scaling, factor = _rope(config, rotary_factor)
     fields = {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": hidden_size,
@@ -103,7 +107,7 @@ def config_of(
         "num_heads": num_heads,
         "num_kv_heads": config.size("num_key_value_heads", num_heads),
         "head_size": config.size("head_dim", head_size),
-        "mlp_size": config.size("intermediate_size"),
+        "mlp_size": _mlp_size(config, layers),
         "max_length": config.size("max_position_embeddings"),
         "layers": layers,
         "rope_theta": theta,
@@ -111,6 +115,8 @@ def config_of(
         "norm_eps": config.number("rms_norm_eps"),
         "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
     }
+    if factor != 1:
+        options["rotary_size"] = int(fields["head_size"] * factor)
     try:
         return DecoderConfig(**fields, **options)
     except ValueError as error:
@@ -123,6 +129,13 @@ def with_dense(layers: tuple[LayerConfig, ...], ffn: GatedMLP, is_dense: Sequenc
         return layers
     each = layers if len(layers) > 1 else layers * len(is_dense)
     return tuple(replace(one, ffn=ffn) if dense else one for one, dense in zip(each, is_dense, strict=True))
+
+
+def _mlp_size(config: ConfigFile, layers: tuple[LayerConfig, ...]) -> int:
+    """Return the width of the MLPs; files of models whose layers all have experts may lack it."""
+    if "intermediate_size" not in config and all(isinstance(layer.ffn, Experts) for layer in layers):
+        return 0
+    return config.size("intermediate_size")
 
 
 def windowed(layer: LayerConfig, windows: Sequence[int | None]) -> tuple[LayerConfig, ...]:
@@ -156,11 +169,19 @@ def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | No
     return tuple(window if t == "sliding_attention" else None for t in types)
 
 
-def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
-    """Return the base of the rotary frequencies and their scaling, from the fields of transformers 4 or 5."""
+def _rope(config: ConfigFile, rotary_factor: float | None) -> tuple[float, RopeScaling | None, float]:
+    """Return the base of the rotary frequencies, their scaling, and the part of a head that turns.
+
+    The fields are as transformers 4 or 5 writes them. A `rotary_factor` of None supports whole heads alone.
+    """
     rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    for place in (config, rope):
-        place.only("partial_rotary_factor", 1.0)
+    factor = 1.0
+    if rotary_factor is None:
+        for place in (config, rope):
+            place.only("partial_rotary_factor", 1.0)
+    else:
+        factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_factor))
+        rope.ignore("mrope_section", "mrope_interleaved")  # of text, all three positions are equal
     theta = (rope if "rope_theta" in rope else config).number("rope_theta", 10000.0)
     kind = rope.choice(
         "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3", "yarn"), default="default"
@@ -169,7 +190,7 @@ def _rope(config: ConfigFile) -> tuple[float, RopeScaling | None]:
     scaling = _scaling(config, rope, kind, theta)
     rope.ignore("original_max_position_embeddings")  # only the kinds "llama3" and "yarn" use it
     rope.check_all_read()
-    return theta, scaling
+    return theta, scaling, factor
 
 
 def _scaling(config: ConfigFile, rope: ConfigFile, kind: str, theta: float) -> RopeScaling | None:
@@ -231,29 +252,60 @@ def layer_params(
         inputs: numbers of a token that attention reads; None is the hidden size.
         mixture: as `decoder` takes it.
     """
-    hidden, size = config.hidden_size, config.head_size
-    query, key_value = config.num_heads * size, config.num_kv_heads * size
-    matrices = partial(tensors.matrices, transposed=config.transposed)
-    attention = f"{name}.self_attn"
-    qkv = {f"{attention}.q_proj": query, f"{attention}.k_proj": key_value, f"{attention}.v_proj": key_value}
-    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
-        "qkv": matrices(inputs or hidden, {f"{name}.weight": size for name, size in qkv.items()}),
-        "attention_out": matrices(query, {f"{attention}.o_proj.weight": hidden}),
-    }
+    hidden = config.hidden_size
+    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()}
+    if isinstance(layer.mixer, DeltaNet):
+        params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
+    else:
+        params |= _attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
     if isinstance(layer.ffn, GatedMLP):
         params |= _mlp_params(config, layer.ffn, tensors, name)
     elif mixture is not None:
         params |= mixture.params(config, layer.ffn, tensors, name)
-    if layer.mixer.has_bias:
-        params["qkv_bias"] = tensors.vectors({f"{name}.bias": size for name, size in qkv.items()})
-    if layer.mixer.has_out_bias:
-        params["attention_out_bias"] = tensors.vectors({f"{attention}.o_proj.bias": hidden})
-    if layer.mixer.has_sinks:
-        params["sinks"] = tensors.vectors({f"{attention}.sinks": config.num_heads})
-    if layer.mixer.has_head_norms:
-        params["query_norm"] = tensors.vectors({f"{attention}.q_norm.weight": size})
-        params["key_norm"] = tensors.vectors({f"{attention}.k_norm.weight": size})
     return params
+
+
+def _attention_params(
+    config: DecoderConfig, mixer: Attention, tensors: Tensors, name: str, inputs: int
+) -> dict[str, Array]:
+    """Read the parameters of attention that reads `inputs` numbers of a token."""
+    size, matrices = config.head_size, partial(tensors.matrices, transposed=config.transposed)
+    query, key_value = config.num_heads * size, config.num_kv_heads * size
+    widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": key_value}
+    params = {
+        "qkv": matrices(inputs, {f"{name}.{part}.weight": width for part, width in widths.items()}),
+        "attention_out": matrices(query, {f"{name}.o_proj.weight": config.hidden_size}),
+    }
+    if mixer.has_bias:
+        params["qkv_bias"] = tensors.vectors({f"{name}.{part}.bias": width for part, width in widths.items()})
+    if mixer.has_out_bias:
+        params["attention_out_bias"] = tensors.vectors({f"{name}.o_proj.bias": config.hidden_size})
+    if mixer.has_sinks:
+        params["sinks"] = tensors.vectors({f"{name}.sinks": config.num_heads})
+    if mixer.has_head_norms:
+        params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": size})
+        params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": size})
+    return params
+
+
+def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name: str) -> dict[str, Array]:
+    """Read the parameters of a gated delta net."""
+    hidden, heads = config.hidden_size, mixer.num_value_heads
+    width, matrices = heads * mixer.value_size, partial(tensors.matrices, transposed=config.transposed)
+    if mixer.by_heads:
+        wide, rates = {"in_proj_qkvz": mixer.channels + width}, {"in_proj_ba": 2 * heads}
+    else:
+        wide = {"in_proj_qkv": mixer.channels, "in_proj_z": width}
+        rates = {"in_proj_b": heads, "in_proj_a": heads}
+    return {
+        "delta_in": matrices(hidden, {f"{name}.{part}.weight": size for part, size in wide.items()}),
+        "delta_rates": matrices(hidden, {f"{name}.{part}.weight": size for part, size in rates.items()}),
+        "delta_conv": tensors.table(f"{name}.conv1d.weight", mixer.channels, 1, mixer.conv_size),
+        "delta_decay": tensors.vectors({f"{name}.A_log": heads}),
+        "delta_decay_bias": tensors.vectors({f"{name}.dt_bias": heads}),
+        "delta_scale": tensors.vectors({f"{name}.norm.weight": mixer.value_size}),
+        "delta_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
+    }
 
 
 def _mlp_params(config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str) -> dict[str, Array]:

@@ -1,0 +1,308 @@
+"""Gated delta nets, the recurrent layers of hybrids: a mixer of the one layer, and the rows of its memory.
+
+A layer keeps one checkpoint of its state for each sequence, and beside it the inputs of the last step. `commit` says
+how many of them the sequence keeps. The next call first applies these to the checkpoint, and then computes its own
+tokens. So a rejected draft never enters a state, and a step writes one state, not one for each of its tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
+from specjax.models.linear import rms_norm
+from specjax.models.rope import Rotation
+from specjax.parallel.loops import as_carry
+from specjax.types import Array, Memory, ModelInput, PyTree
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+CHUNK = 64  # tokens that the chunk form takes at a time
+MAX_STEP = 16  # tokens of a step whose inputs a row keeps: the pending token and 15 drafts
+UNROLLED = 16  # up to so many rows, the substitution has no loop
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["held", "count", "from_nothing", "begins", "num_tokens"],
+    meta_fields=["is_step"],
+)
+@dataclass(frozen=True)
+class DeltaMemory:
+    """The memory of one layer in a call of R rows; without `held` the rows are whole sequences, which are not kept."""
+
+    held: Mapping[str, Array] | None  # of `DeltaNet.rows`, [R, ...]
+    count: Array | None = None  # [R] int32, inputs of the last step that the sequence keeps
+    from_nothing: Array | None = None  # [R] bool, whether these inputs begin the sequence: the checkpoint is older
+    begins: Array | None = None  # [R] bool, whether the call begins the sequence
+    num_tokens: Array | None = None  # [R] int32, tokens of the call that stay; of a step, all its tokens
+    is_step: bool = False  # whether `commit` will say which tokens stay
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net of some value heads, of which consecutive ones share a key head, with a short convolution."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_size: int = 4  # tokens that the convolution reads, the own one included
+    by_heads: bool = False  # whether the projections' outputs lie together for each key head, as Qwen3-Next has them
+    window = None  # a mixer has the field; it sees all positions
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
+        """Return the shapes of the parameters by name."""
+        heads, width = self.num_value_heads, self.num_value_heads * self.value_size
+        return {
+            "delta_in": matrix_shape(config, inputs, self.channels + width),
+            "delta_rates": matrix_shape(config, inputs, 2 * heads),
+            "delta_conv": (self.channels, 1, self.conv_size),
+            "delta_decay": (heads,),
+            "delta_decay_bias": (heads,),
+            "delta_scale": (self.value_size,),
+            "delta_out": matrix_shape(config, width, config.hidden_size),
+        }
+
+    def rows(self, batch_size: int, dtype: Any) -> dict[str, Array]:
+        """Return the rows that the layer keeps of sequences that have not begun."""
+        heads = self.num_value_heads
+        return {
+            "state": jnp.zeros((batch_size, heads, self.key_size, self.value_size), jnp.float32),
+            "window": jnp.zeros((batch_size, self.conv_size - 1, self.channels), dtype),
+            "inputs": jnp.zeros((batch_size, MAX_STEP, self.channels), dtype),
+            "rates": jnp.zeros((batch_size, MAX_STEP, 2, heads), jnp.float32),
+        }
+
+    def __call__(
+        self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation, memory: DeltaMemory
+    ) -> tuple[Array, dict[str, Array] | None]:
+        """Return the residual stream after the mixer [R, T, h], and the layer's rows afterwards."""
+        inputs, gate, rates = self._project(config, params, call)
+        num_rows, num_tokens = inputs.shape[:2]
+        if memory.held is None:
+            nothing = self.rows(num_rows, inputs.dtype)
+            before, held = (nothing["state"], nothing["window"]), None
+            count = jnp.full(num_rows, num_tokens, jnp.int32)
+        else:
+            checkpoint = self._replayed(params, memory)
+            before, held = _unless(memory.begins, checkpoint), memory.held
+            count = memory.num_tokens
+        attended, after = self._run(params, before, inputs, rates, count)
+        if held is not None:
+            if memory.is_step:
+                held = {
+                    "inputs": held["inputs"].at[:, :num_tokens].set(inputs.astype(held["inputs"].dtype)),
+                    "rates": held["rates"].at[:, :num_tokens].set(rates),
+                }
+                after = checkpoint
+            held = {**memory.held, **held, "state": after[0], "window": after[1]}
+        normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
+        gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
+        return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), held
+
+    def _project(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array, Array]:
+        """Return the inputs of the convolution [R, T, C], gates [R, T, heads, size], and beta and g [R, T, 2, heads]."""
+        shape, heads = call.x.shape[:2], self.num_value_heads
+        mixed = product(config, params, "delta_in", call.x, norm=call.norm)
+        rates = product(config, params, "delta_rates", call.x, norm=call.norm)
+        if self.by_heads:
+            share = heads // self.num_key_heads
+            sizes = (self.key_size, self.key_size, share * self.value_size, share * self.value_size)
+            ends = [sum(sizes[: i + 1]) for i in range(3)]
+            parts = jnp.split(mixed.reshape(*shape, self.num_key_heads, -1), ends, axis=-1)
+            *inputs, gate = [part.reshape(*shape, -1) for part in parts]
+            inputs = jnp.concatenate(inputs, axis=-1)
+            rates = rates.reshape(*shape, self.num_key_heads, 2, share).swapaxes(2, 3).reshape(*shape, 2, heads)
+        else:
+            inputs, gate = jnp.split(mixed, [self.channels], axis=-1)
+            rates = rates.reshape(*shape, 2, heads)
+        rates = rates.astype(jnp.float32)
+        decay, bias = (params[name].astype(jnp.float32)[None, None] for name in ("delta_decay", "delta_decay_bias"))
+        beta = jax.nn.sigmoid(rates[:, :, 0])
+        g = -jnp.exp(decay) * jax.nn.softplus(rates[:, :, 1] + bias)
+        return inputs, gate.reshape(*shape, heads, self.value_size), jnp.stack([beta, g], axis=2)
+
+    def _replayed(self, params: Params, memory: DeltaMemory) -> tuple[Array, Array]:
+        """Return the state and the window after the kept inputs of the last step."""
+        held = memory.held
+        assert held is not None, "only a call that keeps its rows replays"
+        checkpoint = _unless(memory.from_nothing, (held["state"], held["window"]))
+        return self._run(params, checkpoint, held["inputs"], held["rates"], memory.count)[1]
+
+    def _run(
+        self, params: Params, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state and window after."""
+        state, window = before
+        num_rows, num_tokens = inputs.shape[:2]
+        line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
+        weight = params["delta_conv"][:, 0].astype(jnp.float32)
+        taps = [line[:, i : i + num_tokens] * weight[None, None, :, i] for i in range(self.conv_size)]
+        mixed = jax.nn.silu(sum(taps[1:], taps[0]))
+        width = self.num_key_heads * self.key_size
+        query, key, value = jnp.split(mixed, [width, 2 * width], axis=-1)
+        share = self.num_value_heads // self.num_key_heads
+        query, key = (
+            jnp.repeat(_unit(x.reshape(num_rows, num_tokens, -1, self.key_size)), share, axis=2) for x in (query, key)
+        )
+        value = value.reshape(num_rows, num_tokens, -1, self.value_size)
+        stays = jnp.arange(num_tokens, dtype=jnp.int32)[None] < count[:, None]
+        rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
+        output, state = delta_rule(state, query * self.key_size**-0.5, key, value, rates[:, :, 0], rates[:, :, 1])
+        places = count[:, None] + jnp.arange(self.conv_size - 1, dtype=jnp.int32)[None]
+        return output, (state, jnp.take_along_axis(line, places[:, :, None], axis=1).astype(window.dtype))
+
+
+def _unless(is_empty: Array | None, parts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return the state and the window, with zeros for the rows that `is_empty` [R]."""
+    assert is_empty is not None, "calls that keep rows have it"
+    state, window = (jnp.where(is_empty.reshape(-1, *[1] * (x.ndim - 1)), 0, x) for x in parts)
+    return state, window
+
+
+def _unit(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Array, g: Array) -> tuple[Array, Array]:
+    """Apply the gated delta rule to T tokens in chunks of `CHUNK`.
+
+    Token t decays the state S by exp(g), then S += k (beta (v - S^T k))^T, and its output is S^T q. In a chunk these
+    T updates are products of matrices and the solution of one triangular system.
+
+    Args:
+        state: [R, H, key size, value size] float32.
+        query, key: [R, T, H, key size] float32.
+        value: [R, T, H, value size] float32.
+        beta: [R, T, H] float32; with beta = 0 and g = 0 a token leaves the state as it is.
+        g: [R, T, H] float32, at most 0.
+
+    Returns:
+        The outputs [R, T, H, value size] float32, and the state after the tokens.
+    """
+    num_tokens = query.shape[1]
+    size = min(CHUNK, num_tokens)
+    padding = -num_tokens % size
+
+    def chunked(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+        x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(x, 3, 1), 2, 0)  # [chunks, R, H, size, ...]
+
+    parts = tuple(map(chunked, (query, key, value, beta, g)))
+    with jax.default_matmul_precision("highest"):
+        if parts[0].shape[0] == 1:
+            state, output = _chunk(state, tuple(part[0] for part in parts))
+            output = output[None]
+        else:
+            state = as_carry(lambda state, parts: _chunk(state, parts)[0], state, jax.tree.map(lambda x: x[0], parts))
+            state, output = jax.lax.scan(_chunk, state, parts)
+    output = jnp.moveaxis(jnp.moveaxis(output, 0, 2), 1, 3)
+    return output.reshape(output.shape[0], -1, *output.shape[3:])[:, :num_tokens], state
+
+
+def _chunk(state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Return the state after a chunk and its outputs, from query, key, value [R, H, C, D], beta and g [R, H, C]."""
+    query, key, value, beta, g = parts
+    size = g.shape[-1]
+    total = jnp.cumsum(g, axis=-1)
+    is_before = jnp.tri(size, dtype=bool)[None, None]
+    decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
+    scaled = key * beta[..., None]
+    system = jnp.where(is_before & ~jnp.eye(size, dtype=bool)[None, None], scaled @ key.swapaxes(-1, -2) * decay, 0)
+    grown = jnp.exp(total)[..., None]
+    right = value * beta[..., None] - (scaled * grown) @ state
+    new = _solved(system, right)
+    output = (query * grown) @ state + (query @ key.swapaxes(-1, -2) * decay) @ new
+    left = jnp.exp(total[..., -1:] - total)[..., None]
+    state = state * jnp.exp(total[..., -1])[..., None, None] + (key * left).swapaxes(-1, -2) @ new
+    return state, output
+
+
+def _solved(system: Array, right: Array) -> Array:
+    """Return x of (I + A) x = right [..., C, D], for strictly lower triangular A [..., C, C], a row after another."""
+    size = system.shape[-1]
+
+    def row(index: Array | int, x: Array) -> Array:
+        own = jax.lax.dynamic_slice_in_dim(system, index, 1, axis=-2) @ x
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, jax.lax.dynamic_slice_in_dim(x, index, 1, axis=-2) - own, index, axis=-2
+        )
+
+    if size <= UNROLLED:
+        for index in range(1, size):
+            right = row(index, right)
+        return right
+    return jax.lax.fori_loop(1, size, row, as_carry(partial(row, 1), right, system))
+
+
+@dataclass(frozen=True)
+class InitRows:
+    """`Model.init_rows` of a decoder with gated delta nets."""
+
+    mixers: tuple[tuple[int, DeltaNet], ...]  # layers and their mixers
+    dtype: str
+
+    def __call__(self, batch_size: int) -> PyTree:
+        return {
+            "count": jnp.zeros(batch_size, jnp.int32),  # inputs of the last step that the sequence keeps
+            "start": jnp.zeros(batch_size, jnp.int32),  # position of the first of them
+            "layers": {layer: mixer.rows(batch_size, self.dtype) for layer, mixer in self.mixers},
+        }
+
+
+def commit(memory: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
+    """Keep `count` [R] inputs of the last step, as `Model.commit` does; the next call applies them."""
+    part = memory.take(inputs.rows)
+    kept = part.rows | {
+        "count": count.astype(jnp.int32),
+        "start": jnp.where(count > 0, inputs.positions[:, 0], part.rows["start"]),
+    }
+    return memory.put(inputs.rows, Memory(memory.pools, kept))
+
+
+def memories(inputs: ModelInput, memory: Memory | None, layers: Sequence[int]) -> dict[int, DeltaMemory]:
+    """Return the memory of each of some layers in a call.
+
+    Raises:
+        ValueError: the call is a tree, or a step of more tokens than a row keeps.
+    """
+    if inputs.mask is not None:
+        raise ValueError("inputs.mask must be None for a model with gated delta nets, which take chains, got a mask")
+    if memory is None:
+        return {layer: DeltaMemory(None) for layer in layers}
+    is_step = inputs.num_tokens is None
+    if is_step and inputs.tokens.shape[1] > MAX_STEP:
+        raise ValueError(
+            f"a step of a model with gated delta nets must have at most {MAX_STEP} tokens a row, so num_draft_tokens "
+            f"at most {MAX_STEP - 1}, got {inputs.tokens.shape[1]}"
+        )
+    part = memory.take(inputs.rows).rows
+    begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
+    of_call = DeltaMemory(
+        held=None,
+        count=part["count"],
+        from_nothing=(part["start"] == 0) & (part["count"] > 0),
+        begins=begins,
+        num_tokens=inputs.counts,
+        is_step=is_step,
+    )
+    return {layer: replace(of_call, held=part["layers"][layer]) for layer in layers}
+
+
+def after_call(inputs: ModelInput, memory: Memory, pools: PyTree, layers: Mapping[int, Any]) -> Memory:
+    """Return the memory after a call, given the pools and the rows of each layer; nothing is pending until `commit`."""
+    part = memory.take(inputs.rows).rows
+    rows = part | {"count": jnp.zeros_like(part["count"]), "layers": dict(layers)}
+    return memory.put(inputs.rows, Memory(pools, rows))

@@ -1,0 +1,87 @@
+"""Qwen3-Next and what it shares with Qwen3.5: gated delta nets in most layers, gated attention in the others."""
+
+from typing import Any
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.delta_net import DeltaNet
+from specjax.models.experts import Experts, Shared, SoftmaxTopK
+from specjax.models.families import llama, mixtures
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+MTP_LAYERS = "mtp.*"  # names of the tensors of the drafter
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Qwen3-Next checkpoint, without its layers for multi-token prediction."""
+    config.ignore("intermediate_size")  # read below
+    experts = mixture(config, is_renormalized=config.get("norm_topk_prob", bool, True))
+    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    dense, step = config.get("mlp_only_layers", list, []), config.size("decoder_sparse_step", 1)
+    is_dense = [i in dense or (i + 1) % step != 0 for i in range(number)]
+    each = llama.with_dense(layers(config, experts, by_heads=True), GatedMLP(), is_dense)
+    return decoder(config, tensors, each, (MTP_LAYERS,))
+
+
+def mixture(config: ConfigFile, *, is_renormalized: bool = True) -> Experts:
+    """Return the mixture of experts beside a gated MLP that every token passes through."""
+    sizes = mixtures.counts(config, "num_experts", "num_local_experts")
+    router = mixtures.made(config, SoftmaxTopK, *sizes, is_renormalized=is_renormalized)
+    return Experts(router, shared=Shared(is_gated=True))
+
+
+def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = False) -> tuple[LayerConfig, ...]:
+    """Return the description of each layer; `by_heads` is as `DeltaNet` takes it."""
+    config.only("hidden_act", "silu")
+    config.only("attn_output_gate", True)
+    bias = config.get("attention_bias", bool, False)
+    attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, has_gate=True)
+    key_heads = config.size("linear_num_key_heads", 16)
+    value_heads = config.size("linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        raise ValueError(
+            f"{config.where('linear_num_value_heads')} must be a multiple of linear_num_key_heads = {key_heads}, "
+            f"got {value_heads}"
+        )
+    delta_net = DeltaNet(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_size=config.size("linear_key_head_dim", 128),
+        value_size=config.size("linear_value_head_dim", 128),
+        conv_size=config.size("linear_conv_kernel_dim", 4),
+        by_heads=by_heads,
+    )
+    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    interval = config.size("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(number)]
+    types = config.get("layer_types", list, default)
+    if len(types) != number or not {"full_attention"} <= set(types) <= {"full_attention", "linear_attention"}:
+        raise ValueError(
+            f"{config.where('layer_types')} must be {number} times 'full_attention' or 'linear_attention', the first at "
+            f"least once, got {types!r}"
+        )
+    return tuple(LayerConfig(attention if kind == "full_attention" else delta_net, ffn) for kind in types)
+
+
+def decoder(
+    config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], ignored: tuple[str, ...]
+) -> Model:
+    """Build the model, given the description of each layer and patterns of the names of tensors without use."""
+    options: dict[str, Any] = {}
+    if any(isinstance(layer.ffn, Experts) for layer in each):
+        options |= {
+            "expert_size": config.size("moe_intermediate_size", 512),
+            "shared_size": config.size("shared_expert_intermediate_size", 512),
+            "mixture": mixtures.Names(shared="shared_expert"),
+        }
+    return llama.decoder(
+        config,
+        tensors,
+        each,
+        head_size=256,
+        norm_offset=1.0,
+        rotary_factor=0.25,
+        ignored=ignored,
+        **options,
+    )

@@ -1,0 +1,56 @@
+"""Small checkpoints of hybrids: their configs, and weights made from a seed as in families.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from families import GOLDENS, LLAMA, make_tensor
+from safetensors.numpy import save_file
+
+NUM_TOKENS = 131  # of the row that is recorded: two chunks of the delta rule and three tokens
+
+HYBRID = {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+SECTIONS = HYBRID["rope_parameters"] | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+CONFIGS = {
+    "qwen3_next": HYBRID | MIXTURE | {"model_type": "qwen3_next", "norm_topk_prob": True},
+    "qwen3_5_text": HYBRID | {"model_type": "qwen3_5_text", "rope_parameters": SECTIONS},
+    "qwen3_5_moe_text": HYBRID | MIXTURE | {"model_type": "qwen3_5_moe_text", "rope_parameters": SECTIONS},
+}
+
+
+def tokens() -> np.ndarray:
+    """Tokens [1, NUM_TOKENS]."""
+    return np.random.default_rng(1).integers(2, HYBRID["vocab_size"], (1, NUM_TOKENS)).astype(np.int32)
+
+
+def shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors by name, as transformers writes them."""
+    recorded = json.loads((GOLDENS / "hybrids.json").read_text())[case]
+    return {name: tuple(shape) for name, shape in recorded.items()}
+
+
+def write(directory: Path, case: str, config: dict | None = None, prefix: str = "model.") -> Path:
+    """A checkpoint of the case in a new directory, in whose names the prefix stands for "model."."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIGS[case] if config is None else config))
+    tensors = {name: make_tensor(name, shape) for name, shape in shapes(case).items()}
+    named = {prefix + name[6:] if name.startswith("model.") else name: values for name, values in tensors.items()}
+    save_file(named, directory / "model.safetensors")
+    return directory
