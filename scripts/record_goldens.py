@@ -4,8 +4,8 @@
     pip install --no-deps speculators==0.9.0
     python scripts/record_goldens.py
 
-The script writes shapes.json and logits.npz for the models, hybrids.json and hybrids.npz for hybrids, and heads.json and heads.npz for the drafters, to
-tests/goldens, and prints the largest logit of each.
+The script writes shapes.json and logits.npz for the models, hybrids.json and hybrids.npz for hybrids, and heads.json
+and heads.npz for the drafters, to tests/goldens, and prints the largest logit of each.
 """
 
 import json

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import GOLDENS
-from hybrids import CONFIGS, NUM_TOKENS, tokens, write
+from hybrids import CONFIGS, HYBRID, NUM_TOKENS, tokens, write
+from wrong_recurrent import MISTAKES, recurrent
 
+from specjax import SamplingParams, proposers, sampling, testing
+from specjax.decode import generate, prefill
 from specjax.models import load
 from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
@@ -22,15 +25,19 @@ def goldens():
     return dict(np.load(GOLDENS / "hybrids.npz"))
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return load(write(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_5_text"))
+
+
 @jax.jit
 def call(model, inputs, memory):
     return model.apply(model.params, inputs, memory)
 
 
-def inputs_at(start, num_tokens, size=None, ids=None):
-    """A call with tokens of the recorded row, as a chunk of a prompt padded to `size`, or as a step."""
-    ids = tokens() if ids is None else ids
-    part = ids[:, start : start + (size or num_tokens)]
+def inputs_at(start, num_tokens, size=None):
+    """A call with tokens of the recorded row; with a size, a chunk of a prompt that is padded to it."""
+    part = tokens()[:, start : start + (size or num_tokens)]
     part = np.pad(part, ((0, 0), (0, (size or num_tokens) - part.shape[1])), constant_values=3)
     positions = np.broadcast_to(start + np.arange(part.shape[1], dtype=np.int32), part.shape)
     count = None if size is None else jnp.full(part.shape[0], num_tokens, jnp.int32)
@@ -39,7 +46,7 @@ def inputs_at(start, num_tokens, size=None, ids=None):
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
-    """Of the whole row, and of a prompt whose chunks end around the chunks of the delta rule."""
+    """The logits of the whole row, and of a prompt whose chunks end around the chunks of the delta rule."""
     model, expected = load(write(tmp_path / case, case)), goldens[case]
     shapes = param_shapes(model.apply.network, model.apply.config)
     assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, shapes)
@@ -52,3 +59,87 @@ def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
         found, wanted = output.logits[:, :count], expected[:, start : start + count]
         assert np.abs(found - wanted).max() / np.abs(expected).max() <= TOLERANCE
         start += count
+
+
+def test_images_are_left_out(tmp_path, hybrid):
+    """A checkpoint that takes images, too, has the fields and tensors of its text part inside others."""
+    config = {"model_type": "qwen3_5", "text_config": CONFIGS["qwen3_5_text"], "vision_config": {"depth": 2}}
+    model = load(write(tmp_path / "images", "qwen3_5_text", config, prefix="model.language_model."))
+    assert model.apply.config == hybrid.apply.config
+    for one, other in zip(*map(jax.tree.leaves, (model.params, hybrid.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_fields_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "qwen3_5_text")
+    for fields, message in (
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads in .* must be a multiple of linear_num_key_heads = 2"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types in .* must be 3 times"),
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["qwen3_5_text"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
+def test_chunks_of_the_delta_rule_are_its_recurrence():
+    """For lengths around the chunks, with keys that nearly agree, so that the triangular system is far from unit."""
+    rng = np.random.default_rng(0)
+    heads, key_size, value_size, length = 2, 8, 6, 130
+    key = rng.normal(size=(1, 1, heads, key_size)) + 0.3 * rng.normal(size=(1, length, heads, key_size))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    query, value = rng.normal(size=key.shape), rng.normal(size=(1, length, heads, value_size))
+    beta, g = rng.uniform(0.5, 1, (1, length, heads)), -rng.uniform(0, 0.2, (1, length, heads))
+    state, states, outputs = rng.normal(size=(heads, key_size, value_size)), [], []
+    first = state
+    for t in range(length):
+        state = state * np.exp(g[0, t])[:, None, None]
+        new = beta[0, t][:, None] * (value[0, t] - np.einsum("hkv,hk->hv", state, key[0, t]))
+        state = state + np.einsum("hk,hv->hkv", key[0, t], new)
+        states.append(state)
+        outputs.append(np.einsum("hkv,hk->hv", state, query[0, t]))
+    run = jax.jit(delta_rule)
+    for size in (1, 7, 63, 64, 65, 130):
+        given = [jnp.asarray(x[:, :size], jnp.float32) for x in (query, key, value, beta, g)]
+        output, last = run(jnp.asarray(first[None], jnp.float32), *given)
+        np.testing.assert_allclose(output[0], np.array(outputs[:size]), atol=2e-5)
+        np.testing.assert_allclose(last[0], states[size - 1], atol=2e-5)
+
+
+def test_the_state_is_that_of_plain_decoding(hybrid):
+    testing.assert_model(hybrid)
+    testing.assert_model(recurrent())
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_recurrent_models(mistake):
+    with pytest.raises(AssertionError, match=r"call \d+, a (step|chunk)"):
+        testing.assert_model(recurrent(mistake))
+
+
+def decoded(model, proposer, max_length=64):
+    prompts = np.random.default_rng(0).integers(2, HYBRID["vocab_size"], (2, 20)).astype(np.int32)
+    params = sampling.batch([SamplingParams(temperature=0, max_tokens=25)] * 3)
+    given = model, proposer, prompts, np.array([20, 1]), params, jax.random.key(0)
+    state = prefill(*given, max_length=max_length, rows=jnp.array([0, 1, 0]), chunk_size=8)
+    return generate(model, proposer, state)
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_plain_decoding(hybrid):
+    """With a hybrid in both roles, drafts of n-grams, prompts of one token, and two samples of one prompt."""
+    plain = decoded(hybrid, None)
+    drafted = decoded(hybrid, proposers.draft_model(hybrid, 3))
+    np.testing.assert_array_equal(plain.context.tokens, drafted.context.tokens)
+    assert drafted.totals.accepted.sum() > 50
+    other = decoded(hybrid, proposers.ngram(2))
+    np.testing.assert_array_equal(plain.context.tokens, other.context.tokens)
+
+
+def test_steps_that_are_refused(hybrid):
+    inputs = inputs_at(0, 17)
+    with pytest.raises(ValueError, match="at most 16 tokens a row, so num_draft_tokens at most 15, got 17"):
+        call(hybrid, inputs, hybrid.init_memory(1, 1, 32))
+    mask = jnp.ones((1, 4, 4), bool)
+    with pytest.raises(ValueError, match=r"inputs\.mask must be None for a model with gated delta nets"):
+        call(hybrid, inputs_at(0, 4)._replace(mask=mask), hybrid.init_memory(1, 1, 32))

@@ -107,8 +107,8 @@ def test_a_temperature_of_drafts_stays_with_its_row():
 def test_models_with_rows_that_are_refused():
     with pytest.raises(ValueError, match="model must have commit to draft"):
         proposers.draft_model(replace(recurrent(True), commit=None), 2)
-    with pytest.raises(ValueError, match="model must keep one state a slot to be checked"):
-        testing.assert_model(recurrent(True))
+    with pytest.raises(ValueError, match="model must have commit to be checked"):
+        testing.assert_model(replace(recurrent(True), commit=None))
 
 
 def test_batch_expansion_in_pages():
@@ -161,7 +161,7 @@ def commit(memory, inputs, path, count):
 
 
 def sums_of_rows(batch_size, max_length=0):
-    shapes = {"sum": (batch_size,), "step": (batch_size, 4)}
+    shapes = {"sum": (batch_size,), "step": (batch_size, 5)}
     return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
 
 

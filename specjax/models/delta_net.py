@@ -92,27 +92,25 @@ class DeltaNet:
         num_rows, num_tokens = inputs.shape[:2]
         if memory.held is None:
             nothing = self.rows(num_rows, inputs.dtype)
-            before, held = (nothing["state"], nothing["window"]), None
             count = jnp.full(num_rows, num_tokens, jnp.int32)
+            attended, _ = self._run(params, (nothing["state"], nothing["window"]), inputs, rates, count)
+            kept = None
         else:
             checkpoint = self._replayed(params, memory)
-            before, held = _unless(memory.begins, checkpoint), memory.held
-            count = memory.num_tokens
-        attended, after = self._run(params, before, inputs, rates, count)
-        if held is not None:
+            before = _unless(memory.begins, checkpoint)
+            attended, after = self._run(params, before, inputs, rates, memory.num_tokens)
+            kept = dict(memory.held)
             if memory.is_step:
-                held = {
-                    "inputs": held["inputs"].at[:, :num_tokens].set(inputs.astype(held["inputs"].dtype)),
-                    "rates": held["rates"].at[:, :num_tokens].set(rates),
-                }
                 after = checkpoint
-            held = {**memory.held, **held, "state": after[0], "window": after[1]}
+                kept["inputs"] = kept["inputs"].at[:, :num_tokens].set(inputs.astype(kept["inputs"].dtype))
+                kept["rates"] = kept["rates"].at[:, :num_tokens].set(rates)
+            kept["state"], kept["window"] = after
         normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
-        return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), held
+        return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), kept
 
     def _project(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array, Array]:
-        """Return the inputs of the convolution [R, T, C], gates [R, T, heads, size], and beta and g [R, T, 2, heads]."""
+        """Return the convolution's inputs [R, T, C], gates [R, T, heads, size], and beta and g [R, T, 2, heads]."""
         shape, heads = call.x.shape[:2], self.num_value_heads
         mixed = product(config, params, "delta_in", call.x, norm=call.norm)
         rates = product(config, params, "delta_rates", call.x, norm=call.norm)
@@ -141,9 +139,10 @@ class DeltaNet:
         return self._run(params, checkpoint, held["inputs"], held["rates"], memory.count)[1]
 
     def _run(
-        self, params: Params, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array
+        self, params: Params, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array | None
     ) -> tuple[Array, tuple[Array, Array]]:
         """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state and window after."""
+        assert count is not None, "calls that keep rows have it"
         state, window = before
         num_rows, num_tokens = inputs.shape[:2]
         line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
@@ -206,7 +205,8 @@ def delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Array
             state, output = _chunk(state, tuple(part[0] for part in parts))
             output = output[None]
         else:
-            state = as_carry(lambda state, parts: _chunk(state, parts)[0], state, jax.tree.map(lambda x: x[0], parts))
+            first = tuple(part[0] for part in parts)
+            state = as_carry(lambda state: _chunk(state, first)[0], state, parts)
             state, output = jax.lax.scan(_chunk, state, parts)
     output = jnp.moveaxis(jnp.moveaxis(output, 0, 2), 1, 3)
     return output.reshape(output.shape[0], -1, *output.shape[3:])[:, :num_tokens], state

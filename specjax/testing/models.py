@@ -1,7 +1,7 @@
 """A verdict on a model, which says whether it keeps the contract of `specjax.types.Model`."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding.calls import check_result
+from specjax.testing.recurrent import check_states
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 
@@ -26,8 +27,9 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
     The model is run on a few random tokens. One call over all of them gives the expected logits. The calls that a
     decoding loop makes must give the same logits: chunks, rows at different lengths, padded prompts, tokens that are
     fed again, rejected drafts that are overwritten, calls that pass the end of the cache, trees if the model reads
-    `ModelInput.mask`, and a pool of pages if it takes pages. Matrices are multiplied with precision "highest" for these
-    calls, so that rounding is not taken for a mistake.
+    `ModelInput.mask`, and a pool of pages if it takes pages. A model with `commit` gets other calls: after each of them
+    its state must be the state of plain decoding, whatever the calls before kept. Matrices are multiplied with
+    precision "highest" for these calls, so that rounding is not taken for a mistake.
 
     Args:
         model: the model, with or without a cache; its `max_length` is None or at least 12.
@@ -46,11 +48,14 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
     """
     if not isinstance(model, Model):
         raise ValueError(f"model must be a Model, got {type(model).__name__}")
-    if model.commit is not None or model.init_rows is not None:
-        raise ValueError(
-            "model must keep one state a slot to be checked, got a model with commit or init_rows: compare the tokens "
-            "of greedy speculative decoding with plain decoding"
-        )
+    if model.init_rows is not None and model.commit is None:
+        raise ValueError("model must have commit to be checked, as it keeps more than slots: its init_rows is not None")
+    if model.commit is not None:
+        with jax.default_matmul_precision("highest"):
+            check_states(model, _rounding(model) if tolerance is None else tolerance)
+        _check_closure(model)
+        _check_identity(model)
+        return
     if model.max_length is not None and model.max_length < NUM_TOKENS:
         raise ValueError(f"max_length of the model must be None or at least {NUM_TOKENS}, got {model.max_length}")
     _check_forms(model)
@@ -171,8 +176,7 @@ def _start(model: Model, tolerance: float | None) -> _Trial:
     if tolerance is None:
         output, _ = jax.eval_shape(_call, model, _inputs(*shape), cache)
         dtypes = {jnp.result_type(leaf) for leaf in jax.tree.leaves((model.params, cache, output.logits))}
-        is_half = any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in dtypes)
-        tolerance = HALF_TOLERANCE if is_half else TOLERANCE
+        tolerance = _tolerance(dtypes)
     trial = _Trial(model, tokens, others, logits, tolerance)
     is_number = np.isfinite(logits) | np.isneginf(logits)
     if not is_number.all():
@@ -182,6 +186,16 @@ def _start(model: Model, tolerance: float | None) -> _Trial:
             f"position {t}, token {v}. {_likely_cause(trial) or 'Look for a division by 0 in apply'}."
         )
     return trial
+
+
+def _tolerance(dtypes: Iterable[Any]) -> float:
+    is_half = any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in dtypes)
+    return HALF_TOLERANCE if is_half else TOLERANCE
+
+
+def _rounding(model: Model) -> float:
+    """Return the tolerance for a model with `commit`, by the dtypes of its parameters."""
+    return _tolerance({jnp.result_type(leaf) for leaf in jax.tree.leaves(model.params)})
 
 
 def _inputs(batch_size: int, num_tokens: int) -> ModelInput:
@@ -467,7 +481,8 @@ def _equal(first: PyTree, second: PyTree) -> bool:
 
 
 def _check_closure(model: Model) -> None:
-    cache = jax.eval_shape(lambda: model.init_cache(BATCH_SIZE, NUM_TOKENS))
+    make = model.init_cache if model.init_rows is None else partial(model.init_memory, BATCH_SIZE)
+    cache = jax.eval_shape(lambda: make(BATCH_SIZE, NUM_TOKENS))
     program = jax.make_jaxpr(model.apply)(model.params, _inputs(BATCH_SIZE, CHUNK), cache)
     closed_over, held = (
         sum(jnp.size(x) * jnp.result_type(x).itemsize for x in arrays)

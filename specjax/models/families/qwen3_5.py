@@ -15,9 +15,7 @@ VISION = "model.visual.*"  # names of tensors that only images pass through
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Qwen3.5 checkpoint without mixtures of experts."""
     config, tensors = text_part(config, tensors)
-    return qwen3_next.decoder(
-        config, tensors, qwen3_next.layers(config, GatedMLP()), (qwen3_next.MTP_LAYERS, VISION)
-    )
+    return qwen3_next.decoder(config, tensors, qwen3_next.layers(config, GatedMLP()), (qwen3_next.MTP_LAYERS, VISION))
 
 
 def build_moe(config: ConfigFile, tensors: Tensors) -> Model:

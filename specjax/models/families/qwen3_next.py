@@ -15,7 +15,6 @@ MTP_LAYERS = "mtp.*"  # names of the tensors of the drafter
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Qwen3-Next checkpoint, without its layers for multi-token prediction."""
-    config.ignore("intermediate_size")  # read below
     experts = mixture(config, is_renormalized=config.get("norm_topk_prob", bool, True))
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     dense, step = config.get("mlp_only_layers", list, []), config.size("decoder_sparse_step", 1)
@@ -58,15 +57,13 @@ def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = Fals
     types = config.get("layer_types", list, default)
     if len(types) != number or not {"full_attention"} <= set(types) <= {"full_attention", "linear_attention"}:
         raise ValueError(
-            f"{config.where('layer_types')} must be {number} times 'full_attention' or 'linear_attention', the first at "
-            f"least once, got {types!r}"
+            f"{config.where('layer_types')} must be {number} times 'full_attention' or 'linear_attention', the first "
+            f"at least once, got {types!r}"
         )
     return tuple(LayerConfig(attention if kind == "full_attention" else delta_net, ffn) for kind in types)
 
 
-def decoder(
-    config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], ignored: tuple[str, ...]
-) -> Model:
+def decoder(config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], ignored: tuple[str, ...]) -> Model:
     """Build the model, given the description of each layer and patterns of the names of tensors without use."""
     options: dict[str, Any] = {}
     if any(isinstance(layer.ffn, Experts) for layer in each):
