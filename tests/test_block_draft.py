@@ -314,7 +314,7 @@ BAD = [
     ("authors", table(mask_token_id=VOCAB), r"mask_token must be in the embedding, in \[0, 61\), got 61"),
     ("authors", table(mask_token_id=None), r"must have the field dflash_config\.mask_token_id"),
     ("authors", {"block_size": 3}, r"num_draft_tokens must be in \[1, 2\], the trained depth of blocks of 3 tokens"),
-    ("authors", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type in .* must be"),
+    ("authors", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, r"rope_scaling\.rope_type in .* must be"),
     ("authors", {"vocab_size": 60}, "vocab_size in .* must be 61, the vocabulary of the target"),
     ("authors", {"num_hidden_layers": 3}, r"tensor layers\.2\..* is missing"),
     ("authors", {"num_hidden_layers": 1}, r"tensor layers\.1\..* does not belong"),

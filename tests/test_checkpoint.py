@@ -222,8 +222,11 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
             "scaling.factor .* must be positive and finite, got 0",
         ),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor .* below high_freq_factor = 4.0, got 4.0"),
-        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.type .* 'linear' or 'llama3', .*, got 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type .* 'llama3', .*, got 'yarn'"),
+        (
+            {"rope_scaling": {"type": "dynamic"}},
+            "rope_scaling.type .* 'llama3' or 'yarn', .*, got 'dynamic'",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type .* 'yarn', .*, got 'longrope'"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             "rope_parameters.full_attention in .* must be absent",

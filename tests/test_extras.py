@@ -98,7 +98,12 @@ def hide(monkeypatch, package, *users):
 
 
 USERS = {
-    "safetensors": ("specjax.models.checkpoint", "specjax.models.sharding", "specjax.models.tensors"),
+    "safetensors": (
+        "specjax.models.checkpoint",
+        "specjax.models.files",
+        "specjax.models.sharding",
+        "specjax.models.tensors",
+    ),
     "tokenizers": (),
     "outlines_core": (),
 }
@@ -131,7 +136,7 @@ def test_without_the_package(monkeypatch, package, extra, call):
     ],
 )
 def test_commands_name_all_that_they_need(monkeypatch, capsys, package, user, command):
-    hide(monkeypatch, package, user, "specjax.models.tensors")
+    hide(monkeypatch, package, user, "specjax.models.files", "specjax.models.tensors")
     assert main(command) == 2
     extra = "cli" if command[0] == "generate" else "serve"
     message = f"the package {package} is missing, install it with: {install_command(extra, package)}"

@@ -59,9 +59,8 @@ def _attend_in_xla(
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
-    if (
-        softcap is None and sinks is None and query.dtype != jnp.float16
-    ):  # of float16 it asks for a product that CPUs do not have
+    # For float16, JAX asks for a product that CPUs do not have.
+    if softcap is None and sinks is None and query.dtype != jnp.float16:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=mask is None, scale=scale)
     batch_size, num_tokens, num_heads, size = query.shape
     grouped = query.reshape(batch_size, num_tokens, key.shape[2], -1, size)

@@ -279,7 +279,7 @@ def router_logits(router: Array | Quantized, x: Array) -> Array:
     return jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
 
 
-class Tiles(NamedTuple):
+class _Tiles(NamedTuple):
     """The pairs of a row and an expert, sorted by expert and cut into tiles that each have one expert."""
 
     order: Array  # [P] int32: place i of the sorted pairs has the pair order[i]; pair p is expert p % k of row p // k
@@ -288,7 +288,7 @@ class Tiles(NamedTuple):
     num_rows: int  # most pairs of a tile
 
 
-def tiles_of(experts: Array, num_experts: int) -> Tiles:
+def tiles_of(experts: Array, num_experts: int) -> _Tiles:
     """Return the tiles of the experts [T, k] of T rows, as many as any choice needs."""
     num_rows, num_chosen = experts.shape
     num_pairs = num_rows * num_chosen
@@ -306,7 +306,7 @@ def tiles_of(experts: Array, num_experts: int) -> Tiles:
     is_used = index < end[-1]
     expert = jnp.where(is_used, expert, flat[order[-1]])
     start = first[expert] + (index - (end - tiles)[expert]) * size
-    return Tiles(order, jnp.where(is_used, start, num_pairs), expert, size)
+    return _Tiles(order, jnp.where(is_used, start, num_pairs), expert, size)
 
 
 def _rows_of_expert(x: Array, weights: Array | Quantized, expert: Array) -> Array:

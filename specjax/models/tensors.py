@@ -223,7 +223,7 @@ class Tensors:
     def stacked(self, name: str, *shape: int, transposed: bool = False) -> Any:
         """Read a stack of matrices [E, N, K] that the files have as one tensor, with its inputs first if `transposed`.
 
-        The name has no ending, as those of experts have none.
+        The name has no ending, as the names of experts have none.
         """
         linear = self._linear(name, shape)
         if self._is_quantized(linear):

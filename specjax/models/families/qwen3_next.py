@@ -1,4 +1,4 @@
-"""Qwen3-Next and what it shares with Qwen3.5: gated delta nets in most layers, gated attention in the others."""
+"""Qwen3-Next, and the parts that Qwen3.5 has, too: gated delta nets in most layers, gated attention in the others."""
 
 from typing import Any
 
