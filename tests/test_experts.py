@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, whole_logits
 
+from specjax import generate, prefill, proposers
 from specjax.models import Checkpoint, load, tensor_parallel
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import ClippedGated, Experts, Gated, Shared, SigmoidTopK, SoftmaxTopK, TopKSoftmax, tiles_of
 from specjax.models.layer import LayerConfig
 from specjax.models.quantized import Quantized, dequantize, is_quantized, quantize
-from specjax.testing import assert_model
+from specjax.sampling import Sampling
+from specjax.testing import assert_model, chi_square
 from specjax.types import ModelInput
 
 pytestmark = pytest.mark.usefixtures("float32_products")
@@ -211,8 +213,29 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 @pytest.mark.slow
-def test_distributions_of_a_mixture_are_exact():
+def test_logits_of_a_mixture_do_not_depend_on_the_calls():
     assert_model(mixture_model())
+
+
+@pytest.mark.slow
+def test_tokens_of_several_steps_follow_the_mixture():
+    """With drafts of another mixture, two tokens have the product of the probabilities that whole sequences give."""
+    target, rows, size = mixture_model(), 30_000, SIZES["vocab_size"]
+    other = replace(target, params=jax.tree.map(lambda x: 0.8 * x, target.params))
+    proposer = proposers.draft_model(other, 2)
+    requests = Sampling(max_tokens=jnp.full(rows, 3), temperature=jnp.ones(rows))
+    prompts, lengths = jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32)
+    state = prefill(target, proposer, prompts, lengths, requests, jax.random.key(0), max_length=4)
+    tokens = np.asarray(generate(target, proposer, state).context.tokens)
+
+    pairs = jnp.stack([jnp.zeros(size, jnp.int32), jnp.arange(size, dtype=jnp.int32)], axis=1)
+    positions = jnp.tile(jnp.arange(2, dtype=jnp.int32), (size, 1))
+    logits = jax.jit(target.apply)(target.params, ModelInput(pairs, positions), None)[0].logits
+    law = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)
+    expected = law[0, 0][:, None] * law[:, 1]
+    counts = np.bincount(size * tokens[:, 1] + tokens[:, 2], minlength=size**2)
+    test = chi_square(counts, expected.ravel() / expected.sum())
+    assert test.statistic < test.bound
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", None])

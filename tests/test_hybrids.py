@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from families import GOLDENS
 from hybrids import CONFIGS, HYBRID, NUM_TOKENS, tokens, write
+from jax.sharding import Mesh
 from wrong_recurrent import MISTAKES, recurrent
 
 from specjax import SamplingParams, proposers, sampling, testing
 from specjax.decode import generate, prefill
-from specjax.models import load
+from specjax.models import load, tensor_parallel
 from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
 from specjax.types import ModelInput
@@ -134,6 +135,11 @@ def test_tokens_are_those_of_plain_decoding(hybrid):
     assert drafted.totals.accepted.sum() > 50
     other = decoded(hybrid, proposers.ngram(2))
     np.testing.assert_array_equal(plain.context.tokens, other.context.tokens)
+
+
+def test_devices_do_not_share_a_recurrent_layer(hybrid):
+    with pytest.raises(ValueError, match="model must have no gated delta nets, to be shared by devices, got 2 of them"):
+        tensor_parallel(hybrid, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
 
 
 def test_steps_that_are_refused(hybrid):

@@ -12,7 +12,7 @@ import pytest
 from specjax import SamplingParams, models, proposers, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.layer import Attention, LayerConfig
-from specjax.models.rope import LinearScaling, Llama3Scaling
+from specjax.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from specjax.models.tensors import Tensors
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.dflash import dflash
@@ -124,6 +124,7 @@ def drafter(kind, target, layers=None, **options):
 
 CASES = {
     "eagle3": ("eagle3", {}),
+    "yarn": ("eagle3", {"layers": {"rope_scaling": YarnScaling(4.0, 16, 10000.0, 24.0, 2.0, False, 1.2)}}),
     "3.1": ("eagle3", {"tap_norms": "each", "norm_output": True, "norm_before_residual": True}),
     "norm of all": ("eagle3", {"tap_norms": "all"}),
     "norms of heads": ("eagle3", {"layers": {"layers": NORMED, "rope_scaling": LinearScaling(2.0)}}),

@@ -12,6 +12,11 @@ from specjax.types import Array
 class RopeScaling(Protocol):
     """Function that changes the frequencies [D / 2] float32 of a head of D numbers; a frozen dataclass."""
 
+    @property
+    def magnitude(self) -> float:
+        """Factor on cosines and sines."""
+        ...
+
     def __call__(self, frequency: Array) -> Array: ...
 
 
@@ -20,6 +25,10 @@ class LinearScaling:
     """Divide all frequencies by a factor, which has the effect of dividing the positions by it."""
 
     factor: float
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
 
     def __call__(self, frequency: Array) -> Array:
         return frequency / self.factor
@@ -44,6 +53,10 @@ class Llama3Scaling:
     def __post_init__(self):
         if self.low >= self.high:
             raise ValueError(f"low_freq_factor must be below high_freq_factor = {self.high}, got {self.low}")
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
 
     def __call__(self, frequency: Array) -> Array:
         turns = self.original_length * frequency / (2 * math.pi)
@@ -112,7 +125,7 @@ def rotation(
         frequency = scaling(frequency)
     frequency = jnp.pad(frequency, (0, size // 2 - half))
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
-    magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
+    magnitude = 1.0 if scaling is None else scaling.magnitude
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 

@@ -26,12 +26,8 @@ from specjax.parallel import InitOnMesh, OnMesh, check_axis, put, shards
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
-CUT_INPUTS = (
-    "attention_out",
-    "mlp_out",
-    "shared_out",
-    "experts_out",
-)  # matrices of which a device has some inputs; elsewhere it has some outputs
+# Matrices of which a device has some inputs; of the others it has some outputs.
+CUT_INPUTS = "attention_out", "mlp_out", "shared_out", "experts_out"
 
 
 def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Model:
@@ -55,13 +51,17 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
     Raises:
         ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads or the MLP
-            equally, or the model is not one that specjax built.
+            equally, or the model is not one that specjax built or has gated delta nets.
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
     if not (isinstance(apply, Apply) and isinstance(apply.config, Config) and isinstance(init_cache, InitCache)):
         raise ValueError(f"model must be one that specjax built, to be shared by devices, got {model.apply!r}")
     whole, number = apply.config, mesh.shape[axis_name]
+    if isinstance(whole, DecoderConfig) and whole.delta_nets:
+        raise ValueError(
+            f"model must have no gated delta nets, to be shared by devices, got {len(whole.delta_nets)} of them"
+        )
     part = _part(whole, number, axis_name)
     leaves, structure = jax.tree_util.tree_flatten_with_path(
         model.params, is_leaf=lambda leaf: isinstance(leaf, Quantized)

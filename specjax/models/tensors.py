@@ -203,20 +203,17 @@ class Tensors:
         shapes = [{name: (size, inputs) for name, size in outputs.items()} for outputs in matrices]
         linears = [[self._linear(*item) for item in one.items()] for one in shapes]
         flat = [linear for one in linears for linear in one]
-        if self._quantization or any(map(self._is_quantized, flat)):
-            if not any(map(self._is_quantized, flat)):
-                for one in shapes:
-                    for item in one.items():
-                        self._check(*item)
+        has_codes = any(map(self._is_quantized, flat))
+        if not has_codes:
+            for item in (item for one in shapes for item in one.items()):
+                self._check(*item)
+        if self._quantization or has_codes:
             return self._placed(lambda: self._stacked([self._joined(one, True) for one in linears]), flat, 3)
 
         def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
             for i, number in enumerate(range(*bounds[0])):
                 self._fill(out[i], list(bounds[1:]), shapes[number])
 
-        for one in shapes:
-            for item in one.items():
-                self._check(*item)
         whole = len(shapes), sum(size for size, _ in shapes[0].values()), inputs
         return self._array(Stored(whole, self._dtype, fill), [linear.name + ".weight" for linear in flat])
 

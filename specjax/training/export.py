@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling
+from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from specjax.proposers import Medusa
 from specjax.proposers.block_draft import BlockDraft, BlockHead
 from specjax.proposers.drawing import Reduced
@@ -220,6 +220,16 @@ def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     """Return the field rope_scaling of config.json."""
     if isinstance(scaling, LinearScaling):
         return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, YarnScaling):
+        return {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            "attention_factor": scaling.magnitude,
+        }
     assert isinstance(scaling, Llama3Scaling), "the kinds that are left"
     return {
         "rope_type": "llama3",

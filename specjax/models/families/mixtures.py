@@ -26,6 +26,12 @@ def counts(config: ConfigFile, *names: str) -> tuple[int, int]:
     return number, config.size("num_experts_per_tok", most=number)
 
 
+def dense_layers(config: ConfigFile, num_layers: int) -> list[bool]:
+    """Return for each layer whether it has an MLP in place of experts, as the files of Qwen say it."""
+    dense, step = config.get("mlp_only_layers", list, []), config.size("decoder_sparse_step", 1)
+    return [i in dense or (i + 1) % step != 0 for i in range(num_layers)]
+
+
 def made(config: ConfigFile, router: type[Router], *sizes: int, **options: Any) -> Router:
     """Return a router; an error names the file."""
     try:

@@ -17,10 +17,8 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     renormalized = config.get("norm_topk_prob", bool, False)
     experts = Experts(mixtures.made(config, SoftmaxTopK, *sizes, is_renormalized=renormalized))
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
-    dense, step = config.get("mlp_only_layers", list, []), config.size("decoder_sparse_step", 1)
-    is_dense = [i in dense or (i + 1) % step != 0 for i in range(number)]
     each = llama.windowed(LayerConfig(attention, experts), qwen2.windows(config))
-    layers = llama.with_dense(each, GatedMLP(), is_dense)
+    layers = llama.with_dense(each, GatedMLP(), mixtures.dense_layers(config, number))
     return llama.decoder(
         config,
         tensors,

@@ -16,10 +16,8 @@ MTP_LAYERS = "mtp.*"  # names of the tensors of the drafter
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Qwen3-Next checkpoint, without its layers for multi-token prediction."""
     experts = mixture(config, is_renormalized=config.get("norm_topk_prob", bool, True))
-    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
-    dense, step = config.get("mlp_only_layers", list, []), config.size("decoder_sparse_step", 1)
-    is_dense = [i in dense or (i + 1) % step != 0 for i in range(number)]
-    each = llama.with_dense(layers(config, experts, by_heads=True), GatedMLP(), is_dense)
+    each = layers(config, experts, by_heads=True)
+    each = llama.with_dense(each, GatedMLP(), mixtures.dense_layers(config, len(each)))
     return decoder(config, tensors, each, (MTP_LAYERS,))
 
 
