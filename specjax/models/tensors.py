@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -362,11 +363,9 @@ class Tensors:
         if self._keep_codes and len(codes) == len(parts):
             with contextlib.suppress(ValueError):  # formats or orders of inputs differ: they become floats
                 return concatenate(codes)
-        floats = [dequantize(part, self._dtype) if isinstance(part, Quantized) else part for part in parts]
-        whole = np.concatenate([np.asarray(part) for part in floats])
         if self._keep_codes:
             logger.info("%s: of several formats, read as %s", ", ".join(one.name for one in linears), self._dtype.name)
-        return whole if transposed else np.ascontiguousarray(whole.T)
+        return np.asarray(_joined_floats(parts, self._dtype, transposed))
 
     def _parts(self, linears: list[StoredLinear]) -> list[Quantized | Array]:
         """Read matrices of one input, each as the files hold it, or all as one that is rounded."""
@@ -454,6 +453,13 @@ class Tensors:
             for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), width):
                 out[rows.start + offset - first : rows.stop + offset - first] = self._read_slice(name, (rows, *columns))
             offset += shape[0]
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _joined_floats(parts: list[Quantized | Array], dtype: np.dtype, transposed: bool) -> Array:
+    """Return matrices [N, K] of one input as one of floats, [K, sum of N] or its transpose."""
+    whole = jnp.concatenate([dequantize(one, dtype) if isinstance(one, Quantized) else one for one in parts])
+    return whole if transposed else whole.T
 
 
 def _named(linear: StoredLinear, read: Callable[[StoredLinear], Quantized]) -> Quantized:

@@ -47,8 +47,9 @@ def _packed(
 ) -> Quantized:
     """Return the matrix of codes [N, blocks, 32] and scales [N, blocks]; a scale of 0 leaves the minimum or 0."""
     middle = 8 if bits == 4 and minimum is None else 0
-    codes = np.where((scale == 0)[..., None], codes.dtype.type(middle), codes)
-    scale = np.where(scale == 0, scale.dtype.type(1), scale)
+    if (is_zero := scale == 0).any():
+        codes = np.where(is_zero[..., None], codes.dtype.type(middle), codes)
+        scale = np.where(is_zero, scale.dtype.type(1), scale)
     return pack(codes.reshape(len(codes), -1), scale, bits=bits, group=GROUP, minimum=minimum, dtype=dtype)
 
 
