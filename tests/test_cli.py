@@ -258,7 +258,6 @@ class TestErrors:
             ),
             (["generate", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
             (["nonsense"], "argument COMMAND: invalid choice: 'nonsense'"),
-            ([], "the following arguments are required: COMMAND"),
             (["generate", "a", "b"], "unrecognized arguments: b"),
         ],
     )

@@ -199,6 +199,8 @@ def test_a_target_without_a_drafter(directory, monkeypatch, capsys, command, opt
     arguments = {"generate": ["a"], "serve": [], "batch": [str(requests), "--out", f"{requests}.out"]}
     shared = ["--model", str(directory), "--no-compilation-cache"]
     assert main([command, *arguments[command], *shared, *options]) == 2
-    line = f"specjax: no --draft is given, so {directory} decodes plainly; give --draft ngram, a head trained for"
+    line = (
+        f"specjax: warning: no --draft is given, so {directory} decodes plainly; give --draft ngram, a head trained for"
+    )
     err = capsys.readouterr().err
     assert [said.startswith(line) for said in err.splitlines() if "--draft" in said] == [True] * is_said

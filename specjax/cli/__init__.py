@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from specjax.cli.batch import add_batch
+from specjax.cli.completion import add_completion
 from specjax.cli.generate import add_generate
-from specjax.cli.models import load_llm, verifier_of
+from specjax.cli.models import load_llm
 from specjax.cli.quantize import add_quantize
 from specjax.cli.serve import add_serve
 from specjax.cli.terminal import shown
@@ -41,7 +42,7 @@ SAME = (  # arguments that must be the same in all processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; without arguments, print its help.
 
     Args:
         argv: arguments of the command; None takes the arguments of the process.
@@ -51,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stops, as `head` does.
     """
     _open_missing_files()
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         with _interruptible(), needs(args.extra), shown(_level(args)):
             exit_code = _run(args)
@@ -74,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _level(args: argparse.Namespace) -> int:
-    """Return the level of the log that a command shows; `generate` logs on a terminal alone."""
+    """Return the level of the log that a command shows; without -v `generate` logs on a terminal alone."""
+    if args.quiet or args.verbose:
+        return logging.WARNING if args.quiet else logging.DEBUG
     is_told = args.command != "generate" or (sys.stderr.isatty() and not args.json)
     return logging.INFO if is_told else logging.WARNING
 
@@ -139,7 +146,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _follow(args: argparse.Namespace, group: "Follower") -> int:
     """Load the models, and repeat the calls of process 0."""
-    llm = load_llm(args, **verifier_of(args))
+    llm = load_llm(args)
     group.follow(llm.model, llm.proposer, llm.verifier)
     return 0
 
@@ -164,9 +171,12 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding for JAX.")
     parser.add_argument("--version", action="version", version=f"specjax {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_generate(commands)
-    add_batch(commands)
-    add_serve(commands)
-    add_quantize(commands)
+    parser.set_defaults(command=None, coordinator=None, num_processes=None, process_id=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for add in (add_generate, add_batch, add_serve, add_quantize, add_completion):
+        add(commands)
+    for command in commands.choices.values():
+        told = command.add_mutually_exclusive_group()
+        told.add_argument("-q", "--quiet", action="store_true", help="show warnings and errors alone")
+        told.add_argument("-v", "--verbose", action="store_true", help="show all of the log, also of details")
     return parser

@@ -1,12 +1,14 @@
 """The command `specjax batch`."""
 
 import argparse
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
 import specjax
 from specjax.cli.models import add_engine_arguments, load
+
+logger = logging.getLogger(__name__)
 
 
 def add_batch(commands: Any) -> None:
@@ -48,8 +50,7 @@ def _batch(args: argparse.Namespace) -> int:
         step_sizes=sizes.step_sizes,
     ) as engine:
         files = args.requests, args.out
-        numbers = batch_files.run(engine, known, *files, num_slots=num_slots, progress=True)
-    print(
-        f"{numbers.answered} answered, {numbers.errors} of them with an error, {numbers.known} before", file=sys.stderr
-    )
+        numbers = batch_files.run(engine, known, *files, num_slots=num_slots, progress=not args.quiet)
+    counts = numbers.answered, numbers.errors, numbers.known
+    logger.info("%d answered, %d of them with an error, %d before", *counts)
     return 0

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli.models import add_model_arguments, load
+from specjax.cli.sampling import ONLY_JSON, add_sampling_arguments, sampling_params
 from specjax.cli.terminal import timed
+from specjax.engine.requests import Piece
+from specjax.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from specjax.engine.llm import LLM
-    from specjax.engine.requests import Metrics, Piece, Result
-    from specjax.sampling import SamplingParams
+    from specjax.engine.requests import Completion, Metrics, Result
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
 
@@ -41,15 +43,9 @@ def add_generate(commands: Any) -> None:
         metavar="K",
         help="draft tokens per step, or auto; 0: plain decoding; default: 4",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy, the default")
-    add("--top-p", type=float, default=1.0, metavar="P", help="probability mass to keep")
-    add("--top-k", type=int, default=-1, metavar="K", help="number of most likely tokens to keep")
-    add("--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the most likely token")
-    add("--max-tokens", type=int, default=128, metavar="N", help="maximum number of generated tokens; default: 128")
-    add("--seed", type=int, metavar="N", help="seed of the random numbers")
-    add("--stop", action="append", metavar="TEXT", help="text to stop before; may be repeated")
     add("--compare", action="store_true", help="also measure plain decoding of the target")
     add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_sampling_arguments(generate, temperature=0.0, max_tokens=128)
 
 
 def _int_or_auto(text: str) -> int | str:
@@ -61,45 +57,50 @@ def _int_or_auto(text: str) -> int | str:
 
 def _generate(args: argparse.Namespace) -> int:
     """Run `specjax generate` and return its exit code."""
-    params = _sampling_params(args)
+    params = _checked_params(args)
     prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     console = _console() if sys.stdout.isatty() and not args.json else None
     llm = load(args)
     if args.compare and not llm.proposer.num_draft_tokens:
         raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
     request = llm.encode_chat([{"role": "user", "content": prompt}]) if args.chat else prompt
-    with timed(console, "compiling") if console else contextlib.nullcontext():
-        stream = llm.stream(request, params)
+    with timed(console, "compiling") if console and not args.quiet else contextlib.nullcontext():
+        # Which of several samples are the best is known at the end alone.
+        stream = llm.stream(request, params) if params.num_samples == 1 else None
     write = _writer(console, args.json)
-    compared, exit_code = None, 0
+    result, compared, exit_code = None, None, 0
     try:
-        for piece in stream:
-            write(piece)
+        if stream is None:
+            (result,) = llm.generate([request], params)
+            for i, completion in enumerate(result.completions):
+                write(Piece(f"{'' if i == 0 else chr(10)}[{i + 1}] {completion.text}", -1, "target"))
+        else:
+            for piece in stream:
+                write(piece)
         if args.compare:
             compared = _compare(llm, request, params)
     except KeyboardInterrupt:  # generated text is still reported
         exit_code = 130
 
+    result = result if stream is None else stream.result
+    if result is None:
+        return exit_code
     if args.json:
-        _write(_json_report(prompt, stream.result, compared) + "\n")
-    else:
-        _write("\n")
-        _print_summary(console, stream.result.metrics, compared, params.temperature)
+        _write(_json_report(prompt, result, compared) + "\n")
+        return exit_code
+    _write("\n")
+    if not args.quiet:
+        _print_summary(console, result.metrics, compared, params.temperature)
     return exit_code
 
 
-def _sampling_params(args: argparse.Namespace) -> "SamplingParams":
-    from specjax.sampling import SamplingParams
-
-    return SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-        max_tokens=args.max_tokens,
-    )
+def _checked_params(args: argparse.Namespace) -> SamplingParams:
+    """Return the sampling parameters, of which a text must show all."""
+    params = sampling_params(args)
+    for name in ONLY_JSON:
+        if getattr(params, name) is not None and not args.json:
+            raise ValueError(f"--{name.replace('_', '-')} needs --json, as a text does not show it")
+    return params
 
 
 def _read_standard_input() -> str:
@@ -119,7 +120,7 @@ def _console() -> "Console":
     return Console()
 
 
-def _writer(console: "Console | None", is_quiet: bool) -> Callable[["Piece"], Any]:
+def _writer(console: "Console | None", is_quiet: bool) -> Callable[[Piece], Any]:
     """Return a function that shows a piece as soon as it is generated."""
     if is_quiet:
         return lambda piece: None
@@ -137,7 +138,7 @@ def _write(text: str) -> None:
         raise OSError(error.errno, error.strerror, "standard output") from error
 
 
-def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> dict[str, Any]:
+def _compare(llm: "LLM", prompt: str | list[int], params: SamplingParams) -> dict[str, Any]:
     """Time the same request with and without drafts, each after a warm-up run."""
     speculative, plain = ([other.generate([prompt], params) for _ in range(2)][1][0] for other in (llm, llm.plain()))
     speed, plain_speed = speculative.metrics.tokens_per_second, plain.metrics.tokens_per_second
@@ -150,10 +151,19 @@ def _compare(llm: "LLM", prompt: str | list[int], params: "SamplingParams") -> d
 
 
 def _json_report(prompt: str, result: "Result", compared: dict[str, Any] | None) -> str:
-    completion = result.completions[0]._asdict()
-    del completion["logprobs"], completion["index"]
-    report = {"prompt": prompt, **completion, "metrics": result.metrics._asdict()}
+    best, *others = map(_completion_report, result.completions)
+    report = {"prompt": prompt, **best, "metrics": result.metrics._asdict()}
+    if others:
+        report["others"] = others
+    if result.prompt_logprobs is not None:
+        report["prompt_logprobs"] = result.prompt_logprobs
     return json.dumps(_finite(report | ({"compare": compared} if compared else {})))
+
+
+def _completion_report(completion: "Completion") -> dict[str, Any]:
+    report = completion._asdict()
+    del report["index"]
+    return {name: value for name, value in report.items() if name != "logprobs" or value is not None}
 
 
 def _print_summary(

@@ -1,8 +1,8 @@
 """The arguments of all commands that run models, and the models that they name."""
 
 import argparse
+import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +11,8 @@ from specjax.validation import suggestion
 
 if TYPE_CHECKING:
     from specjax.engine.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 
 def add_model_arguments(command: argparse.ArgumentParser) -> None:
@@ -39,6 +41,7 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         choices=("fp8",),
         help="dtype of the keys and values of the model and of a draft model; default: that of the weights",
     )
+    add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
@@ -89,14 +92,16 @@ def add_engine_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def load_llm(args: argparse.Namespace, **options: Any) -> "LLM":
+def load_llm(args: argparse.Namespace) -> "LLM":
     """Load the models that the arguments of `add_model_arguments` name."""
+    from specjax import verifiers
     from specjax.engine.llm import LLM
 
     _check_platform()
     names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype")
-    options |= {name: getattr(args, name) for name in names}
-    return LLM(args.model, args.draft, args.num_draft_tokens, compilation_cache=args.compilation_cache, **options)
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options |= {"verifier": getattr(verifiers, args.verifier), "compilation_cache": args.compilation_cache}
+    return LLM(args.model, args.draft, args.num_draft_tokens, **options)
 
 
 def _check_platform() -> None:
@@ -109,17 +114,10 @@ def _check_platform() -> None:
         raise ValueError(f"JAX has no device of JAX_PLATFORMS={asked}{hint} ({error})") from error
 
 
-def verifier_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the verifier, where the command has an argument for it."""
-    from specjax import verifiers
-
-    return {"verifier": getattr(verifiers, args.verifier)} if hasattr(args, "verifier") else {}
-
-
-def load(args: argparse.Namespace, **options: Any) -> "LLM":
+def load(args: argparse.Namespace) -> "LLM":
     """Load the models, and say on standard error where a target has no drafter."""
-    llm = load_llm(args, **options)
+    llm = load_llm(args)
     if args.model is not None and args.draft is None and args.num_draft_tokens != 0:
         choices = "--draft ngram, a head trained for the model, or a small model of its family"
-        print(f"specjax: no --draft is given, so {args.model} decodes plainly; give {choices}", file=sys.stderr)
+        logger.warning("no --draft is given, so %s decodes plainly; give %s", args.model, choices)
     return llm

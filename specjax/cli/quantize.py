@@ -13,8 +13,7 @@ def add_quantize(commands: Any) -> None:
         description="Write a checkpoint whose matrices have few bits, in the format compressed-tensors, which other "
         "engines load. Embeddings, head and norms stay as they are.",
     )
-    quantize.set_defaults(run=_quantize, command="quantize", extra="models", coordinator=None)
-    quantize.set_defaults(num_processes=None, process_id=None)
+    quantize.set_defaults(run=_quantize, command="quantize", extra="models")
     add = quantize.add_argument
     add("model", metavar="MODEL", help="checkpoint with weights of floats, a directory or org/name")
     add("--format", choices=("int8", "int4", "fp8"), required=True, help="int4 has a scale for 128, 64 or 32 inputs")

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from specjax.cli.models import add_engine_arguments, load, verifier_of
+from specjax.cli.models import add_engine_arguments, load
 
 
 def add_serve(commands: Any) -> None:
@@ -17,7 +17,6 @@ def add_serve(commands: Any) -> None:
     serve.set_defaults(run=_serve, command="serve", extra="serve")
     add_engine_arguments(serve)
     add = serve.add_argument
-    add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at; default: this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="port to listen at, 0 takes a free one; default: 8000")
     add(
@@ -51,7 +50,7 @@ def _serve(args: argparse.Namespace) -> int:
     from specjax.server.run import serve
     from specjax.server.served import name_of
 
-    llm = load(args, **verifier_of(args))
+    llm = load(args)
     name, *aliases = args.names or [name_of(args.model)]
     return serve(
         llm,
@@ -66,5 +65,5 @@ def _serve(args: argparse.Namespace) -> int:
         api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
-        access_log=args.access_log,
+        access_log=args.access_log and not args.quiet,
     )

@@ -1,0 +1,185 @@
+"""The arguments of commands, their help, and completion in shells; models are stand-ins."""
+
+import argparse
+import json
+import logging
+import shutil
+import subprocess
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from specjax import SamplingParams, guided
+from specjax.cli import _level, _parser, main
+from specjax.cli.sampling import LEFT_OUT, sampling_params
+from specjax.engine.requests import Completion, Result
+from specjax.server import bodies
+
+
+def parsed(*arguments):
+    return _parser().parse_args(arguments)
+
+
+def test_without_arguments_it_prints_its_help(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("usage: specjax") and "generate" in out and err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, level",
+    [
+        (["serve", "-q"], logging.WARNING),
+        (["serve", "-v"], logging.DEBUG),
+        (["generate", "-q"], logging.WARNING),
+        (["generate", "--json", "--verbose"], logging.DEBUG),
+    ],
+)
+def test_quiet_and_verbose(arguments, level):
+    assert _level(parsed(*arguments)) == level
+
+
+class TestSampling:
+    def test_every_field_is_an_argument(self):
+        args = vars(parsed("generate"))
+        assert {field.name for field in fields(SamplingParams)} - set(LEFT_OUT) <= args.keys()
+
+    def test_whatever_a_server_takes_is_an_argument(self):
+        taken = {
+            name for name, kind in bodies.sampling_fields(9, 9).items() if not isinstance(kind, bodies.Unsupported)
+        }
+        assert taken <= vars(parsed("generate")).keys()
+
+    def test_defaults(self):
+        assert sampling_params(parsed("generate")) == SamplingParams(temperature=0, max_tokens=128)
+
+    def test_values(self):
+        given = "--stop a --stop b --stop-token-ids 3 --logit-bias 4=-1.5 --logit-bias 5=2 --bad-words no --ignore-eos"
+        given += " --no-skip-special-tokens --temperature 0.5 --n 2 --best-of 3 --presence-penalty 0.5 --seed 7"
+        assert sampling_params(parsed("generate", *given.split())) == SamplingParams(
+            stop=["a", "b"],
+            stop_token_ids=[3],
+            logit_bias={4: -1.5, 5: 2.0},
+            bad_words=["no"],
+            ignore_eos=True,
+            skip_special_tokens=False,
+            temperature=0.5,
+            n=2,
+            best_of=3,
+            presence_penalty=0.5,
+            seed=7,
+            max_tokens=128,
+        )
+
+    def test_guides(self, tmp_path):
+        (tmp_path / "schema.json").write_text('{"type": "object"}')
+        for arguments, source in (
+            (["--regex", "a+"], guided.Regex("a+")),
+            (["--choice", "a", "--choice", "b"], guided.Choices(["a", "b"])),
+            (["--json-schema", str(tmp_path / "schema.json")], guided.JsonSchema('{"type": "object"}')),
+        ):
+            assert sampling_params(parsed("generate", *arguments)).guided_decoding == source
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["--logit-bias", "4"], "argument --logit-bias: must be a token id and a number, as 42=-1.5, got '4'"),
+            (["--regex", "a", "--choice", "b"], "argument --choice: not allowed with argument --regex"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments, message, capsys):
+        with pytest.raises(SystemExit):
+            parsed("generate", *arguments)
+        assert capsys.readouterr().err == f"specjax: error: {message}\n"
+
+
+class TestGenerate:
+    @pytest.fixture
+    def llm(self, monkeypatch):
+        """A stand-in that gives each request two completions, and keeps the arguments of the command."""
+        given = SimpleNamespace()
+
+        def generate(prompts, params):
+            texts = "one", "two"
+            logprobs = None if params.logprobs is None else [{7: -0.5}]
+            made = [Completion(text, [7], logprobs, "stop", None, i) for i, text in enumerate(texts)]
+            return [Result(prompts[0], made, SimpleNamespace(num_drafted=0, num_tokens=2, seconds=1.0, **SPEEDS))]
+
+        def load(args):
+            given.args = args
+            return SimpleNamespace(generate=generate)
+
+        monkeypatch.setattr("specjax.cli.generate.load", load)
+        return given
+
+    def test_several_samples(self, llm, capsys):
+        assert main(["generate", "a", "--n", "2", "--temperature", "1", "--verifier", "block"]) == 0
+        out, err = capsys.readouterr()
+        assert out == "[1] one\n[2] two\n" and "2 tokens" in err
+        assert llm.args.verifier == "block"
+
+    def test_quiet(self, llm, capsys):
+        assert main(["generate", "a", "--n", "2", "--temperature", "1", "-q"]) == 0
+        assert capsys.readouterr().err == ""
+
+    def test_json(self, llm, capsys):
+        assert main(["generate", "a", "--n", "2", "--temperature", "1", "--json", "--logprobs", "1"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["text"] == "one" and report["logprobs"] == [{"7": -0.5}]
+        assert [other["text"] for other in report["others"]] == ["two"]
+
+    @pytest.mark.parametrize("name", ["logprobs", "prompt-logprobs"])
+    def test_a_text_shows_no_log_probabilities(self, name, llm, capsys):
+        assert main(["generate", "a", f"--{name}", "1"]) == 2
+        assert capsys.readouterr().err == f"specjax: error: --{name} needs --json, as a text does not show it\n"
+
+
+SPEEDS = {"tokens_per_second": 2.0, "_asdict": lambda: {}}
+
+
+class TestCompletion:
+    def complete(self, shell, script, *words):
+        """The words with which bash goes on after `words`."""
+        if shutil.which("bash") is None:
+            pytest.skip("bash is not installed")
+        array = " ".join(f"'{word}'" for word in words)
+        run = (
+            f'{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _specjax; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        )
+        done = subprocess.run([shell, "-c", run], capture_output=True, text=True, timeout=60)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    def test_bash(self, capsys, tmp_path, monkeypatch):
+        assert main(["completion", "bash"]) == 0
+        script = capsys.readouterr().out
+        assert self.complete("bash", script, "specjax", "ser") == ["serve"]
+        assert self.complete("bash", script, "specjax", "generate", "--verif") == ["--verifier"]
+        assert self.complete("bash", script, "specjax", "generate", "--verifier", "b") == ["block"]
+        assert self.complete("bash", script, "specjax", "completion", "f") == ["fish"]
+        assert self.complete("bash", script, "specjax", "generate", "--seed", "") == []
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "checkpoint").mkdir()
+        assert self.complete("bash", script, "specjax", "generate", "--model", "ch") == ["checkpoint"]
+
+    def test_zsh_runs_the_script_of_bash(self, capsys):
+        main(["completion", "bash"])
+        bash = capsys.readouterr().out
+        main(["completion", "zsh"])
+        assert capsys.readouterr().out == f"autoload -Uz compinit bashcompinit && compinit && bashcompinit\n{bash}"
+
+    def test_fish(self, capsys):
+        assert main(["completion", "fish"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        start = "complete -c specjax -n '__fish_seen_subcommand_from generate' -l"
+        assert any(line.startswith(f"{start} verifier -x -a 'rejection block match'") for line in lines)
+        assert any(line.startswith(f"{start} model -r -F") for line in lines)
+
+    def test_every_command_and_option_is_there(self, capsys):
+        main(["completion", "bash"])
+        script = capsys.readouterr().out
+        (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+        for name, command in commands.choices.items():
+            (line,) = (line for line in script.splitlines() if line.strip().startswith(f"{name})"))
+            assert {o for a in command._actions for o in a.option_strings} <= set(line.replace("'", " ").split())
