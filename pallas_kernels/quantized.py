@@ -34,7 +34,7 @@ class Quantized(Generic[Leaf]):
     minimum: Leaf | None = None  # of the shape of `scale`; never beside `zero`
     order: Leaf | None = None  # [..., K] int32: column j of the codes multiplies input order[j]; None: input j
     bits: int = field(default=8, metadata={"static": True})  # of a code: 8 or 4
-    # "int": of 8 bits signed, of 4 bits unsigned; "e4m3" of 8 bits; "e2m1" and "nf4" of 4 bits.
+    # "int": of 8 bits signed, of 4 bits unsigned; "e4m3" of 8 bits; "e2m1", "nf4" and "fp4" of 4.
     code: str = field(default="int", metadata={"static": True})
     group: tuple[int, int] = field(default=(1, 0), metadata={"static": True})  # outputs, inputs of a scale; 0: all
     padding: int = field(default=0, metadata={"static": True})  # codes in a row after the K-th
@@ -127,8 +127,8 @@ def unsupported_weight(weight: Quantized) -> str | None:
     """Return why kernels cannot read a matrix, or None where they can."""
     if weight.ndim != 2:
         return f"the kernels take one matrix [N, K], got shape {weight.shape}"
-    if weight.code == "nf4":
-        return "the kernels take integers, e4m3 and e2m1, got nf4"
+    if weight.code in ("nf4", "fp4"):
+        return f"the kernels take integers, e4m3 and e2m1, got {weight.code}"
     block = WORDS_IN_BLOCK * weight.places
     if weight.group[1] % block:
         return f"the kernels take groups of multiples of {block} inputs, got {weight.group[1]}"

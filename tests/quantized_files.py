@@ -148,10 +148,11 @@ def mxfp4_packed(rng, n, k):
     return {"weight_packed": pack_bytes(q), "weight_scale": s}, (E2M1[q] * wide).astype(np.float32)
 
 
-def nf4(rng, n, k, table, nested, block=64):
+def bits4(rng, n, k, table, nested, kind="nf4", block=64):
+    """Return a matrix of 4 bits as bitsandbytes writes it, of the kind "nf4" or "fp4"."""
     q = rng.integers(0, 16, n * k)
     number = -(-n * k // block)
-    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
+    state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
     arrays = {"weight": pack_bytes(q, high_first=True)[:, None], "weight.quant_map": table}
     if nested:
         codes = rng.integers(0, 256, number).astype(np.uint8)
@@ -167,9 +168,9 @@ def nf4(rng, n, k, table, nested, block=64):
     else:
         absmax = scales(rng, number, np.float32)
         absmax[1] = 0  # of a block of zeros
-        q[block : 2 * block] = 7
+        q[block : 2 * block] = np.flatnonzero(table == 0)[0]
         arrays |= {"weight": pack_bytes(q, high_first=True)[:, None], "weight.absmax": absmax}
-    arrays["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    arrays[f"weight.quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     return arrays, (table[q] * absmax[np.arange(n * k) // block]).reshape(n, k)
 
 

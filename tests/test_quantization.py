@@ -118,12 +118,16 @@ def test_modelopt(rng, is_nested):
         read(named("NVFP4"), arrays | {"pre_quant_scale": np.ones(50, np.float32)}, (12, 50))
 
 
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(6, 128), (10, 96), (3, 40)])
 def test_bitsandbytes_of_4_bits(rng, nested, n, k):
-    arrays, w = files.nf4(rng, n, k, NF4, nested)
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    check(config, arrays, w, code="nf4")
+    for kind, table in (("nf4", NF4), ("fp4", FP4)):
+        arrays, w = files.bits4(rng, n, k, table, nested, kind)
+        config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+        check(config, arrays, w, code=kind)
 
 
 def test_bitsandbytes_of_8_bits(rng):
@@ -220,7 +224,7 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt.*e5m2"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type"),
         (compressed(groups("marlin-24", num_bits=4)), "format.*marlin-24"),
         (compressed(groups("pack-quantized", num_bits=3)), "num_bits"),
         (compressed(groups("pack-quantized", num_bits=4, strategy="group")), "group_size"),
@@ -262,7 +266,7 @@ def test_a_damaged_matrix_is_named(rng, damage, message):
 
 
 def test_damaged_states_of_bitsandbytes(rng):
-    arrays, _ = files.nf4(rng, 6, 128, NF4, True)
+    arrays, _ = files.bits4(rng, 6, 128, NF4, True)
     state = "weight.quant_state.bitsandbytes__nf4"
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     for content, message in ((b"{", "JSON"), (b'{"quant_type": "nf4"}', "blocksize"), (b"[]", "quant_type")):

@@ -48,7 +48,7 @@ FORMATS = {
     ),
     "nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        lambda rng, n, k: files.nf4(rng, n, k, NF4, True),
+        lambda rng, n, k: files.bits4(rng, n, k, NF4, True),
     ),
     "llm.int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, files.llm_int8),
 }

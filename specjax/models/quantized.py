@@ -20,7 +20,7 @@ from specjax.validation import suggestion
 __all__ = ["FORMATS", "Quantized", "concatenate", "dequantize", "is_quantized", "pack", "quantize", "rows", "stack"]
 
 FORMATS = ("int8", "int4", "fp8")  # that `quantize` knows
-CODES = {8: ("int", "e4m3"), 4: ("int", "e2m1", "nf4")}
+CODES = {8: ("int", "e4m3"), 4: ("int", "e2m1", "nf4", "fp4")}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])
 NF4 = np.array(  # quantiles of a normal distribution, as bitsandbytes has them
@@ -44,6 +44,9 @@ NF4 = np.array(  # quantiles of a normal distribution, as bitsandbytes has them
     ],
     np.float32,
 )
+FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)  # of bitsandbytes, too
+FP4 = np.concatenate([FP4, 0 - FP4])
+TABLES = {"e2m1": E2M1, "nf4": NF4, "fp4": FP4}  # the number for which each code stands
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 SHARES = (1.0, 0.93, 0.86, 0.79)  # of the range of a group that codes may cover: the one with the least error is kept
 GROUPS = (128, 64, 32)  # sizes that `quantize` tries for integers of 4 bits
@@ -71,7 +74,7 @@ def pack(
             bfloat16, whichever the checkpoint has, or uint8 s that stands for 2 ** (s - 127). Kernels read them as they
             are, so that scales of 16 bits cost half as much as scales of 32 bits.
         bits: of a code, 8 or 4.
-        code: "int", "e4m3" (of 8 bits), "e2m1" or "nf4" (of 4 bits).
+        code: "int", "e4m3" (of 8 bits), "e2m1", "nf4" or "fp4" (of 4 bits).
         group: number of inputs that share a scale, or numbers of outputs and inputs. None, 0 and -1 are all inputs. The
             last group may be shorter.
         zero: of the shape of `scale`, of a float or integer dtype: W = (q - zero) scale. None is 8 for integers of 4
@@ -230,8 +233,8 @@ def dequantize(weight: Quantized, dtype: DTypeLike = jnp.float32) -> Array:
         return x if x.shape[-1] == 1 else jnp.repeat(x, of_columns, axis=-1)[..., :size]
 
     codes = codes_of(weight)
-    if weight.code in ("e2m1", "nf4"):
-        q = jnp.asarray(E2M1 if weight.code == "e2m1" else NF4)[codes.astype(jnp.int32)]
+    if weight.code in TABLES:
+        q = jnp.asarray(TABLES[weight.code])[codes.astype(jnp.int32)]
     else:
         q = codes.astype(jnp.float32)
     if weight.zero is not None:

@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4 over the flattened matrix, with scales that may be quantised too, and int8 with `SCB`."""
+"""bitsandbytes: NF4 or FP4 over the flattened matrix, with scales that may have codes, and int8 with `SCB`."""
 
 import json
 import math
@@ -9,10 +9,10 @@ import numpy as np
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.quantization.linear_files import StoredLinear, unpack_bytes
-from specjax.models.quantized import NF4, Quantized, pack
+from specjax.models.quantized import TABLES, Quantized, pack
 
-STATE = ".weight.quant_state.bitsandbytes__nf4"
-ZERO_CODE = 7  # the code of NF4 that stands for 0
+STATE = ".weight.quant_state.bitsandbytes__"
+TYPES = "nf4", "fp4"  # of codes of 4 bits; the name of the state ends with one
 
 
 def matches(config: ConfigFile) -> bool:
@@ -24,7 +24,7 @@ def matches(config: ConfigFile) -> bool:
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """How the files of a checkpoint store matrices of NF4 or int8."""
+    """How the files of a checkpoint store matrices of NF4, FP4 or int8."""
 
     unneeded: tuple[str, ...] = ()  # as `Scheme` has them
 
@@ -36,7 +36,7 @@ class BitsAndBytes:
             ValueError: a field has a wrong value, or is not supported.
         """
         if config.get("load_in_4bit", bool, False):
-            config.only("bnb_4bit_quant_type", "nf4")
+            config.choice("bnb_4bit_quant_type", TYPES, default=TYPES[0])  # the state of each matrix says it
             config.only("bnb_4bit_quant_storage", "uint8")
         config.get("llm_int8_skip_modules", list, [])
         return cls()
@@ -62,41 +62,44 @@ class BitsAndBytes:
 
     def _of_4_bits(self, linear: StoredLinear) -> Quantized:
         outputs, inputs = linear.shape
-        state = _state(linear)
+        code = next((kind for kind in TYPES if linear.has(STATE + kind)), TYPES[0])
+        name, state = f"tensor {linear.name}{STATE}{code}", _state(linear, code)
         block = state.get("blocksize")
         if type(block) is not int or block < 1:
-            raise ValueError(f"blocksize in tensor {linear.name}{STATE} must be a size, got {block!r}")
+            raise ValueError(f"blocksize in {name} must be a size, got {block!r}")
         if state.get("shape") != [outputs, inputs]:
-            raise ValueError(
-                f"shape in tensor {linear.name}{STATE} must be {[outputs, inputs]}, got {state.get('shape')!r}"
-            )
+            raise ValueError(f"shape in {name} must be {[outputs, inputs]}, got {state.get('shape')!r}")
         table = linear.array(".weight.quant_map", (16,), "float32")
-        if not np.array_equal(table, NF4):
-            raise ValueError(f"tensor {linear.name}.weight.quant_map must be the numbers of NF4, got {table}")
+        if not np.array_equal(table, TABLES[code]):
+            raise ValueError(
+                f"tensor {linear.name}.weight.quant_map must be the numbers of {code.upper()}, got {table}"
+            )
         size = outputs * inputs
         packed = linear.array(".weight", (-(-size // 2), 1), "uint8").ravel()
         codes = unpack_bytes(packed, high_first=True)[:size].reshape(outputs, inputs)
-        scale = _scales(linear, state, -(-size // block))
+        scale = _scales(linear, name, state, -(-size // block))
         group = math.gcd(block, inputs)  # blocks may go on in the next row
         scale = np.repeat(scale, block // group)[: size // group].reshape(outputs, -1)
-        codes = np.where(np.repeat(scale == 0, group, axis=1), np.uint8(ZERO_CODE), codes)
+        zero = np.uint8(np.flatnonzero(table == 0)[0])
+        codes = np.where(np.repeat(scale == 0, group, axis=1), zero, codes)
         scale = np.where(scale == 0, np.float32(1), scale)
-        return pack(codes, scale, bits=4, code="nf4", group=group, dtype=linear.dtype)
+        return pack(codes, scale, bits=4, code=code, group=group, dtype=linear.dtype)
 
 
-def _state(linear: StoredLinear) -> dict[str, Any]:
+def _state(linear: StoredLinear, code: str) -> dict[str, Any]:
     """Return the object that the files hold as JSON beside a matrix."""
-    content = linear.array(STATE, None, "uint8").tobytes()
+    name = f"tensor {linear.name}{STATE}{code}"
+    content = linear.array(STATE + code, None, "uint8").tobytes()
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"tensor {linear.name}{STATE} must be JSON: {error}") from error
-    if not isinstance(state, dict) or state.get("quant_type") != "nf4":
-        raise ValueError(f"tensor {linear.name}{STATE} must be an object with quant_type 'nf4', got {state!r}")
+        raise ValueError(f"{name} must be JSON: {error}") from error
+    if not isinstance(state, dict) or state.get("quant_type") != code:
+        raise ValueError(f"{name} must be an object with quant_type {code!r}, got {state!r}")
     return state
 
 
-def _scales(linear: StoredLinear, state: dict[str, Any], number: int) -> np.ndarray:
+def _scales(linear: StoredLinear, name: str, state: dict[str, Any], number: int) -> np.ndarray:
     """Return the scale of each block, float32."""
     if not linear.has(".weight.absmax", "uint8"):
         return linear.array(".weight.absmax", (number,), "float32")
@@ -104,8 +107,7 @@ def _scales(linear: StoredLinear, state: dict[str, Any], number: int) -> np.ndar
     block, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(block) is not int or block < 1 or type(offset) is not float:
         raise ValueError(
-            f"nested_blocksize and nested_offset in tensor {linear.name}{STATE} must be a size and a number, "
-            f"got {block!r} and {offset!r}"
+            f"nested_blocksize and nested_offset in {name} must be a size and a number, got {block!r} and {offset!r}"
         )
     table = linear.array(".weight.nested_quant_map", (256,), "float32")
     outer = linear.array(".weight.nested_absmax", (-(-number // block),), "float32")
