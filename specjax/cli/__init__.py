@@ -15,6 +15,7 @@ import jax
 
 from specjax.cli.batch import add_batch
 from specjax.cli.completion import add_completion
+from specjax.cli.doctor import add_doctor
 from specjax.cli.generate import add_generate
 from specjax.cli.models import load_llm
 from specjax.cli.quantize import add_quantize
@@ -173,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     parser.set_defaults(command=None, coordinator=None, num_processes=None, process_id=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (add_generate, add_batch, add_serve, add_quantize, add_completion):
+    for add in (add_generate, add_batch, add_serve, add_quantize, add_doctor, add_completion):
         add(commands)
     for command in commands.choices.values():
         told = command.add_mutually_exclusive_group()

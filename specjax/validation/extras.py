@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -34,6 +35,62 @@ def needs(extra: str) -> Iterator[None]:
         raise ModuleNotFoundError(message, name=package) from error
 
 
+def extras(*, only_missing: bool = True) -> dict[str, list[str]]:
+    """Return for each extra of specjax its requirements, those of the extras that it includes among them.
+
+    Args:
+        only_missing: whether to leave out the requirements whose packages are installed.
+    """
+    given = _requirements()
+
+    def of(name: str) -> list[str]:
+        own = re.compile(r"specjax\[(.*)\]")
+        parts = [(own.match(text), text) for text in given.get(name, ())]
+        return [item for inner, text in parts for item in ([text] if inner is None else _all(inner[1].split(",")))]
+
+    def _all(names: list[str]) -> list[str]:
+        return [item for name in names for item in of(name)]
+
+    return {name: [text for text in of(name) if not (only_missing and _is_installed(text))] for name in given}
+
+
+def _requirements() -> dict[str, list[str]]:
+    """Return the requirements of each extra as they are written, from the checkout or from the metadata."""
+    if (ROOT / "pyproject.toml").is_file():
+        return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    try:
+        return _by_extra(metadata.distribution("specjax").requires or [])
+    except metadata.PackageNotFoundError:
+        return {}
+
+
+def _by_extra(requirements: list[str]) -> dict[str, list[str]]:
+    """Return the requirements of each extra, from a distribution's requirements with their markers."""
+    found: dict[str, list[str]] = {}
+    for text in requirements:
+        of_extra = re.search(r"""extra == ['"]([\w-]+)['"]""", text)
+        if of_extra:
+            found.setdefault(of_extra[1], []).append(text.partition(";")[0].strip())
+    return found
+
+
+def requirement(text: str) -> tuple[str, str | None]:
+    """Return the package of a requirement, and the oldest version that it takes, None for any version."""
+    name, least = re.match(r"[\w.-]+", text), re.search(r">=\s*([\w.]+)", text)
+    return name[0] if name else text, least[1] if least else None
+
+
+def _is_installed(text: str) -> bool:
+    """Return whether a requirement's package is installed, and the packages of the package's extras that it names."""
+    try:
+        own = metadata.distribution(requirement(text)[0])
+    except metadata.PackageNotFoundError:
+        return False
+    named = re.match(r"[\w.-]+\[(.*?)\]", text)
+    wanted = _by_extra(own.requires or [])
+    return named is None or all(_is_installed(t) for name in named[1].split(",") for t in wanted.get(name, ()))
+
+
 def install_command(extra: str, package: str) -> str:
     """Return the command that installs an extra where specjax is installed.
 
@@ -53,8 +110,8 @@ def install_command(extra: str, package: str) -> str:
     if source is not None:
         editable = "-e " if url.get("dir_info", {}).get("editable") else ""
         return f'{installer()} {editable}"{source}[{extra}]"'
-    wanted = [] if own is None else _missing(own.requires or [], extra)
-    return " ".join([installer(), *(f'"{requirement}"' for requirement in wanted or [package])])
+    wanted = extras().get(extra) or [package]
+    return " ".join([installer(), *(f'"{text}"' for text in wanted)])
 
 
 def _source(url: str) -> Path | None:
@@ -63,20 +120,6 @@ def _source(url: str) -> Path | None:
         return ROOT
     path = Path(url2pathname(urlsplit(url).path))
     return path if url.startswith("file:") and path.exists() else None
-
-
-def _missing(requirements: list[str], extra: str) -> list[str]:
-    """Return the requirements of an extra whose packages are not installed."""
-    missing = []
-    for requirement in requirements:
-        text, _, marker = requirement.partition(";")
-        name = re.match(r"[\w.-]+", text)
-        if name and re.search(rf"""extra == ['"]{extra}['"]""", marker):
-            try:
-                metadata.version(name[0])
-            except metadata.PackageNotFoundError:
-                missing.append(text.strip())
-    return missing
 
 
 def installer() -> str:
