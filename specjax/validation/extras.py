@@ -36,7 +36,7 @@ def needs(extra: str) -> Iterator[None]:
 
 
 def extras(*, only_missing: bool = True) -> dict[str, list[str]]:
-    """Return for each extra of specjax its requirements, those of the extras that it includes among them.
+    """Return for each extra of specjax its requirements, also by way of the extras that it includes.
 
     Args:
         only_missing: whether to leave out the requirements whose packages are installed.

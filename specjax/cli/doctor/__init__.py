@@ -1,4 +1,4 @@
-"""The command `specjax doctor`: says of this machine what specjax finds, what is wrong, and how to mend it."""
+"""The command `specjax doctor`: checks this machine, and names faults with their remedies."""
 
 import argparse
 import json
@@ -15,8 +15,8 @@ def add_doctor(commands: Any) -> None:
     """Add the command `specjax doctor`."""
     doctor = commands.add_parser(
         "doctor",
-        help="look at this machine: versions, devices, kernels, folders, and what is wrong",
-        description="Look at this machine: versions, extras, devices, memory, the folder of compiled programs, and a "
+        help="check this machine: versions, devices, kernels, folders",
+        description="Check this machine: versions, extras, devices, memory, the folder of compiled programs, and a "
         "tenth of a second of each operation that has kernels, with its result against a reference. The exit code is 1 "
         "where something is wrong.",
     )
