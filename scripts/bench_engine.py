@@ -48,7 +48,13 @@ import numpy as np
 from bench_decode import drafter
 from bench_decode import load as load_models
 from jax.tree_util import Partial
-from load import (
+
+import specjax
+from specjax import SamplingParams, decode, models, sampling, verifiers
+from specjax.engine.engine import Stats
+from specjax.engine.sizes import default_sizes
+from specjax.models.directory import Checkpoint
+from specjax.server.loads import (
     COLUMNS,
     COUNTS,
     Load,
@@ -64,12 +70,6 @@ from load import (
     spread,
     table_row,
 )
-
-import specjax
-from specjax import SamplingParams, decode, models, sampling, verifiers
-from specjax.engine.engine import Stats
-from specjax.engine.sizes import default_sizes
-from specjax.models.directory import Checkpoint
 
 GAP = 1e-5  # seconds
 TEMPERATURE = 0.8

@@ -2,7 +2,7 @@
 
     python scripts/random_checkpoint.py build/8b --shape 8b
     specjax serve --model build/8b --num-slots 64 --max-length 2048 --name 8b &
-    python scripts/bench_serve.py --vocab-size 128000 --concurrency 64
+    specjax bench --url http://127.0.0.1:8000 --vocab-size 128000 --concurrency 64
 
 Its tokens are the words "0", "1" and so on, so that every one has text. It writes the files of a Llama checkpoint.
 """

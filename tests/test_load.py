@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import io
 import json
 import math
 from pathlib import Path
@@ -11,8 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.cli import main
 from specjax.engine.sizes import SIZES
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.server import loads as load
+from specjax.server.client import Client
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SOURCE = np.arange(1000)
@@ -25,12 +29,7 @@ def script(monkeypatch):
     return importlib.import_module
 
 
-@pytest.fixture
-def load(script):
-    return script("load")
-
-
-def test_works_are_seeded_and_share_what_they_shall(load):
+def test_works_are_seeded_and_share_what_they_shall():
     works = load.make_works(50, (10, 20), (3, 5), SOURCE, shared=0.5, seed=1)
     assert works == load.make_works(50, (10, 20), (3, 5), SOURCE, shared=0.5, seed=1)
     assert works != load.make_works(50, (10, 20), (3, 5), SOURCE, shared=0.5, seed=2)
@@ -43,7 +42,7 @@ def test_works_are_seeded_and_share_what_they_shall(load):
     assert len({work.prompt[-1] for work in works}) > 10
 
 
-def test_figures(load):
+def test_figures():
     traces = [load.Trace(1.0, [1.5, 1.5001, 2.5], {"num_tokens": 3, "num_drafted": 4, "num_accepted": 1})]
     traces += [load.Trace(2.0, [2.25], {"num_tokens": 1}), load.Trace(3.0, [], {"num_tokens": 0})]
     figures = load.figures(load.Load(traces, 2.0))
@@ -56,7 +55,7 @@ def test_figures(load):
     assert math.isnan(load.figures(load.Load([], 1.0))["per_token_s"]["mean"])
 
 
-def test_a_closed_loop_keeps_its_number_under_way(load):
+def test_a_closed_loop_keeps_its_number_under_way():
     running = most = 0
 
     async def send(work):
@@ -74,7 +73,7 @@ def test_a_closed_loop_keeps_its_number_under_way(load):
     assert sum(trace.counts["num_tokens"] for trace in result.traces) == sum(work.max_tokens for work in works)
 
 
-def test_poisson_arrivals_wait_for_nobody(load):
+def test_poisson_arrivals_wait_for_nobody():
     async def send(work):
         await asyncio.sleep(0.3)
         yield None
@@ -98,9 +97,9 @@ EVENTS = [
 ]
 
 
-def serve_once(script, body, status="200 OK", chunk=7):
+def serve_once(body, status="200 OK", chunk=7):
     """Send a request to a server that answers with these bytes in small chunks; return its trace and the bytes sent."""
-    bench, got = script("bench_serve"), {}
+    got = {}
 
     async def answer(reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -117,25 +116,106 @@ def serve_once(script, body, status="200 OK", chunk=7):
     async def run():
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            send = bench.Client(f"http://127.0.0.1:{port}", "key").sender("small")
-            return [item async for item in send(script("load").Work([1, 2], 5, 7))]
+            send = Client(f"http://127.0.0.1:{port}", "key").sender("small")
+            return [item async for item in send(load.Work([1, 2], 5, 7))]
 
     return asyncio.run(run()), got
 
 
-def test_a_stream_over_http(script):
+def test_a_stream_over_http():
     body = b"".join(b"data: %s\n\n" % json.dumps(event, ensure_ascii=False).encode() for event in EVENTS)
-    items, got = serve_once(script, body + b"data: [DONE]\n\n")
+    items, got = serve_once(body + b"data: [DONE]\n\n")
     assert items == [None, None, {"num_tokens": 5, "num_drafted": 6, "num_accepted": 3}]
     assert got["body"]["prompt"] == [1, 2] and got["body"]["stream"] and got["body"]["max_tokens"] == 5
     assert "Authorization: Bearer key\r\n" in got["head"]
 
 
-def test_errors_over_http(script):
+def test_errors_over_http():
     with pytest.raises(RuntimeError, match="429 Too Many"):
-        serve_once(script, b'{"error": {}}', "429 Too Many Requests")
+        serve_once(b'{"error": {}}', "429 Too Many Requests")
     with pytest.raises(RuntimeError, match="broken"):
-        serve_once(script, b'data: {"error": {"message": "broken"}}\n\n')
+        serve_once(b'data: {"error": {"message": "broken"}}\n\n')
+
+
+class TestCommand:
+    """`specjax bench`, with a client that measures nothing."""
+
+    @pytest.fixture
+    def run(self, monkeypatch, capsys):
+        async def send(work):
+            yield None
+            yield {"num_tokens": work.max_tokens}
+
+        async def model():
+            return "small"
+
+        def client(url, api_key):
+            return SimpleNamespace(model=model, sender=lambda name: send)
+
+        monkeypatch.setattr("specjax.server.client.Client", client)
+
+        def run(*arguments):
+            return main(["bench", *map(str, arguments)]), *capsys.readouterr()
+
+        return run
+
+    def test_rows_of_a_running_server(self, run, tmp_path):
+        path = tmp_path / "numbers.json"
+        loads = "--concurrency", 2, 4, "--requests", 8, "--outputs", 5, 5
+        exit_code, out, _ = run("--url", "http://host:1", *loads, "--json", path)
+        assert exit_code == 0 and out.startswith("http://host:1, model small, prompts of [16, 64] tokens")
+        rows = json.loads(path.read_text())["rows"]
+        assert [row["concurrency"] for row in rows] == [2, 4, None]
+        assert [row["requests"] for row in rows] == [4, 8, 8]
+        assert rows[1]["tokens_per_s"] == pytest.approx(5 * rows[1]["requests_per_s"])
+        assert sum(line.startswith("| closed loop") for line in out.splitlines()) == 2
+
+    def test_a_server_that_it_starts(self, run, monkeypatch):
+        started = []
+
+        class Process(SimpleNamespace):
+            def __init__(self, command, **options):
+                lines = io.StringIO("reading\nspecjax: x is ready at http://127.0.0.1:7\n")
+                super().__init__(command=command, stdout=lines, is_ended=False)
+                started.append(self)
+
+            def terminate(self):
+                self.is_ended = True
+
+            def wait(self):
+                return 0
+
+        monkeypatch.setattr("specjax.cli.bench.subprocess.Popen", Process)
+        exit_code, out, _ = run("--requests", 1, "--concurrency", 1, "--", "--draft", "ngram")
+        assert exit_code == 0 and out.startswith("http://127.0.0.1:7, model small")
+        (process,) = started
+        assert process.command[-2:] == ["--draft", "ngram"] and process.is_ended
+
+    def test_a_server_that_does_not_start(self, run, monkeypatch):
+        process = SimpleNamespace(stdout=io.StringIO("no\n"), terminate=lambda: None, wait=lambda: 2)
+        monkeypatch.setattr("specjax.cli.bench.subprocess.Popen", lambda *args, **options: process)
+        exit_code, out, err = run()
+        assert (exit_code, out) == (2, "")
+        assert err.endswith("specjax: error: the server has ended before it was ready, with code 2\n")
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["--url", "http://a:1", "--", "--draft", "x"], "--url and arguments of specjax serve exclude each other"),
+            (["--concurrency", "0"], "--concurrency must be at least 1, got [0]"),
+            (["--prompts", "5", "4"], "--prompts must be FROM TO with FROM <= TO, got 5 4"),
+            (["--shared", "2"], "--shared must be in [0, 1], got 2.0"),
+            (["--vocab-size", "1"], "--vocab-size must be at least 2, got 1"),
+        ],
+    )
+    def test_wrong_arguments(self, run, arguments, message):
+        exit_code, out, err = run(*arguments)
+        assert (exit_code, out) == (2, "") and err.startswith(f"specjax: error: {message}")
+
+
+def test_an_address_of_another_kind():
+    with pytest.raises(ValueError, match="url must be http://HOST:PORT, got ftp://a"):
+        Client("ftp://a")
 
 
 def test_the_speed_of_a_full_engine(script):

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from specjax import Categorical, Draft, models
 from specjax.models.directory import Checkpoint
+from specjax.server import loads as load
 from specjax.types import ModelInput
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -143,16 +144,12 @@ def run_measuring_nothing(script, run, monkeypatch):
             row = {"batch": batch, "context": context, "num_drafts": num_drafts, "step_s": 0.1 * (num_drafts + 1)}
             return row | {"compile_s": 1.0, "floor_s": 0.1, "tokens_per_s": {1.0: 9.0}}
 
-        load = script("load")
         seen = load.Load([load.Trace(0.0, [0.1, 0.2], {"num_tokens": 2})], 1.0)
 
         def rows_of_loads(bench):
             for number in range(3):
                 measured()
                 yield {"load": f"closed loop, {number}", "compilations": 0, "pages_used": 0} | load.figures(seen)
-
-        async def no_tokens(work):
-            yield None
 
         module = script(name)
         model = SimpleNamespace(params={"embedding": np.zeros(1)})
@@ -175,10 +172,6 @@ def run_measuring_nothing(script, run, monkeypatch):
                 "Bench": lambda *_: None,
                 "PARTS": {"loads": (rows_of_loads, load.COLUMNS, load.load_row)},
             },
-            "bench_serve": {
-                "measure": stand_in(seen),
-                "Client": lambda *_: SimpleNamespace(sender=lambda model: no_tokens),
-            },
             "bench_prefill": {"prefill_seconds": stand_in(0.1)},
             "bench_quantized": {"measure": stand_in((1e-6, 0.0)), "copy_bandwidth": lambda: 1e12},
             "bench_proposers": {"device_seconds": stand_in(1e-6), "SHAPES": [(1, 64)] * 3},
@@ -196,7 +189,6 @@ BRIEF = {
     "bench_decode": ("--batches", "1", "--num-drafts", "2", "3"),
     "bench_devices": ("--preset", "8b-1b", "--devices", "1", "--one", "--batches", "1", "8"),
     "bench_engine": (),
-    "bench_serve": ("--model", "any", "--concurrency", "1", "4"),
     "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),
     "bench_prefill": ("--rows", "1x16", "1x32", "2x16"),
     "bench_proposers": (),

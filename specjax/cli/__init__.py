@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from specjax.cli.batch import add_batch
+from specjax.cli.bench import add_bench
 from specjax.cli.completion import add_completion
 from specjax.cli.doctor import add_doctor
 from specjax.cli.generate import add_generate
@@ -174,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     parser.set_defaults(command=None, coordinator=None, num_processes=None, process_id=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (add_generate, add_batch, add_serve, add_quantize, add_doctor, add_completion):
+    for add in (add_generate, add_batch, add_serve, add_bench, add_quantize, add_doctor, add_completion):
         add(commands)
     for command in commands.choices.values():
         told = command.add_mutually_exclusive_group()

@@ -1,31 +1,14 @@
-"""Measure a server of OpenAI's protocol under load: `specjax serve`, or any other, over plain HTTP.
+"""A client of OpenAI's protocol over plain HTTP, which sends the requests of a load to any server."""
 
-    specjax serve --port 8000 &
-    python scripts/bench_serve.py --url http://127.0.0.1:8000
-    python scripts/bench_serve.py --url http://127.0.0.1:8000 --concurrency 1 8 64 --prompts 256 768 --outputs 128 384
-
-The load and the table are the same as in `bench_engine.py`: requests of mixed lengths as streams of /v1/completions, in
-closed loops and with Poisson arrivals at 70 % of the capacity of the largest loop. Prompts are random token ids, so
-that every server gets the same work. The clients take a core of their own where the server leaves one.
-`random_checkpoint.py` writes a model of real size for a server.
-"""
-
-import argparse
 import asyncio
 import json
-import math
-import os
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-from load import Load, Send, Work, closed_loop, figures, header, load_row, make_works, poisson
+from specjax.server.loads import Send, Work
 
-UTILISATION, TEMPERATURE = 0.7, 0.8  # of the capacity, for Poisson arrivals; of sampling
-SOURCE = 200_000  # random token ids that prompts are pieces of
+TEMPERATURE = 0.8
 
 
 class Client:
@@ -34,12 +17,15 @@ class Client:
     Args:
         url: of the server, http://HOST:PORT.
         api_key: the server's bearer token, or None.
+
+    Raises:
+        ValueError: the address is another one.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None:
-            raise SystemExit(f"--url must be http://HOST:PORT, got {url}")
+            raise ValueError(f"url must be http://HOST:PORT, got {url}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._headers = f"Host: {parts.netloc}\r\nConnection: close\r\n"
         if api_key:
@@ -114,51 +100,3 @@ def counts_of(event: dict[str, Any]) -> dict[str, int]:
     if drafts:
         counts |= {"num_drafted": drafts["num_draft_tokens"], "num_accepted": drafts["num_accepted_draft_tokens"]}
     return counts
-
-
-def measure(send: Send, works: list[Work], concurrency: int | None, rate: float) -> Load:
-    """Run a load: a closed loop, or at a rate where `concurrency` is None."""
-    if concurrency is None:
-        return asyncio.run(poisson(send, works, rate))
-    return asyncio.run(closed_loop(send, works, concurrency))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="name of the model; default: the first one of /v1/models")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: OPENAI_API_KEY")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--prompts", type=int, nargs=2, default=[16, 64], metavar=("FROM", "TO"), help="tokens")
-    parser.add_argument("--outputs", type=int, nargs=2, default=[32, 128], metavar=("FROM", "TO"), help="tokens")
-    parser.add_argument("--shared", type=float, default=0.0, help="share of each prompt that all have in common")
-    parser.add_argument("--vocab-size", type=int, default=4000, help="token ids of prompts are smaller")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    args = parser.parse_args()
-    sys.stdout.reconfigure(line_buffering=True)
-
-    client = Client(args.url, args.api_key)
-    name = args.model or asyncio.run(client.model())
-    source = np.random.default_rng(0).integers(1, args.vocab_size, SOURCE)
-    works = make_works(args.requests, tuple(args.prompts), tuple(args.outputs), source, shared=args.shared)
-    send = client.sender(name)
-    asyncio.run(closed_loop(send, works[:1], 1))  # the server has compiled its programs
-    print(f"{args.url}, model {name}, prompts of {args.prompts} tokens, answers of {args.outputs}.\n\n{header()}")
-    rows, rate = [], math.nan
-    for concurrency in (*args.concurrency, None):
-        if concurrency is None:
-            about, some = f"Poisson, {UTILISATION * rate:.2f} a second", works
-        else:
-            about = f"closed loop, {concurrency}"
-            some = works[: max(2 * concurrency, len(works) * concurrency // max(args.concurrency))]
-        row = {"load": about} | figures(measure(send, some, concurrency, UTILISATION * rate))
-        rate = row["requests_per_s"]
-        rows.append(row)
-        print(load_row(row))
-    if args.json:
-        args.json.write_text(json.dumps({"url": args.url, "model": name, "rows": rows}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
