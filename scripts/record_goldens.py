@@ -31,14 +31,14 @@ def main() -> None:
 
 def record_models() -> None:
     import reference
-    import torch
+    import transformers
 
-    shapes, logits = {}, {}
-    for case, config in families.CONFIGS.items():
+    shapes, logits = {"transformers": {transformers.__version__: []}}, {}
+    for case, config in families.ALL.items():
         model = reference.make_model(config)
         shapes[case] = {name: list(tensor.shape) for name, tensor in reference.stored_tensors(model).items()}
         logits[case] = reference.logits(model, families.tokens(), families.LENGTHS)
-        print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, torch {torch.__version__}")
+        print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, transformers {transformers.__version__}")
     (families.GOLDENS / "shapes.json").write_text(json.dumps(shapes, indent=0) + "\n")
     np.savez_compressed(families.GOLDENS / "logits.npz", **logits)
 

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,47 @@ CONFIGS = {
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
 }
 
+TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 8,
+}
+# Configs that only the logits of transformers are compared with: the other tests of families see the same parts above.
+VARIANTS = {
+    "llama_dynamic": LLAMA
+    | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8},
+    "llama_longrope": LLAMA | {"model_type": "llama", "rope_scaling": LONGROPE | {"factor": 8.0}},
+    "llama_short": LLAMA
+    | {"model_type": "llama", "rope_scaling": LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0}},
+    "llama_yarn": LLAMA
+    | {"model_type": "llama", "rope_scaling": YARN | {"truncate": True, "mscale": 2.0, "mscale_all_dim": 0.5}},
+    "gemma3": GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 500.0,
+        "rope_local_base_freq": 20.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "gemma3_capped": GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu",
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": TWO_BASES,
+        "final_logit_softcapping": 8.0,
+    },
+}
+ALL = CONFIGS | VARIANTS
+
 
 def tokens() -> np.ndarray:
     """Tokens [2, NUM_TOKENS]; what lies past LENGTHS is padding."""
@@ -116,10 +158,16 @@ def shapes(case: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in recorded.items()}
 
 
-def write(directory: Path, case: str, dtype: np.dtype = np.float32) -> Path:
-    """A checkpoint of the case in a new directory."""
+def write(
+    directory: Path,
+    case: str,
+    dtype: np.dtype = np.float32,
+    config: dict | None = None,
+    renamed: Callable[[str], str] = str,
+) -> Path:
+    """A checkpoint of the case in a new directory, with other fields and names of tensors where they are given."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIGS[case]))
-    tensors = {name: make_tensor(name, shape).astype(dtype) for name, shape in shapes(case).items()}
+    (directory / "config.json").write_text(json.dumps(ALL[case] if config is None else config))
+    tensors = {renamed(name): make_tensor(name, shape).astype(dtype) for name, shape in shapes(case).items()}
     save_file(tensors, directory / "model.safetensors")
     return directory

@@ -1,13 +1,13 @@
 """The config.json of released checkpoints, but for the sizes."""
 
-from families import CONFIGS, LLAMA3_SCALING
+from families import ALL, LLAMA3_SCALING
 
 from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import Llama3Scaling, YarnScaling
+from specjax.models.rope import Llama3Scaling, Rope, YarnScaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
-# The case of CONFIGS that has the same tensors, the fields, and the differences of the network from the case.
+# The case of `families.ALL` that has the same tensors, the fields, and the differences of the network from the case.
 RELEASED = {
     "Llama 3.1 8B Instruct": (
         "llama",
@@ -257,6 +257,45 @@ RELEASED = {
             ),
         },
     ),
+    "Gemma 3 1B": (
+        "gemma3",
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "cache_implementation": "hybrid",
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "initializer_range": 0.02,
+            "model_type": "gemma3_text",
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.50.0.dev0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": None,
+            "layers": (
+                LayerConfig(
+                    Attention(window=512, scale=1 / 16, has_head_norms=True, rope=Rope(10000.0)),
+                    GatedMLP("gelu_tanh"),
+                    has_post_norms=True,
+                ),
+            )
+            * 2,
+        },
+    ),
     "OPT 125M": (
         "opt",
         {
@@ -302,4 +341,4 @@ SIZES = {
 def fields_of(name: str) -> dict:
     """config.json of a released checkpoint, with the sizes of its case."""
     case, fields, _ = RELEASED[name]
-    return fields | {name: value for name, value in CONFIGS[case].items() if name in SIZES}
+    return fields | {name: value for name, value in ALL[case].items() if name in SIZES}

@@ -223,10 +223,15 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
         ),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor .* below high_freq_factor = 4.0, got 4.0"),
         (
-            {"rope_scaling": {"type": "dynamic"}},
-            "rope_scaling.type .* 'llama3' or 'yarn', .*, got 'dynamic'",
+            {"rope_scaling": {"type": "ntk"}},
+            "rope_scaling.type .* 'llama3' or 'yarn' .*, got 'ntk'",
         ),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type .* 'yarn', .*, got 'longrope'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters.rope_type .*, got 'proportional'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": None}}, "must have the field rope_scaling.factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
+            r"rope_scaling.short_factor in .* must be 3 positive numbers, got \[1.0\]",
+        ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             "rope_parameters.full_attention in .* must be absent",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import CONFIGS, GOLDENS, LENGTHS, NUM_TOKENS, tokens, write
+from families import ALL, CONFIGS, GOLDENS, LENGTHS, NUM_TOKENS, tokens, write
 from released import RELEASED, fields_of
 
 from specjax.models import load
@@ -29,10 +29,10 @@ def whole_logits(model: Model) -> jax.Array:
     return jax.jit(model.apply)(model.params, ModelInput(jnp.asarray(tokens()), positions), None)[0].logits
 
 
-def incremental_logits(model: Model) -> np.ndarray:
+def incremental_logits(model: Model, num_slots: int = NUM_TOKENS + 1) -> np.ndarray:
     """Logits of rows fed in three calls of four tokens: prompts of different lengths, then from where each row is."""
     apply = jax.jit(model.apply)
-    cache = model.init_cache(len(LENGTHS), NUM_TOKENS + 1)
+    cache = model.init_cache(len(LENGTHS), num_slots)
     logits = np.full((len(LENGTHS), NUM_TOKENS, model.vocab_size), np.nan, np.float32)
     for starts in ((0, 0), (4, 2), (8, 5)):
         columns = np.array(starts)[:, None] + np.arange(4)[None]
@@ -57,13 +57,14 @@ def distance(logits: np.ndarray, expected: np.ndarray) -> float:
     return np.linalg.norm(logits - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", ALL)
 def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
     model = load(write(tmp_path / case, case))
     shapes = param_shapes(model.apply.network, model.apply.config)
     assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, shapes)
     assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
-    assert difference(incremental_logits(model), goldens[case]) <= TOLERANCE
+    if case != "llama_dynamic":  # a slot more turns the rows otherwise; test_ropes.py has a cache of their size
+        assert difference(incremental_logits(model), goldens[case]) <= TOLERANCE
 
 
 @pytest.mark.usefixtures("float32_products")

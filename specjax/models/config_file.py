@@ -161,6 +161,11 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be positive and finite, got {value}")
         return None if value is None else float(value)
 
+    def with_defaults(self, **defaults: Any) -> "ConfigFile":
+        """Return these fields, none of them read yet, with defaults for fields that are absent."""
+        present = {name: value for name, value in self.fields.items() if value is not None or name not in defaults}
+        return ConfigFile(self.path, defaults | present, self._prefix)
+
     def unless_null(self, name: str, default: Any) -> Any:
         """Return None if the field is null, else `default`: for a field whose null differs from its absence."""
         return None if name in self.fields and self.fields[name] is None else default

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models import delta_net, network
-from specjax.models.attention import cache_scales, memories
+from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.delta_net import DeltaNet
-from specjax.models.layer import LayerConfig, norm_of, run_layer
+from specjax.models.layer import Attention, LayerConfig, norm_of, run_layer
 from specjax.models.linear import linear, rms_norm
-from specjax.models.rope import RopeScaling, rotation
+from specjax.models.rope import Rope, RopeScaling, Rotation, rotation
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 
@@ -61,6 +61,11 @@ class DecoderConfig:
             raise ValueError(f"head_size must be even (rotary positions turn pairs), got {self.head_size}")
         if len(self.layers) not in (1, self.num_layers):
             raise ValueError(f"layers must be 1 or num_layers = {self.num_layers} descriptions, got {len(self.layers)}")
+
+    @property
+    def rope(self) -> Rope:
+        """How the heads turn in layers that do not say it themselves."""
+        return Rope(self.rope_theta, self.rope_scaling, self.rotary_size)
 
     @property
     def each_layer(self) -> tuple[LayerConfig, ...]:
@@ -139,10 +144,10 @@ def _apply(
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         new_cache, taps = [], network.Taps(feature_layers)
         taps.collect(0, x)
-        turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling, config.rotary_size)
         each = zip(config.each_layer, _memories(config, params, inputs, cache), strict=True)
+        turns = _rotations(config, inputs, cache)
         for i, (layer, memory) in enumerate(each):
-            x, kept = run_layer(config, layer, params["layers"][i], x, turns, memory)
+            x, kept = run_layer(config, layer, params["layers"][i], x, turns[_rope_of(config, layer)], memory)
             new_cache.append(kept)
             taps.collect(i + 1, x)
         norm = norm_of(params["norm"], config)
@@ -153,6 +158,27 @@ def _apply(
             logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         logits = network.without_padding(logits, config.num_padding, config.axis_name)
     return ModelOutput(logits, features), _kept(config, inputs, cache, new_cache)
+
+
+def _rope_of(config: DecoderConfig, layer: LayerConfig) -> Rope:
+    """Return how the heads of a layer turn."""
+    own = layer.mixer.rope if isinstance(layer.mixer, Attention) else None
+    return config.rope if own is None else own
+
+
+def _rotations(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None) -> dict[Rope, Rotation | None]:
+    """Return the rotation of each way in which the layers turn in a call."""
+    length = inputs.tokens.shape[1]
+    if cache is not None:
+        pools = cache.pools if isinstance(cache, Memory) else cache
+        length = next(num_slots(pool, inputs) for pool in pools if pool)
+
+    def turns(rope: Rope) -> Rotation | None:
+        if rope.size == 0:
+            return None
+        return rotation(inputs.positions, config.head_size, rope.theta, rope.scaling, rope.size, length)
+
+    return {rope: turns(rope) for rope in dict.fromkeys(_rope_of(config, layer) for layer in config.each_layer)}
 
 
 def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:

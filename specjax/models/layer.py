@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
 from specjax.models.linear import Norm, linear, outputs_from, rms_norm
-from specjax.models.rope import Rotation, rotate
+from specjax.models.rope import Rope, Rotation, rotate
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Attention:
     softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
     has_sinks: bool = False  # whether each head has the score of one more place, whose value is 0
     has_gate: bool = False  # whether the output is multiplied by sigmoids, whose rows follow each query head's
+    rope: Rope | None = None  # how queries and keys turn; None is as the config says
 
     @property
     def query_parts(self) -> int:
@@ -95,7 +96,7 @@ class Attention:
         return shapes
 
     def __call__(
-        self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation, memory: KeyValues
+        self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation | None, memory: KeyValues
     ) -> tuple[Array, Any]:
         """Return the residual stream after the attention [B, T, h], and the layer's cache afterwards."""
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
@@ -106,7 +107,7 @@ class Attention:
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
         if self.has_head_norms:
             query, key = rms_norm(query, _norm(config, params, "query")), rms_norm(key, _norm(config, params, "key"))
-        query, key = in_pairs(config, query), in_pairs(config, key)
+        query, key = (in_pairs(self._rope(config), heads) for heads in (query, key))
         attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
         if gate:
             attended = attended * jax.nn.sigmoid(gate[0])
@@ -122,7 +123,10 @@ class Attention:
         key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)
         if self.has_head_norms:
             key = rms_norm(key, _norm(config, params, "key"))
-        return rotate(in_pairs(config, key), turns), value
+        return rotate(in_pairs(self._rope(config), key), turns), value
+
+    def _rope(self, config: "DecoderConfig") -> Rope:
+        return config.rope if self.rope is None else self.rope
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def run_layer(
     layer: LayerConfig,
     params: Params,
     x: Array,
-    turns: Rotation,
+    turns: Rotation | None,
     memory: KeyValues,
     residual: Array | None = None,
 ) -> tuple[Array, Any]:
@@ -195,7 +199,7 @@ def run_layer(
         layer: the kinds and options of the layer.
         params: of the shapes of `LayerConfig.shapes`; without `attention_norm` the mixer reads `x` as it is.
         x: [B, T, ...], which the mixer reads.
-        turns: the rotation of queries and keys.
+        turns: the rotation of queries and keys; None for a layer that does not see positions.
         memory: the keys and values that the mixer attends to.
         residual: [B, T, h], the residual stream; None: it is `x`.
 
@@ -220,15 +224,15 @@ def _enter(
     return Sublayer(x, norm, residual, partial(rms_norm, norm=_norm(config, params, f"{name}_post")))
 
 
-def in_pairs(config: "DecoderConfig", heads: Array) -> Array:
+def in_pairs(rope: Rope, heads: Array) -> Array:
     """Return queries or keys [B, T, H, D] with the numbers that turn together D / 2 apart.
 
-    Where only the first `rotary_size` numbers of a head turn, their pairs are half of that apart. Queries and keys in
+    Where only the first `rope.size` numbers of a head turn, their pairs are half of that apart. Queries and keys in
     another order have the same products.
     """
-    if config.rotary_size is None:
+    if not rope.size:
         return heads
-    turned, kept = jnp.split(heads, [config.rotary_size], axis=-1)
+    turned, kept = jnp.split(heads, [rope.size], axis=-1)
     (a, c), (b, d) = jnp.split(turned, 2, axis=-1), jnp.split(kept, 2, axis=-1)
     return jnp.concatenate([a, b, c, d], axis=-1)
 

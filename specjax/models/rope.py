@@ -10,14 +10,17 @@ from specjax.types import Array
 
 
 class RopeScaling(Protocol):
-    """Function that changes the frequencies [D / 2] float32 of a head of D numbers; a frozen dataclass."""
+    """Function that changes the frequencies [D / 2] float32 of a head of D numbers; a frozen dataclass.
+
+    It takes the frequencies and, for kinds that depend on it, the static number of positions that a row has room for.
+    """
 
     @property
     def magnitude(self) -> float:
         """Factor on cosines and sines."""
         ...
 
-    def __call__(self, frequency: Array) -> Array: ...
+    def __call__(self, frequency: Array, length: int | None = None) -> Array: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class LinearScaling:
     def magnitude(self) -> float:
         return 1.0
 
-    def __call__(self, frequency: Array) -> Array:
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
         return frequency / self.factor
 
 
@@ -58,7 +61,7 @@ class Llama3Scaling:
     def magnitude(self) -> float:
         return 1.0
 
-    def __call__(self, frequency: Array) -> Array:
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
         turns = self.original_length * frequency / (2 * math.pi)
         kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return frequency * (kept + (1 - kept) / self.factor)
@@ -89,7 +92,7 @@ class YarnScaling:
     truncate: bool = True
     magnitude: float = 1.0
 
-    def __call__(self, frequency: Array) -> Array:
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
         size = 2 * frequency.shape[-1]
 
         def index_of(turns: float) -> float:
@@ -104,11 +107,103 @@ class YarnScaling:
         return frequency * (1 - divided) + frequency / self.factor * divided
 
 
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Raise the base of the frequencies with the number of positions of a row, once it passes the trained length.
+
+    Pair i of D / 2 has the frequency `(theta g) ** (-2 i / D)` with `g = (factor n / original_length - (factor - 1)) **
+    (D / (D - 2))`, where n is the number of positions that a row has room for, or `original_length` where that is more.
+
+    Args:
+        factor: the factor.
+        original_length: number of positions of the training.
+        theta: base of the frequencies of short rows.
+    """
+
+    factor: float
+    original_length: int
+    theta: float
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
+        size = 2 * frequency.shape[-1]
+        longer = max(length or 0, self.original_length) / self.original_length
+        theta = self.theta * (self.factor * longer - (self.factor - 1)) ** (size / (size - 2))
+        return frequencies(size, theta)
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Divide each frequency by a number, from one list for short rows and from another list for long rows.
+
+    A row is long if it has room for more positions than the training had, however many of them it has filled: so all
+    keys of a row turn alike.
+
+    Args:
+        short: the D / 2 divisors of short rows.
+        long: the D / 2 divisors of long rows.
+        original_length: number of positions of the training.
+        magnitude: factor on cosines and sines.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_length: int
+    magnitude: float = 1.0
+
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
+        is_long = length is not None and length > self.original_length
+        return frequency / jnp.asarray(self.long if is_long else self.short, jnp.float32)
+
+
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Turn the first pairs of a whole head alone, by their frequencies divided by a factor.
+
+    Args:
+        num_pairs: number of pairs that turn.
+        factor: the factor.
+    """
+
+    num_pairs: int
+    factor: float = 1.0
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0
+
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
+        return jnp.where(jnp.arange(frequency.shape[-1]) < self.num_pairs, frequency / self.factor, 0)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How the heads of a layer turn with the position."""
+
+    theta: float = 10000.0  # base of the frequencies
+    scaling: RopeScaling | None = None  # changes the frequencies; None keeps them
+    size: int | None = None  # numbers of a head that turn, the first ones; None is all
+
+
+NO_ROPE = Rope(size=0)  # of a layer that does not see positions
 Rotation = tuple[Array, Array]  # cosines and sines [B, T, D / 2] float32 of each position's angles
 
 
+def frequencies(size: int, theta: float) -> Array:
+    """Return the frequencies [D / 2] float32 of a head of `size` numbers D: theta ** (-2 i / D)."""
+    return theta ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
+
+
 def rotation(
-    positions: Array, size: int, theta: float, scaling: RopeScaling | None = None, turned: int | None = None
+    positions: Array,
+    size: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    turned: int | None = None,
+    length: int | None = None,
 ) -> Rotation:
     """Return the cosines and sines for heads of `size` numbers at positions [B, T] int32.
 
@@ -118,12 +213,13 @@ def rotation(
         theta: base of the frequencies: pair i of D / 2 turns by theta ** (-2 i / D) per position.
         scaling: changes the frequencies; None keeps them.
         turned: so many numbers turn, in the first pairs, by the frequencies of a head of this size; None is all.
+        length: static number of positions that each row has room for, where the scaling depends on it.
     """
-    half = (size if turned is None else turned) // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    turned = size if turned is None else turned
+    frequency = frequencies(turned, theta)
     if scaling is not None:
-        frequency = scaling(frequency)
-    frequency = jnp.pad(frequency, (0, size // 2 - half))
+        frequency = scaling(frequency, length)
+    frequency = jnp.pad(frequency, (0, (size - turned) // 2))
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
     magnitude = 1.0 if scaling is None else scaling.magnitude
     return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude

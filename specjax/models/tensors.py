@@ -249,12 +249,13 @@ class Tensors:
 
     def check_same(self, name: str, other: str, *shape: int) -> None:
         """Raise ValueError if the files hold the tensor `name` and it differs from the tensor `other`."""
-        if name not in self._paths:
+        if name not in self:
             return
         self._check(name, shape)
         for rows in _chunks(0, shape[0], math.prod(shape[1:])):
             if not np.array_equal(self._read_slice(name, rows), self._read_slice(other, rows)):
-                raise ValueError(f"tensor {name} in {self._paths[name]} must equal {other}, which it is tied to")
+                path = self._paths[self._find(name)]
+                raise ValueError(f"tensor {name} in {path} must equal {other}, which it is tied to")
         self._mark_read(name)
 
     def check_all_read(self, *ignored: str) -> None:
@@ -390,7 +391,10 @@ class Tensors:
     def _candidates(self, name: str) -> tuple[str, ...]:
         """Return the names that a tensor may have in the files."""
         own = name.removeprefix("model.")
-        return (name, own) if own == name or self._inside == "model." else (f"{self._inside}{own}", name, own)
+        if self._inside == "model.":
+            return name, own
+        inside = self._inside if own != name else self._inside.removesuffix("model.")  # a head stands beside the model
+        return f"{inside}{own}", name, own
 
     def _find(self, name: str) -> str:
         """Return the name of a tensor in the files."""

@@ -11,6 +11,7 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.families import (
     gemma,
     gemma2,
+    gemma3,
     gpt_oss,
     llama,
     mimo,
@@ -29,6 +30,8 @@ from specjax.types import Model
 BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
     "gemma": gemma.build,
     "gemma2": gemma2.build,
+    "gemma3": gemma3.build,
+    "gemma3_text": gemma3.build,
     "gpt_oss": gpt_oss.build,
     "llama": llama.build,
     "mimo": mimo.build,

@@ -8,6 +8,14 @@ from specjax.models.layer import GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
+NORMS = {  # of Gemma 2 and 3
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma checkpoint."""

@@ -2,17 +2,10 @@
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import gemma, llama
+from specjax.models.families.gemma import ACTIVATIONS, NORMS
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
-
-NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:

@@ -1,6 +1,5 @@
 """Llama 2, 3 and 3.x, and the parts that the families which vary Llama share with it."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,8 +9,9 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
 from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
+from specjax.models.families import ropes
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, PyTree
 
@@ -47,6 +47,7 @@ def decoder(
     norms: dict[str, str] = NORMS,
     ignored: tuple[str, ...] = (),
     mixture: Mixture | None = None,
+    rope: Rope | Callable[[ConfigFile, int], Rope] = ropes.read,
     **options: Any,
 ) -> Model:
     """Build the model of a checkpoint with the network of `models/decoder.py`.
@@ -60,6 +61,7 @@ def decoder(
         norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
         ignored: patterns of the names of tensors that the model does not need.
         mixture: reads the parameters of layers with experts; None where there are none.
+        rope: as `config_of` takes it.
         options: further fields of `DecoderConfig`.
 
     Returns:
@@ -68,9 +70,8 @@ def decoder(
     Raises:
         ValueError: a field or tensor is missing, has a wrong value or shape, or is not supported.
     """
-    decoder_config = config_of(
-        config, layers, head_size=head_size, tie_embeddings=tie_embeddings, transposed=tensors.on_one_gpu, **options
-    )
+    options |= {"head_size": head_size, "tie_embeddings": tie_embeddings, "rope": rope}
+    decoder_config = config_of(config, layers, transposed=tensors.on_one_gpu, **options)
     config.check_computation()
     return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture))
 
@@ -81,12 +82,19 @@ def config_of(
     *,
     head_size: int | None = None,
     tie_embeddings: bool = False,
-    rotary_factor: float | None = None,
+    rope: Rope | Callable[[ConfigFile, int], Rope] = ropes.read_fixed,
     **options: Any,
 ) -> DecoderConfig:
     """Return the sizes and options that config.json has under the names of Llama; the arguments are as in `decoder`.
 
-    With `rotary_factor`, the default of the field partial_rotary_factor, a part of each head may turn.
+    Args:
+        config: config.json.
+        layers: the description of each layer, or one of all layers.
+        head_size: default of the field head_dim; None is hidden_size / num_attention_heads.
+        tie_embeddings: default of the field tie_word_embeddings.
+        rope: how the heads of layers turn that do not say it themselves, or a function that reads it, given config.json
+            and the size of a head.
+        options: further fields of `DecoderConfig`.
 
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
@@ -99,24 +107,24 @@ def config_of(
                 f"got {hidden_size}"
             )
         head_size = hidden_size // num_heads
-    theta, scaling, factor = _rope(config, rotary_factor)
+    size = config.size("head_dim", head_size)
+    turns = rope if isinstance(rope, Rope) else rope(config, size)
     fields = {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": hidden_size,
         "num_layers": config.size("num_hidden_layers", most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": config.size("num_key_value_heads", num_heads),
-        "head_size": config.size("head_dim", head_size),
+        "head_size": size,
         "mlp_size": _mlp_size(config, layers),
         "max_length": config.size("max_position_embeddings"),
         "layers": layers,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope_theta": turns.theta,
+        "rope_scaling": turns.scaling,
+        "rotary_size": turns.size,
         "norm_eps": config.number("rms_norm_eps"),
         "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
     }
-    if factor != 1:
-        options["rotary_size"] = int(fields["head_size"] * factor)
     try:
         return DecoderConfig(**fields, **options)
     except ValueError as error:
@@ -155,81 +163,23 @@ def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | No
         One window for each layer; None for all layers if sliding_window is null.
     """
     window = config.size("sliding_window", config.unless_null("sliding_window", 4096))
-    num_layers = config.size("num_hidden_layers", most=MAX_LAYERS)
     if window is None:
-        return (None,) * num_layers
+        return (None,) * config.size("num_hidden_layers", most=MAX_LAYERS)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types(config, slides))
+
+
+def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str, ...]:
+    """Return "full_attention" or "sliding_attention" for each layer; the arguments are as in `windows`."""
+    num_layers = config.size("num_hidden_layers", most=MAX_LAYERS)
     types = config.get("layer_types", list, None)
     if types is None:
-        return tuple(window if slides(i) else None for i in range(num_layers))
+        return tuple("sliding_attention" if slides(i) else "full_attention" for i in range(num_layers))
     if len(types) != num_layers or not all(t in ("full_attention", "sliding_attention") for t in types):
         raise ValueError(
             f"{config.where('layer_types')} must be {num_layers} times 'full_attention' or 'sliding_attention', "
             f"got {types!r}"
         )
-    return tuple(window if t == "sliding_attention" else None for t in types)
-
-
-def _rope(config: ConfigFile, rotary_factor: float | None) -> tuple[float, RopeScaling | None, float]:
-    """Return the base of the rotary frequencies, their scaling, and the part of a head that turns.
-
-    The fields are as transformers 4 or 5 writes them. A `rotary_factor` of None supports whole heads alone.
-    """
-    rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    factor = 1.0
-    if rotary_factor is None:
-        for place in (config, rope):
-            place.only("partial_rotary_factor", 1.0)
-    else:
-        factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_factor))
-        rope.ignore("mrope_section", "mrope_interleaved")  # of text, all three positions are equal
-    theta = (rope if "rope_theta" in rope else config).number("rope_theta", 10000.0)
-    kind = rope.choice(
-        "rope_type" if "rope_type" in rope else "type", ("default", "linear", "llama3", "yarn"), default="default"
-    )
-    rope.only("type", kind)  # some checkpoints have both fields
-    scaling = _scaling(config, rope, kind, theta)
-    rope.ignore("original_max_position_embeddings")  # only the kinds "llama3" and "yarn" use it
-    rope.check_all_read()
-    return theta, scaling, factor
-
-
-def _scaling(config: ConfigFile, rope: ConfigFile, kind: str, theta: float) -> RopeScaling | None:
-    """Return the scaling of this kind with its fields in `rope`."""
-    if kind == "default":
-        return None
-    factor = rope.number("factor")
-    if kind == "linear":
-        return LinearScaling(factor)
-    if kind == "yarn":
-        return _yarn(config, rope, factor, theta)
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
-    length = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
-    length = config.size("original_max_position_embeddings", length)  # beside the table it goes first
-    return Llama3Scaling(factor, low, high, length)
-
-
-def _yarn(config: ConfigFile, rope: ConfigFile, factor: float, theta: float) -> YarnScaling:
-    """Return the scaling of YaRN with its fields in `rope`."""
-
-    def gain(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
-
-    scale, of_all = rope.number("mscale", None), rope.number("mscale_all_dim", None)
-    given = rope.number("attention_factor", None)
-    if given is None:
-        given = gain(1.0) if scale is None or of_all is None else gain(scale) / gain(of_all)
-    length = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
-    return YarnScaling(
-        factor,
-        config.size("original_max_position_embeddings", length),
-        theta,
-        rope.number("beta_fast", 32.0),
-        rope.number("beta_slow", 1.0),
-        rope.get("truncate", bool, True),
-        given,
-    )
+    return tuple(types)
 
 
 def layer_params(

@@ -5,6 +5,7 @@ Checkpoints that also take images are read without the tensors of their images.
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import qwen3_next
+from specjax.models.families.text_part import text_part
 from specjax.models.layer import GatedMLP
 from specjax.models.tensors import Tensors
 from specjax.types import Model
@@ -23,13 +24,3 @@ def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
     config, tensors = text_part(config, tensors)
     each = qwen3_next.layers(config, qwen3_next.mixture(config))
     return qwen3_next.decoder(config, tensors, each, (qwen3_next.MTP_LAYERS, VISION))
-
-
-def text_part(config: ConfigFile, tensors: Tensors) -> tuple[ConfigFile, Tensors]:
-    """Return the fields and the tensors of the language model in a checkpoint that may take images, too."""
-    if "text_config" not in config:
-        return config, tensors
-    text = config.table("text_config")
-    if "tie_word_embeddings" in config and "tie_word_embeddings" not in text:
-        text.fields["tie_word_embeddings"] = config.get("tie_word_embeddings", bool)
-    return text, tensors.inside("model.language_model.")

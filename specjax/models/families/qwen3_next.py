@@ -1,11 +1,12 @@
 """Qwen3-Next, and the parts that Qwen3.5 has, too: gated delta nets in most layers, gated attention in the others."""
 
+from functools import partial
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts, Shared, SoftmaxTopK
-from specjax.models.families import llama, mixtures
+from specjax.models.families import llama, mixtures, ropes
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
@@ -76,7 +77,7 @@ def decoder(config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...],
         each,
         head_size=256,
         norm_offset=1.0,
-        rotary_factor=0.25,
+        rope=partial(ropes.read, rotary_factor=0.25),
         ignored=ignored,
         **options,
     )

@@ -1,0 +1,24 @@
+"""The language model in a checkpoint that takes images or audio, too."""
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.tensors import Tensors
+
+PREFIXES = "language_model.model.", "model.language_model."  # in place of "model.", before transformers 4.52 and after
+OTHERS = (  # names of tensors that text does not pass through
+    "vision_tower.*",
+    "model.vision_tower.*",
+    "multi_modal_projector.*",
+    "model.multi_modal_projector.*",
+)
+
+
+def text_part(config: ConfigFile, tensors: Tensors) -> tuple[ConfigFile, Tensors]:
+    """Return the fields and the tensors of the language model in a checkpoint that may have other parts, too."""
+    if "text_config" not in config:
+        return config, tensors
+    text = config.table("text_config")
+    if "tie_word_embeddings" in config and "tie_word_embeddings" not in text:
+        text.fields["tie_word_embeddings"] = config.get("tie_word_embeddings", bool)
+    names = tensors.names()
+    found = [prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in names)]
+    return text, tensors.inside(found[0]) if found else tensors
