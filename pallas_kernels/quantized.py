@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.launch import Leaf
+from pallas_kernels.triton import plgpu
 
 # Codes lie in words of 32 bits, 4 or 8 to a word. A block takes 4 words, which one load of a thread reads, and holds as
 # many inputs in a row: code 4 i + r of a block lies in place i of word r, the lowest bits being place 0. The codes of
@@ -118,6 +119,7 @@ def _is_aligned(index: Any, rows: int, size: int) -> bool:
 
 # The bits of a number in float32 by which a code is turned into a float without a conversion.
 _OF_128, _OF_256 = 0x43000000, 0x43800000
+LOWER_HALF = _OF_128 >> 16
 _E4M3_BITS, _E2M1_BITS = -0x78100000, -0x7E400000  # the sign, the lower exponent and the upper mantissa, as int32
 RAISE = 2.0**100  # factor on inputs that are multiplied by numbers with small exponents
 _FIELD = {"e4m3": 2.0**120, "e2m1": 2.0**126}  # factor from the float of the bits to the value of a code
@@ -173,6 +175,31 @@ def decode(weight: Quantized, words: jax.Array, place: int, interpret: bool) -> 
     return jnp.where(bits < 0, -value, value)
 
 
+def decode_halves(words: jax.Array, place: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Return integers of 4 bits in two places of words, `place` < 4 and `place` + 4, with fewer instructions.
+
+    Both codes are taken at once, to the two halves of a word, each below the bits of 128 in bfloat16. The upper half is
+    not freed of the lower one, which adds (code + LOWER_HALF) 2 ** -16 to it.
+
+    Returns:
+        float32 128 + code of the first place, and 128 + code of the second place + (code of the first place +
+        LOWER_HALF) 2 ** -16.
+    """
+    shifted = _shifted(words, -4 * place)
+    if interpret:
+        both = (shifted & 0xF000F) | (_OF_128 | LOWER_HALF)
+    else:  # the compiler would take two instructions
+        (both,) = plgpu.elementwise_inline_asm(
+            "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;",  # (word & a) | b
+            args=[shifted],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
+        )
+    lower, upper = (jax.lax.bitcast_convert_type(x, jnp.float32) for x in (_shifted(both, 16), both))
+    return lower, upper
+
+
 def _shifted(words: jax.Array, left: int) -> jax.Array:
     """Shift words to the left, or to the right by a negative number; the bits that come in are not used."""
     shift = jax.lax.shift_left if left > 0 else jax.lax.shift_right_logical
@@ -186,3 +213,60 @@ def as_scale(scale: jax.Array) -> jax.Array:
     exponent = scale.astype(jnp.int32)
     # 2 ** -127 is below the normal numbers; as 2 ** -126 it is as good as 0.
     return jax.lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)
+
+
+def has_pairs(weight: Quantized, dtype: Any) -> bool:
+    """Return whether `decode_pairs` makes operands of a dtype: of codes of 4 bits, with integers as zeros."""
+    if dtype != jnp.bfloat16 or weight.bits != 4 or weight.minimum is not None:
+        return False
+    return weight.zero is None or (weight.code == "int" and jnp.issubdtype(weight.zero.dtype, jnp.integer))
+
+
+def decode_pairs(
+    weight: Quantized, words: jax.Array, zero: jax.Array | None, scale: jax.Array | None
+) -> list[jax.Array]:
+    """Return the numbers in each place of words in bfloat16, with a third of the instructions of `decode`.
+
+    Each instruction works on two numbers: two words give their lower halves to one register and their upper halves to
+    another one. An integer q becomes 128 + q, from which an exact difference is taken.
+
+    Args:
+        weight: of codes of 4 bits.
+        words: int32.
+        zero: bfloat16 of the shape of `words`: -128 less the zeros of integers; None for e2m1.
+        scale: bfloat16 of the shape of `words`, or None for integers without a scale. That of numbers
+            e2m1 has the factor of 2 ** 126 that they lack.
+    """
+    operands = [x for x in (zero, scale) if x is not None]
+    found = []
+    for place in range(weight.places):
+        (numbers,) = plgpu.elementwise_inline_asm(
+            assembly(weight.code, place, len(operands)),
+            args=[words, *operands],
+            constraints=",".join(["=r", "r", "r"] + ["r"] * len(operands)),
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+        )
+        found.append(numbers)
+    return found
+
+
+def assembly(code: str, place: int, num_operands: int) -> str:
+    """Return the PTX that turns the codes in one place of the words $1 and $2 into the two numbers $0."""
+    low = 4 * (place % 4)  # the lowest bit of the codes in the halves of words
+    lines = [f"prmt.b32 h, $1, $2, {'0x5410' if place < 4 else '0x7632'};"]
+    if code == "int":
+        lines += [_shift("t", -low), "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"]  # (t & a) | b
+        lines += ["fma.rn.bf16x2 t, t, one, $3;", "fma.rn.bf16x2 t, t, $4, none;"][:num_operands]
+    else:
+        lines += [_shift("t", 6 - low), "and.b32 t, t, 0x01c001c0;", _shift("u", 12 - low)]
+        lines += ["lop3.b32 t, u, 0x80008000, t, 0xea;", "fma.rn.bf16x2 t, t, $3, none;"]
+    # GPUs before Hopper have no other arithmetic on pairs in bfloat16 than this; `none` is a pair of -0.
+    constants = ["mov.b32 one, 0x3f803f80;", "mov.b32 none, 0x80008000;"]
+    return " ".join(["{ .reg .b32 h, t, u, one, none;", *constants, *lines, "mov.b32 $0, t; }"])
+
+
+def _shift(result: str, left: int) -> str:
+    """Return the PTX that shifts the register h to the left, or to the right by a negative number."""
+    operation = "shl" if left > 0 else "shr"
+    return f"{operation}.b32 {result}, h, {abs(left)};" if left else f"mov.b32 {result}, h;"

@@ -5,7 +5,7 @@ Its threads share the inputs, so that a thread prepares an input once for all th
 together once. The codes of a thread's load are of one group of inputs: its scale multiplies their sum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -17,11 +17,13 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
 from pallas_kernels.quantized import (
+    LOWER_HALF,
     RAISE,
     WORDS_IN_BLOCK,
     Quantized,
     as_scale,
     decode,
+    decode_halves,
     field_of,
     offset_of,
     unsupported_weight,
@@ -63,11 +65,18 @@ def is_worthwhile(x: Array, weight: Quantized) -> bool:
 def default_tiling(weight: Quantized, num_outputs: int) -> RowTiling:
     """Choose a tiling that reads a row at once where it is short, and makes enough programs to fill the device."""
     loads = weight.values.shape[-1] // WORDS_IN_BLOCK
-    num_warps = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP)))
-    outputs = 8 // (weight.shape[0] // num_outputs)
+    # Integers of 4 bits take few instructions; more programs then hide more of the time of their loads.
+    largest = RowTiling(4, 2) if _is_paired(weight) else RowTiling(8, 4)
+    num_warps = min(largest.num_warps, pl.next_power_of_2(pl.cdiv(loads, _WARP)))
+    outputs = largest.outputs // (weight.shape[0] // num_outputs)
     while outputs > 2 and num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
         outputs //= 2
     return RowTiling(outputs, num_warps)
+
+
+def _is_paired(weight: Quantized) -> bool:
+    """Return whether codes are decoded two at a time."""
+    return weight.bits == 4 and weight.code == "int"
 
 
 def linear(
@@ -124,6 +133,7 @@ def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tupl
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
     output = pl.program_id(0) * outputs + jax.lax.iota(jnp.int32, outputs)
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
+    is_paired = _is_paired(weight)
     is_raised = field_of(weight, interpret) != 1
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
@@ -148,14 +158,34 @@ def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tupl
         exists = jnp.broadcast_to((at < num_loads) & (output[:, None] < num_outputs), (outputs, lanes))
         return load(ref, row // weight.group[0], at * block // weight.inputs_of_scale, exists=exists)
 
-    def contribution(half: int, step, words: Array, xs: list[Array], total: Array) -> Array:
+    def codes_of(words: Array) -> Iterator[tuple[int, Array]]:
+        """Yield each place, and the numbers that its inputs multiply."""
+        for place in range(weight.places // 2 if is_paired else weight.places):
+            if is_paired:
+                yield from zip((place, place + 4), decode_halves(words, place, interpret), strict=True)
+            else:
+                yield place, decode(weight, words, place, interpret)
+
+    def adjusted(xs: list[Array]) -> tuple[list[Array], Array, Array | float]:
+        """Return inputs for `codes_of`, their sum [1, lanes], and the sum that codes of 0 with their middle would give.
+
+        The second number of a pair contains the code of the first one, multiplied by 2 ** -16; the inputs make up.
+        """
+        half = weight.places // 2
+        lower, upper = (jnp.sum(sum(some), axis=-1) for some in (xs[:half], xs[half:]))
+        total = lower + upper
+        if weight.code != "int":
+            return [x * RAISE for x in xs] if is_raised else xs, total / unit, 0.0
+        if not is_paired:
+            return xs, total, offset_of(weight) * total
+        adjusted = [x - y * 2.0**-16 for x, y in zip(xs[:half], xs[half:], strict=True)]
+        return adjusted + xs[half:], total, offset_of(weight) * total + (LOWER_HALF - 128) * 2.0**-16 * upper
+
+    def contribution(half: int, step, words: Array, xs: list[Array], added: Array | float, total: Array) -> Array:
         """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
-        products = sum(decode(weight, words, place, interpret) * x for place, x in enumerate(xs))
-        y = jnp.sum(products, axis=-1)
+        y = jnp.sum(sum(code * xs[place] for place, code in codes_of(words)), axis=-1) - added
         if weight.zero is not None and not all_inputs:
-            y -= (of_group(weight.zero, half, step).astype(jnp.float32) + offset_of(weight)) * total
-        elif weight.code == "int":
-            y -= offset_of(weight) * total
+            y -= of_group(weight.zero, half, step).astype(jnp.float32) * total
         if all_inputs:
             return y
         y *= as_scale(of_group(weight.scale, half, step))
@@ -175,12 +205,10 @@ def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tupl
                 squares += jnp.sum(x * x, axis=-1)
                 x *= load(norm_ref, column, exists=exists).astype(jnp.float32)
             xs.append(x)
-        total = jnp.sum(sum(xs), axis=-1) / unit
-        if is_raised:
-            xs = [x * RAISE for x in xs]
+        xs, total, added = adjusted(xs)
         each = zip(halves, words, sums.outputs, strict=True)
-        added = [y + contribution(half, step, w, xs, total) for half, w, y in each]
-        return _Sums(added, squares, sums.inputs + total)
+        outputs_sums = [y + contribution(half, step, w, xs, added, total) for half, w, y in each]
+        return _Sums(outputs_sums, squares, sums.inputs + total)
 
     words, none = load_words(0), jnp.zeros((1, lanes), jnp.float32)
     sums = _Sums([jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none)

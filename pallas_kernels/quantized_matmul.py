@@ -1,13 +1,14 @@
 """The product of a few rows with a quantised matrix, with the gate or the sum after it.
 
 The kernel is bound by memory: it reads the matrix once, by copies to shared memory that run several tiles ahead of the
-tensor cores, which get the codes as numbers of 16 bits. Where a matrix has few outputs, several programs share the
-inputs of an output, and XLA adds their sums.
+tensor cores, which get the codes as numbers of 16 bits. Scales and zeros are read one tile ahead. Where a matrix has
+few outputs, several programs share the inputs of an output, and XLA adds their sums.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ from pallas_kernels.quantized import (
     Quantized,
     as_scale,
     decode,
+    decode_pairs,
     field_of,
+    has_pairs,
     offset_of,
     unsupported_weight,
 )
@@ -41,6 +44,14 @@ class Tiling(NamedTuple):
     num_splits: int = 1  # programs that share the inputs of an output
 
 
+class _Groups(NamedTuple):
+    """Numbers of the groups of a step: references, or what was loaded."""
+
+    scale: Any
+    zero: Any
+    minimum: Any
+
+
 def unsupported(x: Array, weight: Quantized) -> str | None:
     """Return why the kernel cannot multiply x [..., K] by a weight [N, K], or None where it can."""
     if x.size > MAX_ROWS * x.shape[-1]:
@@ -55,16 +66,23 @@ def is_worthwhile(x: Array, weight: Quantized) -> bool:
     return True
 
 
-def default_tiling(weight: Quantized, num_outputs: int, num_rows: int) -> Tiling:
+def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DTypeLike = jnp.bfloat16) -> Tiling:
     """Choose a tiling whose steps keep to a group of inputs where groups are large, and that fills the device."""
-    outputs = 64 // (weight.shape[0] // num_outputs)
+    halves = weight.shape[0] // num_outputs
     words = 16 if weight.group[1] == 16 * weight.places else 32
-    programs = pl.cdiv(num_outputs, outputs)
-    num_steps = pl.cdiv(weight.values.shape[1], words)
+    tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
+    if has_pairs(weight, dtype) and num_rows <= 16:
+        # Two warps use the tensor cores without a barrier between places, and each warp has 32 outputs or more: with 16
+        # the compiler passes the numbers on through shared memory.
+        tiling, programs_wanted = Tiling(64, 16, 2, 4), 4 * NUM_MULTIPROCESSORS
+    elif has_pairs(weight, dtype) and words == 16:
+        tiling, programs_wanted = Tiling(128 // halves, 16, 4, 3), NUM_MULTIPROCESSORS
+    programs = pl.cdiv(num_outputs, tiling.outputs)
+    num_steps = pl.cdiv(weight.values.shape[1], tiling.words)
     num_splits = 1
-    while num_splits < 8 and programs * num_splits < 2 * NUM_MULTIPROCESSORS and num_steps >= 16 * num_splits:
+    while num_splits < 8 and programs * num_splits < programs_wanted and num_steps >= 16 * num_splits:
         num_splits *= 2
-    return Tiling(outputs, words, 4, 4 if num_rows <= 32 else 3, num_splits)
+    return tiling._replace(num_splits=num_splits)
 
 
 def matmul(
@@ -82,7 +100,7 @@ def matmul(
     Args:
         x: [T, K] bfloat16 or float16, T <= 64.
         weight: [N, K]. Its numbers are rounded to the dtype of x, after their scale where a step of the kernel meets
-            several scales.
+            several scales; scales of 4 bits are then rounded too.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [T, N], or [T, N / 2] with an activation: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -94,7 +112,7 @@ def matmul(
     """
     num_rows, dtype = x.shape[0], dtype or x.dtype
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
-    tiling = tiling or default_tiling(weight, num_outputs, num_rows)
+    tiling = tiling or default_tiling(weight, num_outputs, num_rows, x.dtype)
     is_split = tiling.num_splits > 1
     num_parts = 1 if activation is None or not is_split else 2
     # The inputs of each place of a word are put in a row: [places, T, words].
@@ -128,8 +146,6 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
     (places, num_rows, num_words), num_outputs = x_ref.shape, out_ref.shape[-1]
     outputs, width = tile
     padded_rows = max(_MIN_ROWS, pl.next_power_of_2(num_rows))
-    # The left factor of a product has at least 64 rows on the fast tensor cores, and at least 16 on the others.
-    outputs_first = outputs >= 64
     row = jax.lax.iota(jnp.int32, padded_rows)[:, None]
     output = pl.program_id(0) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
@@ -139,6 +155,11 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
     all_inputs = weight.group[1] == 0
     one_group = all_inputs or (per_group % group == 0 and weight.minimum is None)
     field, offset = field_of(weight, interpret), offset_of(weight)
+    is_paired = has_pairs(weight, x_ref.dtype) and not interpret
+    # Numbers e2m1 times the scales of groups are left small enough for bfloat16 with this factor.
+    unit = 2.0**63 if is_paired and weight.code != "int" and not one_group else 1.0
+    span = min(group, math.gcd(per_group, group))  # inputs of a step that share a scale for certain
+    group_refs = _Groups(weight.scale, weight.zero, weight.minimum)
     exists_always = num_outputs % outputs == 0
     is_ragged = num_words % (width * num_steps) != 0
 
@@ -146,58 +167,85 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
         mask = reduce(jnp.logical_and, masks) if masks else None
         return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
-    def of_group(ref, half: int, step, column: Array) -> Array:
-        """Load numbers of groups, [outputs, 1] where a step has one and [outputs, width] elsewhere."""
-        at = jnp.full((outputs, 1), step * group) if one_group else column // WORDS_IN_BLOCK * places * WORDS_IN_BLOCK
-        masks = [] if exists_always else [output < num_outputs]
-        if is_ragged:
-            masks.append(at < weight.shape[1])
-        return load(ref, (half + output) // weight.group[0], at // per_group, masks=masks)
+    def load_groups(half: int, at: Array) -> _Groups:
+        """Load the numbers of the groups of a step as they are: [outputs] for one group, else [outputs, groups]."""
+        row, column = half + output[:, 0], jnp.full((outputs,), at * group)
+        if not one_group:
+            row, column = row[:, None], at * group + span * jax.lax.iota(jnp.int32, group // span)[None]
+        masks = [] if exists_always else [row < half + num_outputs]
+        masks.append(column < weight.shape[1])  # the step after the last one is asked for too
+        return jax.tree.map(lambda ref: load(ref, row // weight.group[0], column // per_group, masks=masks), group_refs)
 
-    def numbers(words: Array, half: int, step, column: Array) -> list[Array]:
+    def spread(x: Array) -> Array:
+        """Repeat numbers of groups for each word, [outputs, width], or [outputs, 1] for one group."""
+        if one_group:
+            return x[:, None]
+        repeated = jnp.broadcast_to(x[:, :, None], (*x.shape, width // x.shape[1]))
+        return repeated.reshape(outputs, width)
+
+    def numbers(words: Array, groups: _Groups) -> list[Array]:
         """Return the operands of the tensor cores, [outputs, width] for each place, without scales of a whole step."""
+        if is_paired:
+            return decode_pairs(weight, words, *operands_of(groups))
         subtracted: Array | float = offset
-        if weight.zero is not None:
-            subtracted = of_group(weight.zero, half, step, column).astype(jnp.float32) + offset
+        if groups.zero is not None:
+            subtracted = groups.zero.astype(jnp.float32) + offset
         codes = [decode(weight, words, place, interpret) for place in range(places)]
         codes = [code - subtracted if weight.code == "int" else code * field for code in codes]
-        if weight.code != "int" and weight.zero is not None:
+        if weight.code != "int" and groups.zero is not None:
             codes = [code - subtracted for code in codes]
         if not one_group:
-            scale = as_scale(of_group(weight.scale, half, step, column))
-            codes = [code * scale for code in codes]
-            if weight.minimum is not None:
-                minimum = of_group(weight.minimum, half, step, column).astype(jnp.float32)
-                codes = [code + minimum for code in codes]
+            codes = [code * as_scale(groups.scale) for code in codes]
+            if groups.minimum is not None:
+                codes = [code + groups.minimum.astype(jnp.float32) for code in codes]
         return [code.astype(x_ref.dtype) for code in codes]
 
-    def step(index, totals):
+    def operands_of(groups: _Groups) -> tuple[Array | None, Array | None]:
+        """Return the zeros and the scales for `decode_pairs`, [outputs, width]."""
+        zero, scale = None, None
+        if weight.code == "int":
+            zero = jnp.float32(-offset) - (0 if groups.zero is None else groups.zero.astype(jnp.float32))
+        if not one_group:
+            scale = as_scale(groups.scale) * (1 if weight.code == "int" else field / unit)
+        elif weight.code != "int":
+            scale = jnp.float32(field)
+
+        def of_words(x: Array | None) -> Array | None:
+            return None if x is None else jnp.broadcast_to(x.astype(jnp.bfloat16), (outputs, width))
+
+        return of_words(zero), of_words(scale)
+
+    def step(index, carry):
+        totals, groups = carry
         at = first_step + index
+        following = [load_groups(half, at + 1) for half in halves]
         column = at * width + jax.lax.iota(jnp.int32, width)[None]
         in_row = [column < num_words] if is_ragged else []
         xs = [load(x_ref, place, row, column, masks=[row < num_rows, *in_row]) for place in range(places)]
-        following = []
-        for half, total in zip(halves, totals, strict=True):
+        sums = []
+        for half, total, loaded in zip(halves, totals, groups, strict=True):
+            found = jax.tree.map(spread, loaded)
             masks = in_row + ([] if exists_always else [output < num_outputs])
             words = load(weight.values, half + output, column, masks=masks)
-            pairs = zip(numbers(words, half, at, column), xs, strict=True)
-            product = sum(plgpu.dot(w, x.T) if outputs_first else plgpu.dot(x, w.T) for w, x in pairs)
-            if one_group and not all_inputs:
-                scale = as_scale(of_group(weight.scale, half, at, column))
-                product *= scale if outputs_first else scale.T
-            following.append(total + product)
-        return following
+            pairs = zip(numbers(words, found), xs, strict=True)
+            scaled_here = one_group and not all_inputs
+            product = jnp.zeros_like(total) if scaled_here else total
+            for w, x_of_place in pairs:
+                product += plgpu.dot(w, x_of_place.T)  # the tensor cores add to the sum
+            sums.append(total + product * as_scale(found.scale) if scaled_here else product)
+        return sums, following
 
-    shape = (outputs, padded_rows) if outputs_first else (padded_rows, outputs)
-    totals = jax.lax.fori_loop(0, num_steps, step, [jnp.zeros(shape, jnp.float32)] * len(halves))
+    totals = [jnp.zeros((outputs, padded_rows), jnp.float32)] * len(halves)
+    groups = [load_groups(half, first_step) for half in halves]
+    totals, _ = jax.lax.fori_loop(0, num_steps, step, (totals, groups))
+    if unit != 1:
+        totals = [total * unit for total in totals]
     if all_inputs:
         masks = [] if exists_always else [output < num_outputs]
         for i, half in enumerate(halves):
-            scale = as_scale(
-                load(weight.scale, (half + output) // weight.group[0], jnp.zeros_like(output), masks=masks)
-            )
-            totals[i] *= scale if outputs_first else scale.T
-    at = (row.T, output) if outputs_first else (row, output.T)
+            scale = load(weight.scale, (half + output) // weight.group[0], jnp.zeros_like(output), masks=masks)
+            totals[i] *= as_scale(scale)
+    at = row.T, output
     exists = (at[0] < num_rows) & (at[1] < num_outputs)
     if num_splits > 1:
         for i, total in enumerate(totals):

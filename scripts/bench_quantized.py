@@ -45,14 +45,19 @@ TILINGS = tuple(
     for outputs, words, num_warps in (
         (16, 32, 2),
         (16, 64, 2),
+        (32, 16, 1),
         (32, 32, 4),
+        (64, 16, 1),
+        (64, 16, 2),
+        (64, 32, 2),
         (64, 16, 4),
         (64, 32, 4),
+        (128, 16, 4),
         (128, 32, 4),
         (128, 32, 8),
     )
-    for num_stages in (3, 5)
-    for num_splits in (1, 2, 4)
+    for num_stages in (3, 4, 5)
+    for num_splits in (1, 2, 4, 8)
 )
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lowering import compile_for_sm90, triton_kernels
-from test_quantized import CASES, fabricated
+from test_quantized import CASES, E2M1, fabricated
 
 from pallas_kernels import quantized_linear, quantized_matmul
+from pallas_kernels.quantized import assembly
 from pallas_kernels.quantized_linear import RowTiling
 from pallas_kernels.quantized_matmul import Tiling
 from specjax.models import linear as models
@@ -123,6 +124,63 @@ def test_every_code(code, interpret):
         two = quantized_matmul.matmul(x, weight, dtype=jnp.float32, interpret=interpret)
         np.testing.assert_array_equal(one, floats)
         np.testing.assert_array_equal(two, np.stack([floats, np.zeros_like(floats)]))
+
+
+def run_assembly(text: str, registers: dict[str, np.ndarray]) -> np.ndarray:
+    """The register $0 after instructions of PTX on arrays of uint32."""
+
+    def value(name: str) -> Any:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    def multiplied(*pairs: np.ndarray) -> np.ndarray:
+        same = map(np.ascontiguousarray, np.broadcast_arrays(*pairs))
+        x, y, z = (pair.view(jnp.bfloat16).astype(np.float32) for pair in same)
+        return (x * y + z).astype(jnp.bfloat16).view(np.uint32)
+
+    def permuted(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
+        parts = np.stack([x, y], -1).astype("<u4").view(np.uint8)
+        chosen = [(int(selector) >> 4 * i) & 15 for i in range(4)]
+        return np.ascontiguousarray(parts[..., chosen]).view("<u4")[..., 0]
+
+    operations = {
+        "prmt.b32": permuted,
+        "shl.b32": lambda x, n: x << n,
+        "shr.b32": lambda x, n: x >> n,
+        "and.b32": lambda x, y: x & y,
+        "mov.b32": lambda x: x,
+        "lop3.b32": lambda x, y, z, table: {0xEA: (x & y) | z}[int(table)],
+        "fma.rn.bf16x2": multiplied,
+    }
+    for line in text.strip("{} ").split(";")[1:-1]:
+        name, rest = line.split(maxsplit=1)
+        result, *arguments = rest.split(", ")
+        registers[result] = operations[name](*map(value, arguments))
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("code", ["int", "e2m1"])
+@pytest.mark.parametrize("place", range(8))
+def test_assembly(code, place):
+    """Each pair of codes, beside other codes in the words, with a zero and a scale, as the instructions define it."""
+    rng = np.random.default_rng(place)
+    codes = np.stack(np.meshgrid(range(16), range(16)), -1).reshape(-1, 2).astype(np.uint32)
+    words = rng.integers(0, 2**32, codes.shape, np.uint32) & ~np.uint32(15 << 4 * place) | codes << np.uint32(4 * place)
+    scale = np.stack(np.broadcast_arrays(*np.float32(2.0) ** rng.integers(-9, 9, (2, len(codes)))), -1)
+    zero = rng.integers(0, 17, codes.shape)
+
+    def packed(x: np.ndarray) -> np.ndarray:
+        return x.astype(jnp.bfloat16).view(np.uint32)[:, 0]
+
+    registers = {"$1": words[:, 0], "$2": words[:, 1]}
+    if code == "int":
+        registers |= {"$3": packed(-128 - zero), "$4": packed(scale)}
+        reference = (codes.astype(np.float32) - zero) * scale
+    else:
+        registers |= {"$3": packed(scale * np.float32(2.0**63))}
+        reference = np.asarray(E2M1, np.float32)[codes] * scale
+    numbers = run_assembly(assembly(code, place, len(registers) - 2), registers)
+    found = numbers[:, None].view(jnp.bfloat16).astype(np.float32) * np.float32(1 if code == "int" else 2.0**63)
+    np.testing.assert_array_equal(found, reference)
 
 
 def described(case: str, num_outputs: int, size: int) -> Quantized:
