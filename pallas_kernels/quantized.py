@@ -216,32 +216,36 @@ def as_scale(scale: jax.Array) -> jax.Array:
 
 
 def has_pairs(weight: Quantized, dtype: Any) -> bool:
-    """Return whether `decode_pairs` makes operands of a dtype: of codes of 4 bits, with integers as zeros."""
-    if dtype != jnp.bfloat16 or weight.bits != 4 or weight.minimum is not None:
+    """Return whether `decode_pairs` makes operands of a dtype: of 4 bits or e4m3, with integers as zeros."""
+    if dtype != jnp.bfloat16 or weight.minimum is not None or (weight.bits, weight.code) == (8, "int"):
         return False
     return weight.zero is None or (weight.code == "int" and jnp.issubdtype(weight.zero.dtype, jnp.integer))
 
 
 def decode_pairs(
-    weight: Quantized, words: jax.Array, zero: jax.Array | None, scale: jax.Array | None
+    weight: Quantized, words: jax.Array, zero: jax.Array | None, scales: list[jax.Array], interpret: bool
 ) -> list[jax.Array]:
-    """Return the numbers in each place of words in bfloat16, with a third of the instructions of `decode`.
+    """Return the numbers in each place of words in bfloat16, with a third to a half of the instructions of `decode`.
 
     Each instruction works on two numbers: two words give their lower halves to one register and their upper halves to
-    another one. An integer q becomes 128 + q, from which an exact difference is taken.
+    another one. An integer q becomes 128 + q, from which an exact difference is taken. A scale of more bits than
+    bfloat16 has comes as a sum of two, so that only the product is rounded.
 
     Args:
-        weight: of codes of 4 bits.
+        weight: of codes of 4 bits or e4m3.
         words: int32.
-        zero: bfloat16 of the shape of `words`: -128 less the zeros of integers; None for e2m1.
-        scale: bfloat16 of the shape of `words`, or None for integers without a scale. That of numbers
-            e2m1 has the factor of 2 ** 126 that they lack.
+        zero: bfloat16 of the shape of `words`: -128 less the zeros of integers; None for other codes.
+        scales: bfloat16 of the shape of `words`: none for integers without a scale, one, or two that are summed. The
+            scales of e4m3 and e2m1 have the factor that the bits of these numbers lack (`field_of`).
+        interpret: whether the kernel is interpreted, which knows no assembly.
     """
-    operands = [x for x in (zero, scale) if x is not None]
+    operands = ([] if zero is None else [zero]) + scales
+    if interpret:
+        return [_number(decode(weight, words, place, interpret), zero, scales) for place in range(weight.places)]
     found = []
     for place in range(weight.places):
         (numbers,) = plgpu.elementwise_inline_asm(
-            assembly(weight.code, place, len(operands)),
+            assembly(weight.code, place, zero is not None, len(scales)),
             args=[words, *operands],
             constraints=",".join(["=r", "r", "r"] + ["r"] * len(operands)),
             pack=2,
@@ -251,17 +255,30 @@ def decode_pairs(
     return found
 
 
-def assembly(code: str, place: int, num_operands: int) -> str:
+def _number(code: jax.Array, zero: jax.Array | None, scales: list[jax.Array]) -> jax.Array:
+    """Return what `assembly` computes of a code in float32."""
+    number = code if zero is None else code + zero.astype(jnp.float32)
+    if scales:
+        of_lower = [(number * scale.astype(jnp.float32)).astype(jnp.bfloat16) for scale in scales[1:]]
+        number = sum(of_lower, number * scales[0].astype(jnp.float32))
+    return number.astype(jnp.bfloat16)
+
+
+def assembly(code: str, place: int, has_zero: bool, num_scales: int) -> str:
     """Return the PTX that turns the codes in one place of the words $1 and $2 into the two numbers $0."""
-    low = 4 * (place % 4)  # the lowest bit of the codes in the halves of words
-    lines = [f"prmt.b32 h, $1, $2, {'0x5410' if place < 4 else '0x7632'};"]
+    half, low = divmod((8 if code == "e4m3" else 4) * place, 16)  # of words, and the lowest bit in it
+    lines = [f"prmt.b32 h, $1, $2, {('0x5410', '0x7632')[half]};"]
     if code == "int":
         lines += [_shift("t", -low), "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"]  # (t & a) | b
-        lines += ["fma.rn.bf16x2 t, t, one, $3;", "fma.rn.bf16x2 t, t, $4, none;"][:num_operands]
     else:
-        lines += [_shift("t", 6 - low), "and.b32 t, t, 0x01c001c0;", _shift("u", 12 - low)]
-        lines += ["lop3.b32 t, u, 0x80008000, t, 0xea;", "fma.rn.bf16x2 t, t, $3, none;"]
+        top, right, mask = (8, 4, "0x07f007f0") if code == "e4m3" else (12, 6, "0x01c001c0")
+        lines += [_shift("t", top - right - low), f"and.b32 t, t, {mask};", _shift("u", top - low)]
+        lines += ["lop3.b32 t, u, 0x80008000, t, 0xea;"]
     # GPUs before Hopper have no other arithmetic on pairs in bfloat16 than this; `none` is a pair of -0.
+    first = 3 + has_zero  # the number of the operand with the scale
+    lines += ["fma.rn.bf16x2 t, t, one, $3;"] * has_zero
+    lines += [f"fma.rn.bf16x2 u, t, ${first + 1}, none;"] * (num_scales > 1)
+    lines += [f"fma.rn.bf16x2 t, t, ${first}, {'u' if num_scales > 1 else 'none'};"] * (num_scales > 0)
     constants = ["mov.b32 one, 0x3f803f80;", "mov.b32 none, 0x80008000;"]
     return " ".join(["{ .reg .b32 h, t, u, one, none;", *constants, *lines, "mov.b32 $0, t; }"])
 

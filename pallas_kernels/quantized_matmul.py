@@ -30,7 +30,8 @@ from pallas_kernels.quantized import (
 )
 from pallas_kernels.triton import plgpu
 
-MAX_ROWS = 64
+MAX_ROWS = 512
+_MOST_ROWS = 64  # XLA multiplies more rows faster, after it has turned the matrix into floats
 _MIN_ROWS = 16  # in the smallest product of the tensor cores
 
 
@@ -42,6 +43,7 @@ class Tiling(NamedTuple):
     num_warps: int  # warps of a program
     num_stages: int  # tiles that a program has in flight
     num_splits: int = 1  # programs that share the inputs of an output
+    rows: int = 64  # the most rows of a program, a power of two
 
 
 class _Groups(NamedTuple):
@@ -62,8 +64,8 @@ def unsupported(x: Array, weight: Quantized) -> str | None:
 
 
 def is_worthwhile(x: Array, weight: Quantized) -> bool:
-    """Return whether the kernel is faster than XLA, which turns a matrix into floats first: always."""
-    return True
+    """Return whether the kernel is faster than XLA, which turns a matrix into floats first: for few rows."""
+    return x.size <= _MOST_ROWS * x.shape[-1]
 
 
 def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DTypeLike = jnp.bfloat16) -> Tiling:
@@ -98,9 +100,9 @@ def matmul(
     """Multiply rows by each row of a matrix, summing in float32.
 
     Args:
-        x: [T, K] bfloat16 or float16, T <= 64.
+        x: [T, K] bfloat16 or float16, T <= 512.
         weight: [N, K]. Its numbers are rounded to the dtype of x, after their scale where a step of the kernel meets
-            several scales; scales of 4 bits are then rounded too.
+            several scales.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [T, N], or [T, N / 2] with an activation: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -113,23 +115,22 @@ def matmul(
     num_rows, dtype = x.shape[0], dtype or x.dtype
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs, num_rows, x.dtype)
+    padded_rows = min(tiling.rows, max(_MIN_ROWS, pl.next_power_of_2(num_rows)))
     is_split = tiling.num_splits > 1
     num_parts = 1 if activation is None or not is_split else 2
-    # The inputs of each place of a word are put in a row: [places, T, words].
-    padded = jnp.pad(x, ((0, 0), (0, weight.padding)))
-    by_place = padded.reshape(num_rows, -1, weight.places, WORDS_IN_BLOCK).transpose(2, 0, 1, 3)
     shape = (num_rows, num_outputs) if not is_split else (tiling.num_splits, num_parts, num_rows, num_outputs)
     y = call(
         partial(
             _quantized_matmul_kernel,
             activation=activation,
-            tile=(tiling.outputs, tiling.words),
+            tile=(tiling.outputs, tiling.words, padded_rows),
             num_splits=tiling.num_splits,
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else dtype),
-        (by_place.reshape(weight.places, num_rows, -1), weight, None if is_split else residual),
-        grid=(pl.cdiv(num_outputs, tiling.outputs), tiling.num_splits),
+        (x, weight, None if is_split else residual),
+        # Programs of the same outputs run at the same time, so that the cache serves all but one of them.
+        grid=(pl.cdiv(num_rows, padded_rows), pl.cdiv(num_outputs, tiling.outputs), tiling.num_splits),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -141,27 +142,34 @@ def matmul(
     return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)
 
 
-def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, int], num_splits: int, interpret: bool):
+def _quantized_matmul_kernel(
+    inputs, out_ref, *, activation, tile: tuple[int, int, int], num_splits: int, interpret: bool
+):
     x_ref, weight, residual_ref = inputs
-    (places, num_rows, num_words), num_outputs = x_ref.shape, out_ref.shape[-1]
-    outputs, width = tile
-    padded_rows = max(_MIN_ROWS, pl.next_power_of_2(num_rows))
-    row = jax.lax.iota(jnp.int32, padded_rows)[:, None]
-    output = pl.program_id(0) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
+    (num_rows, size), num_outputs = x_ref.shape, out_ref.shape[-1]
+    places, num_words = weight.places, weight.values.shape[1]
+    outputs, width, padded_rows = tile
+    row = pl.program_id(0) * padded_rows + jax.lax.iota(jnp.int32, padded_rows)[:, None]
+    output = pl.program_id(1) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
     num_steps = pl.cdiv(pl.cdiv(num_words, width), num_splits)
-    first_step = pl.program_id(1) * num_steps
+    first_step = pl.program_id(2) * num_steps
     per_group, group = weight.inputs_of_scale, width * places  # inputs that share a scale, and inputs of a step
     all_inputs = weight.group[1] == 0
     one_group = all_inputs or (per_group % group == 0 and weight.minimum is None)
     field, offset = field_of(weight, interpret), offset_of(weight)
-    is_paired = has_pairs(weight, x_ref.dtype) and not interpret
-    # Numbers e2m1 times the scales of groups are left small enough for bfloat16 with this factor.
+    is_paired = has_pairs(weight, x_ref.dtype)
+    # Numbers e4m3 and e2m1 times the scales of groups are left small enough for bfloat16 with this factor.
     unit = 2.0**63 if is_paired and weight.code != "int" and not one_group else 1.0
     span = min(group, math.gcd(per_group, group))  # inputs of a step that share a scale for certain
     group_refs = _Groups(weight.scale, weight.zero, weight.minimum)
     exists_always = num_outputs % outputs == 0
-    is_ragged = num_words % (width * num_steps) != 0
+    is_ragged = num_words != width * num_steps * num_splits
+
+    # Where the inputs of place 0 of words stand among the inputs of a step, in runs of a block's words.
+    word = jax.lax.iota(jnp.int32, width)[None]
+    in_block = jnp.full_like(word, WORDS_IN_BLOCK)
+    in_step = jax.lax.div(word, in_block) * (WORDS_IN_BLOCK * places) + jax.lax.rem(word, in_block)
 
     def load(ref, *index, masks: list[Array]) -> Array:
         mask = reduce(jnp.logical_and, masks) if masks else None
@@ -186,7 +194,7 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
     def numbers(words: Array, groups: _Groups) -> list[Array]:
         """Return the operands of the tensor cores, [outputs, width] for each place, without scales of a whole step."""
         if is_paired:
-            return decode_pairs(weight, words, *operands_of(groups))
+            return decode_pairs(weight, words, *operands_of(groups), interpret)
         subtracted: Array | float = offset
         if groups.zero is not None:
             subtracted = groups.zero.astype(jnp.float32) + offset
@@ -200,20 +208,22 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
                 codes = [code + groups.minimum.astype(jnp.float32) for code in codes]
         return [code.astype(x_ref.dtype) for code in codes]
 
-    def operands_of(groups: _Groups) -> tuple[Array | None, Array | None]:
-        """Return the zeros and the scales for `decode_pairs`, [outputs, width]."""
-        zero, scale = None, None
+    def operands_of(groups: _Groups) -> tuple[Array | None, list[Array]]:
+        """Return the zeros and the scales for `decode_pairs`, each [outputs, width]."""
+
+        def of_words(x: Array) -> Array:
+            return jnp.broadcast_to(x.astype(jnp.bfloat16), (outputs, width))
+
+        zero = None
         if weight.code == "int":
-            zero = jnp.float32(-offset) - (0 if groups.zero is None else groups.zero.astype(jnp.float32))
-        if not one_group:
-            scale = as_scale(groups.scale) * (1 if weight.code == "int" else field / unit)
-        elif weight.code != "int":
-            scale = jnp.float32(field)
-
-        def of_words(x: Array | None) -> Array | None:
-            return None if x is None else jnp.broadcast_to(x.astype(jnp.bfloat16), (outputs, width))
-
-        return of_words(zero), of_words(scale)
+            zero = of_words(jnp.float32(-offset) - (0 if groups.zero is None else groups.zero.astype(jnp.float32)))
+        if one_group:
+            return zero, [] if field == 1 else [of_words(jnp.float32(field))]
+        scale = as_scale(groups.scale) * jnp.float32(field / unit)
+        scales = [of_words(scale)]
+        if weight.scale.dtype not in (jnp.uint8, jnp.bfloat16):
+            scales.append(of_words(scale - scale.astype(jnp.bfloat16).astype(jnp.float32)))
+        return zero, scales
 
     def step(index, carry):
         totals, groups = carry
@@ -221,7 +231,11 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
         following = [load_groups(half, at + 1) for half in halves]
         column = at * width + jax.lax.iota(jnp.int32, width)[None]
         in_row = [column < num_words] if is_ragged else []
-        xs = [load(x_ref, place, row, column, masks=[row < num_rows, *in_row]) for place in range(places)]
+        # Where places of words stand among the inputs; codes after the last input multiply nothing.
+        first = at * group + in_step
+        columns = [first + WORDS_IN_BLOCK * place for place in range(places)]
+        in_x = [[x_column < size] if is_ragged or weight.padding else [] for x_column in columns]
+        xs = [load(x_ref, row, *at, masks=[row < num_rows, *masks]) for *at, masks in zip(columns, in_x, strict=True)]
         sums = []
         for half, total, loaded in zip(halves, totals, groups, strict=True):
             found = jax.tree.map(spread, loaded)
@@ -249,7 +263,7 @@ def _quantized_matmul_kernel(inputs, out_ref, *, activation, tile: tuple[int, in
     exists = (at[0] < num_rows) & (at[1] < num_outputs)
     if num_splits > 1:
         for i, total in enumerate(totals):
-            plgpu.store(out_ref.at[pl.program_id(1), i, *at], total, mask=exists)
+            plgpu.store(out_ref.at[pl.program_id(2), i, *at], total, mask=exists)
         return
     y = totals[0] if activation is None else activation(totals[0]) * totals[1]
     if residual_ref is not None:
