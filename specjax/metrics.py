@@ -5,13 +5,15 @@ noncausal acceptance rate counts each draft by its own test; it needs a verifier
 (`outcomes=True`).
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.types import Array
+from specjax.validation.extras import needs
 
 __all__ = [
     "Totals",
@@ -19,6 +21,7 @@ __all__ = [
     "acceptance_rate_per_position",
     "mean_acceptance_length",
     "noncausal_acceptance_rate",
+    "plot",
     "system_efficiency",
     "update",
     "zeros",
@@ -214,6 +217,47 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
         raise ValueError(f"num_drafts must have shape {is_accepted.shape[:-1]}, got {counts.shape}")
     is_draft = np.arange(is_accepted.shape[-1]) < counts[..., None]
     return float(_ratio(np.sum(is_accepted & is_draft), np.sum(counts)))
+
+
+def plot(runs: Any) -> Any:
+    """Draw the acceptance rate at each position of a draft, and the tokens a second, of runs.
+
+    Args:
+        runs: metrics of runs by their names, or the metrics of one run. Each has the fields of `LLM`'s metrics, of
+            which `acceptance_rate_per_position` [K], `mean_acceptance_length` and `tokens_per_second` are drawn.
+
+    Returns:
+        A figure of Matplotlib, which a notebook shows and `figure.savefig` writes.
+
+    Raises:
+        ModuleNotFoundError: Matplotlib is not installed, which the extra `plot` brings.
+        ValueError: there are no runs.
+    """
+    runs = runs if isinstance(runs, Mapping) else {"": runs}
+    if not runs:
+        raise ValueError("runs must hold the metrics of at least one run, got none")
+    with needs("plot"):
+        from matplotlib import pyplot
+    figure, (rates, speeds) = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    for i, (name, run) in enumerate(runs.items()):
+        of_drafts = run.acceptance_rate_per_position
+        if len(of_drafts):
+            rates.plot(range(1, len(of_drafts) + 1), of_drafts, marker="o", color=f"C{i}", label=name)
+        (bar,) = speeds.barh([i], [run.tokens_per_second], height=0.5, color=f"C{i}")
+        if not np.isnan(run.mean_acceptance_length):
+            speeds.bar_label(speeds.containers[-1], [f"{run.mean_acceptance_length:.2f} tokens a step"], padding=4)
+        speeds.set_xlim(0, max(speeds.get_xlim()[1], 1.6 * bar.get_width()))
+    longest = max(len(run.acceptance_rate_per_position) for run in runs.values())
+    rates.set(xlabel="position of the draft token", ylabel="acceptance rate", ylim=(0, 1.05))
+    rates.set_xticks(range(1, longest + 1))
+    if any(runs):
+        rates.legend()
+    speeds.set(xlabel="tokens/s", ylim=(len(runs) - 0.4, -0.6))
+    speeds.set_yticks(range(len(runs)) if any(runs) else [], [name for name in runs if name])
+    for axes in (rates, speeds):
+        axes.spines[["top", "right"]].set_visible(False)
+    pyplot.close(figure)  # else a notebook shows it twice
+    return figure
 
 
 def _sum(count):

@@ -4,6 +4,7 @@ Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffe
 tokens of the longest prompt, S cache slots and P pages of a sequence.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -208,6 +209,14 @@ class Model:
     # (memory, inputs of the call, path [R, D+1], count [R]) -> memory. The path has indices into the T tokens of the
     # call; index 0 is the pending token, and a chain is arange. The first `count` of a row are kept; 0: it did not run.
     commit: Callable[[Memory, ModelInput, Array, Array], Memory] | None = None
+
+    def __repr__(self) -> str:
+        leaves = [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "dtype")]
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in leaves})) or "no dtype"
+        name = getattr(self.apply, "__qualname__", type(self.apply).__qualname__)
+        limits = f"vocab_size={self.vocab_size}, max_length={self.max_length}"
+        return f"Model({limits}, params: {size / 1e6:,.1f} MB of {dtypes} in {len(leaves)} arrays, apply: {name})"
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         """Return the memory of a batch.

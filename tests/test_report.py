@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import cli, proposers
+from specjax import LLM, cli, proposers
 from specjax.cli.terminal import shown
-from specjax.engine.report import Programs, log_caches, log_models
+from specjax.engine.report import Compiling, Programs, log_caches, log_models
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 
 LOGGER = logging.getLogger("specjax.engine.report")
@@ -129,6 +129,38 @@ class TestCommand:
     def test_what_commands_show(self, arguments, is_terminal, level, monkeypatch):
         monkeypatch.setattr(sys, "stderr", Terminal() if is_terminal else io.StringIO())
         assert cli._level(cli._parser().parse_args(arguments)) == level
+
+
+def test_compiling_is_counted_once():
+    """Seconds of a block count where a program of it is new."""
+
+    @jax.jit
+    def add(x):
+        return x + 1
+
+    compiling = Compiling()
+    with compiling.counted():
+        add(np.float32(1))
+    first = compiling.seconds
+    with compiling.counted():
+        add(np.float32(2))
+    assert first > 0 and compiling.seconds == first
+    with pytest.raises(ValueError), compiling.counted():
+        raise ValueError
+
+
+def test_the_first_call_alone_is_told(caplog, monkeypatch):
+    monkeypatch.setattr("specjax.engine.llm.Run", lambda *args: SimpleNamespace(is_done=True, errors=None, results=[]))
+    config = DecoderConfig(100, 16, 1, 2, 1, 8, 16, 64)
+    model, llm = decoder_model(config, init_params(config, 0)), object.__new__(LLM)
+    llm.setup, llm._has_run = SimpleNamespace(model=model, proposer=proposers.ngram(2)), False
+    monkeypatch.setattr(LLM, "_encode", lambda *args: [1])
+    monkeypatch.setattr(LLM, "_key_data", lambda *args: None)
+    for _ in range(2):
+        llm.generate("a")
+    (line,) = caplog.messages
+    assert line.startswith(f"first call: on 1 x {jax.devices()[0].device_kind}, weights of float32; it compiles")
+    assert "steps with 2 draft tokens" in line
 
 
 def test_reading_weights(caplog, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES
 from specjax.engine.inputs import encode_prompt, key_data
-from specjax.engine.report import log_models
+from specjax.engine.report import log_first_call, log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
@@ -193,7 +193,14 @@ class LLM:
             chooses_draft_length=is_auto and proposer.num_draft_tokens > 0,
         )
         self._entropy = np.random.default_rng()
+        self._has_run = False
         log_models(self.model, self.proposer)
+
+    def __repr__(self) -> str:
+        k = self.proposer.num_draft_tokens
+        drafts = f"{type(self.proposer).__name__} with K = {k}" if k else "no drafts"
+        verifier = getattr(self.verifier, "__name__", type(self.verifier).__name__)
+        return f"LLM({drafts}, verifier: {verifier}, max_length: {self.max_length},\n    target: {self.model!r})"
 
     @property
     def model(self) -> Model:
@@ -277,6 +284,7 @@ class LLM:
         if not prompts:
             return []
         ids = [self._encode(f"prompts[{i}]", *row) for i, row in enumerate(zip(prompts, params, strict=True))]
+        self._log_first_call()
         run = Run(self.setup, prompts, ids, params, self._key_data(params))
         if progress:
             show_progress(run)
@@ -343,7 +351,14 @@ class LLM:
         if params.num_samples > 1:
             raise ValueError(f"n and best_of must be 1 in a stream, got {params.n} and {params.best_of}")
         ids = self._encode("prompt", prompt, params)
+        self._log_first_call()
         return Stream(Run(self.setup, [prompt], [ids], [params], self._key_data([params])))
+
+    def _log_first_call(self) -> None:
+        """Say in the log, at the first call, where and how the models compute, and that programs are compiled."""
+        if not self._has_run:
+            self._has_run = True
+            log_first_call(self.model, self.proposer)
 
     def _encode(self, name: str, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt after checks and truncation; errors call the prompt `name`."""

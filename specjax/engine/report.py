@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 
 def log_models(model: Model, proposer: Proposer) -> None:
     """Log the devices of a target, and the dtypes and bytes of the weights of target and proposer."""
-    devices = {device for leaf in _arrays(model.params) for device in leaf.devices()} or {jax.devices()[0]}
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(Counter(d.device_kind for d in devices).items()))
-    logger.info("target: %s of weights, %s, on %s", _size(model.params), _dtypes(model.params), kinds)
+    size, dtypes = _size(model.params), _dtypes(model.params)
+    logger.info("target: %s of weights, %s, on %s", size, dtypes, _devices(model))
     if not proposer.num_draft_tokens:
         logger.info("no drafts: plain decoding")
         return
@@ -35,6 +34,21 @@ def log_models(model: Model, proposer: Proposer) -> None:
     if _arrays(proposer):
         weights = f", {_size(proposer)} of weights, {_dtypes(proposer)}"
     logger.info("drafts: %d tokens a step, %s%s", proposer.num_draft_tokens, name, weights)
+
+
+def log_first_call(model: Model, proposer: Proposer) -> None:
+    """Log devices and dtypes of the first call of an `LLM`, its programs, and the folder that may have them."""
+    programs = f"the programs of prompts and of steps with {proposer.num_draft_tokens} draft tokens"
+    folder = used_folder()
+    kept = "and keeps them for this process alone" if folder is None else f"unless {folder} has them"
+    given = _devices(model), _dtypes(model.params), programs, kept
+    logger.info("first call: on %s, weights of %s; it compiles %s, %s", *given)
+
+
+def _devices(model: Model) -> str:
+    """Return the number and the kind of the devices of a model."""
+    devices = {device for leaf in _arrays(model.params) for device in leaf.devices()} or {jax.devices()[0]}
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(Counter(d.device_kind for d in devices).items()))
 
 
 def log_caches(slots: "Slots", pool: tuple[int, int] | None) -> None:
@@ -59,6 +73,35 @@ def _dtypes(tree: PyTree) -> str:
 def _size(tree: PyTree) -> str:
     num_bytes = sum(leaf.nbytes for leaf in _arrays(tree))
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+class Compiling:
+    """Sum the seconds of blocks in which this process compiled a program, or read a compiled one.
+
+    Attributes:
+        seconds: the sum.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Add the seconds of a block if one of its programs is new."""
+        seen: list[str] = []
+
+        def note(event: str, duration_secs: float, **_: Any) -> None:
+            if event in (COMPILED, READ):
+                seen.append(event)
+
+        start = time.perf_counter()
+        monitoring.register_event_duration_secs_listener(note)
+        try:
+            yield
+        finally:
+            monitoring.unregister_event_duration_listener(note)
+            if seen:
+                self.seconds += time.perf_counter() - start
 
 
 class Programs:

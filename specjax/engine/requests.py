@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from specjax import metrics
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.display import html_of_metrics, html_of_result, line_of_metrics, shortened
 from specjax.engine.jobs import Job
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.guided import Grammar
@@ -35,8 +36,25 @@ class Metrics(NamedTuple):
     seconds: float  # seconds from when its prompt was computed to its end, without compilation
     tokens_per_second: float  # num_tokens / seconds
     system_efficiency: float  # emitted tokens / tokens that would be emitted if every draft were accepted
-    time_to_first_token: float  # seconds from the call, with prefill and compilation; NaN before the first token
+    time_to_first_token: float  # seconds from the call, with prefill, without compilation; NaN before the first token
     noncausal_acceptance_rate: float  # share of drafts that pass their own test; NaN without verifier option outcomes
+
+    def __repr__(self) -> str:
+        return f"Metrics({line_of_metrics(self)})"
+
+    def _repr_html_(self) -> str:
+        return html_of_metrics(self)
+
+    def plot(self) -> Any:
+        """Draw acceptance and speed, as `specjax.metrics.plot` does for one or several of these.
+
+        Returns:
+            A figure of Matplotlib.
+
+        Raises:
+            ModuleNotFoundError: Matplotlib is not installed.
+        """
+        return metrics.plot({"": self})
 
 
 def metrics_of(totals: metrics.Totals, num_tokens: int, seconds: float, time_to_first_token: float) -> Metrics:
@@ -79,6 +97,15 @@ class Result(NamedTuple):
     )
     num_prompt_tokens: int = 0  # number of tokens of the prompt after truncation
     num_cached_tokens: int = 0  # number of them that were found in the pages of other requests
+    pieces: tuple["Piece", ...] = ()  # tokens of the best completion without log-probabilities; empty from a server
+
+    def __repr__(self) -> str:
+        others = f", {len(self.completions)} completions" if len(self.completions) > 1 else ""
+        texts = f"{shortened(self.prompt)} -> {shortened(self.text)}"
+        return f"Result({texts}, {self.completions[0].finish_reason}{others}, {self.metrics!r})"
+
+    def _repr_html_(self) -> str:
+        return html_of_result(self)
 
     @property
     def text(self) -> str:
@@ -160,7 +187,7 @@ class Samples:
         """Note the new tokens of a round of the scheduler.
 
         Args:
-            clock: the time that `Metrics.seconds` is measured in.
+            clock: the time of `time.perf_counter`, less the seconds of compiling since `start`.
 
         Returns:
             Whether more tokens are certain.
@@ -169,7 +196,7 @@ class Samples:
             self._begin = clock
         self._end = clock
         if math.isnan(self._time_to_first_token) and any(job.kinds for job in self.jobs):
-            self._time_to_first_token = time.perf_counter() - self.start
+            self._time_to_first_token = clock - self.start
         num_certain = [job.output.num_certain for job in self.jobs]
         if num_certain == self.num_certain:
             return False
@@ -208,6 +235,7 @@ class Samples:
             prompt_logprobs,
             num_prompt_tokens=len(first.prompt),
             num_cached_tokens=first.num_cached_tokens,
+            pieces=_plain_pieces(ranked[0], num_tokens),
         )
 
     def _completion(self, job: Job, num_tokens: int | None) -> Completion:
@@ -222,6 +250,13 @@ class Samples:
             stop_reason=output.stop_reason if is_whole else None,
             index=job.sample,
         )
+
+
+def _plain_pieces(job: Job, num_tokens: int | None) -> tuple[Piece, ...]:
+    """Return the tokens of a job without log-probabilities, cut to `num_tokens` if that is given."""
+    output = job.output
+    tokens = zip(output.token_ids[:num_tokens], job.kinds, strict=False)
+    return tuple(Piece(output.text(i, i + 1), token, kind, job.sample) for i, (token, kind) in enumerate(tokens))
 
 
 def _list_log_probs(job: Job, n: int) -> Iterator[TokenLogProbs]:

@@ -1,22 +1,24 @@
 """Decode the requests of one call in the caller's thread, on slots that are made for it."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import BestDraftLength, choices
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
+from specjax.engine.report import Compiling
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.setup import Setup
 from specjax.engine.sizes import MANY_SAMPLES, Sizes, default_sizes
-from specjax.engine.slot_calls import Output
+from specjax.engine.slot_calls import Chunk, Output
 from specjax.engine.slot_rows import Row
 from specjax.engine.slots import Slots, StepProgram
 from specjax.processes.repeat import Repeated, leads
@@ -26,7 +28,7 @@ from specjax.sampling.capacities import Capacities, needs_of, of_request
 from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.sampling.guided.tables import round_up
 from specjax.sampling.params import LogitsProcessor
-from specjax.types import Array, Context
+from specjax.types import Array, Context, PyTree
 
 LEAST_LENGTH = 128  # slots of the smallest token buffer
 
@@ -101,7 +103,7 @@ class Run:
     def advance(self) -> None:
         """Do one round of the scheduler: feed prompts, dispatch a step, and read the one before."""
         self._scheduler.advance()
-        clock = time.perf_counter() - self._device.seconds_compiling
+        clock = time.perf_counter() - self._device.compiling.seconds
         for i, samples in list(self.live.items()):
             samples.update(clock)
             error = next((job.error for job in samples.jobs if job.error is not None), None)
@@ -249,17 +251,29 @@ class _Device(Slots):
     """Slots whose steps compute the features `use`, and which know the time of calls that may compile them."""
 
     def __init__(self, *args: Any, use: int, log_probs: bool, num_samples: int, **options: Any):
-        super().__init__(*args, **options)
         self._use, self._log_probs, self._num_samples = use, log_probs, num_samples
-        self._compiled: set[tuple[int | None, bool]] = set()
-        self.seconds_compiling = 0.0
-        start = time.perf_counter()
-        with self.compiling_steps(lambda *_: nullcontext()):
+        self._called: set[Hashable] = set()
+        self.compiling = Compiling()
+        with self.compiling.counted():
+            super().__init__(*args, **options)
+        with self.compiling.counted(), self.compiling_steps(lambda *_: nullcontext()):
             self.evict([])
-        self.seconds_compiling = time.perf_counter() - start
+
+    def _first(self, *call: Hashable) -> AbstractContextManager[None]:
+        """Return a context for a call, which counts the first one as compiling if it compiles."""
+        is_first = call not in self._called
+        self._called.add(call)
+        return self.compiling.counted() if is_first else nullcontext()
+
+    def prefill(
+        self, slots: Sequence[int], chunks: Sequence[Chunk], num_rows: int = 1, *, log_probs: bool = False
+    ) -> tuple[tuple[PyTree, ...], LogProbs | None]:
+        with self._first("prefill", num_rows, chunks[0].following.shape[1], log_probs):
+            return super().prefill(slots, chunks, num_rows, log_probs=log_probs)
 
     def insert(self, slot: int, row: Row) -> None:
-        super().insert(slot, row)
+        with self._first("insert"):
+            super().insert(slot, row)
         if self._num_samples == 1:  # so that the time of decoding begins when the prompt is computed
             jax.block_until_ready(self.state)
 
@@ -274,17 +288,13 @@ class _Device(Slots):
         num_draft_tokens: int | None = None,
         rows: np.ndarray | None = None,
     ) -> Output:
-        start = time.perf_counter()
-        output = super().step(
-            self._use,
-            log_probs=self._log_probs,
-            num_draft_tokens=num_draft_tokens,
-            rows=rows,
-        )
-        if (num_draft_tokens, rows is None) not in self._compiled:
-            self._compiled.add((num_draft_tokens, rows is None))
-            self.seconds_compiling += time.perf_counter() - start
-        return output
+        with self._first("step", num_draft_tokens, rows is None):
+            return super().step(
+                self._use,
+                log_probs=self._log_probs,
+                num_draft_tokens=num_draft_tokens,
+                rows=rows,
+            )
 
     def _steps(self) -> list[StepProgram]:
         """Return the programs that are compiled at the start; a draft length that may never come has none."""

@@ -70,7 +70,7 @@ def read_piece(values: list[Any]) -> Piece:
 def write_result(result: Result) -> list[Any]:
     """Return a result for JSON, without its prompt and without fields of its pieces."""
     ended = [[each.index, each.finish_reason, each.stop_reason] for each in result.completions]
-    return [ended, result.metrics, *result[3:]]
+    return [ended, result.metrics, result.prompt_logprobs, result.num_prompt_tokens, result.num_cached_tokens]
 
 
 def read_result(values: list[Any], pieces: Sequence[Piece]) -> Result:
