@@ -177,7 +177,7 @@ class Checkpoint:
         with needs("models"):
             from specjax.models.files import drafter_files
             from specjax.models.tensors import Tensors
-        return Tensors(self.directory, np.dtype("float32"), files=drafter_files(self.directory))
+        return Tensors(self.directory, np.dtype("float32"), files=drafter_files(self.directory), scheme=self.scheme)
 
     @property
     def tokenizer_path(self) -> Path | None:

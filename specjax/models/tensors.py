@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.files import StoredArray, model_files, opened
-from specjax.models.quantization import Scheme, StoredLinear
+from specjax.models.quantization import Scheme, StoredLinear, name_of_matrix
 from specjax.models.quantized import Quantized, concatenate, dequantize, quantize, stack
 from specjax.parallel import put
 from specjax.types import Array
@@ -109,6 +109,8 @@ class Tensors:
                     self._paths[name] = path
                     self._headers[name] = tuple(entry.get_shape()), entry.get_dtype()
                     self._unread[name] = math.prod(entry.get_shape()) * DTYPES.get(entry.get_dtype(), 1)
+        # names that matrices in codes would have as floats, where their codes have others
+        self._matrices = {made for name in self._paths if (made := name_of_matrix(name)) not in self._paths}
 
     def anew(
         self,
@@ -143,14 +145,21 @@ class Tensors:
         return (is_whole or self._in_parts) and all(device.platform == "gpu" for device in devices)
 
     def __contains__(self, name: str) -> bool:
+        return any(candidate in self._matrices for candidate in self._candidates(name)) or self._has(name)
+
+    def _has(self, name: str) -> bool:
         return any(candidate in self._paths for candidate in self._candidates(name))
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, as the files have them."""
-        return list(self._paths)
+        """Return the names of all tensors, as the files have them, and of matrices in codes as if they were floats."""
+        return [*self._paths, *self._matrices]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of a tensor, or of the matrix for which codes stand."""
+        linear = self._linear(name, ())
+        if name.endswith(".weight") and self._is_quantized(linear):
+            assert self._scheme is not None, "only then is a matrix quantised"
+            return self._scheme.shape(linear)
         return self._headers[self._find(name)][0]
 
     def integers(self, name: str, size: int) -> np.ndarray:
@@ -176,7 +185,7 @@ class Tensors:
 
     def table(self, name: str, *shape: int) -> Any:
         """Read a matrix, or another array of two axes or more, as it is stored: [V, D] or `Quantized`."""
-        if len(shape) == 2 and self._is_quantized(self._linear(name, shape)):
+        if len(shape) == 2 and name.endswith(".weight") and self._is_quantized(self._linear(name, shape)):
             return self._matrix({name: shape}, transposed=True)
         return self._read({name: shape})
 
@@ -301,7 +310,7 @@ class Tensors:
         return StoredLinear(name.removesuffix(".weight"), shape, self._entry, self._dtype)
 
     def _entry(self, name: str) -> StoredArray | None:
-        if name not in self:
+        if not self._has(name):
             return None
         name = self._find(name)
         shape, kind = self._headers[name]

@@ -329,7 +329,7 @@ def _params(head: BlockHead, tensors: "Tensors", target: Model, reduced: Reduced
         params["selector_hidden"] = tensors.table(f"{SELECTOR}hidden_projection.weight", head.selector_rank, hidden)
     if head.confidence is not None:
         width = hidden + (head.markov_rank if head.confidence == "both" else 0)
-        params["confidence"] = tensors.table(f"{CONFIDENCE}.weight", 1, width)[0]
+        params["confidence"] = files.as_floats(tensors.table(f"{CONFIDENCE}.weight", 1, width))[0]
         params["confidence_bias"] = tensors.vectors({f"{CONFIDENCE}.bias": 1})
     return params
 

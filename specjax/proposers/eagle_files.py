@@ -309,7 +309,7 @@ def _tables(layers: "DecoderConfig", tensors: "Tensors", target: Model, reduced:
     else:
         files.expect("hidden_size of a head without lm_head.weight", hidden, own.hidden_size, "that of the target")
         tables["lm_head"] = own.head
-    if reduced is not None and len(tables["lm_head"]) != layers.vocab_size:
+    if reduced is not None and tables["lm_head"].shape[0] != layers.vocab_size:
         tables["lm_head"] = tables["lm_head"][reduced.target_ids]
     return tables
 

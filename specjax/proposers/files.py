@@ -31,8 +31,7 @@ class TargetWeights:
 
     @property
     def embedding(self) -> Array:  # [V, H]
-        table = self._whole("embedding")
-        return dequantize(table, table.dtype) if isinstance(table, Quantized) else table
+        return as_floats(self._whole("embedding"))
 
     @property
     def head(self) -> Any:  # [V, H], which may be `Quantized`
@@ -51,6 +50,11 @@ class TargetWeights:
         if not isinstance(apply, OnMesh):
             return table
         return jax.jit(lambda table: table[: self.target.vocab_size], out_shardings=apply.whole)(table)
+
+
+def as_floats(matrix: Any) -> Array:
+    """Return a matrix as floats, for which its codes stand if it is `Quantized`."""
+    return dequantize(matrix, matrix.dtype) if isinstance(matrix, Quantized) else matrix
 
 
 def target_weights(target: Model) -> TargetWeights:
@@ -91,6 +95,7 @@ def open_directory(
     checkpoint = Checkpoint.of(directory)
     config = checkpoint.config
     config.fields |= fields or {}
+    config.ignore("quantization_config")  # `Checkpoint.scheme` has read it
     return config, checkpoint.drafter_tensors(target_weights(target).dtype)
 
 

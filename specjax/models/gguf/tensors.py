@@ -83,6 +83,10 @@ class GGUFScheme:
         found = open_gguf(self.path).entries.get(f"{linear.name}.weight")
         return found is not None and found[0].kind.name in KEPT
 
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of such a matrix."""
+        return open_gguf(self.path).entries[f"{linear.name}.weight"][0].shape
+
     def read(self, linear: StoredLinear) -> Quantized:
         """Read such a matrix.
 

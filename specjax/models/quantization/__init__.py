@@ -1,8 +1,9 @@
 """The formats of quantised checkpoints, one file each, and how the files of a checkpoint say which format they have.
 
-A format is a frozen dataclass with `of(config)`, which checks the fields of quantization_config, `is_quantized(linear)`
-and `read(linear)`, which turns the stored arrays of one matrix into a `Quantized` of NumPy arrays. A new format is a
-file, an import and an entry here, and a fabricated file in tests/quantized_files.py.
+A format is a frozen dataclass with `of(config)`, which checks the fields of quantization_config, with
+`is_quantized(linear)` and `shape(linear)`, and with `read(linear)`, which turns the stored arrays of one matrix into a
+`Quantized` of NumPy arrays. A new format is a file, an import and an entry here, and a fabricated file in
+tests/quantized_files.py.
 """
 
 from types import ModuleType
@@ -13,7 +14,9 @@ from specjax.models.quantization import awq, bitsandbytes, compressed_tensors, f
 from specjax.models.quantization.linear_files import StoredLinear
 from specjax.models.quantized import Quantized
 
-__all__ = ["Scheme", "StoredLinear", "scheme_of"]
+__all__ = ["Scheme", "StoredLinear", "name_of_matrix", "scheme_of"]
+
+CODES = (".weight_packed", ".qweight")  # endings of the names of codes that do not have the name of floats
 
 
 class Scheme(Protocol):
@@ -26,6 +29,10 @@ class Scheme(Protocol):
 
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether a matrix is stored in codes, rather than as floats."""
+        ...
+
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of such a matrix, as the headers of the files tell it."""
         ...
 
     def read(self, linear: StoredLinear) -> Quantized:
@@ -42,6 +49,12 @@ FORMATS: tuple[tuple[ModuleType, Any], ...] = (
     (modelopt, modelopt.ModelOpt),
     (bitsandbytes, bitsandbytes.BitsAndBytes),
 )
+
+
+def name_of_matrix(name: str) -> str:
+    """Return the name that a tensor of codes would have if it held floats; other names come back as they are."""
+    ending = next((ending for ending in CODES if name.endswith(ending)), None)
+    return name if ending is None else f"{name.removesuffix(ending)}.weight"
 
 
 def scheme_of(config: ConfigFile) -> Scheme:

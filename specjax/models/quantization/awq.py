@@ -43,6 +43,10 @@ class AWQ:
         """Return whether the files have the codes of a matrix."""
         return linear.has(".qweight")
 
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        return linear.entry(".scales").shape[-1], linear.entry(".qweight").shape[0]
+
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.quantization.linear_files import StoredLinear, unpack_bytes
+from specjax.models.quantization.linear_files import StoredLinear, shape_in, unpack_bytes
 from specjax.models.quantized import TABLES, Quantized, pack
 
 STATE = ".weight.quant_state.bitsandbytes__"
@@ -45,6 +45,10 @@ class BitsAndBytes:
         """Return whether the matrix is of int8, or of codes in bytes."""
         return linear.has(".weight", "int8", "uint8")
 
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        return shape_in(linear) if linear.has(".weight", "int8") else tuple(_state(linear)[1]["shape"])
+
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix.
 
@@ -62,13 +66,12 @@ class BitsAndBytes:
 
     def _of_4_bits(self, linear: StoredLinear) -> Quantized:
         outputs, inputs = linear.shape
-        code = next((kind for kind in TYPES if linear.has(STATE + kind)), TYPES[0])
-        name, state = f"tensor {linear.name}{STATE}{code}", _state(linear, code)
-        block = state.get("blocksize")
+        name, state = _state(linear)
+        block, code = state.get("blocksize"), state["quant_type"]
         if type(block) is not int or block < 1:
             raise ValueError(f"blocksize in {name} must be a size, got {block!r}")
-        if state.get("shape") != [outputs, inputs]:
-            raise ValueError(f"shape in {name} must be {[outputs, inputs]}, got {state.get('shape')!r}")
+        if state["shape"] != [outputs, inputs]:
+            raise ValueError(f"shape in {name} must be {[outputs, inputs]}, got {state['shape']!r}")
         table = linear.array(".weight.quant_map", (16,), "float32")
         if not np.array_equal(table, TABLES[code]):
             raise ValueError(
@@ -86,8 +89,9 @@ class BitsAndBytes:
         return pack(codes, scale, bits=4, code=code, group=group, dtype=linear.dtype)
 
 
-def _state(linear: StoredLinear, code: str) -> dict[str, Any]:
-    """Return the object that the files hold as JSON beside a matrix."""
+def _state(linear: StoredLinear) -> tuple[str, dict[str, Any]]:
+    """Return the tensor of the object that the files hold as JSON beside a matrix, for messages, and the object."""
+    code = next((kind for kind in TYPES if linear.has(STATE + kind)), TYPES[0])
     name = f"tensor {linear.name}{STATE}{code}"
     content = linear.array(STATE + code, None, "uint8").tobytes()
     try:
@@ -96,7 +100,10 @@ def _state(linear: StoredLinear, code: str) -> dict[str, Any]:
         raise ValueError(f"{name} must be JSON: {error}") from error
     if not isinstance(state, dict) or state.get("quant_type") != code:
         raise ValueError(f"{name} must be an object with quant_type {code!r}, got {state!r}")
-    return state
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
+        raise ValueError(f"shape in {name} must be two sizes, got {shape!r}")
+    return name, state
 
 
 def _scales(linear: StoredLinear, name: str, state: dict[str, Any], number: int) -> np.ndarray:

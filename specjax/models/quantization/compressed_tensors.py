@@ -13,6 +13,7 @@ from specjax.models.quantization.linear_files import (
     StoredLinear,
     num_groups,
     order_of,
+    shape_in,
     signed,
     unpack,
     unpack_bytes,
@@ -73,15 +74,28 @@ class CompressedTensors:
         """Return whether a group has the matrix, and the files do not hold it as floats."""
         return self._group_of(linear.name) is not None and not linear.has(".weight", *FLOATS)
 
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        if linear.has(".weight"):
+            return shape_in(linear)
+        if linear.has(".weight_shape"):
+            return tuple(linear.array(".weight_shape", (2,), "int64", "int32").tolist())
+        in_element = 32 if linear.has(".weight_packed", "int32") else 8
+        return shape_in(linear, ".weight_packed", in_element // self._of(linear).bits)
+
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix.
 
         Raises:
             ValueError: an array is missing, or has a wrong shape, dtype or value.
         """
+        group = self._of(linear)
+        return READERS[group.format](group, linear)
+
+    def _of(self, linear: StoredLinear) -> Group:
         group = self._group_of(linear.name)
         assert group is not None, "is_quantized says so"
-        return READERS[group.format](group, linear)
+        return group
 
     def _group_of(self, name: str) -> Group | None:
         """Return the group of a matrix: its name goes before patterns, and patterns before classes."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.quantization.linear_files import FLOATS, StoredLinear
+from specjax.models.quantization.linear_files import FLOATS, StoredLinear, shape_in
 from specjax.models.quantized import Quantized, pack
 
 
@@ -34,6 +34,10 @@ class FP8:
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether the matrix is of e4m3."""
         return linear.has(".weight", "float8_e4m3fn")
+
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        return shape_in(linear)
 
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix: W = code * scale, for which the files say `weight_scale_inv` or `weight_scale`.

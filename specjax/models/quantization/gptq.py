@@ -54,6 +54,10 @@ class GPTQ:
         """Return whether the files have the codes of a matrix."""
         return linear.has(".qweight")
 
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        return linear.entry(".scales").shape[-1], linear.entry(".qweight").shape[0] * (32 // self.bits)
+
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix.
 

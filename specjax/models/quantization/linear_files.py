@@ -32,7 +32,8 @@ class StoredLinear:
 
     Args:
         name: name of the matrix, as "model.layers.0.mlp.up_proj".
-        shape: N and K, after the axes of a stack of matrices; as the config of the model has them.
+        shape: N and K, after the axes of a stack of matrices; as the config of the model has them. It is not needed
+            for `Scheme.shape`.
         find: gives the array of a name, None where the files have none.
         dtype: of the floats for which the matrix stands.
     """
@@ -52,6 +53,13 @@ class StoredLinear:
         entry = self.find(self.name + ending)
         return entry is not None and (not dtypes or entry.dtype in dtypes)
 
+    def entry(self, ending: str) -> Entry:
+        """Return an array that is not read yet; raise ValueError if it is missing."""
+        entry = self.find(self.name + ending)
+        if entry is None:
+            raise ValueError(f"tensor {self.name}{ending} is missing, which the quantised matrix {self.name} needs")
+        return entry
+
     def array(self, ending: str, shape: tuple[int, ...] | None, *dtypes: str) -> np.ndarray:
         """Read an array.
 
@@ -63,9 +71,7 @@ class StoredLinear:
         Raises:
             ValueError: the array is missing, or has another shape or dtype.
         """
-        entry = self.find(self.name + ending)
-        if entry is None:
-            raise ValueError(f"tensor {self.name}{ending} is missing, which the quantised matrix {self.name} needs")
+        entry = self.entry(ending)
         if shape is not None and entry.shape != shape:
             raise ValueError(f"{entry.place} must have shape {shape} for a matrix {self.shape}, got {entry.shape}")
         if entry.dtype not in dtypes:
@@ -116,6 +122,12 @@ def in_memory(name: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray
         return ArrayEntry(arrays[full], f"tensor {full}") if full in arrays else None
 
     return StoredLinear(name, shape, find, dtype)
+
+
+def shape_in(linear: StoredLinear, ending: str = ".weight", codes: int = 1) -> tuple[int, ...]:
+    """Return the shape of a matrix whose codes lie in an array, `codes` in each of its elements along the last axis."""
+    *outer, size = linear.entry(ending).shape
+    return *outer, size * codes
 
 
 def unpack(words: np.ndarray, bits: int, size: int, axis: int = -1) -> np.ndarray:

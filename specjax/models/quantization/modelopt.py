@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.quantization.fp8 import read_e4m3
-from specjax.models.quantization.linear_files import StoredLinear
+from specjax.models.quantization.linear_files import StoredLinear, shape_in
 from specjax.models.quantization.nvfp4 import BLOCK, read_nvfp4, scalar
 from specjax.models.quantized import Quantized
 
@@ -39,6 +39,10 @@ class ModelOpt:
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether the matrix is of e4m3, or of codes in bytes."""
         return linear.has(".weight", "float8_e4m3fn", "uint8")
+
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        return shape_in(linear, codes=2 if linear.has(".weight", "uint8") else 1)
 
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix.

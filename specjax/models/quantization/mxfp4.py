@@ -34,6 +34,11 @@ class MXFP4:
         """Return whether the files have the codes of a matrix."""
         return linear.has("_blocks")
 
+    def shape(self, linear: StoredLinear) -> tuple[int, ...]:
+        """Return the shape of a matrix."""
+        *outer, blocks, _ = linear.entry("_blocks").shape
+        return *outer, blocks * BLOCK
+
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix [N, K], or a stack of matrices where the shape of `linear` has more axes.
 
