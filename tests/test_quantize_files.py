@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from test_checkpoint import make_tensors, write
+from test_experts import QWEN, write_apart
+from test_experts import write as write_experts
 from test_quantized_checkpoints import BASE, is_quantized, logits, quantized_leaves
 
 from specjax import models
@@ -65,6 +67,28 @@ def test_written_files_against_compressed_tensors(tmp_path, format):
     expected = np.asarray(dequantize(quantize(jnp.asarray(tensors[name + "weight"]), format)))
     tolerance = 2**-8 if format == "int4" else 0  # scales of int4 are bfloat16, in which the package multiplies
     np.testing.assert_allclose(found, expected, rtol=tolerance)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
+def test_experts_get_matrices_of_their_own(tmp_path, case):
+    """One tensor of all experts and a tensor for each matrix give the same files, with the names of other engines."""
+    names = QWEN if case == "qwen3_moe" else ("w1", "w3", "w2")
+    block = "mlp" if case == "qwen3_moe" else "block_sparse_moe"
+    paths = write_experts(tmp_path / "whole", case), write_apart(tmp_path / "apart", case, names, block)
+    found = []
+    for path in paths:
+        write_quantized(models.Checkpoint(path), tmp_path / f"{path.name} int8", "int8")
+        found.append(load_file(tmp_path / f"{path.name} int8" / "model.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    assert all(f"model.layers.1.{block}.experts.1.{name}.weight_packed" in found[0] for name in names)
+    for key, x in found[0].items():
+        np.testing.assert_array_equal(x, found[1][key])
+    config = json.loads((tmp_path / "whole int8" / "config.json").read_text())["quantization_config"]
+    assert f"model.layers.1.{block}.gate" in config["ignore"]
+    written, rounded = models.load(tmp_path / "whole int8"), models.load(paths[0], quantization="int8")
+    assert is_quantized(written.params["layers"][1]["experts_out"])
+    for one, other in zip(*(jax.tree.leaves(m.params) for m in (written, rounded)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_what_is_refused(tmp_path, capsys):

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from specjax.models.hub import FILES
 from specjax.models.quantized import GROUPS, Quantized, codes_of, quantize
 from specjax.models.safetensors_file import DTYPES, read_array, read_header
 
-MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|fc1|fc2)\.weight")  # of a layer
+MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|in_proj_\w+|fc1|fc2|w[123])\.weight")  # of a layer
+STACK = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|down_proj)")  # of all experts of a layer
 FLOATS = ("F32", "BF16", "F16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -28,8 +29,10 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
     """Write a checkpoint in which the matrices of layers have few bits, one tensor after the other.
 
     The files are in the format compressed-tensors: int8 and int4 as "pack-quantized", fp8 as "float-quantized". Loaded
-    again, the checkpoint has the codes and scales that `models.load(directory, quantization=format)` makes. Embeddings,
-    head and norms, and matrices whose inputs are no multiple of 32, are copied.
+    again, the checkpoint has the codes and scales that `models.load(directory, quantization=format)` makes. A stack of
+    the matrices of experts becomes matrices with the names that other engines know. Embeddings, head, routers and
+    norms, and matrices whose inputs are no multiple of 32, are copied, and so are stacks that have biases, as
+    gpt-oss has.
 
     Args:
         model: the checkpoint, whose weights are floats in safetensors files.
@@ -58,15 +61,22 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
     files = model_files(model.directory)
     for path in files:
         header = read_header(path)
+        parts = {}
         for name, (_, entry) in header.items():
-            if MATRIX.fullmatch(name) and len(entry["shape"]) == 2 and entry["dtype"] in FLOATS:
-                group = _group_of(entry["shape"][1], format)
-                if group is None:
-                    ignored.append(name.removesuffix(".weight"))
-                else:
-                    groups[name] = group
+            group, ndim, family = None, len(entry["shape"]), model.config.get("model_type", str)
+            is_matrix = (MATRIX.fullmatch(name) and ndim == 2) or (
+                STACK.fullmatch(name) and f"{name}_bias" not in header
+            )
+            if is_matrix and entry["dtype"] in FLOATS:
+                group = _group_of(entry["shape"][-1], format)
+            parts[name] = [Part(_in_layout(name, family), ..., tuple(entry["shape"]), None)]
+            if group is not None:
+                parts[name] = _matrices(name, tuple(entry["shape"]), group, family)
+                groups |= {part.name: group for part in parts[name]}
+            elif ndim == 2 and name.endswith(".weight"):
+                ignored.append(_in_layout(name, family).removesuffix(".weight"))
             before += math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-        written = _write(path, out / path.name, {name: groups.get(name) for name in header}, format)
+        written = _write(path, out / path.name, parts, format)
         after += sum(written.values())
         weight_map |= dict.fromkeys(written, path.name)
     if not groups:
@@ -126,16 +136,46 @@ def _config(groups: dict[str, int], ignored: list[str], format: str) -> dict[str
     }
 
 
-def _write(path: Path, out: Path, groups: dict[str, int | None], format: str) -> dict[str, int]:
+class Part(NamedTuple):
+    """A tensor that is written: a part of a stored tensor."""
+
+    name: str  # of the tensor, or of the matrix of floats if it is rounded
+    place: Any  # index of the stored tensor
+    shape: tuple[int, ...]
+    group: int | None  # inputs that share a scale, 0 for all; None: the tensor is copied
+
+
+def _in_layout(name: str, family: str) -> str:
+    """Return the name of a tensor where experts have matrices of their own; transformers 5 renames Mixtral's."""
+    return name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+
+
+def _matrices(name: str, shape: tuple[int, ...], group: int, family: str) -> list[Part]:
+    """Return the matrices of a tensor, [N, K] or a stack [E, N, K] of the experts' matrices."""
+    if len(shape) == 2:
+        return [Part(_in_layout(name, family), ..., shape, group)]
+    number, outputs, inputs = shape
+    block, kind = _in_layout(name, family).rsplit(".", 1)
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    half = outputs // 2
+    rows = {gate: slice(0, half), up: slice(half, outputs)} if kind == "gate_up_proj" else {down: slice(0, outputs)}
+    return [
+        Part(f"{block}.{i}.{part}.weight", (i, place), (place.stop - place.start, inputs), group)
+        for i in range(number)
+        for part, place in rows.items()
+    ]
+
+
+def _write(path: Path, out: Path, parts: dict[str, list[Part]], format: str) -> dict[str, int]:
     """Write a file with the tensors of another, and return the bytes of each tensor that was written.
 
     The sizes are known before the numbers, so that the header comes first and one tensor is in memory at a time.
     """
-    shapes = {name: entry for name, (_, entry) in read_header(path).items()}
+    kinds = {name: entry["dtype"] for name, (_, entry) in read_header(path).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, sizes = 0, {}
-    for name, group in groups.items():
-        for made, (kind, shape) in _layout(name, shapes[name], group, format).items():
+    for name, part in ((name, part) for name, own in parts.items() for part in own):
+        for made, (kind, shape) in _layout(part, kinds[name], format).items():
             sizes[made] = math.prod(shape) * DTYPES[kind].itemsize
             header[made] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, position + sizes[made]]}
             position += sizes[made]
@@ -143,10 +183,13 @@ def _write(path: Path, out: Path, groups: dict[str, int | None], format: str) ->
     content += b" " * (-len(content) % 8)
     with out.open("wb") as file:
         file.write(len(content).to_bytes(8, "little") + content)
-        for name, group in groups.items():
+        for name, own in parts.items():
             values = read_array(path, name)
-            logger.info("%s %s", name, "copied" if group is None else f"rounded to {format}")
-            _append(file, {name: values} if group is None else _arrays(name, quantize(values, format)), header)
+            logger.info("%s %s", name, "copied" if own[0].group is None else f"rounded to {format}")
+            for part in own:
+                value = values[part.place]
+                arrays = {part.name: value} if part.group is None else _arrays(part.name, quantize(value, format))
+                _append(file, arrays, header)
     return sizes
 
 
@@ -157,14 +200,14 @@ def _append(file: BinaryIO, arrays: dict[str, np.ndarray], header: dict[str, Any
         file.write(np.ascontiguousarray(array).tobytes())
 
 
-def _layout(name: str, entry: dict[str, Any], group: int | None, format: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtypes and shapes of the tensors that stand for a tensor, by name."""
-    shape = tuple(entry["shape"])
+def _layout(part: Part, dtype: str, format: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtypes and shapes of the tensors that stand for a part of a tensor of a dtype, by name."""
+    name, group = part.name, part.group
     if group is None:
-        return {name: (entry["dtype"], shape)}
-    outputs, inputs = shape
+        return {name: (dtype, part.shape)}
+    outputs, inputs = part.shape
     if format == "fp8":
-        return {name: ("F8_E4M3", shape), f"{name}_scale": ("F32", (outputs, 1))}
+        return {name: ("F8_E4M3", part.shape), f"{name}_scale": ("F32", (outputs, 1))}
     in_word, number = 32 // (4 if format == "int4" else 8), inputs // group if group else 1
     layout: dict[str, tuple[str, tuple[int, ...]]] = {
         f"{name}_packed": ("I32", (outputs, -(-inputs // in_word))),
