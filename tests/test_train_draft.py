@@ -1,8 +1,9 @@
-"""Training from the command line: the drafter decodes, and a run that was killed ends with the same weights."""
+"""`specjax train`: the drafter decodes, and a run that was killed or interrupted ends with the same weights."""
 
 import importlib
 import json
 import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from specjax import LLM, SamplingParams, models, proposers, training
+from specjax.cli import _parser, main
+from specjax.cli.train import CORPUS, check_arguments
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.training import loop
+from specjax.training import corpus, drafter, loop
 
 pytestmark = pytest.mark.slow  # each trains for some steps
 
@@ -22,13 +25,16 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 CONFIG = DecoderConfig(
     vocab_size=4096, hidden_size=16, num_layers=3, num_heads=2, num_kv_heads=1, head_size=8, mlp_size=24, max_length=256
 )
-SMALL = {"steps": 4, "every": 2, "batch": 2, "length": 32, "num-prompts": 4, "num-draft-tokens": 2, "anchors": 4}
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module("train_draft")
+SMALL = {
+    "steps": 4,
+    "every": 2,
+    "save-every": 0,
+    "batch": 2,
+    "length": 32,
+    "num-prompts": 4,
+    "num-draft-tokens": 2,
+    "anchors": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +53,15 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture
-def train(script, target, tmp_path, monkeypatch):
-    """Run the script on its own source; gives the directory that it wrote."""
+def train(target, tmp_path):
+    """Run the command on the source of scripts; gives the directory that it wrote."""
 
-    def train(kind, name, *arguments):
+    def train(kind, name, *arguments, exit_code=0):
         out = tmp_path / name
-        files = [
-            str(SCRIPTS / file) for file in ("train_draft.py", "demo.py", "timing.py") if (SCRIPTS / file).is_file()
-        ]
+        files = [str(SCRIPTS / file) for file in ("prose.py", "timing.py")]
         small = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
         given = ["--target", str(target), "--kind", kind, "--out", str(out), *small, *arguments, "--data", *files]
-        monkeypatch.setattr(sys, "argv", ["train_draft", *given])
-        script.main()
+        assert main(["train", *given]) == exit_code
         return out
 
     return train
@@ -75,6 +78,11 @@ def test_what_was_trained_decodes(kind, train, target):
     """In the layout of the kind's authors, and in the layout of speculators."""
     out = train(kind, "own", *(() if kind == "medusa" else ("--vocab-size", "1000")))
     assert proposers.kind_of(out) == kind
+    header, *rows = (out / "log.csv").read_text().splitlines()
+    assert header == "step,seconds,loss,learning_rate,acceptance_1,acceptance_2"
+    assert [row.split(",")[0] for row in rows] == ["1", "2", "3", "4"]
+    card = (out / "README.md").read_text()
+    assert f"base_model: {target}\n" in card and f"--draft {out} " in card and "| 0.8 | " in card
     if kind in ("eagle3", "dflash", "medusa"):
         params = SamplingParams(temperature=0, max_tokens=12)
         fast = LLM(target, out, num_draft_tokens=2)
@@ -103,17 +111,17 @@ def cycle():
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dflash", "dspark", "medusa"])
-def test_a_target_that_can_be_copied_is_copied(kind, script, cycle):
+def test_a_target_that_can_be_copied_is_copied(kind, cycle):
     """Every draft of a trained drafter is accepted, greedy and sampled: it decodes with the features of training."""
-    target = models.with_feature_layers(cycle, script.layers_of(2, kind))
-    made, params, frozen = script.new_drafter(kind, target, 3, 8, 0, None, jax.random.key(0))
+    target = models.with_feature_layers(cycle, drafter.layers_of(2, kind))
+    made, params, frozen = drafter.new_drafter(kind, target, 3, 8, 0, None, jax.random.key(0))
     batch = training.pack([(np.arange(24) + i) % 16 for i in range(16)], 24)
-    plan = script.Plan(150, None, 1e-2, 0, "lk_hybrid", 150, np.dtype("float32"))
-    data = script.Data(batch, 8, 0, jax.devices("cpu")[:1])
-    params = script.train(made, params, frozen, target, data, plan, lambda *_: None)
+    plan = drafter.Plan(150, None, 1e-2, 0, "lk_hybrid", 150, np.dtype("float32"))
+    data = drafter.Data(batch, 8, 0, jax.devices("cpu")[:1])
+    params = drafter.train(made, params, frozen, target, data, plan)
     proposer = made.proposer(jax.device_get(params | frozen))
-    lengths = script.measure(target, proposer, [[*range(4, 14)], [3, 4, 5]], max_tokens=20)
-    assert min(lengths) > 3.7, lengths
+    found = corpus.measure(target, proposer, [[*range(4, 14)], [3, 4, 5]], max_tokens=20)
+    assert min(each.tokens_per_step for each in found.values()) > 3.7, found
 
 
 @pytest.mark.parametrize("kind, arguments", [("p_eagle", ("--regenerate", "2")), ("dspark", ())])
@@ -128,28 +136,57 @@ def test_a_killed_run_ends_with_the_same_weights(kind, arguments, train, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(kind, "cut", *arguments)
+    train(kind, "cut", *arguments, exit_code=130)
     assert seen == [2] and not (whole.parent / "cut" / "model.safetensors").exists()
     monkeypatch.setattr(loop, "save", save)
     cut = train(kind, "cut", *arguments)
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+    columns = [[row.split(",")[2:] for row in (out / "log.csv").read_text().splitlines()] for out in (whole, cut)]
+    assert columns[0] == columns[1]
 
 
-def test_devices_that_share_a_batch_compute_what_one_does(script, target):
+@pytest.fixture
+def interruptions():
+    """Interruptions are errors, also where whoever started the tests in the background has them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptions")
+def test_an_interrupted_run_saves_and_goes_on(train, monkeypatch, capsys):
+    """At a step that no report and no checkpoint is due."""
+    rows = drafter.Data.rows
+
+    def rows_and_interrupt(self, step):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return rows(self, step)
+
+    monkeypatch.setattr(drafter.Data, "rows", rows_and_interrupt)
+    given = "--every", "4", "--save-every", "1000"
+    out = train("medusa", "cut", *given, exit_code=130)
+    assert "specjax: saved at step 3; the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.setattr(drafter.Data, "rows", rows)
+    train("medusa", "cut", *given)
+    steps = [row.split(",")[0] for row in (out / "log.csv").read_text().splitlines()]
+    assert steps == ["step", "1", "2", "3", "4"]
+
+
+def test_devices_that_share_a_batch_compute_what_one_does(target):
     """Also of rows that are drawn at random."""
     kind = "p_eagle"
     model = models.load(target, dtype="float32")
-    model = models.with_feature_layers(model, script.layers_of(3, kind))
-    made, params, frozen = script.new_drafter(kind, model, 3, 4, 7, None, jax.random.key(0))
+    model = models.with_feature_layers(model, drafter.layers_of(3, kind))
+    made, params, frozen = drafter.new_drafter(kind, model, 3, 4, 7, None, jax.random.key(0))
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, CONFIG.vocab_size, length) for length in (30, 9, 11, 25, 40, 8)]
     batch = training.pack(documents, 32)
-    plan = script.Plan(4, None, 1e-3, 0, "text_and_variation", 1, np.dtype("float32"))
-    step = jax.jit(jax.value_and_grad(partial(script.loss_of, kind=made, plan=plan), has_aux=True))
+    plan = drafter.Plan(4, None, 1e-3, 0, "text_and_variation", 1, np.dtype("float32"))
+    step = jax.jit(jax.value_and_grad(partial(drafter.loss_of, kind=made, plan=plan), has_aux=True))
     found = []
     for count in (1, 2):
-        data = script.Data(batch, 4, 0, jax.devices("cpu")[:count])
+        data = drafter.Data(batch, 4, 0, jax.devices("cpu")[:count])
         given = jax.device_put((params, frozen, model), data.whole)
         rows, key = data.rows(0), jax.device_put(jax.random.key(1), data.whole)
         assert len(rows.tokens.sharding.device_set) == count
@@ -162,34 +199,37 @@ def test_devices_that_share_a_batch_compute_what_one_does(script, target):
         np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(x).max())
 
 
-def test_a_directory_of_another_run_is_refused(script, tmp_path):
+def parsed(*arguments):
+    return _parser().parse_args(["train", "--data", "x", *arguments])
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path):
     def check(*arguments):
-        script.check_arguments(script.parser().parse_args(["--out", str(tmp_path / "out"), "--data", "x", *arguments]))
+        check_arguments(parsed("--out", str(tmp_path / "out"), *arguments))
 
     check("--kind", "dspark")
     check("--kind", "eagle3")  # the first run ended before it had data
-    (tmp_path / "out" / "state" / script.DATA).touch()
+    (tmp_path / "out" / "state" / CORPUS).touch()
     check("--kind", "eagle3")
     with pytest.raises(ValueError, match=r"--out must be a new directory .* differ: kind was eagle3, seed was 0"):
         check("--kind", "dflash", "--seed", "1")
 
 
-def test_arguments_are_refused_before_training(script, tmp_path):
+def test_arguments_are_refused_before_training(tmp_path):
     for message, *arguments in (
         (r"--layout must be eagle3 or speculators for eagle3, got deepspec", "--layout", "deepspec"),
         (r"--vocab-size must be absent for medusa", "--kind", "medusa", "--vocab-size", "100"),
     ):
-        given = script.parser().parse_args(["--out", str(tmp_path / "out"), "--data", "x", *arguments])
         with pytest.raises(ValueError, match=message):
-            script.check_arguments(given)
+            check_arguments(parsed("--out", str(tmp_path / "out"), *arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_come_once_an_epoch(script):
-    batch = script.Batch(np.arange(5)[:, None], np.ones((5, 1), np.int32), np.ones((5, 1), bool))
-    data = script.Data(batch, 2, seed=0)
+def test_rows_come_once_an_epoch():
+    batch = training.Batch(np.arange(5)[:, None], np.ones((5, 1), np.int32), np.ones((5, 1), bool))
+    data = drafter.Data(batch, 2, seed=0)
     seen = [data.rows(step).tokens[:, 0].tolist() for step in range(4)]
     assert all(len({*first, *second}) == 4 for first, second in (seen[:2], seen[2:]))
     assert seen[:2] != seen[2:]
     with pytest.raises(ValueError, match="data must fill a batch of 6 rows, got 5"):
-        script.Data(batch, 6, seed=0)
+        drafter.Data(batch, 6, seed=0)

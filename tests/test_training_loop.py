@@ -144,6 +144,18 @@ def test_checkpoints_keep_their_distance(clock, tmp_path, monkeypatch):
     assert saved[2:] == [(9, 9.0), (11, 10.5)]
 
 
+def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path):
+    """It writes a checkpoint at the step where it was asked, whatever the distance of checkpoints and reports."""
+    pytest.importorskip("orbax.checkpoint")
+    steps = []
+    options = {"steps": 5, "every": 10, "checkpoint": tmp_path / "cut", "seconds_per_save": 1e9}
+    run(**options, on_step=lambda now: steps.append(now.step), should_stop=lambda: steps[-1] == 3)
+    assert steps == [1, 2, 3]
+    found = run(**options, on_step=lambda now: steps.append(now.step))
+    assert steps[3:] == [4, 5]
+    jax.tree.map(np.testing.assert_array_equal, found, run(steps=5))
+
+
 def test_devices_share_a_batch():
     """Parameters stay on every device, and the run ends where one device ends."""
     devices = jax.devices("cpu")[:2]

@@ -86,6 +86,34 @@ def shown(level: int = logging.INFO) -> Iterator[None]:
         handler.close()
 
 
+class Steps:
+    """A bar for the steps of a run, with the time that is left. It needs rich, and a terminal on standard error."""
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return whether there is a terminal, a log that is shown, and rich."""
+        is_shown = logging.getLogger("specjax").isEnabledFor(logging.INFO)
+        return is_shown and sys.stderr.isatty() and find_spec("rich") is not None
+
+    def __enter__(self) -> "Steps":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = BarColumn(24), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        text = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(*columns, text, console=Console(stderr=True))
+        self._task = self._progress.add_task("", total=1.0)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, share: float, text: str) -> None:
+        """Show the share that is done, and a text."""
+        self._progress.update(self._task, completed=share, description=text)
+
+
 def timed(console: "Console", text: str) -> "Progress":
     """Return a context that shows on a console that something goes on, and for how long."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

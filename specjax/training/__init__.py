@@ -1,6 +1,6 @@
 """Training of drafters: losses, reduced vocabularies, unrolled steps and data, as pure functions, and a loop for them.
 
-Nothing here needs an optimiser; `scripts/train_draft.py` uses the functions and the loop with optax.
+Nothing here needs an optimiser but `drafter.train`, which uses optax and is the core of `specjax train`.
 """
 
 from specjax.training import losses

@@ -59,6 +59,8 @@ def fit(
     report: Callable[[Progress], None] = lambda progress: None,
     checkpoint: str | Path | None = None,
     seconds_per_save: float = 0.0,
+    on_step: Callable[[Progress], None] = lambda progress: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[PyTree, PyTree]:
     """Train for a number of steps or of seconds.
 
@@ -77,8 +79,13 @@ def fit(
         seconds: duration > 0, or None. Exactly one of `steps` and `seconds` is given.
         every: number of steps between two reports, >= 1.
         report: called before the first step, after at least `every` more steps, and at the end.
-        checkpoint: directory of checkpoints, written with orbax-checkpoint before a report; None writes none.
-        seconds_per_save: least time between two checkpoints. The last checkpoint is written at any rate.
+        checkpoint: directory of checkpoints, written with orbax-checkpoint; None writes none.
+        seconds_per_save: time between two checkpoints; 0 writes one before each report. The last checkpoint is written
+            at any rate.
+        on_step: called after each call of a step, before reports. Its `steps_per_second` is measured since the last
+            report.
+        should_stop: called after each call of a step; where it returns True, the run writes a checkpoint, reports and
+            ends. The same call of `fit` then continues it.
 
     Returns:
         Parameters and state after the last step.
@@ -125,15 +132,21 @@ def fit(
             step, spent = step + stage.num_steps, clock.seconds()
             busy += spent - began
             share = share_at(step, spent)
-            if share < 1 and step // every == reported // every:
-                continue
             # A run that ended is not continued: its checkpoint has the whole duration, however late the last step is.
             spent = spent if seconds is None else min(spent, seconds)
-            if manager is not None and (share == 1 or spent - saved >= seconds_per_save):
+            now = Progress(step, spent, share, params, losses, (step - reported) / max(busy, 1e-9))
+            on_step(now)
+            is_over = should_stop() or share == 1
+            is_due = is_over or step // every != reported // every
+            is_late = spent - saved >= seconds_per_save if seconds_per_save else is_due
+            if manager is not None and (is_over or is_late):
                 save(manager, step, (params, state, np.float64(spent)))
                 saved = spent
-            report(Progress(step, spent, share, params, losses, (step - reported) / max(busy, 1e-9)))
-            reported, busy = step, 0.0
+            if is_due:
+                report(now)
+                reported, busy = step, 0.0
+            if is_over:
+                break
     return params, state
 
 
