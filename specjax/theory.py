@@ -3,12 +3,17 @@
 The functions compute on the host, in NumPy and float64. Shapes: V vocabulary, K draft tokens.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 __all__ = [
+    "StepTimes",
     "acceptance_rate",
     "best_draft_length",
     "best_num_draft_tokens",
@@ -174,6 +179,66 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
     seconds = np.array([step_seconds[k] for k in choices], np.float64)
     _require(seconds > 0, "step_seconds", "> 0", step_seconds)
     return choices[int(np.argmax(expected_tokens(acceptance_rate, choices) / seconds))]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured seconds of a step by the number of sequences and of draft tokens; `specjax tune` writes them.
+
+    Args:
+        seconds: for each number of sequences B, the seconds of a step for each number K of draft tokens.
+
+    Raises:
+        ValueError: there is no number, or a number is not an integer of its range, or a time is not positive.
+
+    Example:
+        >>> times = StepTimes({1: {0: 4.0e-3, 3: 6.6e-3}, 64: {0: 6.0e-3, 3: 18.0e-3}})
+        >>> times.best(1, 0.7), times.best(64, 0.7)
+        (3, 0)
+    """
+
+    seconds: Mapping[int, Mapping[int, float]]
+
+    def __post_init__(self):
+        if not self.seconds or not all(self.seconds.values()):
+            raise ValueError(f"seconds must have a time for a number of sequences and of drafts, got {self.seconds!r}")
+        batches = _count("a key of seconds", list(self.seconds))
+        _require(batches >= 1, "a key of seconds", ">= 1", batches)
+        for batch, times in self.seconds.items():
+            best_draft_length(0.5, times)  # checks the keys and the times
+            object.__setattr__(self, "seconds", {**self.seconds, batch: dict(times)})
+
+    def at(self, num_sequences: int) -> Mapping[int, float]:
+        """Return the seconds of a step by K for the smallest B that holds the sequences, or for the largest B."""
+        above = [batch for batch in self.seconds if batch >= num_sequences]
+        return self.seconds[min(above) if above else max(self.seconds)]
+
+    def best(self, num_sequences: int, acceptance_rate: float) -> int:
+        """Return the K with the most tokens per second; `best_draft_length` describes the rate and the errors."""
+        return best_draft_length(acceptance_rate, self.at(num_sequences))
+
+    def save(self, path: str | Path, **about: Any) -> None:
+        """Write the seconds to a JSON file.
+
+        Args:
+            path: the file.
+            about: further fields, such as the device.
+        """
+        Path(path).write_text(json.dumps({**about, "seconds": self.seconds}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "StepTimes":
+        """Read a file that `save` has written.
+
+        Raises:
+            ValueError: the file has no such times.
+            OSError: it cannot be read.
+        """
+        try:
+            given = json.loads(Path(path).read_text(encoding="utf-8"))["seconds"]
+            return cls({int(b): {int(k): float(s) for k, s in times.items()} for b, times in given.items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} must be a file that specjax tune has written, got {error!r}") from error
 
 
 def call_seconds(

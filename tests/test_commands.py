@@ -8,13 +8,18 @@ import subprocess
 from dataclasses import fields
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
-from specjax import SamplingParams, guided
+from specjax import SamplingParams, guided, verifiers
 from specjax.cli import _level, _parser, main
+from specjax.cli import tune as cli_tune
 from specjax.cli.sampling import LEFT_OUT, sampling_params
 from specjax.engine.requests import Completion, Result
+from specjax.proposers import ngram
 from specjax.server import bodies
+from specjax.testing.toys import bigram_model
+from specjax.theory import StepTimes
 
 
 def parsed(*arguments):
@@ -133,6 +138,54 @@ class TestGenerate:
     def test_a_text_shows_no_log_probabilities(self, name, llm, capsys):
         assert main(["generate", "a", f"--{name}", "1"]) == 2
         assert capsys.readouterr().err == f"specjax: error: --{name} needs --json, as a text does not show it\n"
+
+
+class TestTune:
+    @pytest.fixture
+    def tune(self, monkeypatch, tmp_path, capsys):
+        """Run the command with a stand-in for the models, whose steps take 1 + K / 4 seconds for each sequence."""
+        llm = SimpleNamespace(proposer=ngram(4))
+        monkeypatch.setattr("specjax.cli.tune.load", lambda args: llm)
+        monkeypatch.setattr(
+            "specjax.cli.tune.step_seconds",
+            lambda llm, proposer, batch, context: batch * (1 + proposer.num_draft_tokens / 4),
+        )
+        path = tmp_path / "times.json"
+
+        def tune(*arguments):
+            return main(["tune", "--out", str(path), *arguments]), *capsys.readouterr(), path
+
+        return tune
+
+    def test_a_file_and_the_best_lengths(self, tune):
+        exit_code, out, _, path = tune("--batches", "1", "2", "--model", "x")
+        assert exit_code == 0
+        assert "| 2 | 2000.00 | 3000.00 | 4000.00 |" in out
+        assert "| 1 | 2 | 2 | 2 | 4 | 4 |" in out  # at acceptance rates 0.5 to 0.9
+        assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0}
+        assert json.loads(path.read_text())["model"] == "x"
+
+    def test_wrong_arguments(self, tune):
+        exit_code, out, err, _ = tune("--batches", "0")
+        assert (exit_code, out, err) == (2, "", "specjax: error: --batches must be at least 1, got 0\n")
+
+    def test_seconds_of_a_step_are_without_the_call(self, monkeypatch):
+        clock = SimpleNamespace(now=0.0)
+        monkeypatch.setattr(cli_tune, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+        def steps(count):
+            clock.now += 100 + 0.5 * count
+
+        assert cli_tune.slope(steps) == pytest.approx(0.5)
+
+    def test_steps_are_taken(self):
+        """A bigram model takes them; a context too long for it is refused."""
+        llm = SimpleNamespace(
+            model=bigram_model(jnp.eye(5)), proposer=ngram(2), verifier=verifiers.rejection, max_length=200
+        )
+        assert cli_tune.step_seconds(llm, llm.proposer, 2, 4) > 0
+        with pytest.raises(ValueError, match="--context must be at most 32, got 100"):
+            cli_tune.step_seconds(llm, llm.proposer, 2, 100)
 
 
 SPEEDS = {"tokens_per_second": 2.0, "_asdict": lambda: {}}

@@ -23,6 +23,7 @@ from specjax.cli.quantize import add_quantize
 from specjax.cli.serve import add_serve
 from specjax.cli.terminal import shown
 from specjax.cli.train import add_train
+from specjax.cli.tune import add_tune
 from specjax.validation import suggestion
 from specjax.validation.extras import needs
 from specjax.version import __version__
@@ -176,7 +177,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     parser.set_defaults(command=None, coordinator=None, num_processes=None, process_id=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (add_generate, add_batch, add_serve, add_bench, add_train, add_quantize, add_doctor, add_completion):
+    for add in (
+        add_generate,
+        add_batch,
+        add_serve,
+        add_bench,
+        add_train,
+        add_tune,
+        add_quantize,
+        add_doctor,
+        add_completion,
+    ):
         add(commands)
     for command in commands.choices.values():
         told = command.add_mutually_exclusive_group()
