@@ -178,6 +178,7 @@ class TestTune:
 
         assert cli_tune.slope(steps) == pytest.approx(0.5)
 
+    @pytest.mark.slow
     def test_steps_are_taken(self):
         """A bigram model takes them; a context too long for it is refused."""
         llm = SimpleNamespace(

@@ -262,22 +262,23 @@ def test_wrong_arguments_are_named(function, arguments, message):
         function(*arguments)
 
 
-class TestStepTimes:
-    TIMES = {1: {0: 4.0e-3, 3: 6.6e-3}, 64: {0: 6.0e-3, 3: 18.0e-3}}
+TIMES = {1: {0: 4.0e-3, 3: 6.6e-3}, 64: {0: 6.0e-3, 3: 18.0e-3}}
 
+
+class TestStepTimes:
     def test_the_smallest_batch_that_holds_the_sequences(self):
-        times = theory.StepTimes(self.TIMES)
+        times = theory.StepTimes(TIMES)
         assert [times.at(number)[0] for number in (1, 2, 64, 65)] == [4.0e-3, 6.0e-3, 6.0e-3, 6.0e-3]
         assert (times.best(1, 0.7), times.best(2, 0.7)) == (3, 0)
 
     def test_files(self, tmp_path):
-        times = theory.StepTimes(self.TIMES)
+        times = theory.StepTimes(TIMES)
         times.save(tmp_path / "times.json", device="one")
         assert theory.StepTimes.load(tmp_path / "times.json") == times
         assert '"device": "one"' in (tmp_path / "times.json").read_text()
         for text in ("[]", "{}", '{"seconds": {"a": {"0": 1}}}', '{"seconds": {"1": {"0": -1}}}'):
             (tmp_path / "wrong.json").write_text(text)
-            with pytest.raises(ValueError, match="wrong.json must be a file that specjax tune has written"):
+            with pytest.raises(ValueError, match=r"wrong\.json must be a file that specjax tune has written"):
                 theory.StepTimes.load(tmp_path / "wrong.json")
 
     @pytest.mark.parametrize("seconds", [{}, {1: {}}, {0: {0: 1.0}}, {1: {0: 0.0}}, {1: {-1: 1.0}}, {1.5: {0: 1.0}}])
