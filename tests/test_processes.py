@@ -37,7 +37,7 @@ from specjax.processes.leader import Calls, Leader
 from specjax.processes.repeat import REPEATED, Repeated, sent
 from specjax.types import Chunk, Context
 
-DOCS = Path(__file__).parent.parent / "docs"
+DEPLOY = Path(__file__).parent.parent / "docs" / "deploy"
 
 
 def same(a, b):
@@ -387,7 +387,7 @@ def free_port():
 @contextmanager
 def started(*commands, **environment):
     """Processes with a CPU device each, that are gone afterwards."""
-    own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(DOCS.parent)} | environment
+    own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(DEPLOY.parents[1])} | environment
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | own}
     running = [subprocess.Popen([sys.executable, *map(str, command)], **pipes) for command in commands]
     try:
@@ -454,7 +454,7 @@ SLURM_PROCID=0 exec "$@"
 
 @pytest.mark.slow
 class TestSlurm:
-    """docs/specjax.slurm with an srun that starts two processes here."""
+    """docs/deploy/specjax.slurm with an srun that starts two processes here."""
 
     @pytest.fixture
     def folder(self, tmp_path):
@@ -472,7 +472,7 @@ class TestSlurm:
     def test_serves_until_a_process_is_lost(self, folder, tmp_path_factory):
         model = write_checkpoint(folder / "model", random_tensors(0, num_layers=1), num_layers=1)
         script = (
-            (DOCS / "specjax.slurm")
+            (DEPLOY / "specjax.slurm")
             .read_text()
             .replace(":8476", f":{free_port()}")
             .replace("0.0.0.0 --port 8000", "127.0.0.1 --port 0")
@@ -516,7 +516,7 @@ class TestSlurm:
 
 def test_manifest():
     yaml = pytest.importorskip("yaml")
-    group, service = yaml.safe_load_all((DOCS / "leaderworkerset.yaml").read_text())
+    group, service = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text())
     templates = group["spec"]["leaderWorkerTemplate"]
     pods = [templates[name]["spec"] for name in ("leaderTemplate", "workerTemplate")]
     containers = [pod["containers"][0] for pod in pods]
@@ -538,8 +538,8 @@ def test_manifest():
 
 
 def test_script_of_slurm():
-    text = (DOCS / "specjax.slurm").read_text()
-    done = subprocess.run(["bash", "-n", DOCS / "specjax.slurm"], capture_output=True, text=True)
+    text = (DEPLOY / "specjax.slurm").read_text()
+    done = subprocess.run(["bash", "-n", DEPLOY / "specjax.slurm"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (command,) = (line for line in text.replace("\\\n", "").splitlines() if line.startswith("exec srun"))
     arguments = shlex.split(command.replace("$((SLURM_NNODES * SLURM_GPUS_ON_NODE))", "16").replace('"$@"', ""))

@@ -756,11 +756,11 @@ class TestDocs:
     def test_unit_and_container(self):
         unit = configparser.ConfigParser(strict=False, interpolation=None)
         unit.optionxform = str
-        unit.read_string((PAGE.parent / "specjax.service").read_text())
+        unit.read_string((PAGE.parent / "deploy" / "specjax.service").read_text())
         assert unit.sections() == ["Unit", "Service", "Install"]
         started = shlex.split(unit["Service"]["ExecStart"])
         assert cli._parser().parse_args(started[1:]).host == "127.0.0.1"
-        lines = (PAGE.parent / "Containerfile").read_text().splitlines()
+        lines = (PAGE.parent / "deploy" / "Containerfile").read_text().splitlines()
         instructions = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
         known = {"FROM", "ARG", "COPY", "RUN", "USER", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
         assert set(instructions) <= known

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from specjax.types import Proposer
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptance rates for which the best K is told
-SHORT, LONG, REPEATS = 2, 12, 3  # steps of the calls whose difference is measured, and calls of each
+SHORT, LONG, REPEATS = 2, 12, 5  # steps of the calls whose difference is measured, and calls of each
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +101,16 @@ def step_seconds(llm: "LLM", proposer: "Proposer", batch: int, context: int) -> 
 
 
 def slope(steps: Callable[[int], None]) -> float:
-    """Return the seconds that one more step adds to `steps(count)`, by the medians of short and long calls."""
-    medians = []
+    """Return the seconds that one more step adds to `steps(count)`, by the fastest of short and of long calls.
+
+    The fastest call is the one that other programs on the machine disturbed least.
+    """
+    fastest = []
     for count in (SHORT, LONG):
         times = []
         for _ in range(REPEATS + 1):  # the first one compiles
             start = time.perf_counter()
             steps(count)
             times.append(time.perf_counter() - start)
-        medians.append(statistics.median(times[1:]))
-    return max(medians[1] - medians[0], 1e-9) / (LONG - SHORT)
+        fastest.append(min(times[1:]))
+    return max(fastest[1] - fastest[0], 1e-9) / (LONG - SHORT)
