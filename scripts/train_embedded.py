@@ -27,13 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import train_draft
 from python_corpus import STDLIB, Runs, read_corpus
 from tokenizers import Tokenizer
 
 from specjax.models import EMBEDDED, with_feature_layers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.training import Batch, Progress, Stage, fit, losses, save_decoder, save_pretrained
+from specjax.training import Batch, Progress, Stage, corpus, drafter, fit, losses, save_decoder, save_pretrained
 from specjax.types import Array, Model, ModelInput, PyTree
 
 TARGET = DecoderConfig(
@@ -420,24 +419,25 @@ def train_head(
     name: str, target: Model, texts: Texts, samples: Array, minutes: float, num_tokens: int, out: Path
 ) -> None:
     """Train a drafter on the target's features, half on text and half on continuations by the target, and write it."""
-    target = with_feature_layers(target, train_draft.layers_of(TARGET.num_layers, name))
+    target = with_feature_layers(target, drafter.layers_of(TARGET.num_layers, name))
     rows = rows_with_samples(texts, np.asarray(samples))
     mask_token = int(np.argmin(np.bincount(np.asarray(texts.training), minlength=target.vocab_size)))
-    kind, params, frozen = train_draft.new_drafter(
+    kind, params, frozen = drafter.new_drafter(
         name, target, HEAD_DRAFTS, HEAD_ANCHORS, mask_token, None, jax.random.key(3)
     )
     held_out = np.asarray(texts.held_out).astype(int)
-    prompts = train_draft.pieces([held_out.tolist()], 64)
+    prompts = corpus.pieces([held_out.tolist()], 64)
 
-    def look(step: int, params: PyTree) -> None:
-        trained = kind.proposer(bfloat16(jax.device_get(params | frozen)))
+    def look(now: Progress) -> None:
+        trained = kind.proposer(bfloat16(jax.device_get(now.params | frozen)))
         save_pretrained(trained, out / name, target=target)
-        lengths = train_draft.measure(target, trained, prompts)
-        print(f"{name} step {step}: {lengths[0]:.2f} and {lengths[1]:.2f} at temperatures 0 and 0.8", flush=True)
+        found = corpus.measure(target, trained, prompts, max_steps=1)
+        lengths = ", ".join(f"{each.tokens_per_step:.2f} at temperature {t}" for t, each in found.items())
+        print(f"{name} step {now.step}: {lengths}", flush=True)
 
-    data = train_draft.Data(rows, max(1, num_tokens // CROP), seed=4)
-    plan = train_draft.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
-    train_draft.train(kind, params, frozen, target, data, plan, look)
+    data = drafter.Data(rows, max(1, num_tokens // CROP), seed=4)
+    plan = drafter.Plan(None, minutes, HEAD_RATE, 4, "lk_hybrid", HEAD_EVERY, jnp.bfloat16)
+    drafter.train(kind, params, frozen, target, data, plan, look)
 
 
 def rows_with_samples(texts: Texts, samples: np.ndarray) -> Batch:
