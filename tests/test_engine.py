@@ -475,6 +475,18 @@ def test_nothing_is_compiled_after_the_start(target):
     assert entries[0] is None and [next(iter(entry)) for entry in entries[1:]] == [1, 2] and len(entries[2]) <= 2
 
 
+def test_programs_of_the_expected_requests_come_first(target, proposer, caplog):
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    with caplog.at_level("INFO", "specjax"), engine_of(target, proposer, warm_up=[greedy]) as engine:
+        programs = [record.getMessage().partition(": ")[2] for record in caplog.records if hasattr(record, "programs")]
+        steps = {name for name in programs if name.startswith("step")}
+        assert steps == {f"step of {NUM_SLOTS} slots, greedy", "step of one slot, all parameters"}
+        assert len(programs) == 1 + 6  # with two chunks, the entry and the end of requests
+        first = engine.submit([1, 2], greedy).result(timeout=60)
+        second = engine.submit([1, 2], replace(greedy, logprobs=1)).result(timeout=60)
+        assert first.token_ids == second.token_ids
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -30,8 +30,8 @@ from specjax.engine.sizes import chunk_shapes, default_sizes
 from specjax.engine.slots import Slots
 from specjax.engine.stats import Stats, Sums
 from specjax.processes.repeat import Repeated, leads
-from specjax.sampling import SamplingParams
-from specjax.sampling.capacities import Capacities, check_grammar, of_request
+from specjax.sampling import Sampling, SamplingParams
+from specjax.sampling.capacities import Capacities, Needs, check_grammar, needs_of, of_request
 from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
@@ -121,6 +121,8 @@ class Engine:
             `draft_lengths`. None is (1, 8, 32) on GPUs and (1,) on CPUs; () always computes all slots. With parameters
             of 16 bits the number of slots may change the last bit of a logit, and then a seeded request may get other
             tokens beside other numbers of requests; () keeps them equal.
+        warm_up: parameters of requests to expect: the engine compiles the programs of these when it starts, and others
+            when a request first needs them. None compiles all at the start, so that nothing is compiled later.
 
     Raises:
         ValueError: a number is out of its range, or the pages do not fit into the memory of the device.
@@ -147,6 +149,7 @@ class Engine:
         choose_draft_length: Callable[[int, float], int] | None = None,
         grammar_seconds: float = 10.0,
         step_sizes: Sequence[int] | None = None,
+        warm_up: Sequence[SamplingParams] | None = None,
     ):
         defaults = default_sizes("server")
         page_size = defaults.page if page_size is None else page_size
@@ -196,7 +199,8 @@ class Engine:
             step_sizes=step_sizes,
         )
         log_caches(device, pool)
-        device.compile(chunk_size, short_chunks)
+        self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
+        device.compile(chunk_size, short_chunks, None if warm_up is None else {self._use_of(each) for each in warm_up})
         self._scheduler = Scheduler(
             device,
             tables,
@@ -206,8 +210,7 @@ class Engine:
             chunks_per_step=chunks_per_step,
             choose_draft_length=choose_draft_length,
         )
-        self._vocab_size, self._max_length, self._max_waiting = model.vocab_size, max_length, max_waiting
-        self._tokenizer, self._eos, self._tables = tokenizer, eos_token_ids, tables
+        self._max_length, self._max_waiting, self._tables = max_length, max_waiting, tables
         self._compiler = GrammarCompiler(
             partial(vocabulary, tokenizer),
             eos_token_ids,
@@ -292,11 +295,7 @@ class Engine:
         if not (client is None or isinstance(client, str)):
             raise ValueError(f"client must be a string or None, got {client!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
-
-        def tokenize(text: str) -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-        rows = of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
+        rows = self._sampling_of(params)
         key = key_data(params.seed, self._entropy)
         samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority, cache_salt.encode())
         self._scheduler.check(samples.jobs[0])
@@ -426,6 +425,20 @@ class Engine:
             has_more = self._scheduler.advance()
             with self._changed:
                 self._collect()
+
+    def _sampling_of(self, params: SamplingParams) -> Sampling:
+        """Return the parameters of a request as arrays."""
+
+        def tokenize(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+        return of_request(params, self._capacities, self._eos, self._vocab_size, tokenize)
+
+    def _use_of(self, params: SamplingParams) -> tuple[Needs, bool]:
+        """Return the features that the steps of a request compute, and whether it asks for log-probabilities."""
+        wants_log_probs = params.num_samples > 1 or (params.logprobs, params.prompt_logprobs) != (None, None)
+        needs = Needs.EVERYTHING if wants_log_probs else needs_of(self._sampling_of(params))
+        return needs, wants_log_probs
 
     def _add(self, request: Request) -> None:
         for job in request._samples.jobs:

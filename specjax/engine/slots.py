@@ -13,7 +13,7 @@ comes between the last chunk and `insert`.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -123,21 +123,32 @@ class Slots:
         )
         self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
 
-    def compile(self, chunk_size: int, short_chunks: Sequence[tuple[int, int]] = ()) -> None:
-        """Compile every call, while all slots are vacant.
+    def compile(
+        self,
+        chunk_size: int,
+        short_chunks: Sequence[tuple[int, int]] = (),
+        uses: Collection[tuple[int, bool]] | None = None,
+    ) -> None:
+        """Compile calls, while all slots are vacant.
 
         Args:
             chunk_size: the number of tokens of a chunk that is fed alone.
             short_chunks: the numbers of rows and tokens of each call that feeds short chunks, without
                 log-probabilities.
+            uses: the pairs of `use` and `log_probs` that calls are compiled for, as `step` takes them; None is every
+                pair. Others are compiled where they are first made.
         """
         token = np.zeros(1, np.int32)
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
+        steps = self._steps()
+        if uses is not None:  # steps of some slots have one program for all uses
+            steps = [step for step in steps if (step.use, step.log_probs) in uses or step.rows is not None]
+        of_chunks = [False, True] if uses is None or any(log_probs for _, log_probs in uses) else [False]
         with (
-            Programs(4 + len(short_chunks) + len(self._steps())) as programs,
-            self.compiling_steps(programs.making),
+            Programs(2 + len(of_chunks) + len(short_chunks) + len(steps)) as programs,
+            self.compiling_steps(steps, programs.making),
         ):
-            for log_probs in (False, True):
+            for log_probs in of_chunks:
                 with programs.making(name_of_chunks(1, chunk_size, log_probs=log_probs)):
                     self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
             for num_rows, size in short_chunks:
@@ -149,16 +160,19 @@ class Slots:
                 self.evict([0])
 
     @contextmanager
-    def compiling_steps(self, making: Callable[..., AbstractContextManager]) -> Iterator[None]:
-        """Compile the programs of `step` in other threads, on CPUs while the context does something else.
+    def compiling_steps(
+        self, steps: Sequence[StepProgram], making: Callable[..., AbstractContextManager]
+    ) -> Iterator[None]:
+        """Compile programs of `step` in other threads, on CPUs while the context does something else.
 
         Args:
+            steps: the programs.
             making: function of the name of a program, and of the seconds that it has taken, which returns a context for
                 the rest of the compilation, such as `Programs.making`.
         """
         if jax.process_count() > 1:  # processes need one order
             yield
-            self._run_steps(making)
+            self._run_steps(steps, making)
             return
 
         def compile_step(name: str, lowered: jax.stages.Lowered, seconds: float) -> None:
@@ -170,7 +184,7 @@ class Slots:
             yield
         with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
             compiled = []
-            for program in self._steps():
+            for program in steps:
                 start = time.perf_counter()
                 lowered = self._pass_to(_step.lower, program)
                 seconds = time.perf_counter() - start
@@ -180,11 +194,11 @@ class Slots:
             for future in compiled:
                 future.result()
         if not on_cpu:  # a first run prepares more
-            self._run_steps(lambda name: nullcontext())
+            self._run_steps(steps, lambda name: nullcontext())
 
-    def _run_steps(self, making: Callable[[str], AbstractContextManager]) -> None:
+    def _run_steps(self, steps: Sequence[StepProgram], making: Callable[[str], AbstractContextManager]) -> None:
         """Run each program of `step` once."""
-        for program in self._steps():
+        for program in steps:
             with making(self._name_of(program)):
                 self.step(
                     program.use,
