@@ -15,6 +15,7 @@ import jax
 
 from specjax.cli.batch import add_batch
 from specjax.cli.bench import add_bench
+from specjax.cli.chat import add_chat
 from specjax.cli.completion import add_completion
 from specjax.cli.doctor import add_doctor
 from specjax.cli.generate import add_generate
@@ -83,10 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _level(args: argparse.Namespace) -> int:
-    """Return the level of the log that a command shows; without -v `generate` logs on a terminal alone."""
+    """Return the level of the log that a command shows; without -v a text is logged on a terminal alone."""
     if args.quiet or args.verbose:
         return logging.WARNING if args.quiet else logging.DEBUG
-    is_told = args.command != "generate" or (sys.stderr.isatty() and not args.json)
+    is_text = args.command in ("generate", "chat")
+    is_told = not is_text or (sys.stderr.isatty() and not getattr(args, "json", False))
     return logging.INFO if is_told else logging.WARNING
 
 
@@ -179,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for add in (
         add_generate,
+        add_chat,
         add_batch,
         add_serve,
         add_bench,

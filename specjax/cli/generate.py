@@ -5,12 +5,11 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli.models import add_model_arguments, load
 from specjax.cli.sampling import ONLY_JSON, add_sampling_arguments, sampling_params
-from specjax.cli.terminal import timed
+from specjax.cli.terminal import LEGEND, console_of_output, summary_of, timed, write, writer
 from specjax.engine.requests import Piece
 from specjax.sampling import SamplingParams
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
     from specjax.engine.llm import LLM
     from specjax.engine.requests import Completion, Metrics, Result
-
-STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
 
 
 def add_generate(commands: Any) -> None:
@@ -59,7 +56,7 @@ def _generate(args: argparse.Namespace) -> int:
     """Run `specjax generate` and return its exit code."""
     params = _checked_params(args)
     prompt = _read_standard_input() if args.prompt == "-" else args.prompt
-    console = _console() if sys.stdout.isatty() and not args.json else None
+    console = None if args.json else console_of_output()
     llm = load(args)
     if args.compare and not llm.proposer.num_draft_tokens:
         raise ValueError("--compare needs drafts: give --draft, and --num-draft-tokens of at least 1")
@@ -67,16 +64,16 @@ def _generate(args: argparse.Namespace) -> int:
     with timed(console, "compiling") if console and not args.quiet else contextlib.nullcontext():
         # Which of several samples are the best is known at the end alone.
         stream = llm.stream(request, params) if params.num_samples == 1 else None
-    write = _writer(console, args.json)
+    show = writer(console) if not args.json else lambda piece: None
     result, compared, exit_code = None, None, 0
     try:
         if stream is None:
             (result,) = llm.generate([request], params)
             for i, completion in enumerate(result.completions):
-                write(Piece(f"{'' if i == 0 else chr(10)}[{i + 1}] {completion.text}", -1, "target"))
+                show(Piece(f"{'' if i == 0 else chr(10)}[{i + 1}] {completion.text}", -1, "target"))
         else:
             for piece in stream:
-                write(piece)
+                show(piece)
         if args.compare:
             compared = _compare(llm, request, params)
     except KeyboardInterrupt:  # generated text is still reported
@@ -86,9 +83,9 @@ def _generate(args: argparse.Namespace) -> int:
     if result is None:
         return exit_code
     if args.json:
-        _write(_json_report(prompt, result, compared) + "\n")
+        write(_json_report(prompt, result, compared) + "\n")
         return exit_code
-    _write("\n")
+    write("\n")
     if not args.quiet:
         _print_summary(console, result.metrics, compared, params.temperature)
     return exit_code
@@ -112,30 +109,6 @@ def _read_standard_input() -> str:
     except UnicodeDecodeError as error:
         got = f"byte {content[error.start]:#04x} at {error.start}"
         raise ValueError(f"PROMPT must be UTF-8 on standard input, got {got}") from error
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console()
-
-
-def _writer(console: "Console | None", is_quiet: bool) -> Callable[[Piece], Any]:
-    """Return a function that shows a piece as soon as it is generated."""
-    if is_quiet:
-        return lambda piece: None
-    if console:
-        return lambda piece: console.out(piece.text, style=STYLES[piece.kind], end="", highlight=False)
-    return lambda piece: _write(piece.text)
-
-
-def _write(text: str) -> None:
-    """Write to standard output at once; an error names it."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def _compare(llm: "LLM", prompt: str | list[int], params: SamplingParams) -> dict[str, Any]:
@@ -171,24 +144,10 @@ def _print_summary(
 ) -> None:
     """Print the legend of colours to the console and the figures to standard error."""
     if console and metrics.num_drafted:
-        console.print(*(f"[{STYLES[kind]}]{kind}[/]" for kind in ("accepted", "recovered", "bonus")))
-    print(_summary(metrics), file=sys.stderr)
+        console.print(LEGEND)
+    print(summary_of(metrics), file=sys.stderr)
     if compared:
         print(_comparison(compared, temperature), file=sys.stderr)
-
-
-def _summary(metrics: "Metrics") -> str:
-    """Return one line about speed and acceptance."""
-    speed = (
-        f"{metrics.num_tokens} tokens in {metrics.seconds:.2f} s: {metrics.tokens_per_second:.1f} tokens/s "
-        "(decoding alone, without prompt and compilation)"
-    )
-    if not metrics.num_drafted:
-        return f"{speed}, no drafts"
-    return (
-        f"{speed}, acceptance rate {metrics.acceptance_rate:.2f}, "
-        f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
-    )
 
 
 def _comparison(compared: dict[str, Any], temperature: float) -> str:

@@ -117,7 +117,7 @@ def _check_platform() -> None:
 def load(args: argparse.Namespace) -> "LLM":
     """Load the models, and say on standard error where a target has no drafter."""
     llm = load_llm(args)
-    if args.model is not None and args.draft is None and args.num_draft_tokens != 0:
+    if args.draft is None and args.num_draft_tokens != 0 and not llm.proposer.num_draft_tokens:
         choices = "--draft ngram, a head trained for the model, or a small model of its family"
         logger.warning("no --draft is given, so %s decodes plainly; give %s", args.model, choices)
     return llm

@@ -1,8 +1,11 @@
-"""Show the library's log on standard error while a command runs: a line a record, and a bar on a terminal."""
+"""Show on a terminal the pieces of a text, in colours, and the library's log: a line a record, and a bar.
+
+The text goes to standard output, and the log to standard error.
+"""
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,6 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+    from specjax.engine.requests import Metrics, Piece
+
+STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "target": ""}  # colour of each kind of `Piece`
+LEGEND = " ".join(f"[{style}]{kind}[/]" for kind, style in STYLES.items() if style)
 
 
 class Lines(logging.Handler):
@@ -121,3 +129,42 @@ def timed(console: "Console", text: str) -> "Progress":
     progress = Progress(SpinnerColumn(), TextColumn(text), TimeElapsedColumn(), console=console, transient=True)
     progress.add_task("")
     return progress
+
+
+def console_of_output() -> "Console | None":
+    """Return the console of standard output; None where that is no terminal."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    return Console()
+
+
+def writer(console: "Console | None") -> "Callable[[Piece], None]":
+    """Return a function that shows a piece as soon as it is generated, in its colour on a console."""
+    if console is None:
+        return lambda piece: write(piece.text)
+    return lambda piece: console.out(piece.text, style=STYLES[piece.kind], end="", highlight=False)
+
+
+def write(text: str) -> None:
+    """Write to standard output at once; an error names it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def summary_of(metrics: "Metrics") -> str:
+    """Return one line about speed and acceptance."""
+    speed = (
+        f"{metrics.num_tokens} tokens in {metrics.seconds:.2f} s: {metrics.tokens_per_second:.1f} tokens/s "
+        "(decoding alone, without prompt and compilation)"
+    )
+    if not metrics.num_drafted:
+        return f"{speed}, no drafts"
+    return (
+        f"{speed}, acceptance rate {metrics.acceptance_rate:.2f}, "
+        f"mean acceptance length {metrics.mean_acceptance_length:.2f}"
+    )

@@ -134,7 +134,7 @@ def _read(path: Path, changed: int, size: int) -> Header:
     """Read the header of a file of this time and size."""
     if size < 24:
         raise ValueError(f"{path} must be a GGUF file, got a file of {size} bytes")
-    reader = _Reader(path, memoryview(np.memmap(path, np.uint8, mode="r")))  # its slices are quicker than NumPy's
+    reader = _Reader(path, np.memmap(path, np.uint8, mode="r").data)  # its slices are quicker than NumPy's
     if reader.take(4) != b"GGUF":
         raise ValueError(f"{path} must be a GGUF file, which begins with GGUF, got {reader.content[:4].tobytes()!r}")
     version = reader.number("<I")
