@@ -248,3 +248,24 @@ def test_the_sweep_of_tiles_asks_for_inputs_as_the_bench_makes_them(script, monk
     monkeypatch.setattr(sweep, "inputs", inputs)
     monkeypatch.setattr(sweep, "row_statistics", lambda *_, **__: ())
     assert next(sweep.cases(1, "float32"))[0] == "statistics"
+
+
+@pytest.mark.slow
+def test_plots_of_the_benches(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("plot_benchmarks", "--out", tmp_path)
+    names = {path.stem for path in tmp_path.glob("*.png")}
+    assert names == {path.stem for path in (SCRIPTS.parent / "docs" / "plots").glob("*.png")}
+
+
+def test_plots_have_the_numbers_of_the_tables():
+    docs = SCRIPTS.parent / "docs"
+    rows = [row.split(" | ") for row in (docs / "benchmarks.md").read_text().splitlines() if row.startswith("| ")]
+    for name, column in (("decode-8b-1b", 3), ("decode-8b-eagle3", 3)):
+        for row in json.loads((docs / "plots" / f"{name}.json").read_text())["rows"]:
+            is_in_text = name == "decode-8b-eagle3" and row["batch"] > 1 and not row["num_drafts"]
+            if not is_in_text:
+                assert any(len(r) > column and r[column] == f"{1e3 * row['step_s']:.2f}" for r in rows), row
+    for row in json.loads((docs / "plots" / "embedded.json").read_text())["rows"]:
+        rates = " ".join(f"{rate:.2f}" for rate in row["by_position"])
+        assert any(r[:3] == [f"| `{row['drafter']}`", f"{row['temperature']:g}", rates] for r in rows), row
