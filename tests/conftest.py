@@ -15,6 +15,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
+from specjax.engine.slots import Slots
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)  # for tests of arrays that are spread over several devices
 
@@ -67,6 +69,25 @@ def clear_caches():
     """A compiled function holds some 20 memory mappings, of the 65,530 that Linux gives a process: keep a file's."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_when_used():
+    """An engine compiles a program when a request first uses it, as most tests use few of a dozen.
+
+    Returns:
+        The method that compiles all of them at the start, as it is for users.
+    """
+    compile_all = Slots.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slots, "compile", lambda *args: None)
+        yield compile_all
+
+
+@pytest.fixture
+def all_programs(programs_when_used, monkeypatch):
+    """An engine compiles all of its programs at the start."""
+    monkeypatch.setattr(Slots, "compile", programs_when_used)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 from families import CONFIGS, make_tensor, shapes
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
+from test_llm import PROMPTS as PROMPTS_OF_TEXT
+from test_llm import write_pair
 
 import specjax
 from pallas_kernels.attention import stored
@@ -234,14 +236,13 @@ def test_the_loss_of_the_embedded_target_grows_little(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_engine_decodes_the_embedded_family():
-    """Greedy output of drafts equals plain output; prompts with one beginning share pages."""
-    llm = specjax.LLM(cache_dtype="fp8", draft=models.EMBEDDED / "draft")
+def test_an_llm_decodes(tmp_path):
+    """Greedy output of drafts equals plain output; the caches of target and draft have the dtype."""
+    target, draft = write_pair(tmp_path)
+    llm = specjax.LLM(target, draft, cache_dtype="fp8")
     leaves = jax.tree.leaves(jax.eval_shape(lambda: (llm.model.init_cache(1, 4), llm.proposer.init(1, 4).pools)))
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(FLOAT8)}
-    beginning = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n" * 4
-    prompts = [beginning + end for end in ("\n    def read(self):", "\n    def write(self, text):", "")]
-    params = SamplingParams(temperature=0, max_tokens=32)
-    assert [r.token_ids for r in llm.generate(prompts, params)] == [
-        r.token_ids for r in llm.plain().generate(prompts, params)
-    ]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    results = llm.generate(PROMPTS_OF_TEXT, params)
+    assert [r.token_ids for r in results] == [r.token_ids for r in llm.plain().generate(PROMPTS_OF_TEXT, params)]
+    assert sum(r.metrics.num_accepted for r in results) > 0

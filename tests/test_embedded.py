@@ -82,7 +82,7 @@ def test_mean_acceptance_length_on_held_out_modules(name):
         ids = llm.tokenizer.encode((stdlib / f"{module}.py").read_text()).ids
         prompts += [ids[start : start + 64] for start in (0, len(ids) // 2)]
     params = [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=128, ignore_eos=True)
+        SamplingParams(temperature=temperature, seed=i, max_tokens=64, ignore_eos=True)
         for temperature in (0.0, 0.8)
         for i in range(len(prompts))
     ]

@@ -42,6 +42,7 @@ from specjax.engine import grammar_compiler, memory
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 from specjax.engine.scheduler import NoTokenError
+from specjax.engine.slots import Slots
 
 
 class Tokenizer(Letters):
@@ -451,6 +452,7 @@ def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkey
     assert fine.result(timeout=120).text == "AC"
 
 
+@pytest.mark.usefixtures("all_programs")
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_start(target):
     """The requests are of all kinds, with two numbers of drafts and chunks of all kinds."""
@@ -523,10 +525,15 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
 
 
 @pytest.fixture(scope="module")
-def elsewhere(target):
+def elsewhere(target, programs_when_used):
     """An engine of few programs, made under another device and another precision."""
     device = jax.devices("cpu")[1]
-    with jax.default_device(device), jax.default_matmul_precision("float32"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jax.default_device(device),
+        jax.default_matmul_precision("float32"),
+    ):
+        patch.setattr(Slots, "compile", programs_when_used)
         engine = engine_of(jax.device_put(target, device), None, capacities=FEW)
     with engine:
         yield engine
@@ -570,14 +577,15 @@ engines = []
 atexit.register(lambda: print([engine._thread.is_alive() for engine in engines]))  # runs last
 from test_engine import LARGE, engine_of, make
 from specjax import SamplingParams
+from specjax.engine.slots import Slots
+Slots.compile = lambda *args: None  # the requests compile what they use
 engines.append(engine_of(make(0), None, capacities=LARGE))
 requests = [engines[0].submit([1, 2], SamplingParams(max_tokens=20, ignore_eos=True)) for _ in range(100)]
 """
     folder = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    environment["JAX_NUM_CPU_DEVICES"] = str(
-        len(jax.devices("cpu"))
-    )  # so that it finds the programs of `guided_engine`
+    # So that it finds the programs of `guided_engine`.
+    environment["JAX_NUM_CPU_DEVICES"] = str(len(jax.devices("cpu")))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[False]\n", "")
 

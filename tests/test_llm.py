@@ -99,12 +99,12 @@ def chain_tensors(ids, vocab_size=300):
     return tensors
 
 
-def write_pair(directory, num_layers=2):
+def write_pair(directory, num_layers=2, **fields):
     """A random target, and a draft that is the target with noise, so that some drafts are accepted."""
     target, noise = (random_tensors(seed, num_layers=num_layers) for seed in range(2))
     draft = {name: (target[name] + 0.1 * noise[name]).astype(np.float32) for name in target}
     return [
-        write_checkpoint(directory / name, tensors, num_layers=num_layers)
+        write_checkpoint(directory / name, tensors, num_layers=num_layers, **fields)
         for name, tensors in (("target", target), ("draft", draft))
     ]
 

@@ -218,6 +218,7 @@ def in_an_engine(model, proposer):
     return found
 
 
+@pytest.mark.usefixtures("all_programs")
 @pytest.mark.slow
 def test_in_the_engine():
     """Devices that share rows and weights; test_llm.py has some that share the weights alone, with pages."""

@@ -25,7 +25,7 @@ import pytest
 import several
 from test_llm import random_tensors, write_checkpoint, write_pair
 from test_parallel import CONFIG
-from test_server import Client, completion
+from test_server import PROGRAMS_WHEN_USED, Client, completion
 
 from specjax import Capacities, cli, proposers, verifiers
 from specjax.engine.slots import Slots
@@ -461,7 +461,7 @@ class TestSlurm:
         programs = {
             "scontrol": "echo 127.0.0.1\necho other",
             "srun": SRUN,
-            "specjax": f'exec {sys.executable} -m specjax "$@"',
+            "specjax": f'exec {shlex.join([sys.executable, *PROGRAMS_WHEN_USED])} "$@"',
         }
         for name, text in programs.items():
             path = tmp_path / name

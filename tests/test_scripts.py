@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from test_llm import write_pair
 
 from specjax import Categorical, Draft, models
 from specjax.models.directory import Checkpoint
@@ -110,7 +111,9 @@ def test_random_checkpoints_load(ties, script, run, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_smallest_bench_of_devices(run, tmp_path):
+def test_the_smallest_bench_of_devices(run, monkeypatch, tmp_path):
+    write_pair(tmp_path, max_position_embeddings=512)
+    monkeypatch.setattr(models, "EMBEDDED", tmp_path)  # a smaller family
     path, devices = tmp_path / "numbers.json", min(2, jax.local_device_count())
     by = ["pallas", "pallas", "xla"] if jax.default_backend() == "gpu" else ["xla", "xla"]
     arguments = f"--preset embedded --devices {devices} --batches 1 --num-drafts 2 --vocab 1500 --context 16 --prompt 9"

@@ -772,10 +772,18 @@ class TestDocs:
         assert cli._parser().parse_args(entry[1:]).host == "0.0.0.0"
 
 
+AS_USERS = "-m", "specjax"
+PROGRAMS_WHEN_USED = (
+    "-c",
+    "import sys; from specjax.cli import main; from specjax.engine.slots import Slots; "
+    "Slots.compile = lambda *args: None; sys.exit(main())",
+)
+
+
 @contextmanager
-def process(*arguments, **environment):
+def process(*arguments, start=PROGRAMS_WHEN_USED, **environment):
     """The command in a separate process: the process, and a client of its server."""
-    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--num-slots", "2", *map(str, arguments)]
+    command = [sys.executable, *start, "serve", "--port", "0", "--num-slots", "2", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env=os.environ | environment) as started:
         try:
@@ -819,7 +827,7 @@ def pair(tmp_path_factory):
 class TestCommand:
     def test_from_start_to_end(self, pair):
         body = completion(max_tokens=150, stream=True)
-        with process(*pair, SPECJAX_API_KEY="secret other") as (started, client):
+        with process(*pair, start=AS_USERS, SPECJAX_API_KEY="secret other") as (started, client):
             assert client.call("GET", "/health")[0] == 200
             assert client.call("GET", "/v1/models")[0] == 401
             headers = JSON | {"authorization": "Bearer other"}

@@ -171,10 +171,16 @@ def some_jobs(number, seed=0, kinds=KINDS):
 
 
 def alone(target, proposer, verifier, job, num_logprobs=None, params=None):
-    """The last state of `specjax.generate` of the request alone in a batch, with the arrays of its parameters."""
+    """The last state of `specjax.generate` of the request alone in a batch, with the arrays of its parameters.
+
+    All kinds of parameters have the arrays of all, so that one program generates for each.
+    """
     prompt = np.zeros((1, LONGEST), np.int32)
     prompt[0, : len(job.prompt)] = job.prompt
-    params = sampling.batch([job.params], EOS, VOCAB) if params is None else params
+    if params is None:
+        batch = sampling.batch([job.params, *KINDS], EOS, VOCAB)._replace(guide=None)
+        guide = sampling.batch([job.params], EOS, VOCAB).guide
+        params = jax.tree.map(lambda x: np.asarray(x)[:1], batch)._replace(guide=guide)
     keys = jax.random.wrap_key_data(job.key[None], impl="threefry2x32")
     given = target, proposer, prompt, np.array([len(job.prompt)]), params, keys
     state = prefill(*given, max_length=MAX_LENGTH, num_logprobs=num_logprobs)
@@ -389,9 +395,9 @@ def run_and_compare(
 
 
 EVERY_END = {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
-SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("ngram", "block", True)]
-SLOW += [("draft_model", "match", True), ("ngram", "rejection", False), ("reduced", "block", False)]
-SLOW += [("fallback", "rejection", True)]
+# Each with pages and dense, together with the fast tests; the fallback drafts n-grams, too.
+SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("reduced", "block", False)]
+SLOW += [("fallback", "match", True)]
 
 
 def test_any_schedule_gives_each_request_its_tokens(target, draft):
@@ -417,7 +423,7 @@ def test_a_model_without_pages(target):
 @pytest.mark.parametrize("name, verifier, in_pages", SLOW)
 def test_every_proposer_and_verifier(target, draft, name, verifier, in_pages):
     given = target, make_proposer(name, draft), verifier, in_pages
-    assert set.union(*(run_and_compare(*given, seed=seed) for seed in (1, 2, 3))) == EVERY_END
+    assert set.union(*(run_and_compare(*given, seed=seed) for seed in (1, 2))) == EVERY_END
 
 
 class Compilations:
@@ -438,6 +444,7 @@ class Compilations:
         monitoring.unregister_event_duration_listener(self.count)
 
 
+@pytest.mark.usefixtures("all_programs")
 @pytest.mark.parametrize("in_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_the_start(target, in_pages, caplog):
     jobs = some_jobs(16, seed=5)
