@@ -229,7 +229,7 @@ def test_a_device_has_room_for_twice_the_pages_of_bfloat16(monkeypatch):
 
 def test_the_loss_of_the_embedded_target_grows_little(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "scripts")
-    script = importlib.import_module("cache_loss")
+    script = importlib.import_module("rounding_loss")
     model, rows = models.load(models.EMBEDDED / "target"), script.rows_of(["queue"], 512)[:4]
     plain, rounded = (script.mean_loss(models.with_cache_dtype(model, dtype), rows) for dtype in (None, "fp8"))
     assert plain != rounded < 1.003 * plain

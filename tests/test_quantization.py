@@ -160,7 +160,10 @@ def test_packed_integers_in_the_order_of_activations(rng):
     arrays, w = files.packed(rng, 16, 128, 32, symmetric=False, order=True)
     weights = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32, "actorder": "group"}
     assert check(compressed(groups("pack-quantized", **weights)), arrays, w).order is not None
+    check(compressed(groups("pack-quantized", **weights | {"actorder": None})), arrays, w)  # a stored order counts
     arrays, w = files.packed(rng, 16, 128, 32, symmetric=False)
+    with pytest.raises(ValueError, match="weight_zero_point must be of zeros where `symmetric` is true"):
+        read(compressed(groups("pack-quantized", **weights | {"symmetric": True})), arrays, w.shape)
     del arrays["weight_shape"]  # as files for other tools may lack it
     weight = check(compressed(groups("pack-quantized", **weights | {"actorder": "weight"})), arrays, w)
     assert weight.order is None
@@ -172,6 +175,8 @@ def test_integers_of_8_bits(rng, group, symmetric):
     strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
     config = compressed(groups("int-quantized", num_bits=8, symmetric=symmetric, **strategy))
     check(config, arrays, w, bits=8)
+    with pytest.raises(ValueError, match=r"m.weight_scale must have shape \(9, \d\) .* got \(1,\)"):
+        read(config, arrays | {"weight_scale": arrays["weight_scale"][0, :1]}, w.shape)
 
 
 def test_floats_of_8_bits(rng):
@@ -239,6 +244,7 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
         (compressed(groups("pack-quantized", num_bits=4)) | {"sparsity_config": {"format": "2:4"}}, "sparsity_config"),
         (compressed(groups("pack-quantized", num_bits=4)) | {"transform_config": {"a": 1}}, "transform_config"),
         (compressed(groups("pack-quantized", ["re:("], num_bits=4)), "targets.*re:"),
+        (compressed(groups("pack-quantized", [], num_bits=4)), "targets.*got none"),
         (compressed(), "config_groups"),
     ],
 )
@@ -276,5 +282,7 @@ def test_damaged_states_of_bitsandbytes(rng):
     for content, message in ((b"{", "JSON"), (b'{"quant_type": "nf4"}', "shape"), (b"[]", "quant_type")):
         with pytest.raises(ValueError, match=message):
             read(config, arrays | {state: np.frombuffer(content, np.uint8)}, (6, 128))
+    with pytest.raises(ValueError, match="absmax must be of dtype uint8, got float32"):  # the state says codes
+        read(config, arrays | {"weight.absmax": np.ones(12, np.float32)}, (6, 128))
     with pytest.raises(ValueError, match="NF4"):
         read(config, arrays | {"weight.quant_map": NF4[::-1].copy()}, (6, 128))

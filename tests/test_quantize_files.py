@@ -33,10 +33,12 @@ def test_a_written_checkpoint_is_the_one_that_is_rounded_when_it_is_read(tmp_pat
         floats = [np.asarray(dequantize(x) if is_quantized(x) else x) for x in (one, other)]
         np.testing.assert_array_equal(*floats)
     np.testing.assert_array_equal(logits(written), logits(rounded))
-    if format == "int4":  # matrices of 64 inputs have groups of 64, matrices of 128 inputs have groups of 128
+    if format == "int4":  # matrices of 64 inputs have groups of 64, of 128 have 128, queries have 8 bits
         config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
         sizes = [group["weights"]["group_size"] for group in config["config_groups"].values()]
-        assert sizes == [64, 128]
+        assert set(sizes) == {64, 128, None}
+        quantized = models.load(tmp_path / "out").params["layers"][0]
+        assert [quantized[name].bits for name in ("qkv", "attention_out", "mlp_out")] == [8, 4, 4]
 
 
 def test_an_embedded_checkpoint_with_its_tokenizer(tmp_path):
@@ -58,8 +60,9 @@ def test_written_files_against_compressed_tensors(tmp_path, format):
     tensors = make_tensors(BASE)
     write_quantized(models.Checkpoint(write(tmp_path / "in", BASE, tensors)), tmp_path / "out", format)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
-    name = "model.layers.0.self_attn.q_proj."
+    groups = QuantizationConfig.model_validate(config).config_groups.values()
+    scheme = next(group for group in groups if group.weights.num_bits == (4 if format == "int4" else 8))
+    name = "model.layers.0.self_attn.o_proj."
     stored = load_torch(tmp_path / "out" / "model.safetensors")
     stored = {key.removeprefix(name): x for key, x in stored.items() if key.startswith(name)}
     compressor = FloatQuantizationCompressor if format == "fp8" else PackedQuantizationCompressor

@@ -10,7 +10,7 @@ import pytest
 
 from specjax.models import quantized
 from specjax.models.linear import linear
-from specjax.models.quantized import Quantized, concatenate, dequantize, pack, quantize
+from specjax.models.quantized import Quantized, concatenate, dequantize, format_of, pack, quantize
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 RNG = np.random.default_rng(0)
@@ -146,6 +146,13 @@ def test_rounding(format, error):
 @pytest.mark.parametrize(("size", "group"), [(384, 128), (192, 64), (96, 32), (80, 32)])
 def test_groups_of_rounding(size, group):
     assert quantize(jnp.ones((3, size)), "int4").group == (1, group)
+
+
+def test_formats_of_matrices_of_few_inputs():
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert [format_of(name, inputs, "int4") for inputs in (1023, 1024)] == ["int8", "int4"]
+    assert format_of("model.layers.0.self_attn.o_proj", 64, "int4") == "int4"
+    assert format_of(name, 64, "fp8") == "fp8"
 
 
 @pytest.mark.parametrize("options", [{}, {"norm": True}, {"activation": jax.nn.silu}, {"residual": True}])

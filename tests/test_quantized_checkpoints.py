@@ -171,9 +171,10 @@ def test_weights_are_rounded_when_they_are_read(tmp_path, format):
     path = write(tmp_path, BASE, tensors)
     model = models.load(path, quantization=format)
     assert len(quantized_leaves(model)) == 8
-    names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
+    names = [f"model.layers.1.mlp.{x}_proj.weight" for x in ("gate", "up")]
     whole = quantize(jnp.asarray(np.concatenate([tensors[name] for name in names])), format)
-    found = model.params["layers"][1]["qkv"]
+    found = model.params["layers"][1]["gate_up"]
+    assert model.params["layers"][1]["qkv"].bits == 8  # of few inputs, in int4, too
     np.testing.assert_array_equal(np.asarray(dequantize(found)), np.asarray(dequantize(whole)))
     assert found.dtype == jnp.float32 and model.params["head"].dtype == jnp.float32
     exact = np.concatenate([tensors[name] for name in names])

@@ -14,7 +14,7 @@ import numpy as np
 from specjax.models.directory import Checkpoint, check_quantization
 from specjax.models.files import model_files
 from specjax.models.hub import FILES
-from specjax.models.quantized import GROUPS, Quantized, codes_of, quantize
+from specjax.models.quantized import GROUPS, Quantized, codes_of, format_of, quantize
 from specjax.models.safetensors_file import DTYPES, read_array, read_header
 
 MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|in_proj_\w+|fc1|fc2|w[123])\.weight")  # of a layer
@@ -56,35 +56,35 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
         raise ValueError(f"out must be a new or an empty directory, got {str(out)!r}")
     _check_files(model)
     out.mkdir(parents=True, exist_ok=True)
-    groups, ignored, weight_map = {}, ["lm_head"], {}
+    rounded, ignored, weight_map = {}, ["lm_head"], {}
     before = after = 0
     files = model_files(model.directory)
     for path in files:
         header = read_header(path)
         parts = {}
         for name, (_, entry) in header.items():
-            group, ndim, family = None, len(entry["shape"]), model.config.get("model_type", str)
+            rounding, ndim, family = None, len(entry["shape"]), model.config.get("model_type", str)
             is_matrix = (MATRIX.fullmatch(name) and ndim == 2) or (
                 STACK.fullmatch(name) and f"{name}_bias" not in header
             )
             if is_matrix and entry["dtype"] in FLOATS:
-                group = _group_of(entry["shape"][-1], format)
+                rounding = _rounding_of(name, entry["shape"][-1], format)
             parts[name] = [Part(_in_layout(name, family), ..., tuple(entry["shape"]), None)]
-            if group is not None:
-                parts[name] = _matrices(name, tuple(entry["shape"]), group, family)
-                groups |= {part.name: group for part in parts[name]}
+            if rounding is not None:
+                parts[name] = _matrices(name, tuple(entry["shape"]), rounding, family)
+                rounded |= {part.name: rounding for part in parts[name]}
             elif ndim == 2 and name.endswith(".weight"):
                 ignored.append(_in_layout(name, family).removesuffix(".weight"))
             before += math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-        written = _write(path, out / path.name, parts, format)
+        written = _write(path, out / path.name, parts)
         after += sum(written.values())
         weight_map |= dict.fromkeys(written, path.name)
-    if not groups:
+    if not rounded:
         raise ValueError(f"{model.directory} must have matrices of layers, which end in _proj, fc1 or fc2, got none")
     if len(files) > 1:
         index = {"metadata": {"total_size": after}, "weight_map": weight_map}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    config = model.config.fields | {"quantization_config": _config(groups, ignored, format)}
+    config = model.config.fields | {"quantization_config": _config(rounded, list(dict.fromkeys(ignored)))}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_others(model, out)
     return before, after
@@ -100,17 +100,28 @@ def _check_files(model: Checkpoint) -> None:
                 raise ValueError(f"tensor {name} in {path} must be of type {known}, got {entry['dtype']}")
 
 
-def _group_of(inputs: int, format: str) -> int | None:
-    """Return the number of inputs that share a scale, 0 for all; None where a matrix stays as it is."""
-    return 0 if format != "int4" else next((size for size in GROUPS if inputs % size == 0), None)
+class Rounding(NamedTuple):
+    """How a matrix is rounded."""
+
+    format: str
+    group: int  # inputs that share a scale, 0 for all
 
 
-def _config(groups: dict[str, int], ignored: list[str], format: str) -> dict[str, Any]:
+def _rounding_of(name: str, inputs: int, format: str) -> Rounding | None:
+    """Return how a matrix is rounded where others are rounded to `format`; None where it stays as it is."""
+    format = format_of(name, inputs, format)
+    if format != "int4":
+        return Rounding(format, 0)
+    group = next((size for size in GROUPS if inputs % size == 0), None)
+    return None if group is None else Rounding(format, group)
+
+
+def _config(rounded: dict[str, Rounding], ignored: list[str]) -> dict[str, Any]:
     """Return the field quantization_config. The most frequent group takes all matrices that no other group names."""
-    layout = "float-quantized" if format == "fp8" else "pack-quantized"
     tables = {}
-    for i, (group, _) in enumerate(Counter(groups.values()).most_common()):
-        names = [name.removesuffix(".weight") for name, size in groups.items() if size == group]
+    for i, (rounding, _) in enumerate(Counter(rounded.values()).most_common()):
+        format, group = rounding
+        names = [name.removesuffix(".weight") for name, own in rounded.items() if own == rounding]
         weights = {
             "num_bits": 4 if format == "int4" else 8,
             "type": "float" if format == "fp8" else "int",
@@ -124,11 +135,11 @@ def _config(groups: dict[str, int], ignored: list[str], format: str) -> dict[str
             "weights": weights,
             "input_activations": None,
             "output_activations": None,
-            "format": layout,
+            "format": "float-quantized" if format == "fp8" else "pack-quantized",
         }
     return {
         "quant_method": "compressed-tensors",
-        "format": layout,
+        "format": tables["group_0"]["format"],
         "quantization_status": "compressed",
         "config_groups": tables,
         "ignore": ignored,
@@ -142,7 +153,7 @@ class Part(NamedTuple):
     name: str  # of the tensor, or of the matrix of floats if it is rounded
     place: Any  # index of the stored tensor
     shape: tuple[int, ...]
-    group: int | None  # inputs that share a scale, 0 for all; None: the tensor is copied
+    rounding: Rounding | None  # None: the tensor is copied
 
 
 def _in_layout(name: str, family: str) -> str:
@@ -150,23 +161,23 @@ def _in_layout(name: str, family: str) -> str:
     return name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
 
 
-def _matrices(name: str, shape: tuple[int, ...], group: int, family: str) -> list[Part]:
+def _matrices(name: str, shape: tuple[int, ...], rounding: Rounding, family: str) -> list[Part]:
     """Return the matrices of a tensor, [N, K] or a stack [E, N, K] of the experts' matrices."""
     if len(shape) == 2:
-        return [Part(_in_layout(name, family), ..., shape, group)]
+        return [Part(_in_layout(name, family), ..., shape, rounding)]
     number, outputs, inputs = shape
     block, kind = _in_layout(name, family).rsplit(".", 1)
     gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     half = outputs // 2
     rows = {gate: slice(0, half), up: slice(half, outputs)} if kind == "gate_up_proj" else {down: slice(0, outputs)}
     return [
-        Part(f"{block}.{i}.{part}.weight", (i, place), (place.stop - place.start, inputs), group)
+        Part(f"{block}.{i}.{part}.weight", (i, place), (place.stop - place.start, inputs), rounding)
         for i in range(number)
         for part, place in rows.items()
     ]
 
 
-def _write(path: Path, out: Path, parts: dict[str, list[Part]], format: str) -> dict[str, int]:
+def _write(path: Path, out: Path, parts: dict[str, list[Part]]) -> dict[str, int]:
     """Write a file with the tensors of another, and return the bytes of each tensor that was written.
 
     The sizes are known before the numbers, so that the header comes first and one tensor is in memory at a time.
@@ -175,7 +186,7 @@ def _write(path: Path, out: Path, parts: dict[str, list[Part]], format: str) -> 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, sizes = 0, {}
     for name, part in ((name, part) for name, own in parts.items() for part in own):
-        for made, (kind, shape) in _layout(part, kinds[name], format).items():
+        for made, (kind, shape) in _layout(part, kinds[name]).items():
             sizes[made] = math.prod(shape) * DTYPES[kind].itemsize
             header[made] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, position + sizes[made]]}
             position += sizes[made]
@@ -185,10 +196,11 @@ def _write(path: Path, out: Path, parts: dict[str, list[Part]], format: str) -> 
         file.write(len(content).to_bytes(8, "little") + content)
         for name, own in parts.items():
             values = read_array(path, name)
-            logger.info("%s %s", name, "copied" if own[0].group is None else f"rounded to {format}")
+            how = own[0].rounding
+            logger.info("%s %s", name, "copied" if how is None else f"rounded to {how.format}")
             for part in own:
                 value = values[part.place]
-                arrays = {part.name: value} if part.group is None else _arrays(part.name, quantize(value, format))
+                arrays = {part.name: value} if how is None else _arrays(part.name, quantize(value, how.format))
                 _append(file, arrays, header)
     return sizes
 
@@ -200,12 +212,12 @@ def _append(file: BinaryIO, arrays: dict[str, np.ndarray], header: dict[str, Any
         file.write(np.ascontiguousarray(array).tobytes())
 
 
-def _layout(part: Part, dtype: str, format: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _layout(part: Part, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtypes and shapes of the tensors that stand for a part of a tensor of a dtype, by name."""
-    name, group = part.name, part.group
-    if group is None:
+    name = part.name
+    if part.rounding is None:
         return {name: (dtype, part.shape)}
-    outputs, inputs = part.shape
+    (outputs, inputs), (format, group) = part.shape, part.rounding
     if format == "fp8":
         return {name: ("F8_E4M3", part.shape), f"{name}_scale": ("F32", (outputs, 1))}
     in_word, number = 32 // (4 if format == "int4" else 8), inputs // group if group else 1

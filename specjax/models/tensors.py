@@ -20,7 +20,7 @@ import numpy as np
 
 from specjax.models.files import StoredArray, model_files, opened
 from specjax.models.quantization import Scheme, StoredLinear, name_of_matrix
-from specjax.models.quantized import Quantized, concatenate, dequantize, quantize, stack
+from specjax.models.quantized import Quantized, concatenate, dequantize, format_of, quantize, stack
 from specjax.parallel import put
 from specjax.types import Array
 
@@ -381,7 +381,8 @@ class Tensors:
         """Read matrices of one input, each as the files hold it, or all as one that is rounded."""
         if not any(map(self._is_quantized, linears)):
             assert self._quantization is not None, "only then are floats read here"
-            return [quantize(self._floats(linears), self._quantization)]
+            format = format_of(linears[0].name, linears[0].shape[1], self._quantization)
+            return [quantize(self._floats(linears), format)]
         scheme = self._scheme
         assert scheme is not None, "only then is a matrix quantised"
         return [_named(one, scheme.read) if self._is_quantized(one) else self._floats([one]) for one in linears]

@@ -108,7 +108,7 @@ def _state(linear: StoredLinear) -> tuple[str, dict[str, Any]]:
 
 def _scales(linear: StoredLinear, name: str, state: dict[str, Any], number: int) -> np.ndarray:
     """Return the scale of each block, float32."""
-    if not linear.has(".weight.absmax", "uint8"):
+    if "nested_blocksize" not in state:
         return linear.array(".weight.absmax", (number,), "float32")
     codes = linear.array(".weight.absmax", (number,), "uint8")
     block, offset = state.get("nested_blocksize"), state.get("nested_offset")

@@ -42,6 +42,7 @@ class Group:
     group: int | None  # inputs that share a scale; None is all
     block: tuple[int, int] | None  # outputs and inputs that share a scale
     has_order: bool  # whether groups are of inputs that lie apart
+    has_one_scale: bool  # whether the files may hold one scale for the matrix
 
 
 @dataclass(frozen=True)
@@ -164,15 +165,43 @@ def _group(table: ConfigFile, whole: str | None) -> Group:
     order = weights.fields.get("actorder")
     if order not in (None, False, "group", "weight", "static", "dynamic"):
         raise ValueError(f"{weights.where('actorder')} must be 'group' or 'weight', got {order!r}")
+    targets = _strings(table, "targets")
+    if not targets:
+        raise ValueError(f"{table.where('targets')} must name matrices, patterns or 'Linear', got none")
     return Group(
-        _strings(table, "targets"),
+        targets,
         layout,
         bits,
         weights.get("symmetric", bool, True),
         None if group == -1 else group,
         block,
         order in ("group", "dynamic"),
+        strategy == "tensor",
     )
+
+
+def _scale_of(group: Group, linear: StoredLinear, ending: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
+    """Read scales or zeros of this shape; one for the matrix stands for all, if its group says that there is one."""
+    return (linear.scale if group.has_one_scale else linear.array)(ending, shape, *dtypes)
+
+
+def _has_zeros(group: Group, linear: StoredLinear) -> bool:
+    return not group.is_symmetric or linear.has(".weight_zero_point")
+
+
+def _checked_zeros(group: Group, linear: StoredLinear, zero: np.ndarray, middle: int) -> np.ndarray | None:
+    """Return the stored zeros of a matrix; None for a symmetric one, of which tools may store that they are 0.
+
+    Raises:
+        ValueError: a symmetric matrix has other zeros.
+    """
+    if not group.is_symmetric:
+        return zero
+    if (zero != middle).any():
+        raise ValueError(
+            f"tensor {linear.name}.weight_zero_point must be of zeros where `symmetric` is true, got others"
+        )
+    return None
 
 
 def _read_pack(group: Group, linear: StoredLinear) -> Quantized:
@@ -185,12 +214,12 @@ def _read_pack(group: Group, linear: StoredLinear) -> Quantized:
     in_word, groups = 32 // group.bits, num_groups(inputs, group.group)
     words = linear.array(".weight_packed", (outputs, -(-inputs // in_word)), "int32")
     codes = unpack(words, group.bits, inputs)
-    scale = linear.scale(".weight_scale", (outputs, groups), *FLOATS)
+    scale = _scale_of(group, linear, ".weight_scale", (outputs, groups), *FLOATS)
     zero = order = None
-    if not group.is_symmetric:
+    if _has_zeros(group, linear):
         stored = linear.array(".weight_zero_point", (-(-outputs // in_word), groups), "int32")
-        zero = unpack(stored, group.bits, outputs, axis=0)
-    if group.has_order and group.group is not None:
+        zero = _checked_zeros(group, linear, unpack(stored, group.bits, outputs, axis=0), 2 ** (group.bits - 1))
+    if group.group is not None and (group.has_order or linear.has(".weight_g_idx")):
         order = order_of(linear, ".weight_g_idx", group.group)
         codes = codes if order is None else np.ascontiguousarray(codes[:, order])
     if group.bits == 8:
@@ -202,8 +231,11 @@ def _read_int8(group: Group, linear: StoredLinear) -> Quantized:
     """Read `weight` [N, K] int8."""
     shape = linear.shape[0], num_groups(linear.shape[1], group.group)
     codes = linear.array(".weight", linear.shape, "int8")
-    scale = linear.scale(".weight_scale", shape, *FLOATS)
-    zero = None if group.is_symmetric else linear.scale(".weight_zero_point", shape, "int8").astype(np.int16)
+    scale = _scale_of(group, linear, ".weight_scale", shape, *FLOATS)
+    zero = None
+    if _has_zeros(group, linear):
+        zero = _checked_zeros(group, linear, _scale_of(group, linear, ".weight_zero_point", shape, "int8"), 0)
+        zero = None if zero is None else zero.astype(np.int16)
     return pack(codes, scale, bits=8, group=group.group, zero=zero, dtype=linear.dtype)
 
 

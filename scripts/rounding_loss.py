@@ -1,7 +1,7 @@
-"""Compare the loss of the embedded target with caches in its dtype and in float8, on modules that it has not seen.
+"""Compare the loss of the embedded target before and after its weights or its cache are rounded, on unseen modules.
 
-    python scripts/cache_loss.py
-    python scripts/cache_loss.py --modules queue --length 256
+    python scripts/rounding_loss.py
+    python scripts/rounding_loss.py --modules queue --length 256
 
 Rows of tokens are fed in one call each and attend to the cache, so that keys and values are rounded as in decoding.
 """
@@ -17,6 +17,7 @@ import numpy as np
 from python_corpus import HELD_OUT
 
 from specjax import Model, ModelInput, models
+from specjax.models.quantized import FORMATS
 
 
 def rows_of(modules: Sequence[str], length: int) -> np.ndarray:
@@ -47,8 +48,17 @@ def main() -> None:
     args = parser.parse_args()
 
     model, rows = models.load(models.EMBEDDED / "target"), rows_of(args.modules, args.length)
-    plain, rounded = (mean_loss(models.with_cache_dtype(model, dtype), rows) for dtype in (None, "fp8"))
-    print(f"{rows.size} tokens: loss {plain:.4f}, with a cache in float8 {rounded:.4f}, {rounded / plain - 1:+.3%}")
+    plain = mean_loss(models.with_cache_dtype(model, None), rows)
+    print(f"{rows.size} tokens: loss {plain:.4f}", flush=True)
+
+    def compare(name: str, rounded: Model) -> None:
+        loss = mean_loss(rounded, rows)
+        print(f"{name}: {loss:.4f}, {loss / plain - 1:+.3%}", flush=True)
+
+    compare("cache in float8", models.with_cache_dtype(model, "fp8"))
+    for form in FORMATS:
+        checkpoint = models.Checkpoint(models.EMBEDDED / "target", form, keep_codes=False)  # as floats, which is faster
+        compare(f"weights in {form}", models.load(checkpoint))
 
 
 if __name__ == "__main__":
