@@ -107,6 +107,13 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": 8,
 }
+PARTIAL = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0]}
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 3.0,
+}
 # Configs that only the logits of transformers are compared with: the other tests of families see the same parts above.
 VARIANTS = {
     "llama_dynamic": LLAMA
@@ -134,6 +141,76 @@ VARIANTS = {
         "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": TWO_BASES,
         "final_logit_softcapping": 8.0,
+    },
+    "phi3": LLAMA
+    | {
+        "model_type": "phi3",
+        "rope_scaling": {name: x for name, x in LONGROPE.items() if name != "rope_type"} | {"type": "su"},
+        "original_max_position_embeddings": 8,
+        "sliding_window": 5,
+    },
+    "phi4_mini": LLAMA
+    | {
+        "model_type": "phi3",
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": LONGROPE | PARTIAL,
+        "original_max_position_embeddings": 32,
+    },
+    "olmo2": LLAMA | {"model_type": "olmo2", "attention_bias": True, "num_key_value_heads": 4},
+    "olmo3": LLAMA
+    | {
+        "model_type": "olmo3",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": YARN | {"truncate": True, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "smollm3": LLAMA | {"model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "smollm3_window": LLAMA
+    | {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "granite": LLAMA | FACTORS | {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
+    "granite4": LLAMA
+    | FACTORS
+    | {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention", "attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 8,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
+    "granite4_nope": LLAMA
+    | FACTORS
+    | {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention", "attention"],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 8,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "nope",
+    },
+    "ministral3": LLAMA
+    | {
+        "model_type": "ministral3",
+        "head_dim": 12,
+        "sliding_window": 5,
+        "rope_parameters": YARN
+        | {"original_max_position_embeddings": 4, "beta_fast": 0.5, "beta_slow": 0.1}
+        | {"llama_4_scaling_beta": 0.5, "rope_theta": 500.0}
+        | {"mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 64},
     },
 }
 ALL = CONFIGS | VARIANTS

@@ -1,10 +1,10 @@
 """The config.json of released checkpoints, but for the sizes."""
 
-from families import ALL, LLAMA3_SCALING
+from families import ALL, LLAMA3_SCALING, PARTIAL
 
 from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import Llama3Scaling, Rope, YarnScaling
+from specjax.models.rope import Llama3Scaling, LongRopeScaling, QueryScaling, Rope, YarnScaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
 # The case of `families.ALL` that has the same tensors, the fields, and the differences of the network from the case.
@@ -294,6 +294,199 @@ RELEASED = {
                 ),
             )
             * 2,
+        },
+    ),
+    "Phi-4-mini, with short lists of divisors": (
+        "phi4_mini",
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 199999,
+            "embd_pdrop": 0.0,
+            "eos_token_id": 199999,
+            "full_attn_mod": 1,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "mlp_bias": False,
+            "model_type": "phi3",
+            "original_max_position_embeddings": 4096,
+            "pad_token_id": 199999,
+            "partial_rotary_factor": 0.75,
+            "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"type": "longrope", **PARTIAL},
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": LongRopeScaling((1.0, 1.1, 1.3), (1.0, 2.0, 4.0), 4096, 1.0),
+            "layers": (LayerConfig(Attention(window=262144)),),
+        },
+    ),
+    "OLMo 2 7B": (
+        "olmo2",
+        {
+            "architectures": ["Olmo2ForCausalLM"],
+            "attention_bias": True,  # false in the release: the tensors of the case have biases
+            "attention_dropout": 0.0,
+            "eos_token_id": 100257,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "model_type": "olmo2",
+            "pad_token_id": 100277,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 500000,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            "transformers_version": "4.47.0",
+            "use_cache": True,
+        },
+        {"rope_theta": 500000.0, "norm_eps": 1e-06},
+    ),
+    "OLMo 3 32B": (
+        "olmo3",
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "eos_token_id": 100257,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "model_type": "olmo3",
+            "pad_token_id": 100277,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.57.0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": YarnScaling(8.0, 8192, 500000.0, magnitude=1.2079441541679836),
+            "norm_eps": 1e-06,
+            "layers": tuple(
+                LayerConfig(
+                    Attention(window=window, has_wide_norms=True, rope=rope), has_norms=False, has_post_norms=True
+                )
+                for window, rope in ((4096, Rope(500000.0)), (None, None))
+            ),
+        },
+    ),
+    "SmolLM3 3B": (
+        "smollm3",
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": None,
+            "eos_token_id": 128012,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "layer_types": ["full_attention", "full_attention"],
+            "max_window_layers": 28,
+            "mlp_bias": False,
+            "model_type": "smollm3",
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 0],
+            "pad_token_id": 128004,
+            "pretraining_tp": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0.dev0",
+            "use_cache": False,
+            "use_sliding_window": False,
+        },
+        {"rope_theta": 5e6, "norm_eps": 1e-06},
+    ),
+    "Granite 3.3 2B": (
+        "granite",
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_bias": True,  # false in the release, as mlp_bias: the tensors of the case have biases
+            "attention_dropout": 0.0,
+            "attention_multiplier": 0.015625,
+            "bos_token_id": 0,
+            "embedding_multiplier": 12.0,
+            "eos_token_id": 0,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "logits_scaling": 8.0,
+            "mlp_bias": True,
+            "model_type": "granite",
+            "pad_token_id": 0,
+            "residual_multiplier": 0.22,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.49.0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 1e7,
+            "logit_divisor": 8.0,
+            "layers": (
+                LayerConfig(
+                    Attention(has_bias=True, has_out_bias=True, scale=1 / 64),
+                    GatedMLP(has_bias=True),
+                    residual_factor=0.22,
+                ),
+            ),
+        },
+    ),
+    "Ministral 3 8B, the text part": (
+        "ministral3",
+        {
+            "architectures": ["Ministral3ForCausalLM"],
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "model_type": "ministral3",
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "sliding_window": None,
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": YarnScaling(16.0, 16384, 1e6),
+            "query_scaling": QueryScaling(0.1, 16384),
+            "layers": (LayerConfig(),),
         },
     ),
     "OPT 125M": (

@@ -88,7 +88,7 @@ def decoder(seed=0, scale=8.0, **changes):
             {
                 "vocab_size": 37,
                 "logit_softcap": 5.0,
-                "scale_embedding": True,
+                "embedding_factor": 4.0,
                 "layers": (LayerConfig(Attention(window=4)), LayerConfig()),
             },
         ),

@@ -16,6 +16,7 @@ from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, wh
 from specjax import proposers
 from specjax.models import data_parallel, load, tensor_parallel, tensors, with_feature_layers
 
+SHARED_NORMS = ("olmo3",)  # families whose devices share the numbers of a norm
 FAST = "llama_bias", "gemma2", "opt_post_norm"  # of the families
 
 
@@ -97,7 +98,13 @@ def test_the_host_holds_one_part_at_a_time(tmp_path, monkeypatch):
     assert most == 1
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST[2:] else pytest.mark.slow) for c in CONFIGS])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=() if c in (*FAST[2:], *SHARED_NORMS) else pytest.mark.slow)
+        for c in (*CONFIGS, *SHARED_NORMS)
+    ],
+)
 def test_logits_are_the_recorded_ones(case, tmp_path):
     """For every family, on two devices, for whole rows and from a cache."""
     model = load(write(tmp_path / case, case), mesh=mesh_of(2))

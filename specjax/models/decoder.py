@@ -16,7 +16,7 @@ from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.delta_net import DeltaNet
 from specjax.models.layer import Attention, LayerConfig, norm_of, run_layer
 from specjax.models.linear import linear, rms_norm
-from specjax.models.rope import Rope, RopeScaling, Rotation, rotation
+from specjax.models.rope import QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 
@@ -43,10 +43,12 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     layers: tuple[LayerConfig, ...] = (LayerConfig(),)  # of each layer, or one of all layers
     norm_offset: float = 0.0  # number added to the scale of every norm
-    scale_embedding: bool = False  # whether embeddings are multiplied by sqrt(hidden_size)
+    embedding_factor: float = 1.0  # factor on embeddings, rounded to their dtype
+    logit_divisor: float = 1.0  # number that divides logits, before their soft cap
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
     axis_name: str | None = None  # mesh axis whose devices share the decoder; the sizes then describe one device's part
+    query_scaling: QueryScaling | None = None  # factor on queries by their position; None for none
     rotary_size: int | None = None  # numbers of a head that turn with the position, the first ones; None is all
     expert_size: int = 0  # width of each expert
     shared_size: int = 0  # width of the MLP beside the experts
@@ -140,20 +142,24 @@ def _apply(
     precision = "highest" if embedding.dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
         x = network.embed(embedding, inputs.tokens, config.axis_name)
-        if config.scale_embedding:
-            x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        if config.embedding_factor != 1:
+            x = x * jnp.asarray(config.embedding_factor, x.dtype)
         new_cache, taps = [], network.Taps(feature_layers)
         taps.collect(0, x)
         each = zip(config.each_layer, _memories(config, params, inputs, cache), strict=True)
         turns = _rotations(config, inputs, cache)
+        factor = None if config.query_scaling is None else config.query_scaling(inputs.positions)
         for i, (layer, memory) in enumerate(each):
-            x, kept = run_layer(config, layer, params["layers"][i], x, turns[_rope_of(config, layer)], memory)
+            of_layer = turns[_rope_of(config, layer)]
+            x, kept = run_layer(config, layer, params["layers"][i], x, of_layer, memory, query_factor=factor)
             new_cache.append(kept)
             taps.collect(i + 1, x)
         norm = norm_of(params["norm"], config)
         features = taps.beside(rms_norm(x, norm))
         head = embedding if config.tie_embeddings else params["head"]
         logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
+        if config.logit_divisor != 1:
+            logits = logits / config.logit_divisor
         if config.logit_softcap is not None:
             logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         logits = network.without_padding(logits, config.num_padding, config.axis_name)

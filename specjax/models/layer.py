@@ -6,7 +6,7 @@ and compute it, so that a new kind of mixer or ffn is a dataclass with the metho
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,7 @@ class Sublayer:
     norm: Norm | None  # of `x`, which comes first; None for none
     residual: Array  # [B, T, h], to which the output is added
     finish: Callable[[Array], Array] | None = None  # function of the output [B, T, h] before the sum; None for none
+    query_factor: Array | None = None  # [B, T] float32, which multiplies the queries of a mixer; None for none
 
 
 class Around(Protocol):
@@ -66,6 +67,7 @@ class Attention:
     has_bias: bool = False  # whether the query, key and value projections have biases
     has_out_bias: bool = False  # whether the output projection has a bias
     has_head_norms: bool = False  # whether each query and key head passes through an RMSNorm
+    has_wide_norms: bool = False  # whether all query heads together, and all key heads, pass through an RMSNorm
     scale: float | None = None  # factor on the scores; None is 1 / sqrt(head_size)
     softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
     has_sinks: bool = False  # whether each head has the score of one more place, whose value is 0
@@ -91,6 +93,8 @@ class Attention:
             shapes["attention_out_bias"] = (config.hidden_size,)
         if self.has_head_norms:
             shapes |= {"query_norm": (size,), "key_norm": (size,)}
+        if self.has_wide_norms:
+            shapes |= {"query_norm": (config.num_heads * size,), "key_norm": (config.num_kv_heads * size,)}
         if self.has_sinks:
             shapes["sinks"] = (config.num_heads,)
         return shapes
@@ -105,8 +109,9 @@ class Attention:
         qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
         query, key, value = jnp.split(qkv, (first, first + kv_heads), axis=2)
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
-        if self.has_head_norms:
-            query, key = rms_norm(query, _norm(config, params, "query")), rms_norm(key, _norm(config, params, "key"))
+        query, key = self._normed(config, params, "query", query), self._normed(config, params, "key", key)
+        if call.query_factor is not None:
+            query = times(query, call.query_factor[..., None, None])
         query, key = (in_pairs(self._rope(config), heads) for heads in (query, key))
         attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
         if gate:
@@ -121,9 +126,15 @@ class Attention:
         bias = None if bias is None else bias[first:][None, None]
         both = linear(x, weight, transposed=config.transposed, residual=bias)
         key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)
-        if self.has_head_norms:
-            key = rms_norm(key, _norm(config, params, "key"))
+        key = self._normed(config, params, "key", key)
         return rotate(in_pairs(self._rope(config), key), turns), value
+
+    def _normed(self, config: "DecoderConfig", params: Params, name: str, heads: Array) -> Array:
+        """Return queries or keys [B, T, H, D] after their norm, if they have one."""
+        if self.has_wide_norms:
+            flat = heads.reshape(*heads.shape[:2], -1)
+            return rms_norm(flat, _norm(config, params, name), config.axis_name).reshape(heads.shape)
+        return rms_norm(heads, _norm(config, params, name)) if self.has_head_norms else heads
 
     def _rope(self, config: "DecoderConfig") -> Rope:
         return config.rope if self.rope is None else self.rope
@@ -162,7 +173,9 @@ class LayerConfig:
 
     mixer: Any = Attention()  # or a `delta_net.DeltaNet`
     ffn: "GatedMLP | Experts" = GatedMLP()
+    has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
+    residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms
     around: Around | None = None  # changes the input and the output of both; None for no change
 
     def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
@@ -174,8 +187,8 @@ class LayerConfig:
         """
         hidden = config.hidden_size
         shapes = self.mixer.shapes(config, hidden if inputs is None else inputs) | self.ffn.shapes(config)
-        names = ["mlp_norm"]
-        if inputs is None:
+        names = ["mlp_norm"] if self.has_norms else []
+        if inputs is None and self.has_norms:
             names.append("attention_norm")
         if self.has_post_norms:
             names += ["attention_post_norm", "mlp_post_norm"]
@@ -191,6 +204,7 @@ def run_layer(
     turns: Rotation | None,
     memory: KeyValues,
     residual: Array | None = None,
+    query_factor: Array | None = None,
 ) -> tuple[Array, Any]:
     """Run a decoder layer.
 
@@ -202,12 +216,13 @@ def run_layer(
         turns: the rotation of queries and keys; None for a layer that does not see positions.
         memory: the keys and values that the mixer attends to.
         residual: [B, T, h], the residual stream; None: it is `x`.
+        query_factor: [B, T] float32, which multiplies the queries; None for none.
 
     Returns:
         The residual stream after the layer [B, T, h], and the layer's cache afterwards.
     """
     call = _enter(config, layer, params, "attention", x, x if residual is None else residual)
-    stream, kept = layer.mixer(config, params, call, turns, memory)
+    stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
     return layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream)), kept
 
 
@@ -219,9 +234,18 @@ def _enter(
     if layer.around is not None:
         read, finish = layer.around(config, params, name, x if norm is None else rms_norm(x, norm))
         return Sublayer(read, None, residual, finish)
-    if not layer.has_post_norms:
-        return Sublayer(x, norm, residual)
-    return Sublayer(x, norm, residual, partial(rms_norm, norm=_norm(config, params, f"{name}_post")))
+    post = _norm(config, params, f"{name}_post") if layer.has_post_norms else None
+
+    def finish(y: Array) -> Array:
+        y = y if post is None else rms_norm(y, post)
+        return y if layer.residual_factor == 1 else times(y, layer.residual_factor)
+
+    return Sublayer(x, norm, residual, None if post is None and layer.residual_factor == 1 else finish)
+
+
+def times(x: Array, factor: Array | float) -> Array:
+    """Return x times a factor, multiplied in float32."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def in_pairs(rope: Rope, heads: Array) -> Array:

@@ -19,11 +19,15 @@ from specjax.types import Array
 Norm = tuple[Array, float]  # scale [D], epsilon
 
 
-def rms_norm(x: Array, norm: Norm) -> Array:
-    """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale."""
+def rms_norm(x: Array, norm: Norm, axis_name: str | None = None) -> Array:
+    """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale.
+
+    With an axis name the devices along it share the last axis, and each has D numbers of it.
+    """
     scale, epsilon = norm
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt((mean if axis_name is None else jax.lax.pmean(mean, axis_name)) + epsilon)
     return (x32 * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
 
 

@@ -188,6 +188,18 @@ class Rope:
     size: int | None = None  # numbers of a head that turn, the first ones; None is all
 
 
+@dataclass(frozen=True)
+class QueryScaling:
+    """Multiply the query at position p by 1 + beta ln(1 + floor(p / length)), which sharpens attention in long rows."""
+
+    beta: float
+    length: int
+
+    def __call__(self, positions: Array) -> Array:
+        """Return the factor [B, T] float32 of queries at positions [B, T] int32."""
+        return 1 + self.beta * jnp.log1p((positions // self.length).astype(jnp.float32))
+
+
 NO_ROPE = Rope(size=0)  # of a layer that does not see positions
 Rotation = tuple[Array, Array]  # cosines and sines [B, T, D / 2] float32 of each position's angles
 
@@ -219,10 +231,10 @@ def rotation(
     frequency = frequencies(turned, theta)
     if scaling is not None:
         frequency = scaling(frequency, length)
-    frequency = jnp.pad(frequency, (0, (size - turned) // 2))
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
     magnitude = 1.0 if scaling is None else scaling.magnitude
-    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+    kept = [(0, 0)] * (angle.ndim - 1) + [(0, (size - turned) // 2)]  # pairs that neither turn nor grow
+    return jnp.pad(jnp.cos(angle) * magnitude, kept, constant_values=1), jnp.pad(jnp.sin(angle) * magnitude, kept)
 
 
 def rotate(x: Array, rotation: Rotation | None) -> Array:

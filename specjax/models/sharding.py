@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.models.decoder import DecoderConfig
 from specjax.models.experts import Experts
 from specjax.models.families.opt import OPTConfig
+from specjax.models.layer import Attention
 from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
@@ -142,11 +143,8 @@ def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: 
     if not runs[0]:
         return None
     first = 1 if name.startswith("experts_") else 0  # experts are stacked, [outputs, inputs] each
-    axis = (
-        0
-        if first or is_transposed or name in ("embedding", "head") or name.endswith(("_bias", "_scale", "sinks"))
-        else 1
-    )
+    is_vector = name.endswith(("_bias", "_scale", "sinks", "_norm"))
+    axis = 0 if first or is_transposed or is_vector or name in ("embedding", "head") else 1
     if name in CUT_INPUTS:
         axis = 1 - axis
     return Cut(first + axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
@@ -172,15 +170,27 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         return [own(mlp)]
     if name in ("gate_up", "gate_up_bias"):
         return [own(mlp), own(mlp, whole.mlp_size)]
-    if name in ("qkv", "qkv_bias", "key_scale", "value_scale"):
+    if name in ("query_norm", "key_norm") and not _has_wide_norms(whole):
+        return []
+    if name == "query_norm":
+        return [own(part.num_heads * head)]
+    if name in ("qkv", "qkv_bias", "key_norm", "key_scale", "value_scale"):
         copies = part.num_kv_heads * number // whole.num_kv_heads
         first = device * part.num_kv_heads // copies
         if name.endswith("_scale"):
             return [(first, first + part.num_kv_heads)]
         first_key = whole.num_heads + first
+        if name == "key_norm":
+            return [(first * head, (first + part.num_kv_heads) * head)]
         firsts = first_key, first_key + whole.num_kv_heads
         return [own(part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
+
+
+def _has_wide_norms(config: Config) -> bool:
+    """Return whether norms of queries and keys go over all heads, of which a device has some."""
+    mixers = [layer.mixer for layer in config.layers] if isinstance(config, DecoderConfig) else []
+    return any(isinstance(mixer, Attention) and mixer.has_wide_norms for mixer in mixers)
 
 
 def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> list[Run]:

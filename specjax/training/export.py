@@ -114,7 +114,15 @@ def _check_options(config: "DecoderConfig") -> None:
     has_bias, has_norms = first.mixer.has_bias, first.mixer.has_head_norms
     mixer = Attention(has_bias=has_bias, has_out_bias=has_bias, has_head_norms=has_norms)
     plain = LayerConfig(mixer, GatedMLP(has_bias=first.ffn.has_bias and not has_norms))
-    others = {"norm_offset": 0.0, "scale_embedding": False, "logit_softcap": None, "axis_name": None, "num_padding": 0}
+    others = {
+        "norm_offset": 0.0,
+        "embedding_factor": 1.0,
+        "logit_divisor": 1.0,
+        "logit_softcap": None,
+        "query_scaling": None,
+        "axis_name": None,
+        "num_padding": 0,
+    }
     found = {name: getattr(config, name) for name in others if getattr(config, name) != others[name]}
     if set(config.layers) != {plain}:
         found["layers"] = config.layers

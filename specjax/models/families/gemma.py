@@ -35,6 +35,6 @@ def decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...
         head_size=256,
         tie_embeddings=True,
         norm_offset=1.0,
-        scale_embedding=True,
+        embedding_factor=config.size("hidden_size") ** 0.5,
         **options,
     )

@@ -1,7 +1,7 @@
 """Llama 2, 3 and 3.x, and the parts that the families which vary Llama share with it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +26,17 @@ class Mixture(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class MLPNames:
+    """How the files of a family name the matrices of an MLP: apart, or gate and up as one."""
+
+    block: str = "mlp"
+    parts: tuple[str, str] = ("gate_proj", "up_proj")
+    whole: str = "gate_up_proj"
+    out: str = "down_proj"
+
+
+MLP = MLPNames()
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
@@ -47,6 +58,7 @@ def decoder(
     norms: dict[str, str] = NORMS,
     ignored: tuple[str, ...] = (),
     mixture: Mixture | None = None,
+    mlp: MLPNames = MLP,
     rope: Rope | Callable[[ConfigFile, int], Rope] = ropes.read,
     **options: Any,
 ) -> Model:
@@ -61,6 +73,7 @@ def decoder(
         norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
         ignored: patterns of the names of tensors that the model does not need.
         mixture: reads the parameters of layers with experts; None where there are none.
+        mlp: the names of the matrices of an MLP.
         rope: as `config_of` takes it.
         options: further fields of `DecoderConfig`.
 
@@ -73,7 +86,7 @@ def decoder(
     options |= {"head_size": head_size, "tie_embeddings": tie_embeddings, "rope": rope}
     decoder_config = config_of(config, layers, transposed=tensors.on_one_gpu, **options)
     config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture))
+    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture, mlp))
 
 
 def config_of(
@@ -99,19 +112,11 @@ def config_of(
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
     """
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if "head_dim" not in config and head_size is None:
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, "
-                f"got {hidden_size}"
-            )
-        head_size = hidden_size // num_heads
-    size = config.size("head_dim", head_size)
+    num_heads, size = config.size("num_attention_heads"), size_of_head(config, head_size)
     turns = rope if isinstance(rope, Rope) else rope(config, size)
     fields = {
         "vocab_size": config.size("vocab_size"),
-        "hidden_size": hidden_size,
+        "hidden_size": config.size("hidden_size"),
         "num_layers": config.size("num_hidden_layers", most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": config.size("num_key_value_heads", num_heads),
@@ -129,6 +134,19 @@ def config_of(
         return DecoderConfig(**fields, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
+
+
+def size_of_head(config: ConfigFile, default: int | None = None) -> int:
+    """Return the field head_dim, or its default; None is hidden_size / num_attention_heads."""
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if "head_dim" not in config and default is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, "
+                f"got {hidden_size}"
+            )
+        default = hidden_size // num_heads
+    return config.size("head_dim", default)
 
 
 def with_dense(layers: tuple[LayerConfig, ...], ffn: GatedMLP, is_dense: Sequence[bool]) -> tuple[LayerConfig, ...]:
@@ -190,6 +208,7 @@ def layer_params(
     norms: dict[str, str] = NORMS,
     inputs: int | None = None,
     mixture: Mixture | None = None,
+    mlp: MLPNames = MLP,
 ) -> dict[str, Array]:
     """Read the parameters of a layer as `LayerConfig.shapes` names them, with projections of one input concatenated.
 
@@ -201,6 +220,7 @@ def layer_params(
         norms: as `decoder` takes them.
         inputs: numbers of a token that attention reads; None is the hidden size.
         mixture: as `decoder` takes it.
+        mlp: as `decoder` takes it.
     """
     hidden = config.hidden_size
     params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()}
@@ -209,7 +229,7 @@ def layer_params(
     else:
         params |= _attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
     if isinstance(layer.ffn, GatedMLP):
-        params |= _mlp_params(config, layer.ffn, tensors, name)
+        params |= _mlp_params(config, layer.ffn, tensors, name, mlp)
     elif mixture is not None:
         params |= mixture.params(config, layer.ffn, tensors, name)
     return params
@@ -222,12 +242,13 @@ def _attention_params(
     size, matrices = config.head_size, partial(tensors.matrices, transposed=config.transposed)
     query, key_value = config.num_heads * size, config.num_kv_heads * size
     widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": key_value}
+    widths = _stored(tensors, name, widths, "qkv_proj")
     params = {
-        "qkv": matrices(inputs, {f"{name}.{part}.weight": width for part, width in widths.items()}),
+        "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
         "attention_out": matrices(query, {f"{name}.o_proj.weight": config.hidden_size}),
     }
     if mixer.has_bias:
-        params["qkv_bias"] = tensors.vectors({f"{name}.{part}.bias": width for part, width in widths.items()})
+        params["qkv_bias"] = tensors.vectors({f"{part}.bias": width for part, width in widths.items()})
     if mixer.has_out_bias:
         params["attention_out_bias"] = tensors.vectors({f"{name}.o_proj.bias": config.hidden_size})
     if mixer.has_sinks:
@@ -235,7 +256,17 @@ def _attention_params(
     if mixer.has_head_norms:
         params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": size})
         params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": size})
+    if mixer.has_wide_norms:
+        params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": query})
+        params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": key_value})
     return params
+
+
+def _stored(tensors: Tensors, name: str, parts: dict[str, int], whole: str) -> dict[str, int]:
+    """Return the outputs of matrices of one input by their names in the files, which may have one for all parts."""
+    if f"{name}.{whole}.weight" in tensors:
+        return {f"{name}.{whole}": sum(parts.values())}
+    return {f"{name}.{part}": width for part, width in parts.items()}
 
 
 def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name: str) -> dict[str, Array]:
@@ -258,29 +289,34 @@ def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name
     }
 
 
-def _mlp_params(config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str) -> dict[str, Array]:
+def _mlp_params(config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames) -> dict[str, Array]:
     """Read the parameters of an MLP."""
-    hidden, mlp, turned = config.hidden_size, config.mlp_size, config.transposed
-    gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+    hidden, size, turned, block = config.hidden_size, config.mlp_size, config.transposed, f"{name}.{names.block}"
+    gate_up = _stored(tensors, block, dict.fromkeys(names.parts, size), names.whole)
     params = {
-        "gate_up": tensors.matrices(hidden, {f"{name}.weight": mlp for name in gate_up}, transposed=turned),
-        "mlp_out": tensors.matrices(mlp, {f"{name}.mlp.down_proj.weight": hidden}, transposed=turned),
+        "gate_up": tensors.matrices(hidden, {f"{one}.weight": n for one, n in gate_up.items()}, transposed=turned),
+        "mlp_out": tensors.matrices(size, {f"{block}.{names.out}.weight": hidden}, transposed=turned),
     }
     if ffn.has_bias:
-        params["gate_up_bias"] = tensors.vectors({f"{name}.bias": mlp for name in gate_up})
-        params["mlp_out_bias"] = tensors.vectors({f"{name}.mlp.down_proj.bias": hidden})
+        params["gate_up_bias"] = tensors.vectors({f"{one}.bias": n for one, n in gate_up.items()})
+        params["mlp_out_bias"] = tensors.vectors({f"{block}.{names.out}.bias": hidden})
     return params
 
 
 def _params(
-    config: DecoderConfig, tensors: Tensors, norms: dict[str, str], ignored: tuple[str, ...], mixture: Mixture | None
+    config: DecoderConfig,
+    tensors: Tensors,
+    norms: dict[str, str],
+    ignored: tuple[str, ...],
+    mixture: Mixture | None,
+    mlp: MLPNames,
 ) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
     embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
     params = {
         "embedding": tensors.table(*embedding),
         "layers": {
-            i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, mixture=mixture)
+            i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, None, mixture, mlp)
             for i, layer in enumerate(config.each_layer)
         },
         "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),

@@ -7,7 +7,8 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 
-def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Mistral checkpoint."""
+def build(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = ()) -> Model:
+    """Build the model of a Mistral checkpoint, or of the text part of one, which ignores tensors by their names."""
     config.only("hidden_act", "silu")
-    return llama.decoder(config, tensors, llama.windowed(LayerConfig(), llama.windows(config, lambda i: True)))
+    layers = llama.windowed(LayerConfig(), llama.windows(config, lambda i: True))
+    return llama.decoder(config, tensors, layers, ignored=ignored)

@@ -28,6 +28,7 @@ def read(
     theta: float = 10000.0,
     rotary_factor: float | None = None,
     kinds: tuple[str, ...] = KINDS,
+    ignored: tuple[str, ...] = (),
 ) -> Rope:
     """Return how the heads of all layers turn.
 
@@ -37,11 +38,13 @@ def read(
         theta: default of the field rope_theta.
         rotary_factor: default of the field partial_rotary_factor; None supports whole heads alone.
         kinds: the values of rope_type that the network has.
+        ignored: fields of the table that do not say how heads turn.
 
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
     """
     table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    table.ignore(*ignored)
     return _of_table(config, table, head_size, theta, rotary_factor, kinds)
 
 

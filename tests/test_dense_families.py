@@ -1,4 +1,4 @@
-"""Families whose checkpoints also take images: their fields and tensors lie inside others, and images are left out."""
+"""Dense families: text parts of checkpoints that also take images, and fields that are refused."""
 
 import json
 
@@ -13,7 +13,11 @@ PREFIXES = {  # of the language model in files of transformers before 4.52 and a
     "old": lambda name: f"language_model.{name}",
     "new": lambda name: name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name,
 }
-CASES = {"gemma3": "gemma3"}  # the model_type of the whole checkpoint, by the case of the text part
+CASES = {
+    "gemma3": "gemma3",
+    "ministral3": "mistral3",
+    "mistral": "mistral3",
+}  # model_type, by the case of the text part
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -40,6 +44,15 @@ def test_a_text_part_without_its_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
+        ("granite4", {"num_local_experts": 8}, "num_local_experts in .* must be 0, because .*, got 8"),
+        ("granite4", {"layer_types": ["mamba", "attention"]}, "layer_types in .* must be 2 times 'attention'"),
+        ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type in .* must be 'rope' or 'nope'"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers in .* must be at least 2 times 0 or 1, got \[1\]"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type in .* must be .*'longrope'"),
+        ("phi4_mini", {"partial_rotary_factor": 1.5}, "partial_rotary_factor in .* must be at most 1, got 1.5"),
+        ("ministral3", {"rope_parameters": None}, "must have the field rope_parameters.llama_4_scaling_beta"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in .* must be absent"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention in .* must be False"),
         ("gemma3", {"layer_types": ["full_attention", "linear"]}, "layer_types in .* must be 2 times"),

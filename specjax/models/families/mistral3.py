@@ -1,0 +1,36 @@
+"""Mistral Small 3.1 and later, and Ministral 3: Mistral beside images, and with queries that are scaled by position.
+
+Checkpoints are read without the tensors of their images.
+"""
+
+from functools import partial
+from typing import Any
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.families import llama, mistral, ropes
+from specjax.models.families.text_part import OTHERS, text_part
+from specjax.models.layer import LayerConfig
+from specjax.models.rope import QueryScaling
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+MINISTRAL3 = "ministral3"  # model_type of the text part of Ministral 3
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a checkpoint that also takes images."""
+    text, tensors = text_part(config, tensors)
+    kind = text.choice("model_type", ("mistral", MINISTRAL3))
+    return (build_text if kind == MINISTRAL3 else mistral.build)(text, tensors, OTHERS)
+
+
+def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = ()) -> Model:
+    """Build the model of a Ministral 3 checkpoint, or of the text part of one, as `mistral.build` does."""
+    config.only("hidden_act", "silu")
+    rope = config.table("rope_parameters")
+    beta = rope.number("llama_4_scaling_beta")
+    scaling = QueryScaling(beta, rope.size("original_max_position_embeddings"))
+    layers = llama.windowed(LayerConfig(), (config.size("sliding_window", None),))
+    read = partial(ropes.read, theta=1e6, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
+    options: dict[str, Any] = {"head_size": 128, "query_scaling": scaling, "rope": read, "ignored": ignored}
+    return llama.decoder(config, tensors, layers, **options)
