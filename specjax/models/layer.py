@@ -234,13 +234,15 @@ def _enter(
     if layer.around is not None:
         read, finish = layer.around(config, params, name, x if norm is None else rms_norm(x, norm))
         return Sublayer(read, None, residual, finish)
+    return Sublayer(x, norm, residual, _finish(config, layer, params, name))
+
+
+def _finish(config: "DecoderConfig", layer: LayerConfig, params: Params, name: str) -> Callable[[Array], Array] | None:
+    """Return the function of the output of the sublayer "attention" or "mlp" before the sum; None for none."""
     post = _norm(config, params, f"{name}_post") if layer.has_post_norms else None
-
-    def finish(y: Array) -> Array:
-        y = y if post is None else rms_norm(y, post)
-        return y if layer.residual_factor == 1 else times(y, layer.residual_factor)
-
-    return Sublayer(x, norm, residual, None if post is None and layer.residual_factor == 1 else finish)
+    if layer.residual_factor == 1:
+        return None if post is None else partial(rms_norm, norm=post)
+    return lambda y: times(y if post is None else rms_norm(y, post), layer.residual_factor)
 
 
 def times(x: Array, factor: Array | float) -> Array:
