@@ -119,7 +119,6 @@ def _is_aligned(index: Any, rows: int, size: int) -> bool:
 
 # The bits of a number in float32 by which a code is turned into a float without a conversion.
 _OF_128, _OF_256 = 0x43000000, 0x43800000
-LOWER_HALF = _OF_128 >> 16
 _E4M3_BITS, _E2M1_BITS = -0x78100000, -0x7E400000  # the sign, the lower exponent and the upper mantissa, as int32
 RAISE = 2.0**100  # factor on inputs that are multiplied by numbers with small exponents
 _FIELD = {"e4m3": 2.0**120, "e2m1": 2.0**126}  # factor from the float of the bits to the value of a code
@@ -173,31 +172,6 @@ def decode(weight: Quantized, words: jax.Array, place: int, interpret: bool) -> 
     small = magnitude.astype(jnp.float32) * (_FIELD[weight.code] * 2.0**-126 * 2.0**-23)
     value = jnp.where(magnitude < 1 << 23, small, normal)
     return jnp.where(bits < 0, -value, value)
-
-
-def decode_halves(words: jax.Array, place: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Return integers of 4 bits in two places of words, `place` < 4 and `place` + 4, with fewer instructions.
-
-    Both codes are taken at once, to the two halves of a word, each below the bits of 128 in bfloat16. The upper half is
-    not freed of the lower one, which adds (code + LOWER_HALF) 2 ** -16 to it.
-
-    Returns:
-        float32 128 + code of the first place, and 128 + code of the second place + (code of the first place +
-        LOWER_HALF) 2 ** -16.
-    """
-    shifted = _shifted(words, -4 * place)
-    if interpret:
-        both = (shifted & 0xF000F) | (_OF_128 | LOWER_HALF)
-    else:  # the compiler would take two instructions
-        (both,) = plgpu.elementwise_inline_asm(
-            "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;",  # (word & a) | b
-            args=[shifted],
-            constraints="=r,r",
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
-        )
-    lower, upper = (jax.lax.bitcast_convert_type(x, jnp.float32) for x in (_shifted(both, 16), both))
-    return lower, upper
 
 
 def _shifted(words: jax.Array, left: int) -> jax.Array:

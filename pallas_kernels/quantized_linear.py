@@ -1,12 +1,16 @@
 """The product of one row with a quantised matrix, with the norm before it and the gate or the sum after it.
 
-The kernel is bound by memory: it reads the matrix once, 16 bytes a thread and a row. A program computes a few outputs.
-Its threads share the inputs, so that a thread prepares an input once for all these outputs, and they put their sums
+The kernel is bound by memory, and with codes of 4 bits by instructions, too. A program has several outputs at a time:
+its threads share the inputs, so that a thread prepares an input once for all of them. The sums of outputs are added up
 together once. The codes of a thread's load are of one group of inputs: its scale multiplies their sum.
+
+Codes of 4 bits save instructions in two ways. Where a thread has few inputs, it keeps them, and the program goes on to
+other outputs, whose codes it loads before it finishes these. Integers are multiplied as integers, four at a time: the
+inputs of a thread's load become integers of 23 bits with a common exponent, in three parts of 8 bits.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -17,13 +21,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
 from pallas_kernels.quantized import (
-    LOWER_HALF,
+    MIDDLE,
     RAISE,
     WORDS_IN_BLOCK,
     Quantized,
     as_scale,
     decode,
-    decode_halves,
     field_of,
     offset_of,
     unsupported_weight,
@@ -31,6 +34,9 @@ from pallas_kernels.quantized import (
 from pallas_kernels.triton import plgpu
 
 _WARP = 32  # threads in a warp
+_KEPT_INPUTS = 64  # the most inputs that a thread keeps
+_INPUT_BITS = 22  # of an integer that stands for an input, with which sums of 32 products with codes fit in int32
+_ROUND = 1.5 * 2.0**23  # added to a smaller number in float32, it leaves a rounded integer in the lower bits
 
 
 class RowTiling(NamedTuple):
@@ -38,14 +44,24 @@ class RowTiling(NamedTuple):
 
     outputs: int  # outputs of a program, a power of two
     num_warps: int  # warps of a program, which share the inputs
+    num_programs: int = 4 * NUM_MULTIPROCESSORS  # the most programs, where threads keep their inputs
 
 
-class _Sums(NamedTuple):
-    """Sums of each thread so far."""
+class _Codes(NamedTuple):
+    """Codes of each thread in a step, and the numbers of their groups, of each half of the matrix."""
 
-    outputs: list[Array]  # [outputs, lanes] of each half of the matrix
-    squares: Array  # [1, lanes] of the inputs
-    inputs: Array  # [1, lanes]
+    words: list[Array]  # [outputs, lanes, 4]
+    groups: list[tuple[Array | None, ...]]  # scale, zero and minimum [outputs, lanes] of groups of some inputs
+
+
+class _Inputs(NamedTuple):
+    """Inputs of each thread in a step, as codes multiply them."""
+
+    numbers: list[Array]  # [1, lanes, 4] of each place; for dots of integers, of each part and then of each parity
+    unit: Array | None  # [1, lanes], factor from a sum of products of integers to a sum of products of inputs
+    total: Array  # [1, lanes], the sum of the inputs
+    added: Array | float  # [1, lanes], the sum that codes of 0 with their middle would give
+    squares: Array  # [1, lanes], the sum of their squares before the norm
 
 
 def unsupported(x: Array, weight: Quantized) -> str | None:
@@ -65,17 +81,25 @@ def is_worthwhile(x: Array, weight: Quantized) -> bool:
 def default_tiling(weight: Quantized, num_outputs: int) -> RowTiling:
     """Choose a tiling that reads a row at once where it is short, and makes enough programs to fill the device."""
     loads = weight.values.shape[-1] // WORDS_IN_BLOCK
-    # Integers of 4 bits take few instructions; more programs then hide more of the time of their loads.
-    largest = RowTiling(4, 2) if _is_paired(weight) else RowTiling(8, 4)
-    num_warps = min(largest.num_warps, pl.next_power_of_2(pl.cdiv(loads, _WARP)))
-    outputs = largest.outputs // (weight.shape[0] // num_outputs)
+    num_warps, outputs = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP))), 8
+    if _keeps_inputs(weight, num_warps):
+        outputs = 4
+    elif _has_dots(weight):
+        num_warps = min(2, num_warps)
+    outputs //= weight.shape[0] // num_outputs
     while outputs > 2 and num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
         outputs //= 2
     return RowTiling(outputs, num_warps)
 
 
-def _is_paired(weight: Quantized) -> bool:
-    """Return whether codes are decoded two at a time."""
+def _keeps_inputs(weight: Quantized, num_warps: int) -> bool:
+    """Return whether the threads of a program keep their inputs."""
+    loads = pl.cdiv(weight.values.shape[-1], WORDS_IN_BLOCK * num_warps * _WARP)
+    return weight.bits == 4 and loads * WORDS_IN_BLOCK * weight.places <= _KEPT_INPUTS
+
+
+def _has_dots(weight: Quantized) -> bool:
+    """Return whether codes are multiplied as integers."""
     return weight.bits == 4 and weight.code == "int"
 
 
@@ -107,96 +131,70 @@ def linear(
     """
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs)
+    num_groups = pl.cdiv(num_outputs, tiling.outputs)
+    num_programs = min(num_groups, tiling.num_programs) if _keeps_inputs(weight, tiling.num_warps) else num_groups
     return call(
         partial(
             _quantized_linear_kernel,
             epsilon=None if norm is None else norm[1],
             activation=activation,
             tile=(tiling.outputs, tiling.num_warps * _WARP),
+            num_programs=num_programs,
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
         (x, weight, None if norm is None else norm[0], residual),
-        grid=(pl.cdiv(num_outputs, tiling.outputs),),
+        grid=(num_programs,),
         num_warps=tiling.num_warps,
         interpret=interpret,
     )
 
 
-def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int], interpret: bool):
+def _quantized_linear_kernel(
+    inputs, out_ref, *, epsilon, activation, tile: tuple[int, int], num_programs: int, interpret: bool
+):
     x_ref, weight, norm_ref, residual_ref = inputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
     outputs, lanes = tile
     num_loads = weight.values.shape[1] // WORDS_IN_BLOCK  # of a row, by all threads
     block = WORDS_IN_BLOCK * weight.places  # inputs of a load
-    num_steps = pl.cdiv(num_loads, lanes)
+    num_steps, num_groups = pl.cdiv(num_loads, lanes), pl.cdiv(num_outputs, outputs)
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
-    output = pl.program_id(0) * outputs + jax.lax.iota(jnp.int32, outputs)
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
-    is_paired = _is_paired(weight)
     is_raised = field_of(weight, interpret) != 1
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
+    group_refs = weight.scale, weight.zero, weight.minimum
+    keeps_inputs = _keeps_inputs(weight, lanes // _WARP)
+    # A program that keeps its inputs also asks for outputs after its last ones.
+    exists_always = num_outputs % outputs == 0 and not keeps_inputs
+
+    def outputs_of(group) -> Array:
+        return group * outputs + jax.lax.iota(jnp.int32, outputs)
 
     def load(ref, *index, exists: Array | None = None) -> Array:
         return plgpu.load(ref.at[index], mask=exists, other=None if exists is None else jnp.zeros((), ref.dtype))
 
-    def load_words(step) -> list[Array]:
-        """Load the words of codes for each thread in a step, [outputs, lanes, 4] of each half."""
-        at = step * lanes + lane[None, :, None]
-        row, column = output[:, None, None], at * WORDS_IN_BLOCK + word[None, None]
+    def load_codes(group, step) -> _Codes:
+        """Load the codes that the threads have of a group of outputs in a step."""
+        row, at = outputs_of(group)[:, None], step * lanes + lane[None]
         masks = [at < num_loads] if num_loads % lanes else []
-        masks += [row < num_outputs] if num_outputs % outputs else []
-        exists = None
-        if masks:
-            exists = jnp.broadcast_to(masks[0] & masks[-1], (outputs, lanes, WORDS_IN_BLOCK))
-        return [load(weight.values, half + row, column, exists=exists) for half in halves]
+        masks += [] if exists_always else [row < num_outputs]
+        exists = jnp.broadcast_to(masks[0] & masks[-1], (outputs, lanes)) if masks else None
+        column = at[:, :, None] * WORDS_IN_BLOCK + word[None, None]
+        of_words = None if exists is None else jnp.broadcast_to(exists[:, :, None], (outputs, lanes, WORDS_IN_BLOCK))
+        words = [load(weight.values, (half + row)[:, :, None], column, exists=of_words) for half in halves]
 
-    def of_group(ref, half: int, step) -> Array:
-        """Load a number of the group of each load, [outputs, lanes]."""
-        row, at = (half + output)[:, None], step * lanes + lane[None]
-        exists = jnp.broadcast_to((at < num_loads) & (output[:, None] < num_outputs), (outputs, lanes))
-        return load(ref, row // weight.group[0], at * block // weight.inputs_of_scale, exists=exists)
+        def of_group(ref, half: int) -> Array | None:
+            if ref is None or all_inputs:
+                return None
+            return load(ref, (half + row) // weight.group[0], at * block // weight.inputs_of_scale, exists=exists)
 
-    def codes_of(words: Array) -> Iterator[tuple[int, Array]]:
-        """Yield each place, and the numbers that its inputs multiply."""
-        for place in range(weight.places // 2 if is_paired else weight.places):
-            if is_paired:
-                yield from zip((place, place + 4), decode_halves(words, place, interpret), strict=True)
-            else:
-                yield place, decode(weight, words, place, interpret)
+        return _Codes(words, [tuple(of_group(ref, half) for ref in group_refs) for half in halves])
 
-    def adjusted(xs: list[Array]) -> tuple[list[Array], Array, Array | float]:
-        """Return inputs for `codes_of`, their sum [1, lanes], and the sum that codes of 0 with their middle would give.
-
-        The second number of a pair contains the code of the first one, multiplied by 2 ** -16; the inputs make up.
-        """
-        half = weight.places // 2
-        lower, upper = (jnp.sum(sum(some), axis=-1) for some in (xs[:half], xs[half:]))
-        total = lower + upper
-        if weight.code != "int":
-            return [x * RAISE for x in xs] if is_raised else xs, total / unit, 0.0
-        if not is_paired:
-            return xs, total, offset_of(weight) * total
-        adjusted = [x - y * 2.0**-16 for x, y in zip(xs[:half], xs[half:], strict=True)]
-        return adjusted + xs[half:], total, offset_of(weight) * total + (LOWER_HALF - 128) * 2.0**-16 * upper
-
-    def contribution(half: int, step, words: Array, xs: list[Array], added: Array | float, total: Array) -> Array:
-        """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
-        y = jnp.sum(sum(code * xs[place] for place, code in codes_of(words)), axis=-1) - added
-        if weight.zero is not None and not all_inputs:
-            y -= of_group(weight.zero, half, step).astype(jnp.float32) * total
-        if all_inputs:
-            return y
-        y *= as_scale(of_group(weight.scale, half, step))
-        if weight.minimum is not None:
-            y += of_group(weight.minimum, half, step).astype(jnp.float32) * total
-        return y
-
-    def add(step, words: list[Array], sums: _Sums) -> _Sums:
-        """Add a step to the sums."""
-        squares = sums.squares
-        xs = []
+    def load_inputs(step) -> _Inputs:
+        """Load the inputs of the threads in a step, and prepare them for the codes."""
+        squares, xs = jnp.zeros((1, lanes), jnp.float32), []
         for place in range(weight.places):
             column = (step * lanes + lane[None, :, None]) * block + place * WORDS_IN_BLOCK + word[None, None]
             exists = column < size if size % (block * lanes) else None
@@ -205,43 +203,150 @@ def _quantized_linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tupl
                 squares += jnp.sum(x * x, axis=-1)
                 x *= load(norm_ref, column, exists=exists).astype(jnp.float32)
             xs.append(x)
-        xs, total, added = adjusted(xs)
-        each = zip(halves, words, sums.outputs, strict=True)
-        outputs_sums = [y + contribution(half, step, w, xs, added, total) for half, w, y in each]
-        return _Sums(outputs_sums, squares, sums.inputs + total)
+        total = jnp.sum(reduce(jnp.add, xs), axis=-1)
+        if _has_dots(weight):
+            middle = MIDDLE if weight.zero is None and weight.minimum is None else 0
+            return _Inputs(*_as_integers(xs), total, middle * total, squares)
+        if weight.code == "int":
+            return _Inputs(xs, None, total, offset_of(weight) * total, squares)
+        return _Inputs([x * RAISE for x in xs] if is_raised else xs, None, total / unit, 0.0, squares)
 
-    words, none = load_words(0), jnp.zeros((1, lanes), jnp.float32)
-    sums = _Sums([jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none)
+    def contribution(words: Array, of_group: tuple[Array | None, ...], x: _Inputs) -> Array:
+        """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
+        if x.unit is not None:
+            y = jnp.sum(_dots(words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
+        else:
+            codes = [decode(weight, words, place, interpret) for place in range(weight.places)]
+            y = jnp.sum(sum(code * one for code, one in zip(codes, x.numbers, strict=True)), axis=-1) - x.added
+        scale, zero, minimum = of_group
+        if scale is None:
+            return y
+        if zero is not None:
+            y -= zero.astype(jnp.float32) * x.total
+        y *= as_scale(scale)
+        return y if minimum is None else y + minimum.astype(jnp.float32) * x.total
+
+    def contributions(codes: _Codes, x: _Inputs) -> list[Array]:
+        return [contribution(*one, x) for one in zip(*codes, strict=True)]
+
+    def finish(group, sums: list[Array], factor: Array, total: Array) -> None:
+        """Add up the sums [outputs, lanes] of a group of outputs, and store it."""
+        output = outputs_of(group)
+        exists = output < num_outputs
+        y = [jnp.sum(one, axis=-1) for one in sums]
+        if all_inputs:
+
+            def of_row(ref, half: int) -> Array:
+                row = (half + output) // weight.group[0]
+                return load(ref, row, jnp.zeros_like(row), exists=exists)
+
+            for i, half in enumerate(halves):
+                if weight.zero is not None:
+                    y[i] -= of_row(weight.zero, half).astype(jnp.float32) * total
+                y[i] *= as_scale(of_row(weight.scale, half))
+                if weight.minimum is not None:
+                    y[i] += of_row(weight.minimum, half).astype(jnp.float32) * total
+        y = [one * factor for one in y]
+        y = y[0] if activation is None else activation(y[0]) * y[1]
+        if residual_ref is not None:
+            y += load(residual_ref, output, exists=exists).astype(jnp.float32)
+        plgpu.store(out_ref.at[output], y.astype(out_ref.dtype), mask=exists)
+
+    def factor_of(squares: Array) -> Array:
+        """Return the factor of all outputs."""
+        if epsilon is None:
+            return jnp.float32(unit)
+        return jax.lax.rsqrt(jnp.sum(squares) / size + epsilon) * unit
+
+    program = pl.program_id(0)
+    if keeps_inputs:
+        steps = range(num_steps)
+        codes = [load_codes(program, step) for step in steps]
+        kept = [load_inputs(step) for step in steps]
+        factor = factor_of(reduce(jnp.add, [x.squares for x in kept]))
+        total = jnp.sum(reduce(jnp.add, [x.total for x in kept]))
+
+        def next_group(index, codes):
+            group = program + index * num_programs
+            following = [load_codes(group + num_programs, step) for step in steps]  # in flight in the meantime
+            each = [contributions(*one) for one in zip(codes, kept, strict=True)]
+            finish(group, [reduce(jnp.add, sums) for sums in zip(*each, strict=True)], factor, total)
+            return following
+
+        jax.lax.fori_loop(0, pl.cdiv(num_groups, num_programs), next_group, codes)
+        return
+
+    def add(step, codes: _Codes, sums: list[Array], squares: Array, total: Array):
+        x = load_inputs(step)
+        added = [y + one for y, one in zip(sums, contributions(codes, x), strict=True)]
+        return added, squares + x.squares, total + x.total
+
+    def next_step(step, carry):
+        codes, sums = carry
+        following = load_codes(program, step + 1)  # in flight while this step is summed
+        return following, add(step, codes, *sums)
+
+    none = jnp.zeros((1, lanes), jnp.float32)
+    sums = [jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none
+    codes = load_codes(program, 0)
     if num_steps > 1:
+        codes, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (codes, sums))
+    sums, squares, total = add(num_steps - 1, codes, *sums)
+    finish(program, sums, factor_of(squares), jnp.sum(total))
 
-        def body(step, carry):
-            words, sums = carry
-            following = load_words(step + 1)  # in flight while this step is summed
-            return following, add(step, words, sums)
 
-        words, sums = jax.lax.fori_loop(0, num_steps - 1, body, (words, sums))
-    sums = add(num_steps - 1, words, sums)
+def _as_integers(xs: list[Array]) -> tuple[list[Array], Array]:
+    """Return inputs as integers, whose parts of 8 bits lie in words like codes of 4 bits.
 
-    factor = jnp.float32(unit)
-    if epsilon is not None:
-        factor *= jax.lax.rsqrt(jnp.sum(sums.squares) / size + epsilon)
-    exists = output < num_outputs
-    y = [jnp.sum(one, axis=-1) for one in sums.outputs]
-    if all_inputs:
-        total = jnp.sum(sums.inputs)
+    Args:
+        xs: float32 [1, lanes, 4] of each of 8 places.
 
-        def of_row(ref, half: int) -> Array:
-            row = (half + output) // weight.group[0]
-            return load(ref, row, jnp.zeros_like(row), exists=exists)
+    Returns:
+        int32 [1, lanes, 4] of each part, the lowest first, and in it of the even and of the odd places; and float32
+        [1, lanes], the number for which 1 stands. A lane with an input that is not finite gives any numbers.
+    """
+    largest = jnp.max(reduce(jnp.maximum, [jnp.abs(x) for x in xs]), axis=-1)
+    exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 32, 254)  # of float32
 
-        for i, half in enumerate(halves):
-            if weight.zero is not None:
-                y[i] -= of_row(weight.zero, half).astype(jnp.float32) * total
-            y[i] *= as_scale(of_row(weight.scale, half))
-            if weight.minimum is not None:
-                y[i] += of_row(weight.minimum, half).astype(jnp.float32) * total
-    y = [one * factor for one in y]
-    y = y[0] if activation is None else activation(y[0]) * y[1]
-    if residual_ref is not None:
-        y += load(residual_ref, output, exists=exists).astype(jnp.float32)
-    plgpu.store(out_ref.at[output], y.astype(out_ref.dtype), mask=exists)
+    def power(n) -> Array:
+        return jax.lax.bitcast_convert_type(n << 23, jnp.float32)
+
+    to_integer = _INPUT_BITS + 126 - exponent  # inputs times 2 to this power are below 2 ** _INPUT_BITS
+    factor = power(127 + to_integer)[:, :, None]
+    integers = [jax.lax.bitcast_convert_type(x * factor + _ROUND, jnp.int32) for x in xs]
+    integers = [x - jnp.int32(0x4B400000) for x in integers]  # the bits of _ROUND
+    numbers = []
+    for part in range(3):
+        for parity in range(2):
+            bytes_ = [(x >> 8 * part) & 0xFF for x in integers[parity::2]]
+            numbers.append(reduce(jnp.bitwise_or, [byte << 8 * i for i, byte in enumerate(bytes_)]))
+    return numbers, power(127 - to_integer)
+
+
+def _dots(words: Array, inputs: list[Array], interpret: bool) -> Array:
+    """Return the sums of products of the 8 codes in each word with inputs of `_as_integers`, int32 like `words`."""
+    codes = [words & 0x0F0F0F0F, jax.lax.shift_right_logical(words, jnp.full_like(words, 4)) & 0x0F0F0F0F]
+    y = jnp.zeros_like(words)
+    for part, kind in enumerate(("u32", "u32", "s32")):
+        dot = jnp.zeros_like(words)
+        for some, x in zip(codes, inputs[2 * part : 2 * part + 2], strict=True):
+            dot = _dot(some, jnp.broadcast_to(x, words.shape), dot, kind, interpret)
+        y += dot << 8 * part
+    return y
+
+
+def _dot(codes: Array, x: Array, y: Array, kind: str, interpret: bool) -> Array:
+    """Add to y the sum of products of the 4 bytes of codes and inputs, which are signed where the kind is s32."""
+    if interpret:
+        for i in range(4):
+            byte = (x << 24 - 8 * i) >> 24 if kind == "s32" else (x >> 8 * i) & 0xFF
+            y += ((codes >> 8 * i) & 0xFF) * byte
+        return y
+    (dot,) = plgpu.elementwise_inline_asm(
+        f"dp4a.u32.{kind} $0, $1, $2, $3;",
+        args=[codes, x, y],
+        constraints="=r,r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int32)],
+    )
+    return dot

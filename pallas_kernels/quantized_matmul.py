@@ -76,9 +76,13 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     if has_pairs(weight, dtype) and num_rows <= 16:
         # Two warps use the tensor cores without a barrier between places, and each warp has 32 outputs or more: with 16
         # the compiler passes the numbers on through shared memory.
-        tiling, programs_wanted = Tiling(64, 16, 2, 4), 4 * NUM_MULTIPROCESSORS
-    elif has_pairs(weight, dtype) and words == 16:
-        tiling, programs_wanted = Tiling(128 // halves, 16, 4, 3), NUM_MULTIPROCESSORS
+        few = 3 * NUM_MULTIPROCESSORS // (1 if weight.bits == 4 else 2)
+        tiling, programs_wanted = Tiling(64, 16 if weight.bits == 4 else 32, 2, 4), few
+    elif has_pairs(weight, dtype):
+        # On the fast tensor cores the left factor of a product, here some outputs, has at least 64 rows.
+        is_wide = words == 16 or weight.bits == 8
+        tiling = Tiling(128 // halves if is_wide else 64, words, 4, 3)
+        programs_wanted = NUM_MULTIPROCESSORS if words == 16 else 3 * NUM_MULTIPROCESSORS // 2
     programs = pl.cdiv(num_outputs, tiling.outputs)
     num_steps = pl.cdiv(weight.values.shape[1], tiling.words)
     num_splits = 1

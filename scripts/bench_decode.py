@@ -8,6 +8,7 @@
     python scripts/bench_decode.py --preset 8b-1b --batches 1 --contexts 512 4096 --num-drafts 5
     python scripts/bench_decode.py --preset 8b --batches 64 --contexts 4096 --cache-dtype fp8
     python scripts/bench_decode.py --preset 8b --quantization int4 --batches 1 64
+    python scripts/bench_decode.py --preset 8b-eagle3 --quantization int4 --draft-quantization int8 --batches 1
     python scripts/bench_decode.py --preset embedded --batches 1 --contexts 16 --num-drafts 2
 
 The script prints the tables of the README, each row as soon as it is measured; the last command is the quickest run.
@@ -44,7 +45,6 @@ from specjax.decoding.drafters import propose
 from specjax.keys import fold, positions
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.layer import Attention, LayerConfig
-from specjax.models.quantized import Quantized
 from specjax.proposers import BlockHead, trunk
 from specjax.proposers.block_draft import BlockDraft, check_block
 from specjax.proposers.drawing import reduced_vocabulary
@@ -126,17 +126,25 @@ def random_head(target: Model) -> FeatureDraft:
     return proposers.eagle3(head, params, 1, reduced=reduced)
 
 
+def replaced(part, quantization: str):
+    """Return a part of a model's or a drafter's parameters with random matrices of few bits in place of matrices."""
+    format = {"fp8": "fp8-blocks"}.get(quantization, quantization)
+    return jax.tree.map(lambda x: x if x.ndim < 2 else random_weight(format, x.shape), part)
+
+
 def quantized(model: Model, quantization: str, with_head: bool) -> Model:
     """Return the model with random matrices of few bits in its layers, and in its head if `with_head`."""
-    format = {"fp8": "fp8-blocks"}.get(quantization, quantization)
-
-    def replaced(x: jax.Array) -> jax.Array | Quantized:
-        return x if x.ndim < 2 else random_weight(format, x.shape)
-
-    params = {name: jax.tree.map(replaced, part) if name == "layers" else part for name, part in model.params.items()}
-    if with_head:
-        params["head"] = replaced(params["head"])
+    names = ("layers", "head") if with_head else ("layers",)
+    params = {name: replaced(part, quantization) if name in names else part for name, part in model.params.items()}
     return replace(model, params=params)
+
+
+def quantized_draft(draft: Model | FeatureDraft | BlockDraft, quantization: str) -> Model | FeatureDraft | BlockDraft:
+    """Return a drafter with random matrices of few bits in place of all its matrices but the embedding."""
+    params = {
+        name: part if name == "embedding" else replaced(part, quantization) for name, part in draft.params.items()
+    }
+    return replace(draft, params=params)
 
 
 def load(preset: str) -> tuple[Model, Drafter | None]:
@@ -412,6 +420,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512])
     parser.add_argument("--num-drafts", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--quantization", choices=("int8", "int4", "fp8", "mxfp4"), help="of the target's layers")
+    parser.add_argument("--draft-quantization", choices=("int8", "int4", "fp8", "mxfp4"), help="of the drafter")
     parser.add_argument("--quantized-head", action="store_true", help="quantise the head of the target, too")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="of target and draft model; default: as the weights")
     parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
@@ -422,11 +431,16 @@ def main() -> None:
     target, draft = load(args.preset)
     if args.quantization is not None:
         target = quantized(target, args.quantization, args.quantized_head)
+    if args.draft_quantization is not None:
+        if not isinstance(draft, Model | FeatureDraft | BlockDraft):
+            parser.error(f"--draft-quantization needs a drafter with matrices, got --preset {args.preset}")
+        draft = quantized_draft(draft, args.draft_quantization)
     target = models.with_cache_dtype(target, args.cache_dtype)
     if isinstance(draft, Model):
         draft = models.with_cache_dtype(draft, args.cache_dtype)
     device = jax.devices()[0]
-    kind = f"{args.quantization or target.params['embedding'].dtype}, cache in {args.cache_dtype or 'the same'}"
+    drafts = "" if args.draft_quantization is None else f", drafter in {args.draft_quantization}"
+    kind = f"{args.quantization or target.params['embedding'].dtype}{drafts}, cache in {args.cache_dtype or 'the same'}"
     print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {kind}.")
     rows = time_decoding(args, target, draft)
 

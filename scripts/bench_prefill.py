@@ -2,6 +2,7 @@
 
     python scripts/bench_prefill.py --preset 8b
     python scripts/bench_prefill.py --preset 8b --rows 1x2048 1x2048@32768 --pages 64 --peers
+    python scripts/bench_prefill.py --preset 8b --rows 1x512 1x2048 --quantization int4
     python scripts/bench_prefill.py --preset embedded --rows 1x64 8x64
 
 A row is BxP or BxP@S: B prompts of P tokens, in a cache of S slots a row (P where it is left out). The script prints
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from bench_decode import SHAPES, loop_slope, random_model
+from bench_decode import SHAPES, loop_slope, quantized, random_model
 
 import specjax
 from specjax import Context, Draft, Memory, Model, models, prompts, proposers, scorers
@@ -167,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=(*SHAPES, "embedded"), default="embedded")
     parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8", "mxfp4"), help="of the layers")
     parser.add_argument("--pages", type=int, nargs="*", default=[])
     parser.add_argument("--chunk-size", type=int, help="the most tokens of a prompt in a call")
     parser.add_argument("--peers", action="store_true", help="also time transformers")
@@ -178,9 +180,12 @@ def main() -> None:
 
     is_embedded = args.preset == "embedded"
     model = models.load(models.EMBEDDED / "target") if is_embedded else random_model(SHAPES[args.preset])
+    if args.quantization is not None:
+        model = quantized(model, args.quantization, with_head=False)
     peer = peer_model(args.preset) if args.peers else None
     device = jax.devices()[0]
-    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {model.params['embedding'].dtype}.")
+    kind = args.quantization or model.params["embedding"].dtype
+    print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}, {kind}.")
     layouts = [None, *args.pages]
     names = ["dense", *(f"pages of {size}" for size in args.pages)]
     print(f"\n| prompts | {', ms | '.join(names)}, ms | transformers, ms | floor, ms | peak GiB |")

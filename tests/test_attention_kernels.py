@@ -253,6 +253,13 @@ def test_on_a_gpu(case, page_size, options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("case", [*CASES.values(), *PROMPTS.values()], ids=[*CASES, *PROMPTS])
+def test_a_cache_in_float8_on_a_gpu(case, page_size):
+    check(case, False, page_size, **TURNED, **FLOAT8, **scales(case[3]))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", range(1, 67))
 def test_no_token_sees_a_later_one_on_a_gpu(num_tokens):
     check((2, num_tokens, 8, 2, 64, 640, [400, 64]), False, 64, turned=True)

@@ -53,11 +53,11 @@ def error(y, reference) -> float:
 @pytest.mark.parametrize("case", SUPPORTED)
 @pytest.mark.parametrize(
     ("num_outputs", "size", "gated", "tiling"),
-    [(34, 352, True, RowTiling(4, 1)), (7, 1100, False, RowTiling(2, 1)), (32, 2048, False, RowTiling(8, 4))],
+    [(34, 352, True, RowTiling(4, 1, 2)), (7, 2200, False, RowTiling(2, 1)), (32, 2048, False, RowTiling(8, 2, 3))],
 )
 @pytest.mark.parametrize("interpret", INTERPRET)
 def test_one_row(case, num_outputs, size, gated, tiling, interpret):
-    """Steps that end early and programs with outputs that do not exist; one step and several; norm, gate and sum."""
+    """Steps that end early and programs with outputs that do not exist; inputs kept and not; norm, gate and sum."""
     weight, floats, x, scale, residual = operands(case, num_outputs, size, 1)
     activation = jax.nn.silu if gated else None
     residual = residual[:, : num_outputs // 2] if gated else residual
