@@ -51,6 +51,11 @@ def write_slots(leaf: Array, slots: Array, values: Array, table: Array | None = 
                [0., 0.],
                [0., 5.]], dtype=float32)
     """
+    if slots.size == 1 and jax.default_backend() == "cpu":
+        # XLA copies the whole leaf four times to write one slot on CPUs. A second write, which is dropped, prevents it.
+        slots, values = (jnp.concatenate([x, x], axis=1) for x in (slots, values))
+        page, slot = locate(leaf, slots, table)
+        return leaf.at[page, slot.at[:, 1].set(leaf.shape[1])].set(values.astype(leaf.dtype), mode="drop")
     return leaf.at[locate(leaf, slots, table)].set(values.astype(leaf.dtype), mode="drop")
 
 

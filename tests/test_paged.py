@@ -1,5 +1,6 @@
 """Caches in pages: a table gives the results of a dense cache, to the bit, and no other page is read or written."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -79,6 +80,25 @@ class TestSlots:
         inputs = ModelInput(jnp.array([[1, 2, 3]]), jnp.arange(3)[None], pages=jnp.asarray(table))
         _, cache = jax.eval_shape(partial(run, target), inputs, target.init_cache(300, 2))
         assert cache[0]["key"].shape[:2] == (300, 2)
+
+    @pytest.mark.parametrize(
+        "slot, table, page", [(3, [2, 1], 1), (0, [2, 1], 2), (4, [2, 1], None), (1, [3, 1], None)]
+    )
+    def test_one_slot(self, slot, table, page):
+        """Past the end and without a page nothing is written."""
+        expected = np.zeros((3, 2, 5))
+        if page is not None:
+            expected[page, slot % 2] = 1
+        written = write_slots(jnp.zeros((3, 2, 5)), jnp.array([[slot]]), jnp.ones((1, 1, 5)), jnp.array([table]))
+        assert_same(written, expected)
+
+    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the copies are those of XLA for CPUs")
+    def test_one_slot_is_written_in_place(self, target):
+        """XLA for CPUs copied each cache four times in a call of one token."""
+        inputs = ModelInput(jnp.array([[1]]), jnp.array([[5]]))
+        step = jax.jit(lambda model, inputs, cache: run(model, inputs, cache), donate_argnums=2)
+        program = step.lower(target, inputs, target.init_cache(1, 128)).compile().as_text()
+        assert "f32[1,128,1,8]" in program and not re.search(r"= f32\[1,128,1,8\]\S* copy\(", program)
 
     def test_no_rows(self):
         assert read_slots(jnp.zeros((3, 2, 5)), jnp.zeros((0, 4), jnp.int32)).shape == (0, 8, 5)
