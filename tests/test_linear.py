@@ -248,3 +248,49 @@ def test_implementations_agree(num_tokens, dtype):
     with jax.default_matmul_precision("highest"):  # a GPU would multiply float32 in TF32
         expected = run(implementation="xla")
     np.testing.assert_allclose(run(implementation="interpret"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices multiply a few rows at the speed of one")
+class TestFewRowsOnCPUs:
+    """The product of XLA in chunks of inputs, which are the first axis of the product before it is summed."""
+
+    @pytest.mark.parametrize(
+        "num_rows, size, num_outputs, transposed, first",
+        [
+            (1, 576, 465, False, 9),
+            (1, 560, 465, False, None),  # 64 does not divide the inputs
+            (1, 576, 100, False, None),  # the weight is small
+            (2, 1360, 579, False, 85),
+            (5, 1360, 579, False, 85),
+            (5, 1361, 579, False, None),
+            (5, 1360, 577, False, None),
+            (7, 1360, 3700, False, None),  # the sums of the chunks are large
+            (9, 1360, 579, False, None),  # the rows are many
+            (1, 64, 65537, True, None),
+            (3, 64, 65537, True, 65537),
+            (3, 64, 65535, True, None),
+        ],
+    )
+    def test_against_float64(self, num_rows, size, num_outputs, transposed, first):
+        """`first` is the first axis of a product whose rows do not come first."""
+        random = np.random.default_rng(0)
+        x = random.standard_normal((1, num_rows, size), np.float32)
+        weight = random.standard_normal((num_outputs, size) if transposed else (size, num_outputs), np.float32)
+        product = partial(models.linear, transposed=transposed)
+        y = jax.jit(product)(x, weight)
+        expected = x[0].astype(np.float64) @ (weight.T if transposed else weight).astype(np.float64)
+        np.testing.assert_allclose(y[0], expected, rtol=2e-5, atol=2e-4)
+        assert (f"f32[{first},{num_rows}" in str(jax.make_jaxpr(product)(x, weight))) == (first is not None)
+
+    def test_rows_of_two_sequences(self):
+        """The rows of a batch keep their order, and the norm comes before the product and the gate after it."""
+        random = np.random.default_rng(0)
+        x, weight = (
+            np.float32(0.1) * random.standard_normal(shape, np.float32) for shape in [(2, 2, 1360), (1360, 580)]
+        )
+        beside = {"norm": (np.ones(1360, np.float32), EPSILON), "activation": jax.nn.silu}
+        y = jax.jit(partial(models.linear, **beside))(x, weight)
+        expected = [
+            jax.jit(partial(models.linear, **beside))(x[b : b + 1, t : t + 1], weight) for b, t in np.ndindex(2, 2)
+        ]
+        np.testing.assert_allclose(y.reshape(4, -1), np.concatenate(expected)[:, 0], rtol=2e-5, atol=2e-4)

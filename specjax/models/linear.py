@@ -17,6 +17,7 @@ from specjax.operations.dispatch import dispatch, has_static_shape, is_partition
 from specjax.types import Array
 
 Norm = tuple[Array, float]  # scale [D], epsilon
+FEW_ROWS = 8  # rows up to which CPUs multiply matrices of floats in chunks of inputs
 
 
 def rms_norm(x: Array, norm: Norm, axis_name: str | None = None) -> Array:
@@ -126,11 +127,46 @@ def _product(
         x = rms_norm(x, (scale, epsilon))
     if isinstance(weight, Quantized):
         weight = dequantize(weight, x.dtype)
-    y = jnp.einsum("btd,nd->btn" if transposed else "btd,dn->btn", x, weight, preferred_element_type=dtype)
+    if _suits_chunks(x, weight) and jax.default_backend() == "cpu":
+        y = (
+            _in_chunks(x.reshape(-1, x.shape[-1]), weight, transposed=transposed)
+            .reshape(*x.shape[:2], -1)
+            .astype(dtype)
+        )
+    else:
+        y = jnp.einsum("btd,nd->btn" if transposed else "btd,dn->btn", x, weight, preferred_element_type=dtype)
     if activation is not None:
         gate, up = jnp.split(y, 2, axis=-1)
         y = activation(gate) * up
     return y if residual is None else residual + y
+
+
+def _suits_chunks(x: Array, weight: Array) -> bool:
+    """Return whether `_in_chunks` may multiply these: a few rows of float32 and a matrix that no device shares."""
+    if not has_static_shape((x, weight)) or is_partitioned((x, weight)):
+        return False
+    return x.dtype == weight.dtype == jnp.float32 and 1 <= x.size // x.shape[-1] <= FEW_ROWS
+
+
+def _in_chunks(x: Array, weight: Array, *, transposed: bool) -> Array:
+    """Multiply a few rows x [R, D] by a weight, as CPUs read it fastest.
+
+    XLA's product of a few rows goes down strips of 64 columns, each number of a strip in another page of memory. In
+    chunks of 16 inputs it reads 16 rows of the weight from end to end. A product of one row with few outputs keeps a
+    single core busy, and chunks of 64 inputs several. A transposed weight is read from end to end where it comes first.
+    """
+    num_rows, inputs = x.shape
+    if transposed:
+        if num_rows == 1 or weight.size < 1 << 22:
+            return jnp.einsum("rd,nd->rn", x, weight)
+        # The barrier keeps XLA from exchanging the two again.
+        return jax.lax.optimization_barrier(jnp.einsum("nd,rd->nr", weight, x)).T
+    chunk = 64 if num_rows == 1 else 16
+    is_large = weight.size >= (1 << 18 if num_rows == 1 else 3 << 18)
+    if inputs % chunk or not is_large or num_rows * weight.size > 1 << 25:  # the sums of the chunks must fit a cache
+        return jnp.einsum("rd,dn->rn", x, weight)
+    x, weight = x.reshape(num_rows, -1, chunk), weight.reshape(-1, chunk, weight.shape[1])
+    return jnp.einsum("rkc,kcn->krn", x, weight).sum(axis=0)
 
 
 def _kernel_of(x: Array, weight: Array | Quantized) -> ModuleType:
