@@ -144,6 +144,7 @@ def test_readme_block_runs(index):
 
 
 NUM_DEVICES = {ROOT / "docs" / "devices.md": 4}  # that a page needs, where it is more than one
+FRAMEWORKS = {"nnx": "flax", "linen": "flax", "equinox": "equinox"}  # the package that each of these pages needs
 NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # test_server runs the blocks of the first
 
 
@@ -153,6 +154,8 @@ NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # 
 )
 def test_page_runs(page):
     """The blocks of a page in their order, as its reader runs them."""
+    if page.stem in FRAMEWORKS:
+        pytest.importorskip(FRAMEWORKS[page.stem], reason="specjax needs no framework")
     if jax.device_count() < NUM_DEVICES.get(page, 1):
         pytest.skip(f"needs {NUM_DEVICES[page]} devices, as CPUs have in these tests")
     namespace = {"__name__": page.stem}

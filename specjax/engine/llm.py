@@ -156,14 +156,15 @@ class LLM:
         enable_compilation_cache(compilation_cache)
         # Without a kernel that reads codes, XLA would make floats of them in every call.
         keep_codes = jax.default_backend() == "gpu"
-        self.checkpoint = Checkpoint(path, quantization, keep_codes=keep_codes)
-        weights_dtype: DTypeLike = _default_dtype(self.checkpoint) if dtype is None else dtype
-        found = _find_draft(draft, num_draft_tokens, self.checkpoint, draft_quantization)
+        checkpoint = Checkpoint(path, quantization, keep_codes=keep_codes)
+        self.checkpoint: Checkpoint | None = checkpoint  # None where there is none, as `of` makes it
+        weights_dtype: DTypeLike = _default_dtype(checkpoint) if dtype is None else dtype
+        found = _find_draft(draft, num_draft_tokens, checkpoint, draft_quantization)
 
-        target = _load_target(self.checkpoint, dtype=weights_dtype, mesh=mesh, cache_dtype=cache_dtype)
+        target = _load_target(checkpoint, dtype=weights_dtype, mesh=mesh, cache_dtype=cache_dtype)
         if num_slots is not None and isinstance(target.apply, OnMesh):
             target.apply.check_batch(num_slots)
-        tokenizer, eos_token_ids = self.checkpoint.tokenizer(), self.checkpoint.eos_token_ids(target.vocab_size)
+        tokenizer, eos_token_ids = checkpoint.tokenizer(), checkpoint.eos_token_ids(target.vocab_size)
         limit = target.max_length
         assert limit is not None, "every checkpoint says how long its sequences may be"
         if num_draft_tokens >= limit:
@@ -179,7 +180,7 @@ class LLM:
             target = models.with_feature_layers(target, proposers.feature_layers(found, target))
             proposer = proposers.load(found, target, num_draft_tokens=None if is_auto else num_draft_tokens)
         else:
-            draft_model = _load_draft(found, weights_dtype, cache_dtype, target, self.checkpoint)
+            draft_model = _load_draft(found, weights_dtype, cache_dtype, target, checkpoint)
             proposer = proposers.draft_model(draft_model, num_draft_tokens)
         _check_proposer(proposer, target, is_auto)
         self.setup = Setup(
@@ -195,6 +196,55 @@ class LLM:
         self._entropy = np.random.default_rng()
         self._has_run = False
         log_models(self.model, self.proposer)
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        tokenizer: "Tokenizer",
+        proposer: Proposer | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        verifier: Verifier = verifiers.rejection,
+        max_length: int | None = None,
+        num_slots: int | None = None,
+    ) -> "LLM":
+        """Return an LLM of a model and a tokenizer of your own, without a checkpoint and so without a chat template.
+
+        Args:
+            model: the target, with the features that the proposer reads.
+            tokenizer: a `tokenizers.Tokenizer` of at most `model.vocab_size` tokens.
+            proposer: the proposer of drafts; None is plain decoding.
+            eos_token_ids: the tokens that end a sequence.
+            verifier: as `LLM` takes it.
+            max_length: as `LLM` takes it; it must be given for a model without a limit.
+            num_slots: as `LLM` takes it.
+
+        Raises:
+            ValueError: an argument has a wrong type or value, or target and tokenizer do not fit.
+        """
+        if not isinstance(model, Model):
+            raise ValueError(f"model must be a specjax.Model, got {type(model).__name__}")
+        size = tokenizer.get_vocab_size() if hasattr(tokenizer, "get_vocab_size") else None
+        if size is None or size > model.vocab_size:
+            got = type(tokenizer).__name__ if size is None else f"{size} tokens"
+            raise ValueError(f"tokenizer must be a Tokenizer of at most {model.vocab_size} tokens, got {got}")
+        if not all(is_integer(token) and 0 <= token < model.vocab_size for token in eos_token_ids):
+            raise ValueError(f"eos_token_ids must be ids in [0, {model.vocab_size}), got {eos_token_ids!r}")
+        limit = model.max_length
+        if not is_integer(max_length if limit is None or max_length is not None else limit):
+            raise ValueError(f"max_length must be an integer for a model without a limit, got {max_length!r}")
+        if max_length is not None and not 2 <= max_length <= (limit or max_length):
+            raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
+        proposer = proposers.none() if proposer is None else proposer
+        _check_proposer(proposer, model, is_auto=False)
+        llm = cls.__new__(cls)
+        length = limit if max_length is None else max_length
+        assert length is not None, "one of both is a number"
+        llm.checkpoint = None
+        llm.setup = Setup(model, proposer, verifier, tokenizer, tuple(eos_token_ids), length, num_slots, False)
+        llm._entropy, llm._has_run = np.random.default_rng(), False
+        return llm
 
     def __repr__(self) -> str:
         k = self.proposer.num_draft_tokens
@@ -325,6 +375,8 @@ class LLM:
             ModuleNotFoundError: jinja2 is not installed.
             ValueError: the checkpoint has no chat template, or the template refuses the messages.
         """
+        if self.checkpoint is None:
+            raise ValueError("messages need a chat template, and this LLM was made of a model; encode them as a prompt")
         text = chat.render(self.checkpoint, messages)
         return self.tokenizer.encode(text, add_special_tokens=False).ids  # the template has written them
 

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from specjax.models.checkpoint import load
     from specjax.models.directory import Checkpoint
     from specjax.models.network import with_feature_layers
+    from specjax.models.own_attention import cached_attention
     from specjax.models.sharding import tensor_parallel
     from specjax.parallel import data_parallel
 
 __all__ = [
     "EMBEDDED",
     "Checkpoint",
+    "cached_attention",
     "data_parallel",
     "load",
     "tensor_parallel",
@@ -30,6 +32,7 @@ __all__ = [
 EMBEDDED = Path(__file__).parent / "embedded"  # holds tokenizer.json, the checkpoints target/ and draft/, heads
 _MODULES = {  # where each name is
     "Checkpoint": "specjax.models.directory",
+    "cached_attention": "specjax.models.own_attention",
     "data_parallel": "specjax.parallel",
     "load": "specjax.models.checkpoint",
     "tensor_parallel": "specjax.models.sharding",

@@ -132,7 +132,8 @@ def make_app(engine: Engine, llm: LLM, known: Served, **options: Any) -> App:
 
 def _about(llm: LLM) -> About:
     # The embedded family has a template, so that clients may send it messages, but goes on with source code alone.
-    chats = llm.checkpoint.has_chat_template and EMBEDDED not in llm.checkpoint.directory.parents
+    checkpoint = llm.checkpoint
+    chats = checkpoint is not None and checkpoint.has_chat_template and EMBEDDED not in checkpoint.directory.parents
     return About(llm.proposer.num_draft_tokens, getattr(llm.verifier, "__name__", "unknown"), chats)
 
 

@@ -111,7 +111,12 @@ def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name
         if not 0 < len(each) <= MAX_NAME_LENGTH:
             raise ValueError(f"the name of a model must have 1 to {MAX_NAME_LENGTH} characters, got {each[:100]!r}")
     about = [__version__, jax.__version__, jax.default_backend(), name, str(llm.max_length)]
-    about += [str(llm.proposer.num_draft_tokens), getattr(llm.verifier, "__name__", ""), llm.checkpoint.directory.name]
+    directory = None if llm.checkpoint is None else llm.checkpoint.directory
+    about += [
+        str(llm.proposer.num_draft_tokens),
+        getattr(llm.verifier, "__name__", ""),
+        directory.name if directory else "",
+    ]
     about += [str(leaf.dtype) for leaf in jax.tree.leaves(llm.model.params)[:1]]
     return Served(
         name=name,
@@ -119,8 +124,8 @@ def served(llm: "LLM", name: str, aliases: Sequence[str] = (), *, takes_any_name
         vocab_size=llm.model.vocab_size,
         max_length=llm.max_length,
         eos_token_ids=llm.eos_token_ids,
-        directory=llm.checkpoint.directory,
-        defaults=generation_defaults(llm.checkpoint),
+        directory=directory,
+        defaults={} if llm.checkpoint is None else generation_defaults(llm.checkpoint),
         fingerprint="fp_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:12],
         aliases=tuple(aliases),
         takes_any_name=takes_any_name,
