@@ -8,7 +8,7 @@ the text that it writes at temperature 0.8 after beginnings of their functions a
 the last complete statement, and the share that repeats itself. Drafters are the checkpoint draft/ and every directory
 beside it with a drafter on the target's features; their mean acceptance length is measured after held-out text, one
 step from each of many places, and on text that the target itself writes. The target drafts for itself, too, by copies
-of 4 and 8 bits.
+of 4 and 8 bits, of integers and of e4m3.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def main() -> None:
     places = [stream[start : start + CONTEXT].tolist() for start in starts]
     print("\n| drafter | temperature | drafts after | accepted by position | mean acceptance length |")
     print("|---|---|---|---|---|")
-    copies = {f"self, {form}": proposers.self_draft(target, NUM_DRAFTS, quantization=form) for form in ("int4", "int8")}
+    copies = {
+        f"self, {form}": proposers.self_draft(target, NUM_DRAFTS, quantization=form) for form in ("int4", "int8", "fp8")
+    }
     found = drafters(args.family, target, NUM_DRAFTS) | {name: (target, copy) for name, copy in copies.items()}
     for name, (model, proposer) in found.items():
         for temperature in (0.0, 0.8):
