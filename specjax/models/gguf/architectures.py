@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header
 
@@ -20,6 +21,7 @@ OF_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+LAYERS_OF_GEMMA3_27B = 62
 LAYERS_OF_27B = 46  # Gemma 2 of 27 billion parameters scales its queries by the width of a head in the hidden size
 
 
@@ -40,6 +42,63 @@ def _gemma2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    is_27b = config["num_hidden_layers"] == LAYERS_OF_GEMMA3_27B
+    width = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": fields.get("attention.sliding_window", int),
+        "rope_theta": fields.get("rope.freq_base", float, 1e6),
+        "rope_local_base_freq": fields.get("rope.freq_base_swa", float, 1e4),
+        "final_logit_softcapping": fields.get("final_logit_softcapping", float, None),
+        "query_pre_attn_scalar": float(width),
+    }
+
+
+def _phi3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    rotary = fields.get("rope.dimension_count", int, config["head_dim"])
+    lists = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+    found = {
+        "sliding_window": fields.get("attention.sliding_window", int, 0) or None,
+        "partial_rotary_factor": rotary / config["head_dim"],
+    }
+    header = fields.header
+    if lists["long_factor"] not in header.tensors:
+        return found
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "attention_factor": fields.get("rope.scaling.attn_factor", float),
+    }
+    for name, tensor in lists.items():
+        if tensor not in header.tensors:
+            raise ValueError(f"tensor {tensor} is missing from {header.path}")
+        entry = header.tensors[tensor]
+        scaling[name] = floats_of(header.bytes_of(entry), entry.kind.name).ravel().tolist()
+    length = fields.get("rope.scaling.original_context_length", int)
+    return found | {"rope_scaling": scaling, "original_max_position_embeddings": length}
+
+
+def _smollm3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", 0)
+    return {"no_rope_layer_interval": 4, "mlp_bias": _has_mlp_bias(fields)}
+
+
+def _granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", 0)
+    fields.only("rope.scaling.finetuned", True)  # false stands for layers without rotary positions
+    return {
+        "attention_multiplier": fields.get("attention.scale", float),
+        "embedding_multiplier": fields.get("embedding_scale", float, 1.0),
+        "residual_multiplier": fields.get("residual_scale", float, 1.0),
+        "logits_scaling": fields.get("logit_scale", float, 1.0),
+        "mlp_bias": _has_mlp_bias(fields),
+    }
+
+
+def _has_mlp_bias(fields: Fields) -> bool:
+    return "blk.0.ffn_gate.bias" in fields.header.tensors
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How the files of an architecture store a model."""
@@ -48,6 +107,7 @@ class Architecture:
     names: tuple[tuple[str, str], ...] = ()  # of tensors of a layer, where they differ from `OF_LAYER`
     has_halves_between: bool = False  # whether the halves of each head of queries and keys lie between each other
     has_norm_offset: bool = False  # whether the files store one more than the scale of a norm
+    has_partial_rotary: bool = False  # whether a part of each head may turn, by LongRoPE
     has_ordered_tokens: bool = False  # whether merges follow the ids of tokens and not their scores
 
     @property
@@ -56,20 +116,27 @@ class Architecture:
         return OF_LAYER | dict(self.names)
 
 
+POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
+GEMMA_NORMS = (("ffn_norm", "pre_feedforward_layernorm"), *POST_NORMS)
 ARCHITECTURES = {
     "llama": Architecture(has_halves_between=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "gemma2": Architecture(
         fields=_gemma2,
-        names=(
-            ("ffn_norm", "pre_feedforward_layernorm"),
-            ("post_attention_norm", "post_attention_layernorm"),
-            ("post_ffw_norm", "post_feedforward_layernorm"),
-        ),
+        names=GEMMA_NORMS,
         has_norm_offset=True,
         has_ordered_tokens=True,
     ),
+    "gemma3": Architecture(fields=_gemma3, names=GEMMA_NORMS, has_norm_offset=True, has_ordered_tokens=True),
+    "granite": Architecture(fields=_granite, has_halves_between=True),
+    "olmo2": Architecture(names=POST_NORMS),
+    "phi3": Architecture(
+        fields=_phi3,
+        names=(("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")),
+        has_partial_rotary=True,
+    ),
+    "smollm3": Architecture(fields=_smollm3, has_halves_between=True),
 }
 
 

@@ -33,7 +33,8 @@ def config_of(header: Header) -> dict[str, Any]:
         raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
     head_size = fields.get("attention.key_length", int, config["hidden_size"] // heads)
     fields.only("attention.value_length", head_size)
-    fields.only("rope.dimension_count", head_size)
+    if not architecture.has_partial_rotary:
+        fields.only("rope.dimension_count", head_size)
     fields.only("expert_count", 0)
     config |= {
         "model_type": fields.architecture,
@@ -44,15 +45,15 @@ def config_of(header: Header) -> dict[str, Any]:
         "rope_theta": fields.get("rope.freq_base", float, 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "rope_scaling": _scaling(fields, head_size),
+        "rope_scaling": _scaling(fields, head_size, has_longrope=architecture.has_partial_rotary),
         "dtype": "bfloat16",
     }
     return config | architecture.fields(fields, config)
 
 
-def _scaling(fields: Fields, head_size: int) -> dict[str, Any] | None:
-    """Return the field rope_scaling."""
-    fields.only("rope.scaling.type", "none", "linear")
+def _scaling(fields: Fields, head_size: int, *, has_longrope: bool) -> dict[str, Any] | None:
+    """Return the field rope_scaling; the fields of LongRoPE are the architecture's, where it has them."""
+    fields.only("rope.scaling.type", "none", "linear", *(("longrope",) if has_longrope else ()))
     factor = fields.get("rope.scaling.factor", float, fields.get("rope.scale_linear", float, 1.0))
     entry = fields.header.tensors.get("rope_freqs.weight")
     if entry is None:

@@ -15,6 +15,8 @@ from specjax.models.gguf.names import name_of, rows_of
 from specjax.models.quantization import StoredLinear
 from specjax.models.quantized import Quantized
 
+OF_CONFIG = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # which the config has read
+
 
 @dataclass(frozen=True)
 class GGUFFile:
@@ -76,7 +78,7 @@ class GGUFScheme:
     """How a GGUF file stores matrices, as `specjax.models.quantization.Scheme` says it."""
 
     path: Path
-    unneeded: tuple[str, ...] = ("rope_freqs.weight",)  # which the config has read
+    unneeded: tuple[str, ...] = ()
 
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether the file has a matrix in codes that stay."""
@@ -121,5 +123,6 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
     entries = {
         name_of(name, architecture.of_layer): (entry, rows_of(name, entry.shape[0], heads))
         for name, entry in header.tensors.items()
+        if name not in OF_CONFIG
     }
     return GGUFFile(header, entries, architecture.has_norm_offset)
