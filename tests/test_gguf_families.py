@@ -11,7 +11,7 @@ from specjax.models import load
 gguf = pytest.importorskip("gguf")
 
 SMALL = {"rope_scaling": None, "sliding_window": 5}
-# Of each architecture: the case of families.py, its fields that a GGUF file does not have otherwise, and the writer's.
+# By architecture: the case of families.py, changes of its fields, and the calls of the writer with their values.
 CASES = {
     "gemma3": (
         "gemma3",
