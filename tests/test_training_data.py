@@ -1,6 +1,7 @@
 """Data of drafters: documents, packed rows, replay, and drafters that are written and read back."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from specjax import SamplingParams, models, proposers, training
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.layer import Attention, LayerConfig
+from specjax.models.quantized import dequantize, quantize
 from specjax.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from specjax.models.tensors import Tensors
 from specjax.proposers.block_draft import BlockHead
@@ -166,6 +168,18 @@ def test_speculators_is_told_the_layers(target, tmp_path):
     training.save_pretrained(drafter("eagle3", target), tmp_path, target=target, layout="speculators")
     assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 2]
     assert proposers.feature_layers(tmp_path, target) == (1, 2)
+
+
+def test_codes_are_not_written_but_floats_of_tables_are(target, tmp_path):
+    made = drafter("eagle3", target)
+    head = quantize(made.params["lm_head"], "int8")
+    made = replace(made, params=made.params | {"lm_head": head})
+    training.save_pretrained(made, tmp_path, target=target)
+    found = proposers.load(tmp_path, target, num_draft_tokens=made.num_draft_tokens).params["lm_head"]
+    np.testing.assert_array_equal(found, dequantize(head))
+    made = replace(made, params=made.params | {"fc": quantize(made.params["fc"].T, "int8")})
+    with pytest.raises(ValueError, match=r"proposer must have matrices of floats to be written, got codes in \['fc'\]"):
+        training.save_pretrained(made, tmp_path, target=target)
 
 
 def test_drafters_that_have_no_layout(target, tmp_path):

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.quantized import is_quantized
 from specjax.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from specjax.proposers import Medusa
 from specjax.proposers.block_draft import BlockDraft, BlockHead
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.feature_draft import FeatureDraft
-from specjax.proposers.files import target_weights
+from specjax.proposers.files import as_floats, target_weights
 from specjax.proposers.p_eagle import ParallelEagle
 from specjax.types import Array, Model, Proposer, PyTree
 
@@ -28,6 +30,7 @@ LAYOUTS = {  # of each kind, with the layout of its authors first
     "dspark": ("deepspec", "speculators"),
     "medusa": ("medusa",),
 }
+TABLES = "embedding", "lm_head"  # which may be the target's, in codes; floats are written
 WITH_TABLES = "speculators", "deepspec"  # whose readers want embedding and head, also where they are the target's
 MAX_SHARD_BYTES = 5_000_000_000  # largest size of the tensors in one file
 Tensors = dict[str, np.ndarray]
@@ -48,17 +51,19 @@ def save_pretrained(
         target_name: name or path of the target, which the layout "speculators" records.
 
     Raises:
-        ValueError: the drafter is of another kind, its kind has no such layout, or the layout has no field for a
-            property of the head, such as where its windows begin.
+        ValueError: the drafter is of another kind or has matrices in codes, its kind has no such layout, or the layout
+            has no field for a property of the head, such as where its windows begin.
     """
     kind = _kind_of(proposer)
     layout = LAYOUTS[kind][0] if layout is None else layout
     if layout not in LAYOUTS[kind]:
         raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS[kind]))} for {kind}, got {layout!r}")
     if isinstance(proposer, Medusa):
+        _check_floats("proposer", proposer.heads)
         tensors, config = _medusa(proposer)
     else:
         assert isinstance(proposer, FeatureDraft | ParallelEagle | BlockDraft), "the kinds that are left"
+        _check_floats("proposer", {name: x for name, x in proposer.params.items() if name not in TABLES})
         is_nested = layout == "speculators"
         if isinstance(proposer, BlockDraft):
             tensors, config = _block(proposer, target, is_nested, target_name)
@@ -87,8 +92,10 @@ def save_decoder(
         max_shard_bytes: largest size of the tensors in one file, > 0. A larger tensor has a file for itself.
 
     Raises:
-        ValueError: `max_shard_bytes` is not > 0, or the decoder has an option that such checkpoints do not have.
+        ValueError: `max_shard_bytes` is not > 0, or the decoder has an option that such checkpoints do not have, or
+            matrices in codes.
     """
+    _check_floats("params", params)
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be > 0, got {max_shard_bytes}")
     _check_options(config)
@@ -106,6 +113,17 @@ def save_decoder(
     for old in directory.glob("model*.safetensors*"):
         old.unlink()
     _write(directory, tensors, {"architectures": [name], **about, **(fields or {})}, max_shard_bytes)
+
+
+def _check_floats(name: str, params: PyTree) -> None:
+    """Raise ValueError for matrices in codes."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+    for path, leaf in leaves:
+        if is_quantized(leaf):
+            raise ValueError(
+                f"{name} must have matrices of floats to be written, got codes in {jax.tree_util.keystr(path)}; "
+                "specjax quantize writes a checkpoint of codes"
+            )
 
 
 def _check_options(config: "DecoderConfig") -> None:
@@ -412,8 +430,9 @@ def _tables(params: PyTree, target: Model, *, with_tables: bool) -> Tensors:
         ("embed_tokens.weight", "embedding", None if with_tables else weights.embedding),
         ("lm_head.weight", "lm_head", None if with_tables else weights.head),
     ):
-        if shared is None or not np.array_equal(np.asarray(params[param]), np.asarray(shared, params[param].dtype)):
-            tensors[name] = np.asarray(params[param])
+        own = np.asarray(as_floats(params[param]))
+        if shared is None or not np.array_equal(own, np.asarray(as_floats(shared), own.dtype)):
+            tensors[name] = own
     return tensors
 
 
