@@ -2,6 +2,7 @@ import argparse
 import gc
 import os
 import tempfile
+from contextlib import nullcontext
 
 # Several processes share a GPU: each takes memory as it needs it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -15,6 +16,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
+from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -73,21 +75,23 @@ def clear_caches():
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_when_used():
-    """An engine compiles a program when a request first uses it, as most tests use few of a dozen.
+    """Engines and LLMs compile a program when a request first uses it, as most tests use few of them.
 
     Returns:
-        The method that compiles all of them at the start, as it is for users.
+        The method by which an engine compiles all of them at the start, as it is for users.
     """
     compile_all = Slots.compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slots, "compile", lambda *args: None)
+        patch.setattr(_Device, "compiling_steps", lambda *args: nullcontext())
         yield compile_all
 
 
 @pytest.fixture
 def all_programs(programs_when_used, monkeypatch):
-    """An engine compiles all of its programs at the start."""
+    """Engines and LLMs compile all of their programs at the start."""
     monkeypatch.setattr(Slots, "compile", programs_when_used)
+    monkeypatch.setattr(_Device, "compiling_steps", Slots.compiling_steps)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_distribution_is_the_targets():
         distribution = distribution @ step
 
 
-def write_deep_pair(directory, num_layers=8):
+def write_deep_pair(directory, num_layers=5):
     """A target with more layers than its draft, so that drafting pays; those after the first one add nothing."""
     target, noise = random_tensors(0, num_layers=num_layers), random_tensors(1, num_layers=1)
     for name, values in target.items():
