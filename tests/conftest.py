@@ -64,6 +64,8 @@ def pytest_runtest_setup(item):
     """A device is asked for when a test runs: processes that collect before one is there must find the same tests."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU")
+    if item.get_closest_marker("cpu") and jax.default_backend() != "cpu":
+        pytest.skip("is about CPUs")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -250,7 +250,7 @@ def test_implementations_agree(num_tokens, dtype):
     np.testing.assert_allclose(run(implementation="interpret"), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices multiply a few rows at the speed of one")
+@pytest.mark.cpu  # other devices multiply a few rows at the speed of one
 class TestFewRowsOnCPUs:
     """The product of XLA in chunks of inputs, which are the first axis of the product before it is summed."""
 

@@ -92,7 +92,7 @@ class TestSlots:
         written = write_slots(jnp.zeros((3, 2, 5)), jnp.array([[slot]]), jnp.ones((1, 1, 5)), jnp.array([table]))
         assert_same(written, expected)
 
-    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the copies are those of XLA for CPUs")
+    @pytest.mark.cpu  # the copies are made by XLA for CPUs
     def test_one_slot_is_written_in_place(self, target):
         """XLA for CPUs copied each cache four times in a call of one token."""
         inputs = ModelInput(jnp.array([[1]]), jnp.array([[5]]))

@@ -1,6 +1,5 @@
 """How heads turn in rows that are longer than the training had, and layers with different rotations."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import GOLDENS, LLAMA, NUM_TOKENS, TWO_BASES, write
@@ -12,7 +11,7 @@ from specjax.models.families.llama import config_of
 from specjax.models.layer import LayerConfig
 from specjax.models.rope import DynamicScaling, LongRopeScaling, ProportionalScaling, Rope, frequencies, rotation
 
-POSITIONS = jnp.array([[0, 3, 40]], jnp.int32)
+POSITIONS = np.array([[0, 3, 40]], np.int32)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(None, 100.0), (16, 100.0), (17, 100 * (4 * 17 / 16 - 3) ** (8 / 6))])
