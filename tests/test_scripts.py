@@ -272,3 +272,9 @@ def test_plots_have_the_numbers_of_the_tables():
     for row in json.loads((docs / "plots" / "embedded.json").read_text())["rows"]:
         rates = " ".join(f"{rate:.2f}" for rate in row["by_position"])
         assert any(r[:3] == [f"| `{row['drafter']}`", f"{row['temperature']:g}", rates] for r in rows), row
+    measured = json.loads((docs / "plots" / "smollm2.json").read_text())["rows"]
+    for row in (row for row in measured if row["kind"] == "all"):
+        rates, verifiers = " ".join(f"{rate:.2f}" for rate in row["by_position"]), ("any", f"`{row['verifier']}`")
+        found = [r for r in rows if r[:2] == [f"| `{row['drafter']}`", f"{row['temperature']:g}"] and len(r) == 10]
+        length = f"{row['tokens_per_step']:.2f} |"
+        assert any(r[2] in verifiers and r[3] == rates and r[-1] == length for r in found), row

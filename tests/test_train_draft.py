@@ -76,8 +76,10 @@ def loaded(directory, target):
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dflash", "dspark", "medusa"])
 def test_what_was_trained_decodes(kind, train, target):
     """In the layout of the kind's authors, and in the layout of speculators."""
-    out = train(kind, "own", *(() if kind == "medusa" else ("--vocab-size", "1000")))
+    masked = ("--mask-token", "7") if kind == "dflash" else ()
+    out = train(kind, "own", *masked, *(() if kind == "medusa" else ("--vocab-size", "1000")))
     assert proposers.kind_of(out) == kind
+    assert not masked or json.loads((out / "config.json").read_text())["dflash_config"]["mask_token_id"] == 7
     header, *rows = (out / "log.csv").read_text().splitlines()
     assert header == "step,seconds,loss,learning_rate,acceptance_1,acceptance_2"
     assert [row.split(",")[0] for row in rows] == ["1", "2", "3", "4"]
@@ -219,6 +221,7 @@ def test_arguments_are_refused_before_training(tmp_path):
     for message, *arguments in (
         (r"--layout must be eagle3 or speculators for eagle3, got deepspec", "--layout", "deepspec"),
         (r"--vocab-size must be absent for medusa", "--kind", "medusa", "--vocab-size", "100"),
+        (r"--mask-token must be absent for eagle3, which has no mask token", "--mask-token", "7"),
     ):
         with pytest.raises(ValueError, match=message):
             check_arguments(parsed("--out", str(tmp_path / "out"), *arguments))

@@ -55,6 +55,7 @@ def add_train(commands: Any) -> None:
     add("--vocab-size", type=int, metavar="N", help="tokens of the draft vocabulary; default: all")
     add("--layers", type=int, metavar="N", help="layers of the drafter; default: 1 for eagle3, 2 for others")
     add("--mlp-size", type=int, metavar="N", help="width of the drafter's MLP; default: the target's")
+    add("--mask-token", type=int, metavar="ID", help="mask token of dflash, dspark, p_eagle; default: the rarest token")
     add(
         "--regenerate",
         type=int,
@@ -102,7 +103,7 @@ def _train(args: argparse.Namespace) -> int:
         target,
         args.num_draft_tokens,
         args.anchors,
-        int(np.argmin(corpus.counts)),
+        int(np.argmin(corpus.counts)) if args.mask_token is None else args.mask_token,
         vocab,
         jax.random.key(args.seed),
         num_layers=args.layers,
@@ -160,6 +161,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     layouts = LAYOUTS[args.kind]
     if args.layout not in (None, *layouts):
         raise ValueError(f"--layout must be {' or '.join(layouts)} for {args.kind}, got {args.layout}")
+    if args.mask_token is not None and args.kind in ("eagle3", "medusa"):
+        raise ValueError(f"--mask-token must be absent for {args.kind}, which has no mask token")
     path, data = (args.out / "state" / name for name in ("arguments.json", CORPUS))
     given = {name: str(value) for name, value in vars(args).items() if name not in NOT_OF_THE_RUN}
     if path.is_file() and data.is_file():

@@ -64,8 +64,8 @@ class LLM:
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
             features (`proposers.load`); "ngram" (look-up in the text itself); "self" (a quantised copy of the target,
             `proposers.self_draft`); or a proposer. None is the embedded EAGLE-3 head for the embedded target, its draft
-            model where `num_draft_tokens` is "auto", the head "smollm2-135m-eagle3" for "smollm2-135m" once specjax
-            has it, and no drafts for any other target. A draft model with a lower maximum length drafts until a
+            model where `num_draft_tokens` is "auto", the head "smollm2-135m-eagle3" for "smollm2-135m", and no drafts
+            for any other target. A draft model with a lower maximum length drafts until a
             sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft that is no proposer; a proposer
             brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all

@@ -292,19 +292,20 @@ def train(
     params = jax.tree.map(jnp.copy, params)  # to donate
     state = jax.device_put(transform.init(params), data.whole)
     key = jax.random.key(plan.seed)
-    objective = jax.value_and_grad(partial(loss_of, kind=kind, plan=plan), has_aux=True)
+    objective = jax.value_and_grad(partial(loss_of, plan=plan), has_aux=True)
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=data.whole)
     def step(params, state, batch, number, rate):
-        frozen, target, rows = batch
-        losses, gradient = objective(params, frozen, target, rows, jax.random.fold_in(key, number))
+        frozen, target, rows, vocab = batch  # an argument, so that all vocabularies of a size share a program
+        given = params, frozen, target, rows, jax.random.fold_in(key, number)
+        losses, gradient = objective(*given, kind=replace(kind, vocab=vocab))
         update, state = transform.update(gradient, state, params)
         return jax.tree.map(lambda x, y: x - rate * y, params, update), state, losses
 
     params, _ = fit(
         params,
         state,
-        [Stage(step, lambda number: (frozen, target, data.rows(number)))],
+        [Stage(step, lambda number: (frozen, target, data.rows(number), kind.vocab))],
         plan.rate_at,
         steps=plan.steps,
         seconds=None if plan.minutes is None else 60 * plan.minutes,
