@@ -182,10 +182,10 @@ class TestTune:
     def test_steps_are_taken(self):
         """A bigram model takes them; a context too long for it is refused."""
         llm = SimpleNamespace(
-            model=bigram_model(jnp.eye(5)), proposer=ngram(2), verifier=verifiers.rejection, max_length=200
+            model=bigram_model(jnp.eye(5)), proposer=ngram(2), verifier=verifiers.rejection, max_length=300
         )
         assert cli_tune.step_seconds(llm, llm.proposer, 2, 4) > 0
-        with pytest.raises(ValueError, match="--context must be at most 32, got 100"):
+        with pytest.raises(ValueError, match="--context must be at most 48, got 100"):
             cli_tune.step_seconds(llm, llm.proposer, 2, 100)
 
 
