@@ -108,6 +108,13 @@ LONGROPE = {
     "original_max_position_embeddings": 8,
 }
 PARTIAL = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 4.0]}
+GEMMA4 = GEMMA | {
+    "model_type": "gemma4_text",
+    "global_head_dim": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 0,
+}
 FACTORS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -212,6 +219,17 @@ VARIANTS = {
         | {"llama_4_scaling_beta": 0.5, "rope_theta": 500.0}
         | {"mscale": 1.0, "mscale_all_dim": 1.0, "max_position_embeddings": 64},
     },
+    "gemma4": GEMMA4
+    | {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 8.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    },
+    "gemma4_values": GEMMA4,
 }
 ALL = CONFIGS | VARIANTS
 

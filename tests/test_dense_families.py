@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 from families import ALL, write
+from jax.sharding import Mesh
 
-from specjax.models import load
+from specjax.models import load, tensor_parallel
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
     "old": lambda name: f"language_model.{name}",
@@ -31,6 +32,12 @@ def test_images_are_left_out(case, prefix, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_devices_do_not_share_heads_of_several_sizes(tmp_path):
+    model = load(write(tmp_path / "model", "gemma4"))
+    with pytest.raises(ValueError, match="model must have heads of one size and number in all layers"):
+        tensor_parallel(model, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
+
+
 def test_a_text_part_without_its_defaults(tmp_path):
     """The files of Gemma 3 with images lack the fields with the usual values."""
     directory = write(tmp_path / "model", "gemma3")
@@ -44,6 +51,13 @@ def test_a_text_part_without_its_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
+        (
+            "gemma4",
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input in .* must be 0, because .* got 256",
+        ),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers in .* must be 0, because .* got 1"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block in .* must be False"),
         ("granite4", {"num_local_experts": 8}, "num_local_experts in .* must be 0, because .*, got 8"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, "layer_types in .* must be 2 times 'attention'"),
         ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type in .* must be 'rope' or 'nope'"),

@@ -81,6 +81,12 @@ class DecoderConfig:
         return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, DeltaNet))
 
     @property
+    def has_own_sizes(self) -> bool:
+        """Whether a layer has heads of another size or number than the config says."""
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        return any(mixer.sized(self) != self for mixer in mixers)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: the number of positions that a token sees, its own included; None is all."""
         return tuple(layer.mixer.window for layer in self.each_layer)
@@ -150,7 +156,7 @@ def _apply(
         turns = _rotations(config, inputs, cache)
         factor = None if config.query_scaling is None else config.query_scaling(inputs.positions)
         for i, (layer, memory) in enumerate(each):
-            of_layer = turns[_rope_of(config, layer)]
+            of_layer = turns[_turning(config, layer)]
             x, kept = run_layer(config, layer, params["layers"][i], x, of_layer, memory, query_factor=factor)
             new_cache.append(kept)
             taps.collect(i + 1, x)
@@ -166,25 +172,29 @@ def _apply(
     return ModelOutput(logits, features), _kept(config, inputs, cache, new_cache)
 
 
-def _rope_of(config: DecoderConfig, layer: LayerConfig) -> Rope:
-    """Return how the heads of a layer turn."""
-    own = layer.mixer.rope if isinstance(layer.mixer, Attention) else None
-    return config.rope if own is None else own
+def _turning(config: DecoderConfig, layer: LayerConfig) -> tuple[Rope, int]:
+    """Return how the heads of a layer turn, and their size."""
+    if not isinstance(layer.mixer, Attention):
+        return config.rope, config.head_size
+    own = layer.mixer.rope
+    return config.rope if own is None else own, layer.mixer.sized(config).head_size
 
 
-def _rotations(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None) -> dict[Rope, Rotation | None]:
+def _rotations(
+    config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None
+) -> dict[tuple[Rope, int], Rotation | None]:
     """Return the rotation of each way in which the layers turn in a call."""
     length = inputs.tokens.shape[1]
     if cache is not None:
         pools = cache.pools if isinstance(cache, Memory) else cache
         length = next(num_slots(pool, inputs) for pool in pools if pool)
 
-    def turns(rope: Rope) -> Rotation | None:
+    def turns(rope: Rope, size: int) -> Rotation | None:
         if rope.size == 0:
             return None
-        return rotation(inputs.positions, config.head_size, rope.theta, rope.scaling, rope.size, length)
+        return rotation(inputs.positions, size, rope.theta, rope.scaling, rope.size, length)
 
-    return {rope: turns(rope) for rope in dict.fromkeys(_rope_of(config, layer) for layer in config.each_layer)}
+    return {way: turns(*way) for way in dict.fromkeys(_turning(config, layer) for layer in config.each_layer)}
 
 
 def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:
@@ -234,7 +244,11 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
     """
     model = network.network_model(DECODER, config, params, feature_layers)
     if not config.delta_nets:
-        return model
+        if not config.has_own_sizes:
+            return model
+        sized = [layer.mixer.sized(config) for layer in config.each_layer]
+        sizes = tuple((one.num_kv_heads, one.head_size) for one in sized)
+        return replace(model, init_cache=network.InitCache(config, str(params["embedding"].dtype), sizes=sizes))
     recurrent = {i for i, _ in config.delta_nets}
     if len(recurrent) == config.num_layers:
         raise ValueError("config.layers must have a layer that attends beside gated delta nets, got none")

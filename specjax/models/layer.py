@@ -73,6 +73,10 @@ class Attention:
     has_sinks: bool = False  # whether each head has the score of one more place, whose value is 0
     has_gate: bool = False  # whether the output is multiplied by sigmoids, whose rows follow each query head's
     rope: Rope | None = None  # how queries and keys turn; None is as the config says
+    head_size: int | None = None  # numbers of a head; None is the config's
+    num_kv_heads: int | None = None  # number of key heads; None is the config's
+    has_values: bool = True  # whether values have a projection; otherwise they are keys before norm and rotation
+    has_value_norm: bool = False  # whether each value head is scaled to unit root mean square
 
     @property
     def query_parts(self) -> int:
@@ -81,8 +85,9 @@ class Attention:
 
     def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
         """Return the shapes of the parameters by name, for attention that reads `inputs` numbers of a token."""
+        config = self.sized(config)
         size = config.head_size
-        width = (self.query_parts * config.num_heads + 2 * config.num_kv_heads) * size
+        width = (self.query_parts * config.num_heads + (1 + self.has_values) * config.num_kv_heads) * size
         shapes: Shapes = {
             "qkv": matrix_shape(config, inputs, width),
             "attention_out": matrix_shape(config, config.num_heads * size, config.hidden_size),
@@ -103,11 +108,15 @@ class Attention:
         self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation | None, memory: KeyValues
     ) -> tuple[Array, Any]:
         """Return the residual stream after the attention [B, T, h], and the layer's cache afterwards."""
+        config = self.sized(config)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
         rows = call.x.shape[:2]
         qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
-        query, key, value = jnp.split(qkv, (first, first + kv_heads), axis=2)
+        query, key, *values = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
+        value = values[0] if values else key
+        if self.has_value_norm:
+            value = rms_norm(value, (jnp.ones(size, jnp.float32), config.norm_eps))
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
         query, key = self._normed(config, params, "query", query), self._normed(config, params, "key", key)
         if call.query_factor is not None:
@@ -128,6 +137,12 @@ class Attention:
         key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)
         key = self._normed(config, params, "key", key)
         return rotate(in_pairs(self._rope(config), key), turns), value
+
+    def sized(self, config: "DecoderConfig") -> "DecoderConfig":
+        """Return the config with the sizes of this layer."""
+        own = {"head_size": self.head_size, "num_kv_heads": self.num_kv_heads}
+        given = {name: size for name, size in own.items() if size is not None}
+        return replace(config, **given) if given else config
 
     def _normed(self, config: "DecoderConfig", params: Params, name: str, heads: Array) -> Array:
         """Return queries or keys [B, T, H, D] after their norm, if they have one."""
@@ -176,6 +191,7 @@ class LayerConfig:
     has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
     residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms
+    has_scale: bool = False  # whether the residual stream after the layer is multiplied by a number
     around: Around | None = None  # changes the input and the output of both; None for no change
 
     def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
@@ -192,6 +208,8 @@ class LayerConfig:
             names.append("attention_norm")
         if self.has_post_norms:
             names += ["attention_post_norm", "mlp_post_norm"]
+        if self.has_scale:
+            shapes["layer_scale"] = (1,)
         return shapes | dict.fromkeys(names, (hidden,)) | ({} if self.around is None else self.around.shapes(config))
 
 
@@ -223,7 +241,8 @@ def run_layer(
     """
     call = _enter(config, layer, params, "attention", x, x if residual is None else residual)
     stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
-    return layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream)), kept
+    stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream))
+    return stream * params["layer_scale"].astype(stream.dtype)[None, None] if layer.has_scale else stream, kept
 
 
 def _enter(

@@ -91,14 +91,18 @@ class InitCache:
     config: NetworkConfig
     dtype: str
     attends: tuple[bool, ...] | None = None  # whether each layer keeps keys and values; None: all do
+    sizes: tuple[tuple[int, int], ...] | None = None  # number of kv heads of each layer, and their size; None: equal
 
     def __call__(self, batch_size: int, max_length: int) -> list[dict[str, Array]]:
-        shape = (batch_size, max_length, self.config.num_kv_heads, self.config.head_size)
-        attends = (True,) * self.config.num_layers if self.attends is None else self.attends
-        return [
-            {"key": jnp.zeros(shape, self.dtype), "value": jnp.zeros(shape, self.dtype)} if one else {}
-            for one in attends
-        ]
+        number = self.config.num_layers
+        sizes = ((self.config.num_kv_heads, self.config.head_size),) * number if self.sizes is None else self.sizes
+        attends = (True,) * number if self.attends is None else self.attends
+
+        def zeros(size: tuple[int, int]) -> Array:
+            return jnp.zeros((batch_size, max_length, *size), self.dtype)
+
+        each = zip(attends, sizes, strict=True)
+        return [{"key": zeros(size), "value": zeros(size)} if one else {} for one, size in each]
 
 
 def network_model(network: Network, config: NetworkConfig, params: PyTree, feature_layers: Sequence[int] = ()) -> Model:

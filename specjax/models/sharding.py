@@ -52,7 +52,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
     Raises:
         ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads or the MLP
-            equally, or the model is not one that specjax built or has gated delta nets.
+            equally, or the model is not one that specjax built or has gated delta nets or heads of several sizes.
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
@@ -63,6 +63,8 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         raise ValueError(
             f"model must have no gated delta nets, to be shared by devices, got {len(whole.delta_nets)} of them"
         )
+    if isinstance(whole, DecoderConfig) and whole.has_own_sizes:
+        raise ValueError("model must have heads of one size and number in all layers, to be shared by devices")
     part = _part(whole, number, axis_name)
     leaves, structure = jax.tree_util.tree_flatten_with_path(
         model.params, is_leaf=lambda leaf: isinstance(leaf, Quantized)

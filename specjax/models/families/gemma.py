@@ -24,8 +24,15 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     return decoder(config, tensors, (LayerConfig(ffn=GatedMLP("gelu_tanh")),))
 
 
-def decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...], **options: Any) -> Model:
-    """Build a model with everything that Gemma and Gemma 2 share; `options` are further options of `llama.decoder`."""
+def decoder(
+    config: ConfigFile,
+    tensors: Tensors,
+    layers: tuple[LayerConfig, ...],
+    *,
+    norm_offset: float = 1.0,
+    **options: Any,
+) -> Model:
+    """Build a model with everything that the releases of Gemma share, given further options of `llama.decoder`."""
     config.only("attention_bias", False)
     config.only("use_bidirectional_attention", False)
     return llama.decoder(
@@ -34,7 +41,7 @@ def decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...
         layers,
         head_size=256,
         tie_embeddings=True,
-        norm_offset=1.0,
+        norm_offset=norm_offset,
         embedding_factor=config.size("hidden_size") ** 0.5,
         **options,
     )

@@ -232,6 +232,8 @@ def layer_params(
         params |= _mlp_params(config, layer.ffn, tensors, name, mlp)
     elif mixture is not None:
         params |= mixture.params(config, layer.ffn, tensors, name)
+    if layer.has_scale:
+        params["layer_scale"] = tensors.vectors({f"{name}.layer_scalar": 1})
     return params
 
 
@@ -239,9 +241,12 @@ def _attention_params(
     config: DecoderConfig, mixer: Attention, tensors: Tensors, name: str, inputs: int
 ) -> dict[str, Array]:
     """Read the parameters of attention that reads `inputs` numbers of a token."""
+    config = mixer.sized(config)
     size, matrices = config.head_size, partial(tensors.matrices, transposed=config.transposed)
     query, key_value = config.num_heads * size, config.num_kv_heads * size
     widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": key_value}
+    if not mixer.has_values:
+        widths.pop("v_proj")
     widths = _stored(tensors, name, widths, "qkv_proj")
     params = {
         "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
