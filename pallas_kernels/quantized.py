@@ -128,6 +128,11 @@ def unsupported_weight(weight: Quantized) -> str | None:
     """Return why kernels cannot read a matrix, or None where they can."""
     if weight.ndim != 2:
         return f"the kernels take one matrix [N, K], got shape {weight.shape}"
+    return unsupported_codes(weight)
+
+
+def unsupported_codes(weight: Quantized) -> str | None:
+    """Return why kernels cannot read the codes of a matrix, or of stacked matrices, or None where they can."""
     if weight.code in ("nf4", "fp4"):
         return f"the kernels take integers, e4m3 and e2m1, got {weight.code}"
     block = WORDS_IN_BLOCK * weight.places

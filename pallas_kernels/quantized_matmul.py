@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, Ref, call
 from pallas_kernels.quantized import (
     WORDS_IN_BLOCK,
     Quantized,
@@ -150,14 +150,72 @@ def _quantized_matmul_kernel(
     inputs, out_ref, *, activation, tile: tuple[int, int, int], num_splits: int, interpret: bool
 ):
     x_ref, weight, residual_ref = inputs
-    (num_rows, size), num_outputs = x_ref.shape, out_ref.shape[-1]
-    places, num_words = weight.places, weight.values.shape[1]
+    (num_rows, _), num_outputs = x_ref.shape, out_ref.shape[-1]
+    num_words = weight.values.shape[1]
     outputs, width, padded_rows = tile
     row = pl.program_id(0) * padded_rows + jax.lax.iota(jnp.int32, padded_rows)[:, None]
     output = pl.program_id(1) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
     num_steps = pl.cdiv(pl.cdiv(num_words, width), num_splits)
-    first_step = pl.program_id(2) * num_steps
+    totals = sums(
+        x_ref,
+        weight,
+        row,
+        row < num_rows,
+        [half + output for half in halves],
+        None if num_outputs % outputs == 0 else output < num_outputs,
+        width=width,
+        first_step=pl.program_id(2) * num_steps,
+        num_steps=num_steps,
+        is_ragged=num_words != width * num_steps * num_splits,
+        interpret=interpret,
+    )
+    at = row.T, output
+    exists = (at[0] < num_rows) & (at[1] < num_outputs)
+    if num_splits > 1:
+        for i, total in enumerate(totals):
+            plgpu.store(out_ref.at[pl.program_id(2), i, *at], total, mask=exists)
+        return
+    y = totals[0] if activation is None else activation(totals[0]) * totals[1]
+    if residual_ref is not None:
+        y += plgpu.load(residual_ref.at[at], mask=exists, other=0.0).astype(jnp.float32)
+    plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=exists)
+
+
+def sums(
+    x_ref: Ref,
+    weight: Quantized,
+    row: Array,
+    has_row: Array,
+    parts: list[Array],
+    has_output: Array | None,
+    *,
+    width: int,
+    first_step: Array | int,
+    num_steps: Array | int,
+    is_ragged: bool,
+    interpret: bool,
+) -> list[Array]:
+    """Return the products of rows with parts of a quantised matrix, inside a kernel.
+
+    Args:
+        x_ref: reference to [T, K].
+        weight: references, of a matrix [N, K].
+        row: [R, 1] int32, rows of x.
+        has_row: [R, 1], which of them to read.
+        parts: rows of the matrix, [outputs, 1] int32 each.
+        has_output: [outputs, 1], which of them to read; None is all.
+        width: words of a step.
+        first_step: step to begin with.
+        num_steps: number of steps.
+        is_ragged: whether a step may read past the end of a row of the matrix.
+        interpret: whether the kernel is interpreted.
+
+    Returns:
+        For each part [outputs, R] float32.
+    """
+    size, outputs = x_ref.shape[1], parts[0].shape[0]
+    places, num_words = weight.places, weight.values.shape[1]
     per_group, group = weight.inputs_of_scale, width * places  # inputs that share a scale, and inputs of a step
     all_inputs = weight.group[1] == 0
     one_group = all_inputs or (per_group % group == 0 and weight.minimum is None)
@@ -167,8 +225,7 @@ def _quantized_matmul_kernel(
     unit = 2.0**63 if is_paired and weight.code != "int" and not one_group else 1.0
     span = min(group, math.gcd(per_group, group))  # inputs of a step that share a scale for certain
     group_refs = _Groups(weight.scale, weight.zero, weight.minimum)
-    exists_always = num_outputs % outputs == 0
-    is_ragged = num_words != width * num_steps * num_splits
+    of_outputs = [] if has_output is None else [has_output]
 
     # Where the inputs of place 0 of words stand among the inputs of a step, in runs of a block's words.
     word = jax.lax.iota(jnp.int32, width)[None]
@@ -179,14 +236,16 @@ def _quantized_matmul_kernel(
         mask = reduce(jnp.logical_and, masks) if masks else None
         return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
-    def load_groups(half: int, at: Array) -> _Groups:
+    def load_groups(part: Array, at: Array | int) -> _Groups:
         """Load the numbers of the groups of a step as they are: [outputs] for one group, else [outputs, groups]."""
-        row, column = half + output[:, 0], jnp.full((outputs,), at * group)
+        output, column, masks = part[:, 0], jnp.full((outputs,), at * group), [mask[:, 0] for mask in of_outputs]
         if not one_group:
-            row, column = row[:, None], at * group + span * jax.lax.iota(jnp.int32, group // span)[None]
-        masks = [] if exists_always else [row < half + num_outputs]
-        masks.append(column < weight.shape[1])  # the step after the last one is asked for too
-        return jax.tree.map(lambda ref: load(ref, row // weight.group[0], column // per_group, masks=masks), group_refs)
+            output, masks = part, of_outputs
+            column = at * group + span * jax.lax.iota(jnp.int32, group // span)[None]
+        masks = [*masks, column < weight.shape[1]]  # the step after the last one is asked for too
+        return jax.tree.map(
+            lambda ref: load(ref, output // weight.group[0], column // per_group, masks=masks), group_refs
+        )
 
     def spread(x: Array) -> Array:
         """Repeat numbers of groups for each word, [outputs, width], or [outputs, 1] for one group."""
@@ -232,44 +291,32 @@ def _quantized_matmul_kernel(
     def step(index, carry):
         totals, groups = carry
         at = first_step + index
-        following = [load_groups(half, at + 1) for half in halves]
+        following = [load_groups(part, at + 1) for part in parts]
         column = at * width + jax.lax.iota(jnp.int32, width)[None]
         in_row = [column < num_words] if is_ragged else []
         # Where places of words stand among the inputs; codes after the last input multiply nothing.
         first = at * group + in_step
         columns = [first + WORDS_IN_BLOCK * place for place in range(places)]
         in_x = [[x_column < size] if is_ragged or weight.padding else [] for x_column in columns]
-        xs = [load(x_ref, row, *at, masks=[row < num_rows, *masks]) for *at, masks in zip(columns, in_x, strict=True)]
-        sums = []
-        for half, total, loaded in zip(halves, totals, groups, strict=True):
-            found = jax.tree.map(spread, loaded)
-            masks = in_row + ([] if exists_always else [output < num_outputs])
-            words = load(weight.values, half + output, column, masks=masks)
-            pairs = zip(numbers(words, found), xs, strict=True)
+        xs = [load(x_ref, row, *at, masks=[has_row, *masks]) for *at, masks in zip(columns, in_x, strict=True)]
+        found = []
+        for part, total, loaded in zip(parts, totals, groups, strict=True):
+            of_words = jax.tree.map(spread, loaded)
+            words = load(weight.values, part, column, masks=in_row + of_outputs)
+            pairs = zip(numbers(words, of_words), xs, strict=True)
             scaled_here = one_group and not all_inputs
             product = jnp.zeros_like(total) if scaled_here else total
             for w, x_of_place in pairs:
                 product += plgpu.dot(w, x_of_place.T)  # the tensor cores add to the sum
-            sums.append(total + product * as_scale(found.scale) if scaled_here else product)
-        return sums, following
+            found.append(total + product * as_scale(of_words.scale) if scaled_here else product)
+        return found, following
 
-    totals = [jnp.zeros((outputs, padded_rows), jnp.float32)] * len(halves)
-    groups = [load_groups(half, first_step) for half in halves]
+    totals = [jnp.zeros((outputs, row.shape[0]), jnp.float32)] * len(parts)
+    groups = [load_groups(part, first_step) for part in parts]
     totals, _ = jax.lax.fori_loop(0, num_steps, step, (totals, groups))
     if unit != 1:
         totals = [total * unit for total in totals]
     if all_inputs:
-        masks = [] if exists_always else [output < num_outputs]
-        for i, half in enumerate(halves):
-            scale = load(weight.scale, (half + output) // weight.group[0], jnp.zeros_like(output), masks=masks)
-            totals[i] *= as_scale(scale)
-    at = row.T, output
-    exists = (at[0] < num_rows) & (at[1] < num_outputs)
-    if num_splits > 1:
-        for i, total in enumerate(totals):
-            plgpu.store(out_ref.at[pl.program_id(2), i, *at], total, mask=exists)
-        return
-    y = totals[0] if activation is None else activation(totals[0]) * totals[1]
-    if residual_ref is not None:
-        y += plgpu.load(residual_ref.at[at], mask=exists, other=0.0).astype(jnp.float32)
-    plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=exists)
+        for i, part in enumerate(parts):
+            totals[i] *= as_scale(load(weight.scale, part // weight.group[0], jnp.zeros_like(part), masks=of_outputs))
+    return totals

@@ -78,7 +78,8 @@ def test_choice_and_weights(name):
     router = ROUTERS[name]
     params = {key: np.round(numbers(*shape, seed=1)) / 2 for key, shape in router.shapes().items()}
     random, ties = numbers(1000, 12), np.random.default_rng(2).integers(0, 3, (200, 12)).astype(np.float32)
-    for logits, own in ((random, params), (ties, jax.tree.map(np.zeros_like, params))):
+    without = jax.tree.map(np.zeros_like, params)
+    for logits, own in ((random, params), (random[:50], params), (ties, without), (ties[:50], without)):
         experts, weights = jax.jit(router.__call__)(own, logits)
         chosen, of_chosen = expected_choice(router, own, logits)
         np.testing.assert_array_equal(experts, chosen)
@@ -111,8 +112,11 @@ def make_experts(number: int, size: int, **options) -> tuple[Experts, dict]:
     return ffn, params
 
 
-def dense_sum(ffn: Experts, params: dict, x: np.ndarray, experts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The weighted sum over all experts in float64, with weights of 0 for those that were not chosen."""
+def dense_sum(ffn: Experts, params: dict, x, experts, weights, dtype=np.float64) -> np.ndarray:
+    """The weighted sum over all experts in float64, with weights of 0 for those that were not chosen.
+
+    The values between the two products are rounded to `dtype`.
+    """
     params = {name: np.asarray(x, np.float64) for name, x in params.items()}
     weight = np.zeros((len(x), ffn.router.num_experts))
     np.put_along_axis(weight, experts, weights, axis=1)
@@ -124,6 +128,7 @@ def dense_sum(ffn: Experts, params: dict, x: np.ndarray, experts: np.ndarray, we
         inner = gate / (1 + np.exp(-ffn.gate.slope * gate)) * (up + 1)
     else:
         inner = both[0] / (1 + np.exp(-both[0])) * both[1]
+    inner = inner.astype(dtype).astype(np.float64)
     return np.einsum("te,tei,ehi->th", weight, inner, params["experts_out"])
 
 
@@ -158,19 +163,21 @@ def test_a_clip_is_reached():
     np.testing.assert_allclose(Gated("silu")(gate, up), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_rows, num_experts", [(1, 128), (4, 128), (64, 128), (512, 8), (5, 2)])
+@pytest.mark.parametrize("num_rows, num_experts", [(1, 128), (4, 128), (64, 128), (600, 8), (5, 2)])
 def test_tiles(num_rows, num_experts):
-    """Every pair is in one tile of its expert, and no tile has an expert that nobody chose."""
+    """Every pair has a place in one tile of its expert, and no tile has an expert that nobody chose."""
     rng = np.random.default_rng(num_rows)
     experts = np.stack([rng.permutation(num_experts)[:2] for _ in range(num_rows)])
     for chosen in (experts, np.tile(experts[:1], (num_rows, 1))):
-        order, start, expert, size = tiles_of(jnp.asarray(chosen, jnp.int32), num_experts)
-        of_pair = chosen.reshape(-1)[np.asarray(order)]
-        assert set(np.asarray(expert)) == set(of_pair)
-        seen = np.full(len(of_pair), -1)
-        for first, one in zip(np.asarray(start), np.asarray(expert), strict=True):
-            seen[first : first + size] = one  # as later tiles write over the rows past the end of an earlier one
-        np.testing.assert_array_equal(seen, of_pair)
+        tiles = jax.tree.map(np.asarray, jax.jit(tiles_of, static_argnums=(1, 2, 3))(chosen, num_experts, 8, 128))
+        assert set(tiles.expert) == set(chosen.reshape(-1)) and tiles.count.max() <= tiles.num_rows
+        found = {}
+        for start, count, expert in zip(tiles.start, tiles.count, tiles.expert, strict=True):
+            assert not set(found) & set(range(start, start + count))
+            found |= dict.fromkeys(range(start, start + count), expert)
+        pairs = np.arange(chosen.size)
+        np.testing.assert_array_equal([found[place] for place in tiles.place], chosen.reshape(-1))
+        np.testing.assert_array_equal(tiles.row[tiles.place], pairs // 2)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])

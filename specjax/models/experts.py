@@ -9,21 +9,26 @@ other rows of the call.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import experts as kernels
+from pallas_kernels.experts import Tiles
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, product
 from specjax.models.linear import linear, rms_norm
 from specjax.models.quantized import Quantized, dequantize
+from specjax.operations.dispatch import dispatch
 from specjax.parallel.loops import as_carry
 from specjax.types import Array
 
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
-MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that are multiplied at a time
+MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that XLA multiplies at a time
+FEW_ROWS = 64  # rows whose largest scores are found by comparing each with each
+MAX_COMPARED = 1024  # pairs of a row and an expert that are sorted by comparing each with each
 Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
 
 
@@ -42,6 +47,24 @@ class Router(Protocol):
     def __call__(self, params: Params, logits: Array) -> Chosen:
         """Choose from logits [T, experts] float32; of equal experts the one with the lower index comes first."""
         ...
+
+
+def _largest(scores: Array, number: int) -> tuple[Array, Array]:
+    """Return the largest scores [T, number] of each row, and their places [T, number] int32.
+
+    The lower place comes first among equal scores. NaN is below every number.
+    """
+    if scores.shape[0] > FEW_ROWS:
+        return jax.lax.top_k(jnp.where(jnp.isnan(scores), -jnp.inf, scores), number)
+    # On GPUs a few comparisons of all pairs take less time than a sort.
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    place = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    this, other = scores[:, :, None], scores[:, None]
+    is_before = (other > this) | ((other == this) & (place[None, None] < place[None, :, None]))
+    rank = jnp.sum(is_before, axis=2, dtype=jnp.int32)
+    is_at = rank[:, None] == jnp.arange(number, dtype=jnp.int32)[None, :, None]  # [T, number, E]
+    best = jnp.max(jnp.where(is_at, scores[:, None], -jnp.inf), axis=2)
+    return best, jnp.sum(jnp.where(is_at, place[None, None], 0), axis=2, dtype=jnp.int32)
 
 
 def _check_choice(num_experts: int, num_chosen: int) -> None:
@@ -68,7 +91,7 @@ class SoftmaxTopK:
         return {}
 
     def __call__(self, params: Params, logits: Array) -> Chosen:
-        weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.num_chosen)
+        weights, experts = _largest(jax.nn.softmax(logits, axis=-1), self.num_chosen)
         if self.is_renormalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return experts, weights
@@ -92,7 +115,7 @@ class TopKSoftmax:
         return {"router_bias": (self.num_experts,)}
 
     def __call__(self, params: Params, logits: Array) -> Chosen:
-        best, experts = jax.lax.top_k(logits + params["router_bias"].astype(jnp.float32)[None], self.num_chosen)
+        best, experts = _largest(logits + params["router_bias"].astype(jnp.float32)[None], self.num_chosen)
         return experts, jax.nn.softmax(best, axis=-1)
 
 
@@ -141,7 +164,7 @@ class SigmoidTopK:
             _, best = jax.lax.top_k(of_group, self.num_chosen_groups)
             is_kept = jnp.any(best[:, :, None] == jnp.arange(self.num_groups, dtype=best.dtype)[None, None], axis=1)
             corrected = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(corrected.shape)
-        _, experts = jax.lax.top_k(corrected, self.num_chosen)
+        _, experts = _largest(corrected, self.num_chosen)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.is_renormalized:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -233,7 +256,9 @@ class Experts:
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
         return call.residual + (y if call.finish is None else call.finish(y))
 
-    def mix(self, params: Params, x: Array, experts: Array, weights: Array) -> Array:
+    def mix(
+        self, params: Params, x: Array, experts: Array, weights: Array, *, implementation: str | None = None
+    ) -> Array:
         """Return the weighted sum of the products of chosen experts, without the biases of their outputs.
 
         Args:
@@ -241,29 +266,72 @@ class Experts:
             x: [T, h] floats.
             experts: [T, k] int32, the experts of each row, each once.
             weights: [T, k] float32.
+            implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA for rows of 16 bits.
 
         Returns:
             [T, h] float32.
+
+        Raises:
+            NotImplementedError: if the named implementation does not support the case.
         """
-        tiles = tiles_of(experts, self.router.num_experts)
-        pad = jnp.zeros((tiles.num_rows,), jnp.int32)
-        row = jnp.concatenate([(tiles.order // experts.shape[1]).astype(jnp.int32), pad])
+        bias = params["experts_gate_up_bias"] if self.has_bias else None
+
+        def reason(x: Array, experts: Array, weights: Array, gate_up: Array, bias: Array | None, out: Array):
+            return kernels.unsupported(x, gate_up) or kernels.unsupported(x, out)
+
+        return dispatch(
+            (x, experts, weights, params["experts_gate_up"], bias, params["experts_out"]),
+            xla=self._by_xla,
+            pallas=self._by_kernels,
+            reason=reason,
+            implementation=implementation,
+        )
+
+    def _by_kernels(
+        self,
+        x: Array,
+        experts: Array,
+        weights: Array,
+        gate_up: Array | Quantized,
+        bias: Array | None,
+        out: Array | Quantized,
+        *,
+        interpret: bool,
+    ) -> Array:
+        tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
+        options = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved}
+        inner = kernels.product(x, gate_up, tiles, is_gathered=True, interpret=interpret, **options)
+        y = kernels.product(inner, out, tiles, is_gathered=False, dtype=jnp.float32, interpret=interpret)
+        return _sum_of_chosen(y, tiles, weights)
+
+    def _by_xla(
+        self,
+        x: Array,
+        experts: Array,
+        weights: Array,
+        gate_up_weight: Array | Quantized,
+        bias: Array | None,
+        out: Array | Quantized,
+    ) -> Array:
+        tiles = tiles_of(experts, self.router.num_experts, MIN_TILE, MAX_TILE)
+        row = jnp.concatenate([tiles.row, jnp.zeros((tiles.num_rows,), jnp.int32)])
+        # Tiles without rows write past the last place.
+        start = jnp.where(tiles.count > 0, tiles.start, tiles.row.shape[0])
 
         def tile(index: Array | int, y: Array) -> Array:
-            start, expert = tiles.start[index], tiles.expert[index]
-            rows = x[jax.lax.dynamic_slice(row, (start,), (tiles.num_rows,))]
-            gate_up = _rows_of_expert(rows, params["experts_gate_up"], expert)
-            if self.has_bias:
-                gate_up = gate_up + params["experts_gate_up_bias"][expert].astype(jnp.float32)[None]
+            expert = tiles.expert[index]
+            rows = x[jax.lax.dynamic_slice(row, (start[index],), (tiles.num_rows,))]
+            gate_up = _rows_of_expert(rows, gate_up_weight, expert)
+            if bias is not None:
+                gate_up = gate_up + bias[expert].astype(jnp.float32)[None]
             inner = self.gate(*self.split(gate_up)).astype(x.dtype)
             # Rows past the last of the expert are written again by the tile that follows.
-            return jax.lax.dynamic_update_slice(y, _rows_of_expert(inner, params["experts_out"], expert), (start, 0))
+            return jax.lax.dynamic_update_slice(y, _rows_of_expert(inner, out, expert), (start[index], 0))
 
         y = jnp.zeros((row.shape[0], x.shape[1]), jnp.float32)
-        y = as_carry(partial(tile, 0), y, x, params, tiles)
+        y = as_carry(partial(tile, 0), y, x, gate_up_weight, bias, out, tiles)
         y = jax.lax.fori_loop(0, tiles.start.shape[0], tile, y)
-        each = y[jnp.argsort(tiles.order)].reshape(*experts.shape, -1)
-        return jnp.sum(each * weights[..., None], axis=1)
+        return _sum_of_chosen(y, tiles, weights)
 
     def split(self, gate_up: Array) -> tuple[Array, Array]:
         """Return the gate and the up projection [..., I] in outputs [..., 2 I] of the first matrix."""
@@ -279,34 +347,41 @@ def router_logits(router: Array | Quantized, x: Array) -> Array:
     return jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
 
 
-class _Tiles(NamedTuple):
-    """The pairs of a row and an expert, sorted by expert and cut into tiles that each have one expert."""
+def tiles_of(experts: Array, num_experts: int, smallest: int, largest: int) -> Tiles:
+    """Return the tiles of the experts [T, k] of T rows, as many as any choice needs.
 
-    order: Array  # [P] int32: place i of the sorted pairs has the pair order[i]; pair p is expert p % k of row p // k
-    start: Array  # [tiles] int32: first sorted pair of each tile; P for tiles without rows
-    expert: Array  # [tiles] int32: expert of each tile; for tiles without rows it is one that has rows
-    num_rows: int  # most pairs of a tile
-
-
-def tiles_of(experts: Array, num_experts: int) -> _Tiles:
-    """Return the tiles of the experts [T, k] of T rows, as many as any choice needs."""
+    A tile has about as many rows as an expert has on average, a power of two from `smallest` to `largest`.
+    """
     num_rows, num_chosen = experts.shape
     num_pairs = num_rows * num_chosen
     average = 1 << (max(1, num_pairs // num_experts) - 1).bit_length()
-    size = min(num_rows, max(MIN_TILE, min(MAX_TILE, average)))
-    num_tiles = min(num_pairs, num_experts + num_pairs // size)
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
-    tiles = -(-counts // size)
-    end = jnp.cumsum(tiles, dtype=jnp.int32)
+    size = max(smallest, min(largest, average))
+    flat, pair = experts.reshape(-1), jnp.arange(num_pairs, dtype=jnp.int32)
+    if 4 * num_pairs <= num_experts or num_rows == 1:  # few pairs share an expert: each pair gets its tile
+        return Tiles(pair // num_chosen, pair, pair, jnp.ones_like(pair), flat, size)
+    num_tiles = min(num_pairs, min(num_experts, num_pairs) + num_pairs // size)
+    expert = jnp.arange(num_experts, dtype=flat.dtype)
+    if num_pairs <= MAX_COMPARED:  # on GPUs a few comparisons take less time than a sort
+        before = (flat[None] < flat[:, None]) | ((flat[None] == flat[:, None]) & (pair[None] < pair[:, None]))
+        place = jnp.sum(before, axis=1, dtype=jnp.int32)
+        counts = jnp.sum(flat[None] == expert[:, None], axis=1, dtype=jnp.int32)
+        order = jnp.sum(jnp.where(place[None] == pair[:, None], pair[None], 0), axis=1, dtype=jnp.int32)
+    else:
+        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        place = jnp.zeros_like(pair).at[order].set(pair, unique_indices=True)
+        counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
+    end = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # tiles of each expert and those before it
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts
     index = jnp.arange(num_tiles, dtype=jnp.int32)
-    expert = jnp.searchsorted(end, index, side="right").astype(jnp.int32)
-    is_used = index < end[-1]
-    expert = jnp.where(is_used, expert, flat[order[-1]])
-    start = first[expert] + (index - (end - tiles)[expert]) * size
-    return _Tiles(order, jnp.where(is_used, start, num_pairs), expert, size)
+    own = jnp.minimum(jnp.sum(end[None] <= index[:, None], axis=1, dtype=jnp.int32), flat[order[-1]])
+    within = (index - jnp.where(own > 0, end[own - 1], 0)) * size
+    count = jnp.clip(counts[own] - within, 0, size)
+    return Tiles(order // num_chosen, place, jnp.where(count > 0, first[own] + within, 0), count, own, size)
+
+
+def _sum_of_chosen(y: Array, tiles: Tiles, weights: Array) -> Array:
+    """Return the weighted sum [T, h] of the products y [P, h] of each row's pairs."""
+    return jnp.sum(y[tiles.place].reshape(*weights.shape, -1) * weights[..., None], axis=1)
 
 
 def _rows_of_expert(x: Array, weights: Array | Quantized, expert: Array) -> Array:

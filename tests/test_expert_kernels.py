@@ -1,0 +1,133 @@
+"""The kernels on the matrices of experts: interpreted and on a GPU against the dense sum, and compiled for an H100."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import compile_for_sm90, triton_kernels
+from test_experts import choices, dense_sum, make_experts, numbers
+from test_quantized import fabricated
+
+from pallas_kernels import experts as kernels
+from pallas_kernels.quantized import Quantized
+from specjax.models.experts import ClippedGated, Experts, Gated, SoftmaxTopK, TopKSoftmax, tiles_of
+
+INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
+PLAIN, CLIPPED = {}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}
+
+
+def implementation(interpret: bool) -> str:
+    return "interpret" if interpret else "pallas"
+
+
+def error(got, expected) -> float:
+    """The largest error in units of the root mean square of the results."""
+    return float(np.abs(np.asarray(got) - expected).max() / np.sqrt(np.mean(np.square(expected))))
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize(("num_rows", "options"), [(1, CLIPPED), (9, PLAIN), (70, CLIPPED)])
+def test_floats(num_rows, options, interpret):
+    """Tiles of one row and of many, of several tiles an expert, and experts that no row chose; odd widths."""
+    number, size = (4, 37) if num_rows > 64 else (20, 23)
+    ffn, params = make_experts(number, size, **options)
+    params = {name: jnp.asarray(x / 4, jnp.bfloat16) for name, x in params.items()}
+    x, weights = jnp.asarray(numbers(num_rows, 24), jnp.bfloat16), np.abs(numbers(num_rows, 2, seed=5))
+    mix = jax.jit(partial(ffn.mix, implementation=implementation(interpret)))
+    floats = {name: np.asarray(x, np.float64) for name, x in params.items()}
+    for name in ("spread", "empty"):
+        experts = choices(number, num_rows)[name].astype(np.int32)
+        expected = dense_sum(ffn, floats, np.asarray(x, np.float64), experts, weights, jnp.bfloat16)
+        assert error(mix(params, x, experts, weights), expected) < 4e-3
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("case", ["int8", "int4 with zeros", "mxfp4", "e4m3 in blocks"])
+def test_codes(case, interpret):
+    """Experts in the formats of checkpoints, with inputs that do not divide into steps, each product for itself."""
+    experts = jnp.asarray(choices(5, 11)["spread"], jnp.int32)
+    tiles = tiles_of(experts, 5, kernels.MIN_TILE, kernels.MAX_TILE)
+    expert_of_place = np.zeros(22, np.int32)
+    expert_of_place[tiles.place] = np.asarray(experts).reshape(-1)
+    for is_gathered, (num_outputs, size) in ((True, (128, 352)), (False, (352, 64))):
+        weight, floats = fabricated(case, 5, num_outputs, size)
+        x = jnp.asarray(
+            numbers(11 if is_gathered else 22, size) / np.sqrt(np.square(floats).sum(-1).mean()), jnp.bfloat16
+        )
+        gate = Gated() if is_gathered else None
+        call = partial(kernels.product, is_gathered=is_gathered, gate=gate, dtype=jnp.float32, interpret=interpret)
+        got = jax.jit(call)(x, jax.tree.map(jnp.asarray, weight), tiles)
+        rows = np.asarray(x, np.float64)[np.asarray(tiles.row)] if is_gathered else np.asarray(x, np.float64)
+        expected = np.einsum("pk,pnk->pn", rows, floats[expert_of_place].astype(np.float64))
+        if is_gathered:
+            first, second = np.split(expected, 2, axis=1)
+            expected = first / (1 + np.exp(-first)) * second
+        assert error(got, expected) < 2e-2
+
+
+def test_unsupported():
+    ffn, params = make_experts(4, 7)
+    x, experts, weights = numbers(3, 24), np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)
+    with pytest.raises(NotImplementedError, match="the kernel takes bfloat16 or float16 rows, got float32"):
+        ffn.mix(params, x, experts, weights, implementation="interpret")
+    with pytest.raises(NotImplementedError, match="the kernel takes one dtype, got rows bfloat16 and float32"):
+        ffn.mix(params, x.astype(jnp.bfloat16), experts, weights, implementation="interpret")
+
+
+SHAPES = {  # of released models: experts, chosen ones, hidden size, width of an expert
+    "gpt-oss": (32, 4, 2880, 2880),
+    "qwen3": (128, 8, 2048, 768),
+}
+
+
+def described(name: str, format: str) -> tuple[Experts, dict, int]:
+    """The mixture of a released model, with the shapes of its matrices."""
+    number, chosen, hidden, size = SHAPES[name]
+    router = TopKSoftmax(number, chosen) if name == "gpt-oss" else SoftmaxTopK(number, chosen)
+    ffn = Experts(router, **(CLIPPED if name == "gpt-oss" else PLAIN))
+    params = {}
+    for key, shape in (("experts_gate_up", (number, 2 * size, hidden)), ("experts_out", (number, hidden, size))):
+        params[key] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        if format != "bf16":
+            bits, code, group, dtype = {
+                "mxfp4": (4, "e2m1", (1, 32), jnp.uint8),
+                "fp8": (8, "e4m3", (128, 128), jnp.float32),
+                "int4": (4, "int", (1, 64), jnp.bfloat16),
+            }[format]
+            *_, rows, inputs = shape
+            scale = jax.ShapeDtypeStruct((number, -(-rows // group[0]), -(-inputs // group[1])), dtype)
+            zero = scale.update(dtype=jnp.uint8) if format == "int4" else None
+            words = jax.ShapeDtypeStruct((number, rows, inputs * bits // 32), jnp.int32)
+            params[key] = Quantized(words, scale, zero, bits=bits, code=code, group=group)
+    if ffn.has_bias:
+        params["experts_gate_up_bias"] = jax.ShapeDtypeStruct((number, 2 * size), jnp.bfloat16)
+    return ffn, params, hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 64, 2048])
+@pytest.mark.parametrize(("name", "format"), [("gpt-oss", "mxfp4"), ("qwen3", "bf16"), ("qwen3", "fp8")])
+def test_compiles_without_spilling(name, format, num_rows, tmp_path):
+    pytest.importorskip("triton")
+    ffn, params, hidden = described(name, format)
+    k, shape = ffn.router.num_chosen, jax.ShapeDtypeStruct
+    rows = shape((num_rows, hidden), jnp.bfloat16)
+    chosen = shape((num_rows, k), jnp.int32), shape((num_rows, k), jnp.float32)
+    found = triton_kernels(ffn.mix, params, rows, *chosen)
+    assert [kernel.name for kernel in found] == ["_expert_kernel", "_expert_kernel"]
+    for kernel in found:
+        resources = compile_for_sm90(kernel, tmp_path)
+        assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, resources
+
+
+def test_no_row_of_another_expert_is_read():
+    """NaN in the matrices of experts that nobody chose, and in rows beside, stay where they are."""
+    ffn, params = make_experts(6, 16)
+    params = {name: jnp.asarray(x / 4, jnp.bfloat16) for name, x in params.items()}
+    x, experts = jnp.asarray(numbers(5, 24), jnp.bfloat16), np.array([[0, 1]] * 4 + [[2, 3]], np.int32)
+    mix, weights = partial(ffn.mix, implementation="interpret"), np.ones((5, 2), np.float32)
+    expected = mix(params, x, experts, weights)
+    broken = {name: matrix.at[2:].set(jnp.nan) for name, matrix in params.items()}
+    np.testing.assert_array_equal(mix(broken, x, experts, weights)[:4], expected[:4])
