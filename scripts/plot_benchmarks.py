@@ -91,10 +91,12 @@ def draw_peers(axes: Axes, reports: Sequence[Report]) -> None:
 
 
 def draw_acceptance(axes: Axes, reports: Sequence[Report]) -> None:
-    """Draw the acceptance rate at each position of a draft, for each drafter and temperature."""
+    """Draw the acceptance rate at each position of a draft, for each drafter and temperature, over all kinds of text."""
     drafters: dict[str, str] = {}
     for report in reports:
         for row in report["rows"]:
+            if row.get("kind") != "all" or row["verifier"] not in ("rejection", "any") or row["temperature"] == 1:
+                continue
             color = drafters.setdefault(row["drafter"], f"C{len(drafters)}")
             style = "o-" if row["temperature"] == 0 else "o--"
             positions = range(1, len(row["by_position"]) + 1)
