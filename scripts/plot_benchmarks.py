@@ -91,18 +91,26 @@ def draw_peers(axes: Axes, reports: Sequence[Report]) -> None:
 
 
 def draw_acceptance(axes: Axes, reports: Sequence[Report]) -> None:
-    """Draw the acceptance rate at each position of a draft, for each drafter and temperature, over all kinds of text."""
+    """Draw the acceptance rate at each position of a draft, for each drafter and temperature, on text of one kind."""
+    draw_rates(axes, [row for report in reports for row in report["rows"] if "kind" not in row])
+
+
+def draw_kinds(axes: Axes, reports: Sequence[Report]) -> None:
+    """Draw the acceptance rate at each position of a draft, over all kinds of text, by the verifier `rejection`."""
+    rows = [row for report in reports for row in report["rows"] if row.get("kind") == "all"]
+    draw_rates(axes, [row for row in rows if row["verifier"] == "rejection" and row["temperature"] < 1])
+
+
+def draw_rates(axes: Axes, rows: Sequence[dict]) -> None:
+    """Draw a line for each row."""
     drafters: dict[str, str] = {}
-    for report in reports:
-        for row in report["rows"]:
-            if row.get("kind") != "all" or row["verifier"] not in ("rejection", "any") or row["temperature"] == 1:
-                continue
-            color = drafters.setdefault(row["drafter"], f"C{len(drafters)}")
-            style = "o-" if row["temperature"] == 0 else "o--"
-            positions = range(1, len(row["by_position"]) + 1)
-            label = f"{row['drafter']}, temperature {row['temperature']:g}"
-            axes.plot(positions, row["by_position"], style, color=color, label=label)
-            axes.set_xticks(list(positions))
+    for row in rows:
+        color = drafters.setdefault(row["drafter"], f"C{len(drafters)}")
+        style = "o-" if row["temperature"] == 0 else "o--"
+        positions = range(1, len(row["by_position"]) + 1)
+        label = f"{row['drafter']}, temperature {row['temperature']:g}"
+        axes.plot(positions, row["by_position"], style, color=color, label=label)
+        axes.set_xticks(list(positions))
     axes.set(xlabel="position of the draft token", ylabel="acceptance rate, with all before", ylim=(0, 1))
     axes.legend(frameon=False)
 
@@ -112,6 +120,7 @@ PLOTS: dict[str, tuple[Callable[[Axes, Sequence[Report]], None], str, tuple[floa
     "steps": (draw_steps, "step_s", (7.5, 4.2)),
     "peers": (draw_peers, "step_s", (8.5, 5.5)),
     "acceptance": (draw_acceptance, "by_position", (6.5, 3.8)),
+    "acceptance-smollm2": (draw_kinds, "kind", (6.5, 3.8)),
 }
 
 
