@@ -47,6 +47,14 @@ class RowTiling(NamedTuple):
     num_programs: int = 4 * NUM_MULTIPROCESSORS  # the most programs, where threads keep their inputs
 
 
+class _Sums(NamedTuple):
+    """Sums of each thread so far."""
+
+    outputs: list[Array]  # [outputs, lanes] of each half of the matrix
+    squares: Array  # [1, lanes] of the inputs
+    inputs: Array  # [1, lanes]
+
+
 class _Codes(NamedTuple):
     """Codes of each thread in a step, and the numbers of their groups, of each half of the matrix."""
 
@@ -276,23 +284,23 @@ def _quantized_linear_kernel(
         jax.lax.fori_loop(0, pl.cdiv(num_groups, num_programs), next_group, codes)
         return
 
-    def add(step, codes: _Codes, sums: list[Array], squares: Array, total: Array):
+    def add(step, codes: _Codes, sums: _Sums) -> _Sums:
         x = load_inputs(step)
-        added = [y + one for y, one in zip(sums, contributions(codes, x), strict=True)]
-        return added, squares + x.squares, total + x.total
+        added = [y + one for y, one in zip(sums.outputs, contributions(codes, x), strict=True)]
+        return _Sums(added, sums.squares + x.squares, sums.inputs + x.total)
 
     def next_step(step, carry):
         codes, sums = carry
         following = load_codes(program, step + 1)  # in flight while this step is summed
-        return following, add(step, codes, *sums)
+        return following, add(step, codes, sums)
 
     none = jnp.zeros((1, lanes), jnp.float32)
-    sums = [jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none
+    sums = _Sums([jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none)
     codes = load_codes(program, 0)
     if num_steps > 1:
         codes, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (codes, sums))
-    sums, squares, total = add(num_steps - 1, codes, *sums)
-    finish(program, sums, factor_of(squares), jnp.sum(total))
+    sums = add(num_steps - 1, codes, sums)
+    finish(program, sums.outputs, factor_of(sums.squares), jnp.sum(sums.inputs))
 
 
 def _as_integers(xs: list[Array]) -> tuple[list[Array], Array]:
