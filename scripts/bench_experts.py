@@ -16,11 +16,12 @@ Each row is printed as soon as it is measured.
 """
 
 import argparse
+import json
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import bench_decode
 import jax
@@ -134,14 +135,28 @@ def by_ragged_dot(ffn: Experts, params: dict, x, experts, weights):
     return jnp.sum(each * weights[..., None], axis=1)
 
 
-def time_products(args: argparse.Namespace, bandwidth: float) -> int:
-    """Print the table of products; return how many are wrong."""
+def measure(ffn: Experts, params: dict, x: jax.Array, experts: jax.Array, weights: jax.Array) -> tuple[float, float]:
+    """Return the seconds of a mixture and its largest error, in units of the root mean square of the results."""
+    few = slice(0, min(len(x), 64))
+    floats = {
+        key: dequantize(one).astype(jnp.bfloat16) if isinstance(one, Quantized) else one for key, one in params.items()
+    }
+    operands = x[few], experts[few], weights[few]
+    expected = jax.jit(partial(ffn.mix, implementation="xla"))(floats, *operands)
+    got = jax.jit(ffn.mix)(params, x, experts, weights)[few]
+    error = float(jnp.max(jnp.abs(got - expected)) / jnp.sqrt(jnp.mean(expected**2)))
+    del floats, expected, got
+    return device_seconds(ffn.mix, params, x, experts, weights), error
+
+
+def time_products(args: argparse.Namespace, bandwidth: float) -> list[dict]:
+    """Print the table of products and return its rows."""
     print(
         "| mixture | rows | experts | us | floor, us | floor / measured, % | ragged_dot, us | error |\n"
         + "|---" * 8
         + "|"
     )
-    num_wrong = 0
+    rows = []
     for name in args.mixtures:
         config, format, _ = MIXTURES[name]
         ffn, params = ffn_of(config), matrices(config, format)
@@ -149,38 +164,23 @@ def time_products(args: argparse.Namespace, bandwidth: float) -> int:
         for num_rows in args.rows:
             experts = choices(ffn.router.num_experts, ffn.router.num_chosen, num_rows)
             x = jax.random.normal(jax.random.key(1), (num_rows, config.hidden_size), jnp.bfloat16)
-            weights = jnp.full(experts.shape, 1 / experts.shape[1])
-            operands = jnp.asarray(experts), weights
-            few = slice(0, min(num_rows, 64))
-            floats = {
-                key: dequantize(one).astype(jnp.bfloat16) if isinstance(one, Quantized) else one
-                for key, one in params.items()
-            }
-            expected = jax.jit(partial(ffn.mix, implementation="xla"))(floats, x[few], *(one[few] for one in operands))
-            got = jax.jit(ffn.mix)(params, x, *operands)[few]
-            error = float(jnp.max(jnp.abs(got - expected)) / jnp.sqrt(jnp.mean(expected**2)))
-            del floats, expected, got
-            seconds = device_seconds(ffn.mix, params, x, *operands)
+            operands = params, x, jnp.asarray(experts), jnp.full(experts.shape, 1 / experts.shape[1])
+            seconds, error = measure(ffn, *operands)
             baseline = "-"
             if format == "bf16" and args.baseline:
-                baseline = f"{1e6 * device_seconds(partial(by_ragged_dot, ffn), params, x, *operands):.0f}"
+                baseline = f"{1e6 * device_seconds(partial(by_ragged_dot, ffn), *operands):.0f}"
             distinct = len(np.unique(experts))
             floor = distinct * size / bandwidth
-            cells = (
-                name,
-                num_rows,
-                distinct,
-                f"{1e6 * seconds:.1f}",
-                f"{1e6 * floor:.1f}",
-                f"{100 * floor / seconds:.0f}",
-            )
-            num_wrong += not error <= MAX_ERROR
+            row = {"mixture": name, "num_rows": num_rows, "experts": distinct, "us": 1e6 * seconds}
+            rows.append(row | {"floor_us": 1e6 * floor, "error": error})
+            cells = *row.values(), 1e6 * floor, 100 * floor / seconds
+            cells = [f"{cell:.1f}" if isinstance(cell, float) else cell for cell in cells]
             print(
                 f"| {' | '.join(map(str, cells))} | {baseline} | {error:.1e} |{'' if error <= MAX_ERROR else ' WRONG'}"
             )
             if args.tune:
-                tune(ffn, params, x, operands[0])
-    return num_wrong
+                tune(ffn, params, x, operands[2])
+    return rows
 
 
 def tune(ffn: Experts, params: dict, x: jax.Array, experts: jax.Array) -> None:
@@ -281,8 +281,9 @@ def random_head(config: DecoderConfig, target: Model):
     return proposers.eagle3(head, params, 1, reduced=reduced)
 
 
-def time_steps(args: argparse.Namespace, bandwidth: float) -> None:
-    """Print the table of steps."""
+def time_steps(args: argparse.Namespace, bandwidth: float) -> list[dict]:
+    """Print the table of steps and return its rows."""
+    rows = []
     print("| mixture | B | K | experts | MB a step | ms a step | floor / measured, % | tokens/s at 1.0 | at 0.7 |")
     print("|---" * 9 + "|")
     for name in args.mixtures:
@@ -306,8 +307,11 @@ def time_steps(args: argparse.Namespace, bandwidth: float) -> None:
             share = 100 * size / bandwidth / seconds
             cells = name, batch, num_drafts, distinct, f"{size / 1e6:.0f}", f"{1e3 * seconds:.2f}", f"{share:.0f}"
             print(f"| {' | '.join(map(str, cells))} | {' | '.join(f'{rate:.0f}' for rate in rates)} |")
+            row = {"mixture": name, "batch": batch, "num_drafts": num_drafts, "experts": distinct, "bytes": size}
+            rows.append(row | {"step_s": seconds})
             del run
         del plain, reading, draft, layer
+    return rows
 
 
 def main() -> None:
@@ -320,14 +324,17 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tune", action="store_true", help="try the tilings of the kernels")
     parser.add_argument("--baseline", action="store_true", help="also time jax.lax.ragged_dot")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
-    bandwidth, start = copy_bandwidth(), time.perf_counter()
-    print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, a copy reaches {bandwidth / 1e12:.2f} TB/s\n")
-    num_wrong = time_products(args, bandwidth) if "products" in args.parts else 0
-    if "steps" in args.parts:
-        time_steps(args, bandwidth)
-    print(f"{num_wrong} wrong, {time.perf_counter() - start:.0f} s")
+    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "bandwidth": copy_bandwidth()}
+    print(f"device {about['device']}, jax {about['jax']}, a copy reaches {about['bandwidth'] / 1e12:.2f} TB/s\n")
+    products = time_products(args, about["bandwidth"]) if "products" in args.parts else []
+    steps = time_steps(args, about["bandwidth"]) if "steps" in args.parts else []
+    if args.json:
+        args.json.write_text(json.dumps(about | {"rows": [*products, *steps]}, indent=1))
+    num_wrong = sum(not row["error"] <= MAX_ERROR for row in products)
+    print(f"{num_wrong} wrong")
     if num_wrong:
         sys.exit(1)
 

@@ -477,6 +477,7 @@ def test_nothing_is_compiled_after_the_start(target):
     assert entries[0] is None and [next(iter(entry)) for entry in entries[1:]] == [1, 2] and len(entries[2]) <= 2
 
 
+@pytest.mark.usefixtures("all_programs")
 def test_programs_of_the_expected_requests_come_first(target, proposer, caplog):
     greedy = SamplingParams(temperature=0, max_tokens=3)
     with caplog.at_level("INFO", "specjax"), engine_of(target, proposer, warm_up=[greedy]) as engine:

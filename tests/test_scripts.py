@@ -176,6 +176,11 @@ def run_measuring_nothing(script, run, monkeypatch):
                 "PARTS": {"loads": (rows_of_loads, load.COLUMNS, load.load_row)},
             },
             "bench_prefill": {"prefill_seconds": stand_in(0.1)},
+            "bench_experts": {
+                "measure": stand_in((1e-6, 0.0)),
+                "matrices": lambda config, format: {"experts_out": np.zeros((128, 1))},
+                "copy_bandwidth": lambda: 1e12,
+            },
             "bench_quantized": {"measure": stand_in((1e-6, 0.0)), "copy_bandwidth": lambda: 1e12},
             "bench_proposers": {"device_seconds": stand_in(1e-6), "SHAPES": [(1, 64)] * 3},
             "bench_verify": {"device_seconds": stand_in(1e-6), "inputs": lambda *_: (), "CUT_ROWS": 1},
@@ -195,6 +200,7 @@ BRIEF = {
     "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),
     "bench_prefill": ("--rows", "1x16", "1x32", "2x16"),
     "bench_proposers": (),
+    "bench_experts": ("--parts", "products", "--mixtures", "qwen3-bf16", "--rows", "1", "4", "16"),
     "bench_quantized": ("--matrices", "64x32", "--formats", "bf16", "int4", "--rows", "1", "3"),
     "bench_verify": (*VERIFY, "1000"),
 }
