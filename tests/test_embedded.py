@@ -20,7 +20,7 @@ PROMPTS = [
     "# Café, naïve, 日本語\ndef greet(name='世界'):\n    return",
 ]
 HELD_OUT = ("textwrap", "heapq", "statistics", "calendar", "csv", "queue")  # modules that the family has not seen
-FLOORS = {"draft": (2.7, 2.0), "eagle3": (2.8, 2.1), "dflash": (2.3, 1.8)}  # tokens a step at temperatures 0 and 0.8
+FLOORS = {"eagle3": (2.8, 2.1), "dflash": (2.3, 1.8)}  # tokens a step at temperatures 0 and 0.8
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def described(name: str, format: str) -> tuple[Experts, dict, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 64, 2048])
+@pytest.mark.parametrize("num_rows", [1, 2048])
 @pytest.mark.parametrize(("name", "format"), [("gpt-oss", "mxfp4"), ("qwen3", "bf16"), ("qwen3", "fp8")])
 def test_compiles_without_spilling(name, format, num_rows, tmp_path):
     pytest.importorskip("triton")

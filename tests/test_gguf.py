@@ -4,8 +4,6 @@ import struct
 import sys
 
 import gguf_files as files
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from smollm2_file import smollm2_file
@@ -16,7 +14,6 @@ import specjax
 from specjax import SamplingParams, models
 from specjax.models.gguf.blocks import floats_of, matrix_of
 from specjax.models.quantized import Quantized, dequantize
-from specjax.types import ModelInput
 
 NAMES = {
     "attn_q": ("self_attn.q_proj", 64, 64),
@@ -247,28 +244,5 @@ def test_files_that_are_damaged(tmp_path, rng):
 
 @pytest.mark.slow
 def test_a_model_that_people_use():
-    """SmolLM2-135M-Instruct in Q4_1 answers, and as transformers' reading of the same file does."""
-    path = smollm2_file()
-    llm = specjax.LLM(path, dtype="float32", max_length=256)
-    assert sum(isinstance(x, Quantized) for x in quantized_leaves(models.load(path))) == 4 * 30 + 1
-    message = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = llm.chat(message, SamplingParams(temperature=0, max_tokens=32))
-    assert "Paris" in answer.text
-    for package in ("gguf", "accelerate", "torch"):
-        pytest.importorskip(package)
-    transformers = pytest.importorskip("transformers")
-    import torch
-
-    options = {"gguf_file": path.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options).eval()
-    for text in ("def f(x):\n    return 1234\n\n", "it's  naïve — ß 漢字 🙂", "<|im_start|>user\nhi<|im_end|>\n"):
-        assert llm.tokenizer.encode(text).ids == tokenizer(text, add_special_tokens=False).input_ids
-    ids = np.array([llm.encode_chat(message)])
-    with torch.no_grad():
-        expected = reference(torch.tensor(ids)).logits.numpy()
-        text = reference.generate(torch.tensor(ids), do_sample=False, max_new_tokens=32)[0, ids.shape[1] :].tolist()
-    inputs = ModelInput(jnp.asarray(ids), jnp.arange(ids.shape[1])[None])
-    found = np.asarray(jax.jit(llm.model.apply)(llm.model.params, inputs, None)[0].logits)
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
-    assert list(answer.token_ids) == text
+    """SmolLM2-135M-Instruct in Q4_1 keeps its codes; tests/test_smollm2_parity.py compares its texts."""
+    assert sum(isinstance(x, Quantized) for x in quantized_leaves(models.load(smollm2_file()))) == 4 * 30 + 1

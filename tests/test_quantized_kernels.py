@@ -210,8 +210,10 @@ FORMATS = ("int8", "fp8", "fp8 in blocks", "int4", "int4 in groups of 32", "mxfp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 6, 64])
-@pytest.mark.parametrize(("size", "num_outputs", "gated"), [(14336, 4096, False), (4096, 28672, True)])
+@pytest.mark.parametrize(
+    ("size", "num_outputs", "gated", "num_rows"),
+    [(14336, 4096, False, 1), (4096, 28672, True, 1), (14336, 4096, False, 6), (4096, 28672, True, 64)],
+)
 @pytest.mark.parametrize("format", FORMATS)
 def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, tmp_path):
     """The products of a layer with 8 billion parameters, norm, gate and sum included."""

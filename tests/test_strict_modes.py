@@ -1,5 +1,6 @@
 """JAX's strict modes, gradients, and arrays of the wrong kind, which a stranger's program may bring along."""
 
+import gc
 from functools import partial
 
 import heads
@@ -472,9 +473,12 @@ class TestNumPy:
 
 def test_inside_a_scan_of_a_checked_program():
     """Leaks of tracers, and JAX's own checks of every program."""
+    gc.collect()
+    gc.freeze()  # the search for leaks collects often, and need not look through what earlier tests left
     draft, target = batch()
     keys = jax.random.split(jax.random.key(0), 2)
     with jax.checking_leaks(), jax.enable_checks(True):
         verify = partial(verifiers.block, draft=draft, target=target, log_probs=True)
         scanned = jax.eval_shape(lambda: jax.lax.scan(lambda carry, key: (carry, verify(key)), 0, keys)[1])
+    gc.unfreeze()
     assert scanned.tokens.shape == (2, B, K + 1)
