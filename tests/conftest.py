@@ -73,6 +73,8 @@ def clear_caches():
     """A compiled function holds some 20 memory mappings, of the 65,530 that Linux gives a process: keep a file's."""
     yield
     jax.clear_caches()
+    gc.collect()
+    gc.freeze()  # later collections need not look through what modules and libraries keep
 
 
 @pytest.fixture(scope="session", autouse=True)
