@@ -115,6 +115,15 @@ GEMMA4 = GEMMA | {
     "sliding_window": 5,
     "hidden_size_per_layer_input": 0,
 }
+GLM = MOE | {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5,
+}
 FACTORS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -230,6 +239,19 @@ VARIANTS = {
         },
     },
     "gemma4_values": GEMMA4,
+    "glm4_moe": GLM,
+    "glm4_moe_groups": GLM
+    | {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "partial_rotary_factor": 0.25,
+        "head_dim": 16,
+    },
 }
 ALL = CONFIGS | VARIANTS
 

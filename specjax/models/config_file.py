@@ -145,11 +145,11 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be {kind.__name__}, got {value!r}")
         return value
 
-    def size(self, name: str, default: Any = _REQUIRED, *, most: int = MAX_INT) -> Any:
-        """Return a field that must be an integer in [1, most], or its default, which may be None."""
+    def size(self, name: str, default: Any = _REQUIRED, *, least: int = 1, most: int = MAX_INT) -> Any:
+        """Return a field that must be an integer in [least, most], or its default, which may be None."""
         value = self.get(name, int, default)
-        if value is not None and not 1 <= value <= most:
-            raise ValueError(f"{self.where(name)} must be in [1, {most}], got {value}")
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{self.where(name)} must be in [{least}, {most}], got {value}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:

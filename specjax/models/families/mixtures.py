@@ -5,7 +5,9 @@ from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig
-from specjax.models.experts import Experts, Router
+from specjax.models.experts import Experts, Router, Shared, SigmoidTopK
+from specjax.models.families import llama
+from specjax.models.layer import GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 
 MAX_EXPERTS = 4096
@@ -38,6 +40,60 @@ def made(config: ConfigFile, router: type[Router], *sizes: int, **options: Any) 
         return router(*sizes, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
+
+
+def sigmoid_experts(
+    config: ConfigFile, *, scale: float = 1.0, num_groups: int = 1, num_chosen_groups: int = 1
+) -> Experts:
+    """Return the mixture that GLM-4.5 and DeepSeek V3 have, beside an MLP that every token passes through.
+
+    Args:
+        config: config.json.
+        scale: default of the field routed_scaling_factor.
+        num_groups: default of the field n_group.
+        num_chosen_groups: default of the field topk_group.
+
+    Raises:
+        ValueError: a field is missing, has a wrong value, or is not supported.
+    """
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    config.only("moe_layer_freq", 1)
+    router = made(
+        config,
+        SigmoidTopK,
+        *counts(config, "n_routed_experts", "num_local_experts"),
+        is_renormalized=config.get("norm_topk_prob", bool, True),
+        scale=config.number("routed_scaling_factor", scale),
+        num_groups=config.size("n_group", num_groups),
+        num_chosen_groups=config.size("topk_group", num_chosen_groups),
+    )
+    return Experts(router, shared=Shared())
+
+
+def shared_size(config: ConfigFile) -> int:
+    """Return the width of the MLP beside the experts, a multiple of the width of an expert."""
+    return config.size("n_shared_experts", 1, most=MAX_EXPERTS) * config.size("moe_intermediate_size")
+
+
+def after_dense(config: ConfigFile, layer: LayerConfig, default: int) -> tuple[LayerConfig, ...]:
+    """Return the description of each layer, of which the first ones have an MLP in place of experts.
+
+    Args:
+        config: config.json.
+        layer: the description of the others.
+        default: of the field first_k_dense_replace, the number of layers with an MLP.
+    """
+    num_layers = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    number = config.size("first_k_dense_replace", min(default, num_layers), least=0, most=num_layers)
+    return llama.with_dense((layer,), GatedMLP(), [i < number for i in range(num_layers)])
+
+
+def mtp_layers(config: ConfigFile) -> tuple[str, ...]:
+    """Return the names of the tensors of the layers for multi-token prediction, which follow the others."""
+    first = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    number = config.size("num_nextn_predict_layers", 1, least=0, most=llama.MAX_LAYERS)
+    return tuple(f"model.layers.{i}.*" for i in range(first, first + number))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,29 @@
+"""GLM-4.5: changes Llama by mixtures of experts in all layers but the first, and by heads that turn in part."""
+
+from functools import partial
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.families import llama, mixtures, ropes
+from specjax.models.layer import Attention, LayerConfig
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a GLM-4.5 checkpoint, without its layers for multi-token prediction."""
+    config.only("hidden_act", "silu")
+    attention = Attention(
+        has_bias=config.get("attention_bias", bool, False),
+        has_head_norms=config.get("use_qk_norm", bool, False),
+    )
+    layer = LayerConfig(attention, mixtures.sigmoid_experts(config))
+    return llama.decoder(
+        config,
+        tensors,
+        mixtures.after_dense(config, layer, 1),
+        expert_size=config.size("moe_intermediate_size"),
+        shared_size=mixtures.shared_size(config),
+        mixture=mixtures.Names(),
+        rope=partial(ropes.read, rotary_factor=0.5),
+        ignored=mixtures.mtp_layers(config),
+    )
