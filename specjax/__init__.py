@@ -14,6 +14,7 @@ from specjax import (
     serialization,
     testing,
     theory,
+    trees,
     verifiers,
 )
 from specjax.decode import generate, prefill, step, stream
@@ -28,6 +29,7 @@ from specjax.types import (
     Chunk,
     Context,
     Draft,
+    DraftTree,
     Features,
     Memory,
     Model,
@@ -44,6 +46,7 @@ __all__ = [
     "Chunk",
     "Context",
     "Draft",
+    "DraftTree",
     "Engine",
     "Features",
     "Memory",
@@ -73,5 +76,6 @@ __all__ = [
     "stream",
     "testing",
     "theory",
+    "trees",
     "verifiers",
 ]

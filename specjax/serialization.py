@@ -11,10 +11,21 @@ from specjax.proposers.drawing import Reduced
 from specjax.proposers.p_eagle import Pending
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.guided.tables import Guide
-from specjax.types import Categorical, Chunk, Context, Draft, Features, Memory, ModelInput, ModelOutput, Verified
+from specjax.types import (
+    Categorical,
+    Chunk,
+    Context,
+    Draft,
+    DraftTree,
+    Features,
+    Memory,
+    ModelInput,
+    ModelOutput,
+    Verified,
+)
 
 RECORDS = (
-    *(Categorical, Chunk, Context, Draft, Features, ModelInput, ModelOutput, Verified),
+    *(Categorical, Chunk, Context, Draft, DraftTree, Features, ModelInput, ModelOutput, Verified),
     *(Normalized, Residual, LogProbs, Totals, Sampling, Guide),
     *(Info, State, Fed, Pending, Reduced),
 )

@@ -1,7 +1,7 @@
 """The records that every part of specjax passes around, and the contracts of models, proposers and scorers.
 
 Shapes: B sequences, K draft tokens, T query tokens, V vocabulary, L token buffer, R packed rows or rows of a call, W
-tokens of the longest prompt, S cache slots and P pages of a sequence.
+tokens of the longest prompt, S cache slots and P pages of a sequence, N nodes of a tree and D its greatest depth.
 """
 
 import math
@@ -58,14 +58,37 @@ class Draft(NamedTuple):
     num_tokens: Array | None = None  # [B] int32 in [0, K], number of drafts of each row; None means K everywhere
 
 
+class DraftTree(NamedTuple):
+    """Draft tokens that form a tree: a node may have several children, of which at most one is accepted.
+
+    Node 0 is the pending token, the last committed token of the row, which has not been fed to the target. Every other
+    node stands after its parent, so `parents[n] < n`. The order of the siblings is the order of their indices. A node
+    with the token -1 is no node, and neither are its descendants and the nodes from `num_nodes` on.
+
+    A tree of N nodes has N - 1 drafts. `specjax.trees.of_chain` makes a tree of a `Draft`, in which node n + 1 is draft
+    n. The children of a node must be drawn from its row of `distribution` without replacement, in the order of the
+    siblings. None means that the tokens were not drawn, or were drawn in another way.
+    """
+
+    tokens: Array  # [B, N] int32, token of each node; of node 0 it is the last committed token
+    parents: Array  # [B, N] int32, index of the parent of each node; -1 for node 0
+    depth: Array  # [B, N] int32, number of nodes above each node; 0 for node 0
+    num_nodes: Array | None = None  # [B] int32 in [1, N], number of nodes of each row; None means N everywhere
+    distribution: Categorical | None = None  # rows [B, N]; row n for the children of node n, not read if it has none
+
+
 class Verified(NamedTuple):
-    """The output of a verifier: the accepted drafts of each row, then one recovered or bonus token, then -1."""
+    """The output of a verifier: the accepted drafts of each row, then one recovered or bonus token, then -1.
+
+    For a tree K is D, the greatest depth of a node that may be accepted.
+    """
 
     tokens: Array  # [B, K+1] int32
     num_accepted: Array  # [B] int32, number of accepted drafts; the recovered or bonus token does not count
     log_probs: Array | None = None  # [B, K+1] float32, log-probability of each emitted token under its target row
     is_accepted: Array | None = None  # [B, K] bool, the outcome of each draft's own test; False where there is no draft
     is_empty: Array | None = None  # [B] bool, whether the row of the last token has none that counts, and it is some id
+    path: Array | None = None  # [B, D+1] int32, for trees: node 0 and the accepted nodes, by increasing depth; then 0
 
 
 class ModelInput(NamedTuple):
