@@ -23,7 +23,15 @@ def batch_expansion(model: Model, context: Context, draft: Draft, cache: PyTree)
     Returns:
         ModelOutput, whose logits [B, K+1, V] score the token at position context.length + j in row j, and the memory or
         cache as the copies with all drafts left it.
+
+    Raises:
+        ValueError: the draft is a tree.
     """
+    if not isinstance(draft, Draft):
+        raise ValueError(
+            f"batch expansion copies a sequence for each prefix of a chain, and takes a Draft, got a "
+            f"{type(draft).__name__}: score it with scorers.mqa"
+        )
     if not isinstance(cache, Memory):
         memory = Memory(cache) if model.takes_pages else Memory(rows=cache)
         output, memory = batch_expansion(model, context, draft, memory)
