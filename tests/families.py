@@ -124,6 +124,15 @@ GLM = MOE | {
     "first_k_dense_replace": 1,
     "partial_rotary_factor": 0.5,
 }
+LATENTS = GLM | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+LATENTS.pop("partial_rotary_factor")
 FACTORS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -252,6 +261,18 @@ VARIANTS = {
         "partial_rotary_factor": 0.25,
         "head_dim": 16,
     },
+    "glm4_moe_lite": LATENTS | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "dense"]},
+    "deepseek_v3": LATENTS
+    | {
+        "model_type": "deepseek_v3",
+        "attention_bias": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_routed_experts": 8,
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "truncate": True},
+    },
+    "deepseek_v3_whole_queries": LATENTS
+    | {"model_type": "deepseek_v3", "q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
 }
 ALL = CONFIGS | VARIANTS
 

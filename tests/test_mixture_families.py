@@ -1,36 +1,94 @@
 """Families with mixtures, beyond their logits: pages, several devices, files as they are released, and bad fields."""
 
 import json
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import ALL, tokens, write
+from paged import poisoned, random_table
 from safetensors.numpy import load_file, save_file
-from test_families import GOLDENS, TOLERANCE, difference, whole_logits
-from test_paged import assert_same, feed_both
+from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, whole_logits
 
-from specjax.models import load, tensor_parallel
+from specjax.models import load, with_cache_dtype
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.latent_attention import LatentAttention
+from specjax.models.layer import LayerConfig
+from specjax.testing import assert_model
+from specjax.types import ModelInput
+
+pytestmark = pytest.mark.usefixtures("float32_products")
 
 
-@pytest.mark.slow
-def test_pages(tmp_path):
-    """Rows at different lengths, calls across pages, tokens that are fed again, in a pool of NaN."""
-    model = load(write(tmp_path / "model", "glm4_moe_groups"))
-    rows, calls = np.arange(2)[:, None], []
+@pytest.fixture(scope="module")
+def goldens():
+    return np.load(GOLDENS / "logits.npz")
+
+
+def two_devices():
+    return jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+
+
+@pytest.mark.parametrize("page_size", [3, 100])
+def test_latents_in_pages(page_size, goldens, tmp_path):
+    """Rows of different lengths in a pool of NaN, read whole or in blocks; the calls feed some tokens again."""
+    model = load(write(tmp_path / "model", "deepseek_v3"))
+    table = random_table((2, 5), 20)
+    pool = poisoned(model.init_cache(20, page_size))
+    logits = np.full((2, 12, model.vocab_size), np.nan, np.float32)
+    apply, rows = jax.jit(model.apply), np.arange(2)[:, None]
     for starts in ((0, 0), (4, 2), (8, 5)):
         columns = np.array(starts)[:, None] + np.arange(4)
-        calls.append((tokens()[rows, columns], columns))
-    for output, expected in feed_both(model, 3, 4, calls):
-        assert_same(output, expected)
+        inputs = ModelInput(jnp.asarray(tokens()[rows, columns]), jnp.asarray(columns), pages=jnp.asarray(table))
+        output, pool = apply(model.params, inputs, pool)
+        logits[rows, columns] = output.logits
+    assert difference(logits, goldens["deepseek_v3"]) <= TOLERANCE
+    others = np.setdiff1d(np.arange(20), table)
+    assert all(np.isnan(np.asarray(leaf)[others]).all() for leaf in jax.tree.leaves(pool))
+    assert {name for layer in pool for name in layer} == {"latent"}
 
 
 @pytest.mark.slow
-def test_devices_share_a_model(tmp_path):
-    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
-    model = tensor_parallel(load(write(tmp_path / "model", "glm4_moe_groups")), mesh)
-    expected = np.load(GOLDENS / "logits.npz")["glm4_moe_groups"]
-    assert difference(whole_logits(model), expected) <= TOLERANCE
+@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3"])
+def test_devices_share_a_model(case, goldens, tmp_path):
+    model = load(write(tmp_path / "model", case), mesh=two_devices())
+    assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
+    if case == "deepseek_v3":
+        assert difference(incremental_logits(model), goldens[case]) <= TOLERANCE
+        latent = model.init_cache(2, 13)[0]["latent"]
+        assert latent.addressable_shards[0].data.shape == latent.shape
+
+
+@pytest.mark.slow
+def test_calls_do_not_change_logits_of_latents():
+    """Chains, trees, pages, and rows that are fed again."""
+    mixer = LatentAttention(rank=12, rope_size=4, key_size=6, value_size=10, scale=0.3, query_rank=8)
+    config = DecoderConfig(40, 32, 1, 4, 4, 4, 48, 64, layers=(LayerConfig(mixer),))
+    assert_model(decoder_model(config, jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(config, 0))))
+
+
+def test_latents_of_codes(tmp_path):
+    """The matrix that is split by heads becomes floats when it is read."""
+    directory = write(tmp_path / "model", "glm4_moe_lite")
+    tensors, name = load_file(directory / "model.safetensors"), "model.layers.1.self_attn.kv_b_proj.weight"
+    codes = tensors[name].astype(jnp.float8_e4m3fn)
+    tensors |= {name: codes, f"{name}_scale_inv": np.full((1, 1), 0.5, np.float32)}
+    save_file(tensors, directory / "model.safetensors")
+    fields = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (directory / "config.json").write_text(json.dumps(ALL["glm4_moe_lite"] | fields))
+    found = load(directory).params["layers"][1]["latent_up"]
+    np.testing.assert_array_equal(found, 0.5 * codes.astype(np.float32))
+
+
+def test_latents_are_not_rounded(tmp_path):
+    model = load(write(tmp_path / "model", "glm4_moe_lite"))
+    with pytest.raises(ValueError, match="model must keep keys and values, for a cache in 'fp8'; it keeps latents"):
+        with_cache_dtype(model, "fp8")
+    layers = LayerConfig(), model.apply.config.layers[0]
+    with pytest.raises(ValueError, match="layers must all attend to latents, or none, got 1 of 2 that do"):
+        replace(model.apply.config, layers=layers)
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
@@ -58,6 +116,13 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("glm4_moe", {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers in .* must be in \[0, 1024\], got"),
         ("glm4_moe", {"router_scale": 2.0}, "router_scale in .* must be absent"),
         ("glm4_moe", {"rope_scaling": {"type": "fancy"}}, "rope_scaling.type in .* must be 'default' or"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 2 times 'dense' or 'sparse'"),
+        ("glm4_moe_lite", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
+        ("deepseek_v3", {"q_lora_rank": 16}, r"q_a_proj.weight in .* must have shape \(16, 32\), got \(20, 32\)"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "must have the field kv_lora_rank"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "head_size must be even"),
+        ("deepseek_v3", {"n_group": 8}, "num_groups must leave 2 experts or more for each group, got 8"),
+        ("deepseek_v3", {"rope_scaling": {"type": "fancy"}}, "rope_scaling.type in .* must be 'default' or"),
         ("glm4_moe", {"n_routed_experts": 5}, r"mlp.gate.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
     ],
 )

@@ -26,7 +26,8 @@ from specjax.types import Array, ModelInput
 
 BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs
 FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
-Cache = dict[str, Array]  # "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...]
+# "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...], or "latent" [B, S, D], likewise
+Cache = dict[str, Array]
 
 
 class KeyValues(Protocol):
@@ -78,6 +79,10 @@ class Uncached:
     ) -> tuple[Array, None]:
         return attend(rotate(query, turns), rotate(key, turns), value, self.mask, scale, softcap, sinks), None
 
+    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, None]:
+        """Attend as `latent_attention.Latents` says."""
+        return attend(query, latent[:, :, None], latent[:, :, None], self.mask, scale), None
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -121,6 +126,15 @@ class Cached:
             scales=self.scales,
         )
 
+    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
+        """Attend as `latent_attention.Latents` says."""
+        inputs = self.inputs
+        slots = inputs.positions[:, :1] + jnp.arange(latent.shape[1], dtype=jnp.int32)[None]
+        cache = {"latent": write_slots(self.cache["latent"], slots, latent, inputs.pages)}
+        one_head = {"key": cache["latent"][:, :, None], "value": cache["latent"][:, :, None]}
+        hidden: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden}
+        return _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, **hidden), cache
+
 
 def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:
     """Return the scales of the cache of the layer with these parameters; None where they have none."""
@@ -158,7 +172,7 @@ def memories(
 
 def num_slots(cache: Cache, inputs: ModelInput) -> int:
     """Return S, the number of slots that each row has."""
-    size = cache["key"].shape[1]
+    size = next(iter(cache.values())).shape[1]
     return size if inputs.pages is None else inputs.pages.shape[1] * size
 
 
@@ -359,12 +373,12 @@ def attend_to_cache(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
-    of_scores = {"scale": scale, "softcap": softcap}
+    of_scores: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    hidden: dict[str, Any] = {"window": window, "num_hidden": num_hidden}
 
     def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, sinks, *, interpret):
         tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
-        options = {"window": window, "num_hidden": num_hidden, "cache_scales": scales, "interpret": interpret}
-        options |= of_scores | {"sinks": sinks}
+        options = hidden | of_scores | {"cache_scales": scales, "sinks": sinks, "interpret": interpret}
         if _has_few(query):
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
             attended, *updated = of_few.decode_attention(*tokens, tree, **options)
@@ -375,22 +389,9 @@ def attend_to_cache(
     def by_xla(query, key, value, cache, inputs, mask, rotation, scales, sinks):
         query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs, scales)
-        if scales is None:
-            return attend_in_xla(query, cache, inputs, mask, sinks), cache
-        attended = attend_in_xla(_times(query, scales[0]), cache, inputs, mask, sinks)
-        return _times(attended, scales[1]), cache
-
-    def attend_in_xla(query, cache, inputs, mask, sinks):
-        is_on_cpu = jax.default_backend() == "cpu"
-        is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
-        # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
-        size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
-        if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
-            how = window, scale, softcap, num_hidden, sinks, size, is_together
-            return attend_in_blocks(query, cache, inputs, *how)
-        key, value, mask = read_cache(cache, inputs, mask)
-        key, value = _loaded(key, query.dtype), _loaded(value, query.dtype)
-        return (attend_few if is_together else attend)(query, key, value, mask, sinks=sinks, **of_scores)
+        asked = query if scales is None else _times(query, scales[0])
+        attended = _attend_in_xla(asked, cache, inputs, mask, sinks, **hidden, **of_scores)
+        return attended if scales is None else _times(attended, scales[1]), cache
 
     def reason(query, key, value, cache, inputs, mask, rotation, scales, sinks):
         if _has_few(query):
@@ -406,6 +407,31 @@ def attend_to_cache(
         reason=reason,
         implementation=implementation,
     )
+
+
+def _attend_in_xla(
+    query: Array,
+    cache: Cache,
+    inputs: ModelInput,
+    mask: Array,
+    sinks: Array | None = None,
+    *,
+    window: int | None,
+    num_hidden: int,
+    scale: float | None,
+    softcap: float | None = None,
+) -> Array:
+    """Attend as `attend_to_cache` does, to a cache that holds the tokens of the call."""
+    is_on_cpu = jax.default_backend() == "cpu"
+    is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
+    # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
+    size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
+    if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
+        how = window, scale, softcap, num_hidden, sinks, size, is_together
+        return attend_in_blocks(query, cache, inputs, *how)
+    key, value, mask = read_cache(cache, inputs, mask)
+    key, value = _loaded(key, query.dtype), _loaded(value, query.dtype)
+    return (attend_few if is_together else attend)(query, key, value, mask, scale, softcap, sinks)
 
 
 def _has_few(query: Array) -> bool:

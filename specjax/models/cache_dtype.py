@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.directory import Checkpoint
+from specjax.models.latent_attention import InitLatents
 from specjax.models.network import Apply, InitCache
 from specjax.parallel import InitOnMesh, OnMesh, put
 from specjax.types import Model
@@ -37,7 +38,7 @@ def with_cache_dtype(model: Model, cache_dtype: str | None) -> Model:
             as it is.
 
     Raises:
-        ValueError: there is no such dtype, or the model is none of the built-in ones.
+        ValueError: there is no such dtype, or the model is none of the built-in ones, or keeps latents.
 
     Example:
         >>> from specjax import models
@@ -51,6 +52,8 @@ def with_cache_dtype(model: Model, cache_dtype: str | None) -> Model:
         return model
     apply, init_cache, dtype = model.apply, model.init_cache, CACHE_DTYPES[cache_dtype]
     own = init_cache.init_cache if isinstance(init_cache, InitOnMesh) else init_cache
+    if isinstance(own, InitLatents):
+        raise ValueError(f"model must keep keys and values, for a cache in {cache_dtype!r}; it keeps latents")
     if not isinstance(own, InitCache):
         raise ValueError(f"model must be one that specjax built, for a cache of another dtype, got {init_cache!r}")
     if not isinstance(apply, OnMesh):

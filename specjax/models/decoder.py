@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.models import delta_net, network
 from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.delta_net import DeltaNet
+from specjax.models.latent_attention import InitLatents, latent_mixer
 from specjax.models.layer import Attention, LayerConfig, norm_of, run_layer
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import QueryScaling, Rope, RopeScaling, Rotation, rotation
@@ -26,7 +27,7 @@ class DecoderConfig:
 
     Raises:
         ValueError: `num_heads` is not a multiple of `num_kv_heads`, `head_size` is odd, or `layers` are neither one nor
-            as many as `num_layers`.
+            as many as `num_layers`, or attend to latents in part.
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class DecoderConfig:
             raise ValueError(f"head_size must be even (rotary positions turn pairs), got {self.head_size}")
         if len(self.layers) not in (1, self.num_layers):
             raise ValueError(f"layers must be 1 or num_layers = {self.num_layers} descriptions, got {len(self.layers)}")
+        latent_mixer(self.layers)
 
     @property
     def rope(self) -> Rope:
@@ -243,6 +245,8 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         feature_layers: as `models.with_feature_layers` takes them.
     """
     model = network.network_model(DECODER, config, params, feature_layers)
+    if latent_mixer(config.layers) is not None:
+        return replace(model, init_cache=InitLatents(config, str(params["embedding"].dtype)))
     if not config.delta_nets:
         if not config.has_own_sizes:
             return model

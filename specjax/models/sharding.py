@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.models.decoder import DecoderConfig
 from specjax.models.experts import Experts
 from specjax.models.families.opt import OPTConfig
+from specjax.models.latent_attention import InitLatents, LatentAttention, latent_mixer
 from specjax.models.layer import Attention
 from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
@@ -56,7 +57,11 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
-    if not (isinstance(apply, Apply) and isinstance(apply.config, Config) and isinstance(init_cache, InitCache)):
+    if not (
+        isinstance(apply, Apply)
+        and isinstance(apply.config, Config)
+        and isinstance(init_cache, InitCache | InitLatents)
+    ):
         raise ValueError(f"model must be one that specjax built, to be shared by devices, got {model.apply!r}")
     whole, number = apply.config, mesh.shape[axis_name]
     if isinstance(whole, DecoderConfig) and whole.delta_nets:
@@ -86,7 +91,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         mesh=mesh,
         axis_name=axis_name,
         param_specs=tuple(specs),
-        cache_spec=P(None, None, axis_name),
+        cache_spec=P() if _latent_mixer(whole) else P(None, None, axis_name),
         vocab_size=whole.vocab_size,
     )
     with_copies = whole
@@ -146,7 +151,7 @@ def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: 
         return None
     first = 1 if name.startswith("experts_") else 0  # experts are stacked, [outputs, inputs] each
     is_vector = name.endswith(("_bias", "_scale", "sinks", "_norm"))
-    axis = 0 if first or is_transposed or is_vector or name in ("embedding", "head") else 1
+    axis = 0 if first or is_transposed or is_vector or name in ("embedding", "head", "latent_up") else 1
     if name in CUT_INPUTS:
         axis = 1 - axis
     return Cut(first + axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
@@ -164,6 +169,14 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
     head, mlp = whole.head_size, part.mlp_size
     if name.startswith(("experts_", "shared_")):
         return _runs_of_experts(name, device, whole, part)
+    if mixer := _latent_mixer(whole):
+        sizes = {
+            "query_up": mixer.query_size,
+            "latent_up": mixer.key_size + mixer.value_size,
+            "attention_out": mixer.value_size,
+        }
+        if name in sizes:
+            return [own(part.num_heads * sizes[name])]
     if name == "sinks":
         return [own(part.num_heads)]
     if name == "attention_out":
@@ -187,6 +200,11 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         firsts = first_key, first_key + whole.num_kv_heads
         return [own(part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
+
+
+def _latent_mixer(config: Config) -> LatentAttention | None:
+    """Return the attention on latents, of which each device has some heads, and all latents."""
+    return latent_mixer(config.layers) if isinstance(config, DecoderConfig) else None
 
 
 def _has_wide_norms(config: Config) -> bool:

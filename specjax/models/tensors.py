@@ -189,6 +189,12 @@ class Tensors:
             return self._matrix({name: shape}, transposed=True)
         return self._read({name: shape})
 
+    def floats(self, name: str, *shape: int) -> Any:
+        """Read a matrix as it is stored [V, D], and as the floats for which its codes stand where it has codes."""
+        other = copy.copy(self)
+        other._keep_codes = False
+        return other.table(name, *shape)
+
     def vectors(self, sizes: dict[str, int]) -> Array:
         """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})

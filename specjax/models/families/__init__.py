@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import (
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
@@ -36,6 +37,7 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
+    "deepseek_v3": deepseek_v3.build,
     "gemma": gemma.build,
     "gemma2": gemma2.build,
     "gemma3": gemma3.build,
@@ -43,6 +45,7 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "gemma4": gemma4.build,
     "gemma4_text": gemma4.build,
     "glm4_moe": glm4_moe.build,
+    "glm4_moe_lite": deepseek_v3.build_lite,
     "gpt_oss": gpt_oss.build,
     "granite": granite.build,
     "granitemoehybrid": granite.build_hybrid,

@@ -10,6 +10,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model
 from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
 from specjax.models.families import ropes
+from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
@@ -226,6 +227,8 @@ def layer_params(
     params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()}
     if isinstance(layer.mixer, DeltaNet):
         params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
+    elif isinstance(layer.mixer, LatentAttention):
+        params |= _latent_params(config, layer.mixer, tensors, f"{name}.self_attn")
     else:
         params |= _attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
     if isinstance(layer.ffn, GatedMLP):
@@ -292,6 +295,36 @@ def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name
         "delta_scale": tensors.vectors({f"{name}.norm.weight": mixer.value_size}),
         "delta_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
     }
+
+
+def _latent_params(config: DecoderConfig, mixer: LatentAttention, tensors: Tensors, name: str) -> dict[str, Array]:
+    """Read the parameters of attention on latents."""
+    hidden, heads, rank = config.hidden_size, config.num_heads, mixer.query_rank
+    size, latent = heads * mixer.query_size, mixer.latent_size
+
+    def matrix(part: str, inputs: int, outputs: int) -> Array:
+        return tensors.matrices(inputs, {f"{name}.{part}.weight": outputs}, transposed=config.transposed)
+
+    params = {
+        "latent_down": matrix("kv_a_proj_with_mqa", hidden, latent),
+        "latent_norm": tensors.vectors({f"{name}.kv_a_layernorm.weight": mixer.rank}),
+        "latent_up": tensors.floats(
+            f"{name}.kv_b_proj.weight", heads * (mixer.key_size + mixer.value_size), mixer.rank
+        ),
+        "attention_out": matrix("o_proj", heads * mixer.value_size, hidden),
+    }
+    if rank is None:
+        params["query_up"] = matrix("q_proj", hidden, size)
+    else:
+        params["query_down"] = matrix("q_a_proj", hidden, rank)
+        params["query_down_norm"] = tensors.vectors({f"{name}.q_a_layernorm.weight": rank})
+        params["query_up"] = matrix("q_b_proj", rank, size)
+    if mixer.has_bias:
+        params["latent_down_bias"] = tensors.vectors({f"{name}.kv_a_proj_with_mqa.bias": latent})
+        params["attention_out_bias"] = tensors.vectors({f"{name}.o_proj.bias": hidden})
+    if mixer.has_bias and rank is not None:
+        params["query_down_bias"] = tensors.vectors({f"{name}.q_a_proj.bias": rank})
+    return params
 
 
 def _mlp_params(config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames) -> dict[str, Array]:

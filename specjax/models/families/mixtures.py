@@ -89,6 +89,18 @@ def after_dense(config: ConfigFile, layer: LayerConfig, default: int) -> tuple[L
     return llama.with_dense((layer,), GatedMLP(), [i < number for i in range(num_layers)])
 
 
+def by_types(config: ConfigFile, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    """Return the description of each layer, as mlp_layer_types says it; without it the first one has an MLP."""
+    if "mlp_layer_types" not in config:
+        return after_dense(config, layer, 1)
+    num_layers, types = config.size("num_hidden_layers", most=llama.MAX_LAYERS), config.get("mlp_layer_types", list)
+    if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise ValueError(
+            f"{config.where('mlp_layer_types')} must be {num_layers} times 'dense' or 'sparse', got {types!r}"
+        )
+    return llama.with_dense((layer,), GatedMLP(), [kind == "dense" for kind in types])
+
+
 def mtp_layers(config: ConfigFile) -> tuple[str, ...]:
     """Return the names of the tensors of the layers for multi-token prediction, which follow the others."""
     first = config.size("num_hidden_layers", most=llama.MAX_LAYERS)

@@ -1,0 +1,72 @@
+"""DeepSeek V3 and GLM-4.7-Flash: change GLM-4.5 by attention on latents."""
+
+import math
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.experts import Experts
+from specjax.models.families import llama, mixtures
+from specjax.models.latent_attention import LatentAttention
+from specjax.models.layer import LayerConfig
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a DeepSeek V3 checkpoint, without its layers for multi-token prediction."""
+    experts = mixtures.sigmoid_experts(config, scale=2.5, num_groups=8, num_chosen_groups=4)
+    layer = with_latents(config, experts, query_rank=1536)
+    return _decoder(config, tensors, mixtures.after_dense(config, layer, 3))
+
+
+def build_lite(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a GLM-4.7-Flash checkpoint, without its layers for multi-token prediction."""
+    layer = with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
+    return _decoder(config, tensors, mixtures.by_types(config, layer))
+
+
+def with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerConfig:
+    """Return a layer that attends to latents, and set the field head_dim to the part of a head that turns.
+
+    Args:
+        config: config.json.
+        ffn: of the layer.
+        query_rank: default of the field q_lora_rank.
+
+    Raises:
+        ValueError: a field is missing, has a wrong value, or is not supported.
+    """
+    config.only("hidden_act", "silu")
+    config.only("num_key_value_heads", config.size("num_attention_heads"))
+    key_size, rope_size = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
+    mixer = LatentAttention(
+        rank=config.size("kv_lora_rank"),
+        rope_size=rope_size,
+        key_size=key_size,
+        value_size=config.size("v_head_dim"),
+        scale=(key_size + rope_size) ** -0.5 * _gain(config) ** 2,
+        query_rank=config.size("q_lora_rank", config.unless_null("q_lora_rank", query_rank)),
+        has_bias=config.get("attention_bias", bool, False),
+        is_interleaved=config.get("rope_interleave", bool, True),
+    )
+    config.fields["head_dim"] = rope_size  # whatever the file says
+    return LayerConfig(mixer, ffn)
+
+
+def _gain(config: ConfigFile) -> float:
+    """Return the factor that YaRN has on queries and on keys beside that on their parts that turn."""
+    rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    of_all = rope.number("mscale_all_dim", None)
+    factor = 1.0 if of_all is None else rope.number("factor")
+    return 1.0 if of_all is None or factor <= 1 else 0.1 * of_all * math.log(factor) + 1
+
+
+def _decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...]) -> Model:
+    return llama.decoder(
+        config,
+        tensors,
+        layers,
+        expert_size=config.size("moe_intermediate_size"),
+        shared_size=mixtures.shared_size(config),
+        mixture=mixtures.Names(),
+        ignored=mixtures.mtp_layers(config),
+    )
