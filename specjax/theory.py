@@ -4,10 +4,11 @@ The functions compute on the host, in NumPy and float64. Shapes: V vocabulary, K
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -234,11 +235,42 @@ class StepTimes:
             ValueError: the file has no such times.
             OSError: it cannot be read.
         """
+
+        def fail(reason: object) -> NoReturn:
+            raise ValueError(f"{path} must be a file that specjax tune has written: {reason}")
+
+        def number(field: str, value: Any) -> int:
+            if not (isinstance(value, str) and value.isascii() and value.isdecimal()):
+                fail(f"{field} must have integers >= 0 as names, got {value!r}")
+            return int(value)
+
+        def seconds(field: str, value: Any) -> float:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 < value < math.inf):
+                fail(f"{field} must be a number > 0, got {value!r}")
+            return float(value)
+
+        def fields(field: str, value: Any) -> Mapping[str, Any]:
+            if not (isinstance(value, dict) and value):
+                fail(f"{field} must be an object with at least one entry, got {value!r}")
+            return value
+
         try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))["seconds"]
-            return cls({int(b): {int(k): float(s) for k, s in times.items()} for b, times in given.items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} must be a file that specjax tune has written, got {error!r}") from error
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            fail(f"it is no JSON, {error}")
+        if not isinstance(content, dict) or "seconds" not in content:
+            fail("it has no field seconds")
+        table = {
+            number("seconds", b): {
+                number(f"seconds.{b}", k): seconds(f"seconds.{b}.{k}", value)
+                for k, value in fields(f"seconds.{b}", times).items()
+            }
+            for b, times in fields("seconds", content["seconds"]).items()
+        }
+        if 0 in table:
+            fail("seconds must have numbers of sequences >= 1 as names, got '0'")
+        return cls(table)
 
 
 def call_seconds(

@@ -277,9 +277,7 @@ class Proposer(Protocol):
 
     A proposer that can make another number of drafts has `with_num_draft_tokens(num_draft_tokens, *, may_pause=False)`,
     which returns such a proposer. K = 0 makes no drafts, and only keeps the state. Proposers that come from one with
-    `may_pause=True` have states of the same form, and may take turns from step to step. `weights_read` is a pytree of
-    the arrays that `propose` reads, in which an array that it reads n times stands n times; without it all arrays of
-    the proposer count once.
+    `may_pause=True` have states of the same form, and may take turns from step to step.
 
     A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. The rows of a
     proposer without it must follow from the last chunk of a prompt, as chunks before may come from the pages of others.

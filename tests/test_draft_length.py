@@ -1,5 +1,7 @@
 """The number of drafts chosen from past acceptance."""
 
+import itertools
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,10 +15,27 @@ from test_engine import FEW, Tokenizer
 from test_llm import random_tensors, write_checkpoint
 
 from specjax import LLM, Engine, Model, ModelOutput, SamplingParams, decode, proposers, sampling
-from specjax.engine.draft_length import CHOICES, BestDraftLength, RecentAcceptance, choices, with_draft_lengths
+from specjax.cli import models as cli_models
+from specjax.engine import step_times
+from specjax.engine.draft_length import (
+    CHOICES,
+    PROBE_SHARE,
+    ByStepTimes,
+    RecentAcceptance,
+    choices,
+    with_draft_lengths,
+)
 from specjax.engine.slots import Slots
-from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.medusa import Medusa
+from specjax.theory import StepTimes, expected_tokens
+
+# The seconds of a step of one sequence, and of 64, which leave less room for drafts.
+TIMES = StepTimes(
+    {
+        1: {0: 1.0, 2: 1.3, 4: 1.6, 6: 1.9, 8: 2.2},
+        64: {0: 1.0, 2: 1.6, 4: 2.2, 6: 2.9, 8: 3.6},
+    }
+)
 
 
 def apply(params, inputs, cache):
@@ -32,28 +51,59 @@ def bigram(seed, padding=0):
     return Model({"table": table, "padding": jnp.zeros(padding)}, apply, init_cache, 3)
 
 
-def best(accepting):
-    return BestDraftLength.of(bigram(0, 1000), proposers.draft_model(bigram(1, 300), 8))(1, accepting.rate)
+def follow(choice, rng, rate, num_rows, num_steps, num_behind=0):
+    """Take steps whose drafts are accepted at a rate; return the K, the tokens and the seconds of each.
+
+    The counts of a step come after the choice of the next, as in an engine.
+    """
+    steps, late = [], None
+    for _ in range(num_steps):
+        k = choice.choose(num_rows, num_behind)
+        if late is not None:
+            choice.count(*late)
+        accepted = np.cumprod(rng.random((num_rows, k)) < rate, axis=1).sum(axis=1)
+        late = np.full(num_rows, k), accepted
+        steps.append((k, num_rows + accepted.sum(), TIMES.at(num_rows)[k]))
+    choice.count(*late)
+    return [np.array(column) for column in zip(*steps, strict=True)]
+
+
+def choice_of(proposer=None):
+    return ByStepTimes(TIMES, CHOICES, proposer or proposers.ngram(8))
 
 
 def test_follows_acceptance():
-    recent, nothing = RecentAcceptance(), np.zeros(2, np.int32)
-    assert best(recent) in CHOICES[1:]
-    for _ in range(48):
-        recent.update(np.full(2, 4), np.full(2, 4))
-    assert best(recent) == 8
+    """Good drafts become many, bad ones end within a few steps, and good ones again are found by probes."""
+    choice, rng = choice_of(), np.random.default_rng(0)
+    assert follow(choice, rng, 1.0, 2, 48)[0][-1] == 8
+    assert np.all(follow(choice, rng, 0.0, 2, 200)[0][-20:] == 0)
+    num_drafts, _, seconds = follow(choice, rng, 0.0, 2, 4000)
+    lost = seconds[num_drafts > 0] - 1
+    assert len(lost) > 10 and lost.sum() <= PROBE_SHARE * seconds.sum()
+    assert follow(choice, rng, 0.95, 2, 1000)[0][-1] >= 6
 
-    rejecting = 0
-    while best(recent):
-        recent.update(np.full(2, best(recent)), nothing)
-        rejecting += 1
-    assert rejecting <= 48
 
-    plain = 0
-    while not best(recent):  # what was seen fades, so drafts get another try
-        recent.update(nothing, nothing)
-        plain += 1
-    assert 1 <= plain <= 64
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def test_is_about_as_fast_as_the_best_fixed_number(num_rows):
+    """Plain decoding among them, after the first steps."""
+    seconds = TIMES.at(num_rows)
+    for i, rate in enumerate((0.0, 0.3, 0.5, 0.7, 0.9)):
+        choice, rng = choice_of(), np.random.default_rng(i)
+        follow(choice, rng, rate, num_rows, 50)
+        _, tokens, taken = follow(choice, rng, rate, num_rows, 3000)
+        best = max(expected_tokens(rate, k) / seconds[k] for k in CHOICES)
+        assert tokens.sum() / taken.sum() / num_rows >= 0.97 * best, rate
+
+
+def test_a_probe_counts_what_a_draft_model_has_to_catch_up_with():
+    bad = np.full(1, 8), np.zeros(1, int)
+    probes = []
+    for proposer in (proposers.ngram(8), proposers.draft_model(bigram(1), 8)):
+        choice = choice_of(proposer)
+        for _ in range(50):
+            choice.count(*bad)
+        probes.append(next(i for i in itertools.count() if choice.choose(1, i)))
+    assert probes[0] < probes[1]
 
 
 def test_counts_trials():
@@ -61,14 +111,32 @@ def test_counts_trials():
     recent = RecentAcceptance()
     recent.update(np.full(3, 4), np.array([0, 1, 4]))
     assert (recent._accepted, recent._trials) == (5, 7)
+    choice = ByStepTimes(TIMES, (0, 4), proposers.ngram(4))
+    before = choice._trials.copy(), choice._accepted.copy()
+    choice.count(np.array([4, 4, 4, 0]), np.array([0, 1, 4, 0]))
+    trials, accepted = choice._trials - before[0], choice._accepted - before[1]
+    np.testing.assert_allclose(trials[1:], [2, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(accepted[1:], [1, 1, 1], atol=1e-6)
+    assert 2.8 < trials[0] <= 3 and 1.8 < accepted[0] <= 2  # the assumption at first has faded a little
+
+
+@pytest.mark.parametrize("times", [TIMES, StepTimes({1: {0: 1.0, 2: 3.0}})])
+def test_an_estimate_stays_while_nothing_is_drafted(times):
+    choice, nothing = ByStepTimes(times, (0, 2), proposers.ngram(2)), np.zeros(4, int)
+    choice.count(np.full(4, 2), np.array([0, 0, 1, 2]))
+    before = choice.rates()[0]
+    for _ in range(500):
+        choice.count(nothing, nothing)
+    assert choice.rates()[0] == pytest.approx(before) and choice._trials[0] == pytest.approx(2.0)
 
 
 @pytest.mark.slow
 def test_distribution_is_the_targets():
     """Steps whose number of drafts follows acceptance: pairs of tokens have the target's distribution."""
-    target, draft, batch_size = bigram(0, 40), proposers.draft_model(bigram(4), 8), 20000
+    target, draft, batch_size = bigram(0, 40), proposers.draft_model(bigram(9), 8), 20000
     rows = sampling.batch([SamplingParams(max_tokens=12)] * batch_size)
-    recent, choose, proposer = RecentAcceptance(), BestDraftLength.of(target, draft), with_draft_lengths(draft, CHOICES)
+    times = StepTimes({1: {0: 1.0, 2: 1.1, 4: 1.2, 6: 1.3, 8: 1.4}})
+    choice, proposer = ByStepTimes(times, CHOICES, draft), with_draft_lengths(draft, CHOICES)
     state = decode.prefill(
         target,
         draft,
@@ -80,11 +148,11 @@ def test_distribution_is_the_targets():
     )
     used, before = set(), jax.tree.map(np.array, state.totals)
     while bool(state.context.active.any()):
-        num_draft_tokens = choose(batch_size, recent.rate)
+        num_draft_tokens = choice.choose(batch_size, 0)
         used.add(num_draft_tokens)
         state = decode.generate(target, proposer[num_draft_tokens], state, max_steps=1)
         after = jax.tree.map(np.array, state.totals)
-        recent.update(after.drafted - before.drafted, after.accepted - before.accepted)
+        choice.count(after.drafted - before.drafted, after.accepted - before.accepted)
         before = after
     assert len(used) > 1
 
@@ -122,7 +190,8 @@ def test_text_is_that_of_plain_decoding_and_of_a_stream(tmp_path, monkeypatch):
         return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
 
     monkeypatch.setattr(Slots, "step", recorded)
-    llm = LLM(*write_deep_pair(tmp_path), num_draft_tokens="auto")
+    TIMES.save(tmp_path / "times.json")
+    llm = LLM(*write_deep_pair(tmp_path), num_draft_tokens="auto", step_times=tmp_path / "times.json")
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     prompts = ["the cat sat", "a"]
     plain = llm.plain()
@@ -167,27 +236,64 @@ def test_an_eagle_head_changes_its_drafts_in_an_engine(tmp_path):
     assert sum(result.metrics.num_drafted for result in results) > 0
 
 
+@pytest.mark.slow
+def test_the_seconds_of_steps_are_measured_once(tmp_path, monkeypatch, caplog):
+    """They are kept in the folder of compiled programs, for these models and sizes."""
+    monkeypatch.setattr(step_times, "_known", {})
+    monkeypatch.setattr(step_times.compilation_cache, "used_folder", lambda: str(tmp_path))
+    sizes = {"num_slots": 2, "max_length": 24, "capacities": FEW, "step_sizes": (1,), "draft_lengths": (0, 2)}
+    device = Slots(bigram(0), proposers.ngram(2), **sizes)
+    found = step_times.step_times_of(device, device.step_sizes)
+    assert {batch: sorted(seconds) for batch, seconds in found.seconds.items()} == {1: [0, 2], 2: [0, 2]}
+    assert not np.asarray(device.state.context.active).any()
+    (path,) = tmp_path.iterdir()
+    assert StepTimes.load(path) == found
+
+    def measure(device, sizes):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(step_times, "measure", measure)
+    step_times._known.clear()
+    assert step_times.step_times_of(device, device.step_sizes) == found
+    other = Slots(bigram(0), proposers.ngram(3), **sizes)
+    for each, of_sizes in ((device, (1,)), (other, other.step_sizes)):
+        if each is other:
+            monkeypatch.setattr(step_times, "__version__", "another")
+        with pytest.raises(AssertionError, match="measured again"):
+            step_times.step_times_of(each, of_sizes)
+    monkeypatch.undo()
+    monkeypatch.setattr(step_times, "_known", {})
+    monkeypatch.setattr(step_times.compilation_cache, "used_folder", lambda: str(tmp_path))
+    path.write_text("{")
+    with caplog.at_level("WARNING", "specjax"):
+        assert step_times.step_times_of(device, device.step_sizes).seconds.keys() == {1, 2}
+    assert "the seconds of steps are measured anew" in caplog.text and StepTimes.load(path)
+
+
+def test_arguments(tmp_path):
+    with pytest.raises(ValueError, match="step_times must be None unless num_draft_tokens is 'auto', got 4"):
+        LLM(step_times=TIMES)
+    with pytest.raises(FileNotFoundError):
+        LLM(num_draft_tokens="auto", step_times=tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"that the drafter can make, at most 1, got \[0, 2\]"):
+        LLM(draft=proposers.ngram(1), num_draft_tokens="auto", step_times=StepTimes({1: {0: 1.0, 2: 1.0}}))
+
+
 @pytest.mark.parametrize(
-    "make, expected",
+    "given, expected",
     [
-        (lambda: proposers.ngram(3), {0: 1, 2: 1, 3: 1}),
-        (lambda: proposers.draft_model(bigram(1, 91), 3), {0: 1, 2: 3, 3: 4}),
-        (lambda: proposers.fallback(proposers.ngram(3), proposers.draft_model(bigram(1, 91), 2)), {0: 1, 2: 3, 3: 3}),
-        (
-            lambda: proposers.medusa([{"blocks": [], "head": jnp.zeros((3, 25))}] * 3, vocab_size=3),
-            {0: 1, 2: 2.5, 3: 3.25},
-        ),
-        (
-            lambda: FeatureDraft(None, {"embedding": 7, "fc": jnp.zeros(50), "lm_head": jnp.zeros(25)}, 3),
-            {0: 1, 2: 2, 3: 2.75},
-        ),
-        (lambda: Owned(3, jnp.zeros(50)), {0: 1.5, 2: 1.5, 3: 1.5}),
+        ({"num_draft_tokens": None}, (4, None)),
+        ({"num_draft_tokens": None, "step_times": "file"}, ("auto", "file")),
+        ({"num_draft_tokens": "auto", "step_times": None}, ("auto", None)),
+        ({"num_draft_tokens": 0, "step_times": "file"}, (0, "file")),
     ],
-    ids=["ngram", "draft_model", "fallback", "medusa", "feature_draft", "user"],
 )
-def test_costs_are_the_weights_that_are_read(make, expected):
-    """As a share of the target, which has 100 numbers."""
-    assert BestDraftLength.of(bigram(0, 91), make(), (0, 2, 3)).step_costs == expected
+def test_commands_choose_by_the_times_that_they_are_given(monkeypatch, given, expected):
+    """Where no number is given; `LLM` refuses both."""
+    monkeypatch.setattr("specjax.engine.llm.LLM", lambda model, draft, k, step_times, **options: (k, step_times))
+    names = ("model", "draft", "dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization")
+    args = dict.fromkeys((*names, "cache_dtype", "compilation_cache")) | {"verifier": "rejection"} | given
+    assert cli_models.load_llm(Namespace(**args)) == expected
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["num_draft_tokens"])

@@ -39,10 +39,12 @@ from test_slots import (
 
 from specjax import Capacities, SamplingParams, guided, verifiers
 from specjax.engine import grammar_compiler, memory
+from specjax.engine.draft_length import ByFunction
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 from specjax.engine.scheduler import NoTokenError
 from specjax.engine.slots import Slots
+from specjax.theory import StepTimes
 
 
 class Tokenizer(Letters):
@@ -490,11 +492,27 @@ def test_programs_of_the_expected_requests_come_first(target, proposer, caplog):
         assert first.token_ids == second.token_ids
 
 
+TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"draft_lengths": (0, 3)}, "choose_draft_length must be given where draft_lengths has several numbers"),
-        ({"choose_draft_length": max}, "choose_draft_length must be given where draft_lengths has several numbers"),
+        (
+            {"choose_draft_length": max},
+            "choose_draft_length must be None without several draft_lengths, got .* and None",
+        ),
+        (
+            {"step_times": TIMES, "draft_lengths": (3,)},
+            r"step_times must be None without several draft_lengths, got .* and \(3,\)",
+        ),
+        (
+            {"step_times": TIMES, "draft_lengths": (0, 3), "choose_draft_length": max},
+            "choose_draft_length must be None where step_times are given",
+        ),
+        ({"step_times": TIMES, "draft_lengths": (0, 2)}, r"for each K of \[0, 2\], got \[0, 3\] for 1 sequences"),
+        ({"step_times": StepTimes({1: {9: 1.0}})}, r"that the drafter can make, at most 3, got \[9\]"),
+        ({"step_times": 3}, r"step_times must be a theory\.StepTimes or the path of a file, got 3"),
         ({"draft_lengths": (4,)}, r"draft_lengths must be one or more integers in \[0, 3\], got \(4,\)"),
         ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
         (
@@ -519,7 +537,7 @@ def test_a_choice_of_drafts_that_fails_ends_the_engine(target):
         raise ZeroDivisionError("no choice")
 
     with engine_of(target, None) as engine:
-        engine._scheduler._choose = choose
+        engine._scheduler._draft_length = ByFunction(choose)
         with pytest.raises(RuntimeError, match="the engine has failed") as raised:
             engine.submit([1]).result(timeout=60)
         assert isinstance(raised.value.__cause__, ZeroDivisionError)

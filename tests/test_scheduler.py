@@ -25,6 +25,7 @@ from test_slots import (
 
 from specjax import SamplingParams, decode, keys, sampling, verifiers
 from specjax.engine.detokenizer import Detokenizer
+from specjax.engine.draft_length import ByFunction
 from specjax.engine.pages import PageTables
 from specjax.engine.scheduler import Job, Scheduler
 from specjax.engine.slots import Slots
@@ -372,7 +373,7 @@ def test_the_number_of_drafts_follows_the_load(target):
         return 3 if num_running < NUM_SLOTS else 0
 
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-    scheduler = Scheduler(device, tables, CHUNK, EOS, choose_draft_length=choose)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, draft_length=ByFunction(choose))
     requests = some_jobs(9, 7, [replace(KINDS[2], stop_token_ids=None, ignore_eos=True)])
     jobs = [job_of(request) for request in requests]
     run(scheduler, jobs, 7)

@@ -24,6 +24,7 @@ from specjax.models.quantized import Quantized
 from specjax.models.sharding import tensor_parallel
 from specjax.pages import read_slots
 from specjax.sampling import SamplingParams
+from specjax.theory import StepTimes
 from specjax.types import Context, Draft, Memory, ModelInput
 
 
@@ -225,7 +226,11 @@ def test_text_of_an_llm(checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"num_draft_tokens": "auto"}, {"tensor_parallel": 2, "draft_quantization": "int8"}]
+    "options",
+    [
+        {"num_draft_tokens": "auto", "step_times": StepTimes({1: {0: 1.0, 2: 1.1, 4: 1.3}})},
+        {"tensor_parallel": 2, "draft_quantization": "int8"},
+    ],
 )
 def test_an_llm_of_other_options(checkpoint, options):
     """In pages, by steps of several lengths; and on devices that share the target."""

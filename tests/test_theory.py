@@ -276,10 +276,27 @@ class TestStepTimes:
         times.save(tmp_path / "times.json", device="one")
         assert theory.StepTimes.load(tmp_path / "times.json") == times
         assert '"device": "one"' in (tmp_path / "times.json").read_text()
-        for text in ("[]", "{}", '{"seconds": {"a": {"0": 1}}}', '{"seconds": {"1": {"0": -1}}}'):
-            (tmp_path / "wrong.json").write_text(text)
-            with pytest.raises(ValueError, match=r"wrong\.json must be a file that specjax tune has written"):
-                theory.StepTimes.load(tmp_path / "wrong.json")
+
+    @pytest.mark.parametrize(
+        "text, message",
+        [
+            ("{", "it is no JSON"),
+            ("[]", "it has no field seconds"),
+            ('{"times": {}}', "it has no field seconds"),
+            ('{"seconds": {}}', "seconds must be an object with at least one entry, got {}"),
+            ('{"seconds": {"a": {"0": 1}}}', "seconds must have integers >= 0 as names, got 'a'"),
+            ('{"seconds": {"0": {"0": 1}}}', "seconds must have numbers of sequences >= 1 as names, got '0'"),
+            ('{"seconds": {"1": [4]}}', r"seconds\.1 must be an object with at least one entry, got \[4\]"),
+            ('{"seconds": {"1": {"-1": 1}}}', r"seconds\.1 must have integers >= 0 as names, got '-1'"),
+            ('{"seconds": {"1": {"0": -1}}}', r"seconds\.1\.0 must be a number > 0, got -1"),
+            ('{"seconds": {"1": {"0": "fast"}}}', r"seconds\.1\.0 must be a number > 0, got 'fast'"),
+            ('{"seconds": {"1": {"0": NaN}}}', r"seconds\.1\.0 must be a number > 0, got nan"),
+        ],
+    )
+    def test_wrong_files(self, tmp_path, text, message):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"wrong\.json must be a file that specjax tune has written: {message}"):
+            theory.StepTimes.load(tmp_path / "wrong.json")
 
     @pytest.mark.parametrize("seconds", [{}, {1: {}}, {0: {0: 1.0}}, {1: {0: 0.0}}, {1: {-1: 1.0}}, {1.5: {0: 1.0}}])
     def test_wrong_values(self, seconds):

@@ -36,6 +36,7 @@ SAME = (  # arguments that must be the same in all processes
     "model",
     "draft",
     "num_draft_tokens",
+    "step_times",
     "verifier",
     "dtype",
     "quantization",

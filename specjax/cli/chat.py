@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specjax.cli.models import add_model_arguments, load
+from specjax.cli.models import add_draft_length_arguments, add_model_arguments, load
 from specjax.cli.sampling import ONLY_JSON, add_sampling_arguments, sampling_params
 from specjax.cli.terminal import LEGEND, console_of_output, summary_of, write, writer
 from specjax.engine.requests import Piece
@@ -39,13 +39,7 @@ def add_chat(commands: Any) -> None:
     add_model_arguments(chat)
     add = chat.add_argument
     add("--system", metavar="TEXT", help="system message; default: the chat template's own")
-    add(
-        "--num-draft-tokens",
-        type=int,
-        default=4,
-        metavar="K",
-        help="draft tokens per step; 0: plain decoding; default: 4",
-    )
+    add_draft_length_arguments(chat)
     add_sampling_arguments(chat, temperature=0.0, max_tokens=512)
 
 
@@ -274,7 +268,7 @@ class Terminal:
             llm = self.conversation.llm.plain()
         else:
             args = copy.copy(self._args)
-            args.draft, args.num_draft_tokens = name, args.num_draft_tokens or 4
+            args.draft, args.num_draft_tokens = name, args.num_draft_tokens or None
             llm = load(args)
         self.conversation.draft_by(llm)
         write("plain decoding\n" if name == "none" else f"{name} drafts\n")

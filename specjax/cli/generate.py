@@ -7,7 +7,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from specjax.cli.models import add_model_arguments, load
+from specjax.cli.models import add_draft_length_arguments, add_model_arguments, load
 from specjax.cli.sampling import ONLY_JSON, add_sampling_arguments, sampling_params
 from specjax.cli.terminal import LEGEND, console_of_output, summary_of, timed, write, writer
 from specjax.engine.requests import Piece
@@ -33,23 +33,10 @@ def add_generate(commands: Any) -> None:
     add("prompt", nargs="?", default="-", metavar="PROMPT", help="text to continue; standard input if omitted or -")
     add_model_arguments(generate)
     add("--chat", action="store_true", help="answer the prompt with the model's chat template")
-    add(
-        "--num-draft-tokens",
-        type=_int_or_auto,
-        default=4,
-        metavar="K",
-        help="draft tokens per step, or auto; 0: plain decoding; default: 4",
-    )
+    add_draft_length_arguments(generate)
     add("--compare", action="store_true", help="also measure plain decoding of the target")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add_sampling_arguments(generate, temperature=0.0, max_tokens=128)
-
-
-def _int_or_auto(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer or auto, got {text!r}") from None
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,6 +71,30 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_draft_length_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how many drafts a step has."""
+    command.add_argument(
+        "--num-draft-tokens",
+        type=_int_or_auto,
+        metavar="K",
+        help="draft tokens per step, or auto, which chooses them before each step; 0: plain decoding; default: 4, or "
+        "auto with --step-times",
+    )
+    command.add_argument(
+        "--step-times",
+        type=Path,
+        metavar="FILE",
+        help="seconds of steps by which auto chooses, written by specjax tune; default: measured once and kept",
+    )
+
+
+def _int_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer or auto, got {text!r}") from None
+
+
 def add_engine_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that choose the models and their names."""
     add_model_arguments(command)
@@ -83,13 +108,7 @@ def add_engine_arguments(command: argparse.ArgumentParser) -> None:
         help="what requests call the model; may be repeated; default: the name of its directory, or specjax",
     )
     add("--any-model-name", action="store_true", help="let requests call the model by any name")
-    add(
-        "--num-draft-tokens",
-        type=int,
-        default=4,
-        metavar="K",
-        help="draft tokens per step; 0: plain decoding; default: 4",
-    )
+    add_draft_length_arguments(command)
 
 
 def load_llm(args: argparse.Namespace) -> "LLM":
@@ -101,7 +120,10 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype")
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     options |= {"verifier": getattr(verifiers, args.verifier), "compilation_cache": args.compilation_cache}
-    return LLM(args.model, args.draft, args.num_draft_tokens, **options)
+    num_draft_tokens, step_times = args.num_draft_tokens, getattr(args, "step_times", None)  # not of every command
+    if num_draft_tokens is None:
+        num_draft_tokens = 4 if step_times is None else "auto"
+    return LLM(args.model, args.draft, num_draft_tokens, step_times=step_times, **options)
 
 
 def _check_platform() -> None:

@@ -1,20 +1,31 @@
-"""Choose the number of draft tokens for the next steps from the acceptance rate of recent steps."""
+"""Choose the number of draft tokens of the next step from the acceptance of drafts in earlier steps.
+
+A choice reads counts of earlier steps alone, and of each row only up to its first rejection: nothing that the drafts of
+the coming step could have changed.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from specjax import theory
 from specjax.decoding.drafters import with_num_draft_tokens
-from specjax.types import Array, Model, Proposer, PyTree
+from specjax.proposers import DraftModel
+from specjax.theory import StepTimes
+from specjax.types import Proposer
 from specjax.validation import is_integer
 
 CHOICES = (0, 2, 4, 6, 8)  # values of K; the step is compiled once for each value that gets used
 FADE = 0.9  # factor on past counts at each step; old failures fade, so drafts are tried again after some plain steps
 PRIOR_RATE, PRIOR_TRIALS = 0.7, 4.0  # acceptance rate assumed at first, and the number of trials this prior weighs
+
+FEW_TRIALS = 2.0  # trials that the first assumption weighs, and that an old estimate of the first place keeps
+MEMORY = 64.0  # rows and steps after which a trial weighs 1/e, but at least MEMORY_STEPS steps
+MEMORY_STEPS = 8.0
+PROBE_SHARE = 0.01  # of the time, for steps with drafts while plain decoding is faster
+FED_IN_PROBE = 64.0  # tokens that a drafter, left behind by plain steps, is fed in about the time that drafts take
 
 
 def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict[int, Proposer]:
@@ -36,6 +47,23 @@ def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict
     return {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in lengths}
 
 
+class DraftLength(Protocol):
+    """A choice of K for each step, which counts what became of the drafts of earlier ones."""
+
+    def choose(self, num_running: int, num_behind: int) -> int:
+        """Return the K of the next step.
+
+        Args:
+            num_running: number of sequences in the step.
+            num_behind: the most tokens of one of them that the drafter has not been fed, because steps were plain.
+        """
+        ...
+
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Count a step, given the numbers [B] of drafts and of accepted ones of its rows."""
+        ...
+
+
 class RecentAcceptance:
     """Estimate how often a draft is accepted, from steps whose weight fades."""
 
@@ -54,32 +82,125 @@ class RecentAcceptance:
         self._trials = FADE * self._trials + accepted + int((num_accepted < num_drafts).sum())
 
 
-@dataclass(frozen=True)
-class BestDraftLength:
-    """Choose `theory.best_draft_length`, where a step costs a read of the target's weights and of the draft's.
+class ByFunction:
+    """Choose by a function `(num_running, acceptance_rate) -> K` of the caller."""
+
+    def __init__(self, function: Callable[[int, float], int]):
+        self._function, self._recent = function, RecentAcceptance()
+
+    def choose(self, num_running: int, num_behind: int) -> int:
+        return self._function(num_running, self._recent.rate)
+
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+        self._recent.update(num_drafts, num_accepted)
+
+
+class ByStepTimes:
+    """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
+
+    While plain decoding is the fastest, the smallest other K is tried from time to time, for `PROBE_SHARE` of the time.
 
     Args:
-        step_costs: for each number of draft tokens to choose from, the bytes of the weights that a step reads on a
-            device, as a multiple of the target's.
+        times: the seconds of steps.
+        draft_lengths: the K to choose from.
+        proposer: the proposer that makes the drafts.
+
+    Raises:
+        ValueError: the seconds of a K are missing for a number of sequences.
     """
 
-    step_costs: Mapping[int, float]
+    def __init__(self, times: StepTimes, draft_lengths: Sequence[int], proposer: Proposer):
+        self._lengths = sorted(set(draft_lengths))
+        for batch, seconds in times.seconds.items():
+            if not set(self._lengths) <= seconds.keys():
+                expected = f"the seconds of a step for each K of {self._lengths}"
+                raise ValueError(f"step_times must have {expected}, got {sorted(seconds)} for {batch} sequences")
+        self._times, self._most_behind = times, _most_behind(proposer)
+        self._trials = np.zeros(self._lengths[-1])
+        self._trials[:1] = FEW_TRIALS
+        self._accepted = PRIOR_RATE * self._trials
+        self._saved = 0.0  # seconds that may go into the next probe
 
-    @classmethod
-    def of(cls, target: Model, proposer: Proposer, draft_lengths: Sequence[int] = CHOICES) -> "BestDraftLength":
-        """Return the choice for a target and a proposer, among numbers that the proposer can make.
+    def rates(self) -> np.ndarray:
+        """Return the acceptance rate [K] of the draft at each place, given that those before it are accepted.
 
-        Args:
-            target: the target.
-            proposer: a proposer with the method `with_num_draft_tokens`.
-            draft_lengths: the numbers of draft tokens to choose from.
+        Where a place has few trials, its rate is close to the rate of the place before.
         """
-        proposers, target_bytes = with_draft_lengths(proposer, draft_lengths), _num_bytes(target.params)
-        costs = {k: _num_bytes(getattr(each, "weights_read", each)) / target_bytes for k, each in proposers.items()}
-        return cls({k: 1 + cost for k, cost in costs.items()})
+        rates, before, weight = np.zeros_like(self._trials), 0.0, 0.0
+        for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
+            rates[i] = before = (accepted + weight * before) / (trials + weight)
+            weight = FEW_TRIALS
+        return rates
 
-    def __call__(self, num_running: int, acceptance_rate: float) -> int:
-        return theory.best_draft_length(acceptance_rate, self.step_costs)
+    def choose(self, num_running: int, num_behind: int) -> int:
+        seconds = self._times.at(num_running)
+        tokens = 1 + np.concatenate([[0], np.cumsum(np.cumprod(self.rates()))])
+        best = max(self._lengths, key=lambda k: tokens[k] / seconds[k])
+        if best == 0 and len(self._lengths) > 1:
+            return self._probe(self._lengths[1], seconds, num_behind)
+        return best
+
+    def _probe(self, length: int, seconds: Mapping[int, float], num_behind: int) -> int:
+        """Return a K > 0 where the time that earlier plain steps have set aside allows it, and else 0."""
+        cost = max(seconds[length] - seconds[0], 0) * (1 + min(num_behind, self._most_behind) / FED_IN_PROBE)
+        if self._saved >= cost:
+            self._saved = 0.0
+            return length
+        self._saved += PROBE_SHARE * seconds[0]
+        return 0
+
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+        most, place = len(self._trials), np.arange(len(self._trials))
+        is_tried = place < np.minimum(num_accepted + 1, num_drafts)[:, None]
+        is_accepted = place < np.minimum(num_accepted, num_drafts)[:, None]
+        num_rows = max(int((num_drafts > 0).sum()), 1)
+        factor = np.full(most, math.exp(-min(num_rows / MEMORY, 1 / MEMORY_STEPS)))
+        # The estimate of the first place stays while nothing is drafted, and weighs less and less.
+        factor[:1] = np.maximum(factor[:1], np.minimum(FEW_TRIALS / self._trials[:1], 1))
+        self._trials = factor * self._trials + is_tried.sum(axis=0)
+        self._accepted = factor * self._accepted + is_accepted.sum(axis=0)
+
+
+def check_choice(
+    draft_lengths: Sequence[int] | None,
+    choose_draft_length: Callable[[int, float], int] | None,
+    step_times: StepTimes | None,
+    proposer: Proposer,
+) -> tuple[Sequence[int] | None, DraftLength | None]:
+    """Return the K of the steps of an engine, and the choice among them, given arguments of `Engine`.
+
+    Without a function and a table the choice is None, and a table must be measured where there are several K.
+
+    Raises:
+        ValueError: the arguments exclude each other, or the table lacks a K.
+    """
+    given = draft_lengths
+    if step_times is not None and draft_lengths is None:
+        draft_lengths = table_lengths(step_times, proposer.num_draft_tokens)
+    is_chosen = draft_lengths is not None and len(set(draft_lengths)) > 1
+    for name, value in (("choose_draft_length", choose_draft_length), ("step_times", step_times)):
+        if value is not None and not is_chosen:
+            raise ValueError(f"{name} must be None without several draft_lengths, got {value!r} and {given!r}")
+    if choose_draft_length is not None and step_times is not None:
+        raise ValueError("choose_draft_length must be None where step_times are given, got both")
+    if choose_draft_length is not None:
+        return draft_lengths, ByFunction(choose_draft_length)
+    if step_times is not None and draft_lengths is not None:
+        return draft_lengths, ByStepTimes(step_times, draft_lengths, proposer)
+    return draft_lengths, None
+
+
+def table_lengths(times: StepTimes, most: float = math.inf) -> tuple[int, ...]:
+    """Return the numbers of draft tokens of a table, of a proposer that makes `most`.
+
+    Raises:
+        ValueError: the table has larger ones.
+    """
+    lengths = tuple(sorted({k for seconds in times.seconds.values() for k in seconds}))
+    if lengths[-1] > most:
+        expected = f"numbers of draft tokens that the drafter can make, at most {most}"
+        raise ValueError(f"step_times must have {expected}, got {list(lengths)}")
+    return lengths
 
 
 def choices(proposer: Proposer) -> tuple[int, ...]:
@@ -88,10 +209,10 @@ def choices(proposer: Proposer) -> tuple[int, ...]:
     return (*(k for k in CHOICES if k < most), most)
 
 
-def _num_bytes(params: PyTree) -> int:
-    """Return the bytes of the parameters on one device."""
+def _most_behind(proposer: Proposer) -> float:
+    """Return the most tokens that drafts have to wait for: a draft model is fed all that plain steps committed."""
 
-    def shape(leaf: Array) -> tuple[int, ...]:
-        return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+    def is_model(part: Any) -> bool:
+        return isinstance(part, DraftModel)
 
-    return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    return math.inf if any(map(is_model, jax.tree.leaves(proposer, is_leaf=is_model))) else 0

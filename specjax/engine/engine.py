@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 
 from specjax import proposers, verifiers
 from specjax.decoding.drafters import in_memory
+from specjax.engine.draft_length import ByStepTimes, check_choice
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
@@ -29,10 +31,12 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.sizes import chunk_shapes, default_sizes
 from specjax.engine.slots import Slots
 from specjax.engine.stats import Stats, Sums
+from specjax.engine.step_times import as_step_times, step_times_of
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.capacities import Capacities, Needs, check_grammar, needs_of, of_request
 from specjax.sampling.guided import Grammar, Source, vocabulary
+from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
 
@@ -110,11 +114,16 @@ class Engine:
             the time between the tokens of a request short while the prompts of others enter; more fill vacant slots
             sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
-            decoding; programs are compiled for each when the engine starts. None is the proposer's own alone.
-        choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths` before
-            each step, given the number of samples in it and an estimate of how often drafts were accepted lately. It
-            must be given where there are several. The tokens of a request then depend on the other requests, except
-            under `verifiers.match`; the distribution that they are drawn from does not.
+            decoding; programs are compiled for each when the engine starts. None takes the numbers of `step_times`, or
+            else the proposer's own alone. Where there are several, K is chosen before each step. The tokens of a
+            request then depend on the other requests, except under `verifiers.match`; the distribution that they are
+            drawn from does not.
+        choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths`, given
+            the number of samples in the step and an estimate of how often drafts were accepted lately. None chooses by
+            `step_times`.
+        step_times: the seconds of a step for each K, or the file with them that `specjax tune` has written. Each step
+            has the K with the most tokens per second. None measures them when an engine with several `draft_lengths`
+            first starts, and keeps them in the folder of compiled programs.
         grammar_seconds: the most seconds that the grammar of a request may take to compile.
         step_sizes: numbers of slots below `num_slots`: a step computes the smallest of them that holds the active
             slots, so that a few requests do not pay for vacant slots. Each is a program more for each of
@@ -147,6 +156,7 @@ class Engine:
         chunks_per_step: int | None = None,
         draft_lengths: Sequence[int] | None = None,
         choose_draft_length: Callable[[int, float], int] | None = None,
+        step_times: StepTimes | str | Path | None = None,
         grammar_seconds: float = 10.0,
         step_sizes: Sequence[int] | None = None,
         warm_up: Sequence[SamplingParams] | None = None,
@@ -159,14 +169,11 @@ class Engine:
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
         short_chunks = chunk_shapes(short_chunks, chunk_size, num_slots)
-        if (choose_draft_length is None) != (draft_lengths is None or len(set(draft_lengths)) == 1):
-            raise ValueError(
-                f"choose_draft_length must be given where draft_lengths has several numbers, and only there, got "
-                f"{choose_draft_length!r} and {draft_lengths!r}"
-            )
+        proposer = proposer or proposers.none()
+        times = as_step_times(step_times)
+        draft_lengths, draft_length = check_choice(draft_lengths, choose_draft_length, times, proposer)
         if not 0 < grammar_seconds < math.inf:
             raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
-        proposer = proposer or proposers.none()
         takes_pages = model.takes_pages and in_memory(proposer).takes_pages
         tables = pool = None
         if takes_pages:
@@ -201,6 +208,8 @@ class Engine:
         log_caches(device, pool)
         self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
         device.compile(chunk_size, short_chunks, None if warm_up is None else {self._use_of(each) for each in warm_up})
+        if draft_length is None and draft_lengths is not None and len(device.draft_lengths) > 1:
+            draft_length = ByStepTimes(step_times_of(device, device.step_sizes), draft_lengths, proposer)
         self._scheduler = Scheduler(
             device,
             tables,
@@ -208,7 +217,7 @@ class Engine:
             eos_token_ids,
             short_chunks=short_chunks,
             chunks_per_step=chunks_per_step,
-            choose_draft_length=choose_draft_length,
+            draft_length=draft_length,
         )
         self._max_length, self._max_waiting, self._tables = max_length, max_waiting, tables
         self._compiler = GrammarCompiler(
@@ -250,6 +259,8 @@ class Engine:
         if num_slots is None:
             num_slots = default_sizes("server").slots if setup.num_slots is None else setup.num_slots
         given = {"max_length": setup.max_length, "verifier": setup.verifier} | options
+        if setup.draft_lengths is not None and not given.keys() & {"draft_lengths", "choose_draft_length"}:
+            given = {"draft_lengths": setup.draft_lengths, "step_times": setup.step_times} | given
         return cls(
             setup.model,
             setup.proposer,

@@ -29,6 +29,7 @@ class Seat:
     features: Any = None  # of the last of these tokens
     scores: list[LogProbs] = field(default_factory=list)  # of the chunks of the prompt so far, on the device
     is_active: bool = False  # whether the row takes part in steps: its prompt is computed
+    num_behind: int = 0  # plain steps since it last had drafts, whose tokens a drafter may not have been fed
 
 
 @dataclass(eq=False)

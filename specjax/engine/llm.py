@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from specjax import models, proposers, verifiers
 from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
-from specjax.engine.draft_length import CHOICES
+from specjax.engine.draft_length import CHOICES, ByStepTimes, choices, table_lengths
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.report import log_first_call, log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
+from specjax.engine.step_times import as_step_times
 from specjax.models import smollm2
 from specjax.models.cache_dtype import check_cache_dtype
 from specjax.models.directory import Checkpoint, check_quantization
@@ -30,6 +31,7 @@ from specjax.parallel import WHOLE, OnMesh, put
 from specjax.processes.group import joined
 from specjax.proposers import DraftModel
 from specjax.sampling import SamplingParams
+from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer, suggestion
 
@@ -69,8 +71,8 @@ class LLM:
             sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft that is no proposer; a proposer
             brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
-            its samples by the recent acceptance rate, at most 8 and the trained depth; the tokens of a request, seeded
-            or not, then depend on the others of its call.
+            its samples, by the recent acceptance of drafts and `step_times`, at most 8 and the trained depth; the
+            tokens of a request, seeded or not, then depend on the others of its call.
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
         dtype: dtype of the weights, and so of the computation: float32, bfloat16 or float16. None is float32 on CPUs
             and for the embedded family, and elsewhere the dtype that the target's config.json names.
@@ -92,6 +94,9 @@ class LLM:
         cache_dtype: "fp8" keeps the keys and values of the target, and of a draft model that is given as a checkpoint,
             in float8_e4m3fn, which has half the size of bfloat16. Both then give slightly other distributions. None is
             the dtype of the weights.
+        step_times: for "auto", the seconds of a step for each K to choose from, a `theory.StepTimes` or the file that
+            `specjax tune` has written. None measures them once for a model, a drafter, a kind of device and a version,
+            at the first call, and keeps them in the folder of compiled programs.
 
     Raises:
         FileNotFoundError: a checkpoint lacks a file.
@@ -123,10 +128,14 @@ class LLM:
         quantization: str | None = None,
         draft_quantization: str | None = None,
         cache_dtype: str | None = None,
+        step_times: StepTimes | str | Path | None = None,
     ):
         is_auto = num_draft_tokens == "auto"
+        if step_times is not None and not is_auto:
+            raise ValueError(f"step_times must be None unless num_draft_tokens is 'auto', got {num_draft_tokens!r}")
+        times = as_step_times(step_times)
         if is_auto:
-            num_draft_tokens = max(CHOICES)
+            num_draft_tokens = max(CHOICES if times is None else table_lengths(times))
         if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
@@ -183,6 +192,11 @@ class LLM:
             draft_model = _load_draft(found, weights_dtype, cache_dtype, target, checkpoint)
             proposer = proposers.draft_model(draft_model, num_draft_tokens)
         _check_proposer(proposer, target, is_auto)
+        draft_lengths = None
+        if is_auto and proposer.num_draft_tokens > 0:
+            draft_lengths = choices(proposer) if times is None else table_lengths(times, proposer.num_draft_tokens)
+            if times is not None:
+                ByStepTimes(times, draft_lengths, proposer)  # raises for a table that lacks some
         self.setup = Setup(
             model=target,
             proposer=proposer if mesh is None else put(proposer, NamedSharding(mesh, WHOLE)),
@@ -191,7 +205,8 @@ class LLM:
             eos_token_ids=eos_token_ids,
             max_length=limit if max_length is None else max_length,
             num_slots=num_slots,
-            chooses_draft_length=is_auto and proposer.num_draft_tokens > 0,
+            draft_lengths=draft_lengths,
+            step_times=times,
         )
         self._entropy = np.random.default_rng()
         self._has_run = False
@@ -242,7 +257,7 @@ class LLM:
         length = limit if max_length is None else max_length
         assert length is not None, "one of both is a number"
         llm.checkpoint = None
-        llm.setup = Setup(model, proposer, verifier, tokenizer, tuple(eos_token_ids), length, num_slots, False)
+        llm.setup = Setup(model, proposer, verifier, tokenizer, tuple(eos_token_ids), length, num_slots)
         llm._entropy, llm._has_run = np.random.default_rng(), False
         return llm
 
@@ -290,7 +305,7 @@ class LLM:
     def plain(self) -> "LLM":
         """Return an LLM with the same target, sharing its weights, that decodes without drafts."""
         other = copy.copy(self)
-        other.setup = replace(self.setup, proposer=proposers.none(), chooses_draft_length=False)
+        other.setup = replace(self.setup, proposer=proposers.none(), draft_lengths=None, step_times=None)
         return other
 
     def generate(

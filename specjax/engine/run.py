@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specjax.decoding.log_probs import LogProbs
-from specjax.engine.draft_length import BestDraftLength, choices
+from specjax.engine.draft_length import ByStepTimes
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.pages import PageTables
 from specjax.engine.report import Compiling
@@ -21,6 +21,7 @@ from specjax.engine.sizes import MANY_SAMPLES, Sizes, default_sizes
 from specjax.engine.slot_calls import Chunk, Output
 from specjax.engine.slot_rows import Row
 from specjax.engine.slots import Slots, StepProgram
+from specjax.engine.step_times import step_times_of
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.arrays import tokenized
@@ -28,6 +29,7 @@ from specjax.sampling.capacities import Capacities, needs_of, of_request
 from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.sampling.guided.tables import round_up
 from specjax.sampling.params import LogitsProcessor
+from specjax.theory import StepTimes
 from specjax.types import Array, Context, PyTree
 
 LEAST_LENGTH = 128  # slots of the smallest token buffer
@@ -151,10 +153,6 @@ class Run:
     def _make_scheduler(
         self, setup: Setup, prompt_ids: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> tuple["_Device", Scheduler]:
-        choose = draft_lengths = None
-        if setup.chooses_draft_length:
-            draft_lengths = choices(setup.proposer)
-            choose = BestDraftLength.of(setup.model, setup.proposer, draft_lengths)
         # Drafts after the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + setup.proposer.num_draft_tokens
@@ -183,13 +181,17 @@ class Run:
             capacities=self._capacities,
             pool=pool,
             verifier=setup.verifier,
-            draft_lengths=draft_lengths,
+            draft_lengths=setup.draft_lengths,
             chunk_size=sizes.chunk,
             step_sizes=[size for size in sizes.step_sizes if size < num_slots],
             use=max(needs_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
             num_samples=num_samples,
         )
+        draft_length = None
+        if setup.draft_lengths is not None:
+            times = device.step_times() if setup.step_times is None else setup.step_times
+            draft_length = ByStepTimes(times, setup.draft_lengths, setup.proposer)
         scheduler = Scheduler(
             device,
             tables,
@@ -197,7 +199,7 @@ class Run:
             setup.eos_token_ids,
             short_chunks=[(min(num_rows, num_slots), size) for num_rows, size in sizes.short_chunks],
             chunks_per_step=num_slots * -(-max_length // sizes.chunk),  # nobody reads between the steps
-            choose_draft_length=choose,
+            draft_length=draft_length,
         )
         return device, scheduler
 
@@ -295,6 +297,13 @@ class _Device(Slots):
                 num_draft_tokens=num_draft_tokens,
                 rows=rows,
             )
+
+    def step_times(self) -> StepTimes:
+        """Return the result of `step_times_of`, and count the time of a measurement as compiling."""
+        start, compiling = time.perf_counter(), self.compiling.seconds
+        times = step_times_of(self, self.step_sizes[: 1 if self._num_samples == 1 else None])
+        self.compiling.seconds = compiling + time.perf_counter() - start
+        return times
 
     def _steps(self) -> list[StepProgram]:
         """Return the programs that are compiled at the start; a draft length that may never come has none."""

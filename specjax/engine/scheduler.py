@@ -7,7 +7,7 @@ the device has the next step when the host looks at the last one.
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from specjax import decode
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
-from specjax.engine.draft_length import RecentAcceptance
+from specjax.engine.draft_length import DraftLength
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.jobs import Counts, Job, NoTokenError, Seat, seat_of
 from specjax.engine.pages import PageTables
@@ -44,8 +44,8 @@ class Scheduler:
         chunks_per_step: the calls between two steps have at most the tokens of `chunks_per_step` chunks, padding
             included. One call must not have more. None is BURST while more jobs wait to be fed than are active, and 1
             otherwise.
-        choose_draft_length: a function of the number of active jobs and the recent acceptance rate of drafts that
-            returns the number of draft tokens of the next step, one of the device's numbers. None: always the largest.
+        draft_length: chooses the number of draft tokens of each step, one of the device's numbers. None: always the
+            largest.
 
     Attributes:
         waiting: number of jobs without a slot.
@@ -62,13 +62,13 @@ class Scheduler:
         *,
         short_chunks: Sequence[tuple[int, int]] = (),
         chunks_per_step: int | None = None,
-        choose_draft_length: Callable[[int, float], int] | None = None,
+        draft_length: DraftLength | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
         # The pages of others hold no state that a model or a drafter keeps beside its slots.
         self._shares_prompts = device.model.init_rows is None and commit_of(device.proposer) is None
         self._shapes = *sorted(short_chunks, key=lambda shape: shape[1]), (1, chunk_size)
-        self._choose = choose_draft_length
+        self._draft_length = draft_length
         self._chunks_per_step = chunks_per_step
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
@@ -77,7 +77,6 @@ class Scheduler:
         self._guided: list[Job] = []  # jobs that wait with one, by rank
         self._in_flight: deque[tuple[Output, list[Job | None]]] = deque()
         self._fed: deque[Any] = deque()  # features of the last calls with chunks
-        self._acceptance = RecentAcceptance()
         self.changed: list[Job] = []
         self._num_jobs = 0
         self._left: list[int] = []  # slots whose jobs have left, which the device does not know yet
@@ -309,11 +308,21 @@ class Scheduler:
         output = self._device.step(
             max(job.use for job in active) if rows is None else Needs.EVERYTHING,
             log_probs=wants_log_probs,
-            num_draft_tokens=None if self._choose is None else self._choose(len(active), self._acceptance.rate),
+            num_draft_tokens=self._choose(active),
             rows=rows,
         )
         jobs = [self._slots[slot] for slot in (range(len(self._slots)) if rows is None else of_slots)]
         self._in_flight.append((output, [job if job and job.is_active else None for job in jobs]))
+
+    def _choose(self, active: Sequence[Job]) -> int | None:
+        """Return the number of draft tokens of the next step; None is the device's own."""
+        if self._draft_length is None:
+            return None
+        seats = [seat_of(job) for job in active]
+        num_draft_tokens = self._draft_length.choose(len(active), max(seat.num_behind for seat in seats))
+        for seat in seats:
+            seat.num_behind = 0 if num_draft_tokens else seat.num_behind + 1
+        return num_draft_tokens
 
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
@@ -356,7 +365,8 @@ class Scheduler:
         scores = {job.number: job.scores for job in jobs if job and job.scores}
         read: Any = jax.device_get((output._replace(length=None, totals=None), scores))
         step, scores = read
-        self._acceptance.update(step.num_drafts, step.num_accepted)
+        if self._draft_length is not None:
+            self._draft_length.count(step.num_drafts, step.num_accepted)
         totals = Counts(output.totals)
         # The fillers of a step follow its jobs.
         rows = zip(

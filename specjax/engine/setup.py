@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from specjax.decoding.drafters import in_memory
 from specjax.parallel import OnMesh
+from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ class Setup:
     eos_token_ids: tuple[int, ...]
     max_length: int  # the most tokens of a prompt and its output
     num_slots: int | None  # number of samples that are decoded at a time; None chooses it for each use
-    chooses_draft_length: bool  # whether K is chosen before each step
+    draft_lengths: tuple[int, ...] | None = None  # the K that are chosen from before each step; None: the proposer's
+    step_times: StepTimes | None = None  # by which K is chosen; None measures them
 
     @cached_property
     def takes_pages(self) -> bool:

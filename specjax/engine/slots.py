@@ -109,7 +109,7 @@ class Slots:
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         for each in self._proposers.values():
-            self._verifier, self._scorer = as_pytrees(verifier, scorer, each)
+            self.verifier, self._scorer = as_pytrees(verifier, scorer, each)
         self._make_state(pool, chunk_size)
 
     def _make_state(self, pool: tuple[int, int] | None, chunk_size: int) -> None:
@@ -331,7 +331,7 @@ class Slots:
             self.proposer if k is None else self._proposers[k],
             self.state,
             rows,
-            verifier=self._verifier,
+            verifier=self.verifier,
             scorer=self._scorer,
             use=Needs.EVERYTHING if program.log_probs else program.use,
             num_logprobs=self.capacities.logprobs if program.log_probs else None,

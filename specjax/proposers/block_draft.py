@@ -214,10 +214,6 @@ class BlockDraft(InMemory):
     min_confidence: Array | None = None  # [] float32
     is_greedy: bool = False
 
-    @property
-    def weights_read(self) -> PyTree:
-        return {k: v for k, v in self.params.items() if k != "embedding"}
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "BlockDraft | Paused":
         check_draft_length(num_draft_tokens, self.head.most_drafts)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)

@@ -58,10 +58,6 @@ class DraftModel(InMemory):
         return self.model.takes_pages
 
     @property
-    def weights_read(self) -> PyTree:
-        return [self.model.params] * self.num_draft_tokens
-
-    @property
     def is_recurrent(self) -> bool:
         """Whether the draft model keeps a state that must take each token once."""
         return self.model.commit is not None

@@ -40,10 +40,6 @@ class Fallback(InMemory):
     def takes_pages(self) -> bool:
         return all(getattr(proposer, "takes_pages", False) for proposer in (self.first, self.second))
 
-    @property
-    def weights_read(self) -> PyTree:
-        return [getattr(proposer, "weights_read", proposer) for proposer in (self.first, self.second)]
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "Fallback | Paused":
         check_draft_length(num_draft_tokens)
         first, second = (

@@ -69,11 +69,6 @@ class FeatureDraft(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
 
-    @property
-    def weights_read(self) -> PyTree:
-        without_tables = {k: v for k, v in self.params.items() if k not in ("embedding", "lm_head")}
-        return [without_tables] * (self.num_draft_tokens - 1) + [self.params["lm_head"]] * self.num_draft_tokens
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "FeatureDraft | Paused":
         check_draft_length(num_draft_tokens)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)

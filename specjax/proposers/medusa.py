@@ -45,10 +45,6 @@ class Medusa(InMemory):
     def num_draft_tokens(self) -> int:
         return len(self.heads)
 
-    @property
-    def weights_read(self) -> PyTree:
-        return self.heads
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "Medusa | Paused":
         check_draft_length(num_draft_tokens, len(self.heads))
         return replace(self, heads=self.heads[:num_draft_tokens]) if num_draft_tokens else Paused(self)

@@ -44,10 +44,6 @@ class MLPSpeculator(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
 
-    @property
-    def weights_read(self) -> PyTree:
-        return [{k: v for k, v in step.items() if k != "embedding"} for step in self.steps[: self.num_draft_tokens]]
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "MLPSpeculator | Paused":
         check_draft_length(num_draft_tokens, len(self.steps))
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)

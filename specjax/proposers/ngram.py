@@ -21,7 +21,6 @@ class NGram(InMemory):
     num_draft_tokens: int
     min_n: int
     max_n: int
-    weights_read = ()
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "NGram | NoDrafts":
         check_draft_length(num_draft_tokens)

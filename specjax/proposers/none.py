@@ -17,7 +17,6 @@ class NoDrafts(InMemory):
     """A proposer that makes no drafts: K is 0."""
 
     num_draft_tokens = 0
-    weights_read = ()
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "NoDrafts":
         check_draft_length(num_draft_tokens, 0)
@@ -43,7 +42,6 @@ class Paused(InMemory):
 
     proposer: Any
     num_draft_tokens = 0
-    weights_read = ()
 
     @property
     def takes_pages(self) -> bool:

@@ -42,10 +42,6 @@ class ParallelEagle(InMemory):
     is_greedy: bool = False
     may_pause: bool = False  # steps may pass without `propose`; tokens are then fed as soon as they are verified
 
-    @property
-    def weights_read(self) -> PyTree:
-        return {k: v for k, v in self.params.items() if k != "embedding"}
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "ParallelEagle | Paused":
         check_draft_length(num_draft_tokens)
         pausing = replace(self, may_pause=self.may_pause or may_pause)

@@ -48,10 +48,6 @@ class SelfDraft(InMemory):
     def takes_pages(self) -> bool:
         return self.model.takes_pages
 
-    @property
-    def weights_read(self) -> PyTree:
-        return [self.model.params] * self.num_draft_tokens
-
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "SelfDraft | NoDrafts":
         check_draft_length(num_draft_tokens)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else none()

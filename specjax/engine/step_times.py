@@ -1,0 +1,152 @@
+"""The seconds of an engine's steps, measured once for a kind of device, a model and a version, and kept in a file."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.engine import compilation_cache
+from specjax.engine.slot_rows import request
+from specjax.engine.slots import Slots
+from specjax.sampling.capacities import neutral
+from specjax.theory import StepTimes
+from specjax.types import PyTree
+from specjax.version import __version__
+
+CONTEXT = 256  # tokens of a sequence before the steps that are measured, where there is room
+STEPS, REPEATS = 6, 2  # steps that are measured at a time, and how often; the fastest counts
+
+logger = logging.getLogger(__name__)
+_known: dict[str, StepTimes] = {}  # of this process, by the name of the file
+
+
+def as_step_times(given: StepTimes | str | Path | None) -> StepTimes | None:
+    """Return the argument `step_times` of `LLM` and `Engine`, read from its file where it is one.
+
+    Raises:
+        ValueError: it has a wrong type, or the file is none that `specjax tune` has written.
+        OSError: the file cannot be read.
+    """
+    if given is None or isinstance(given, StepTimes):
+        return given
+    if not isinstance(given, str | Path):
+        raise ValueError(f"step_times must be a theory.StepTimes or the path of a file, got {given!r}")
+    return StepTimes.load(given)
+
+
+def step_times_of(device: Slots, sizes: Sequence[int]) -> StepTimes:
+    """Return the seconds of the steps of a device whose slots are all vacant, for each of its K.
+
+    They are read from a file in the folder of compiled programs. Where there is none they are measured, and written.
+
+    Args:
+        device: the device.
+        sizes: the sizes of steps that will be taken, of `device.step_sizes`.
+    """
+    name = _name_of(device, sizes)
+    folder = compilation_cache.used_folder()
+    path = Path(folder) / name if folder is not None and Path(folder).is_dir() else None
+    if name not in _known and path is not None and path.exists():
+        try:
+            _known[name] = StepTimes.load(path)
+        except (OSError, ValueError) as error:
+            logger.warning("the seconds of steps are measured anew: %s", error)
+    if name not in _known:
+        start = time.perf_counter()
+        _known[name] = measure(device, sizes)
+        kept = "not kept" if path is None else _keep(_known[name], path)
+        logger.info("measured the seconds of steps in %.1f s, %s", time.perf_counter() - start, kept)
+    return _known[name]
+
+
+def measure(device: Slots, sizes: Sequence[int]) -> StepTimes:
+    """Measure the steps of some sizes of a device whose slots are all vacant, for each of its K."""
+    length = max(min(CONTEXT, device.max_length // 2), 1)
+    return StepTimes(
+        {
+            size: {k: min(_seconds(device, size, k, length) for _ in range(REPEATS)) for k in device.draft_lengths}
+            for size in sizes
+        }
+    )
+
+
+def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int) -> float:
+    """Return the seconds of a step with K drafts of `size` sequences of `length` tokens, whose caches hold anything."""
+    tokens = np.random.default_rng(0).integers(0, device.model.vocab_size, length, np.int32)
+    sampling = neutral(device.capacities)._replace(max_tokens=np.int32(device.max_length))
+    count = max(min(STEPS, (device.max_length - length) // (num_draft_tokens + 1) - 1), 1)
+    table = _table(device, length + (count + 1) * (num_draft_tokens + 1))
+    if table is not None:
+        device.set_pages(table)
+    slots = list(range(size))
+    for slot in slots:
+        key_data = np.array([0, slot], np.uint32)
+        device.insert(slot, request(device.state, tokens, key_data, sampling))
+    rows = device.rows_of(slots)
+
+    def steps(count: int) -> float:
+        start = time.perf_counter()
+        outputs = [device.step(num_draft_tokens=num_draft_tokens, rows=rows) for _ in range(count)]
+        jax.block_until_ready(outputs[-1].tokens)
+        return (time.perf_counter() - start) / count
+
+    steps(1)  # compiles, and feeds a drafter that has been left behind
+    seconds = steps(count)
+    device.evict(slots)
+    return seconds
+
+
+def _table(device: Slots, length: int) -> np.ndarray | None:
+    """Return a page table in which each row has `length` tokens, no page twice where the pool has enough."""
+    pages = device.state.context.pages
+    if pages is None:
+        return None
+    num_pages, page_size, *_ = jax.tree.leaves(device.state.cache.pools)[0].shape
+    table = np.full(pages.shape, num_pages, np.int32)
+    used = min(-(-length // page_size), table.shape[1])
+    table[:, :used] = np.arange(table.shape[0] * used).reshape(table.shape[0], used) % num_pages
+    return table
+
+
+def _name_of(device: Slots, sizes: Sequence[int]) -> str:
+    """Return the name of the file for a device: its kind, the sizes of the models and of the steps, and versions."""
+    verifier = device.verifier.func
+    about = {
+        "versions": [__version__, jax.__version__],
+        "device": [jax.devices()[0].device_kind, len(_devices_of(device.model.params))],
+        "model": _shapes_of(device.model.params),
+        "drafter": [type(device.proposer).__name__, _shapes_of(device.proposer)],
+        "verifier": getattr(verifier, "__qualname__", type(verifier).__name__),
+        "steps": [list(sizes), device.draft_lengths],
+    }
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return f"specjax-step-times-{digest[:24]}.json"
+
+
+def _shapes_of(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {jax.typeof(leaf).str_short()}" for path, leaf in leaves]
+
+
+def _devices_of(tree: PyTree) -> set[Any]:
+    return {d for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for d in leaf.sharding.device_set}
+
+
+def _keep(times: StepTimes, path: Path) -> str:
+    """Write seconds that were measured to a file, all at once, and return how, for the log."""
+    about = {"specjax": __version__, "jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as folder:
+            times.save(Path(folder) / path.name, **about)
+            os.replace(Path(folder) / path.name, path)
+    except OSError as error:
+        return f"not kept: {error}"
+    return f"kept in {path}"
