@@ -241,20 +241,44 @@ class Letters:
         return "".join(chr(ord("A") + i) for i in ids)
 
 
-def test_prompts_of_recurrent_models_share_no_pages():
-    """The second prompt begins as the first, whose pages hold nothing of the state."""
-    target, chunk = recurrent(True), 8
-    slots = Slots(target, bigrams(), num_slots=2, max_length=MAX_LENGTH, pool=(16, PAGE_SIZE), chunk_size=chunk)
-    tables = PageTables(16, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, chunk)
-    scheduler = Scheduler(slots, tables, chunk, chunks_per_step=1)  # so that steps come between the chunks
-    prompt, jobs = [*range(16), 3], []
-    for last in (1, 2, 1):
+def serve(slots, prompts, num_values, cancelled=()):
+    """Run jobs, some of which come later; every third round one loses its slot. Return them and their tables."""
+    tables = PageTables(16, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, 8, num_values=num_values)
+    scheduler, jobs = Scheduler(slots, tables, 8, chunks_per_step=1), []  # so that steps come between the chunks
+    for prompt in prompts:
         params = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
-        output = Detokenizer(Letters(), [*prompt, last], params)
         row = of_request(params, slots.capacities, (), VOCAB)
-        jobs.append(Job([*prompt, last], row, np.zeros(2, np.uint32), output))
-        scheduler.add(jobs[-1])
-    while scheduler.advance():
-        pass
-    for job, last in zip(jobs, (1, 2, 1), strict=True):
-        assert job.output.token_ids == greedy(target, [*prompt, last], 9)
+        jobs.append(Job(prompt, row, np.zeros(2, np.uint32), Detokenizer(Letters(), prompt, params)))
+    waiting = list(jobs)
+    for rounds in range(200):
+        for job in waiting[:2]:
+            scheduler.add(job)
+        waiting = waiting[2:]
+        if rounds in cancelled:
+            scheduler.cancel(max(scheduler.running, key=lambda job: job.number))
+        if rounds % 3 == 2 and len(scheduler.running) > 1:
+            while scheduler._in_flight:
+                scheduler._read()
+            if scheduler.running:
+                scheduler._make_room()
+        if not scheduler.advance() and not waiting:
+            break
+    tables.check()
+    assert tables.stats().num_used == 0
+    return jobs, tables
+
+
+def test_prompts_share_the_states_of_recurrent_models():
+    """The draft model is the target, so that all drafts are right: a state that is off in either shows."""
+    target, common = recurrent(True), list(range(17))
+    sizes = {"num_slots": 3, "max_length": MAX_LENGTH, "pool": (16, PAGE_SIZE), "chunk_size": 8}
+    slots = Slots(target, proposers.draft_model(target, 2), **sizes)
+    prompts = [[*common, i] for i in (1, 2, 1)] + [[*common[:9], i, 4, 5] for i in (1, 2)] + [[7, *common, 3, 4]]
+    for num_values in (None, 1, 3):
+        jobs, tables = serve(slots, prompts, num_values, cancelled=(4,))
+        assert sum(job.num_preempted for job in jobs) > 1 and tables.stats().num_hit_tokens > 16
+        assert sum(not job.output.finish_reason for job in jobs) == 1
+        for job in jobs:
+            if job.output.finish_reason:
+                assert job.output.token_ids == greedy(target, job.prompt, 9)
+                assert job.kinds.count("recovered") == 0

@@ -29,7 +29,7 @@ from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sizes import chunk_shapes, default_sizes
-from specjax.engine.slots import Slots
+from specjax.engine.slots import Slots, keeps_rows
 from specjax.engine.stats import Stats, Sums
 from specjax.engine.step_times import as_step_times, step_times_of
 from specjax.processes.repeat import Repeated, leads
@@ -178,6 +178,7 @@ class Engine:
         tables = pool = None
         if takes_pages:
             pages_per_row = -(-max_length // page_size)
+            num_kept = num_slots if keeps_rows(model, proposer) else None
             if num_pages is None:
                 num_pages = num_pages_that_fit(
                     model,
@@ -186,8 +187,10 @@ class Engine:
                     max_length=max_length,
                     page_size=page_size,
                     chunk_size=chunk_size,
+                    num_kept=num_kept or 0,
                 )
-            tables, pool = PageTables(num_pages, page_size, pages_per_row, chunk_size), (num_pages, page_size)
+            tables = PageTables(num_pages, page_size, pages_per_row, chunk_size, num_values=num_kept)
+            pool = num_pages, page_size
         elif num_pages is not None:
             raise ValueError(f"num_pages must be None for a model or a proposer without pages, got {num_pages}")
         self._capacities = capacities or Capacities()

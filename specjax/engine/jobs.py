@@ -27,6 +27,7 @@ class Seat:
     pages: Row | None = None  # None where caches are dense
     num_computed: int = 0  # tokens whose chunks are dispatched
     features: Any = None  # of the last of these tokens
+    kept: Any = None  # rows of these tokens that the slot does not have yet; None where it has them
     scores: list[LogProbs] = field(default_factory=list)  # of the chunks of the prompt so far, on the device
     is_active: bool = False  # whether the row takes part in steps: its prompt is computed
     num_behind: int = 0  # plain steps since it last had drafts, whose tokens a drafter may not have been fed

@@ -31,11 +31,13 @@ def num_pages_that_fit(
     page_size: int,
     chunk_size: int,
     num_samples: int | None = None,
+    num_kept: int = 0,
 ) -> int:
     """Return as many pages as all slots need at their longest, or as fit into the memory that is free now.
 
     Where there are `num_samples` samples in all, and the pages of all slots would take more than `SMALL` of the free
-    memory, these are the pages that so many samples need.
+    memory, these are the pages that so many samples need. Beside the rows of the slots there is room for `num_kept`
+    rows, the states after shared beginnings of prompts.
 
     Raises:
         ValueError: not even one slot at its longest fits.
@@ -49,8 +51,8 @@ def num_pages_that_fit(
 
     def size(num_pages: int) -> int:
         def init() -> tuple[Any, Any]:
-            cache = model.init_memory(num_slots, num_pages, page_size)
-            return cache, proposer.init_memory(num_slots, num_pages, page_size)
+            sizes = num_slots + num_kept, num_pages, page_size
+            return model.init_memory(*sizes), proposer.init_memory(*sizes)
 
         memories = jax.eval_shape(init)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(memories))

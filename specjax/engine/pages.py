@@ -44,6 +44,8 @@ class PageTables:
         pages_per_row: P, the width of a table.
         chunk_size: number of tokens of the chunks that prompts are computed and shared in, a multiple of page_size.
         seed: secret of the hashes; drawn from the operating system if None.
+        num_values: the most values of chunks that are kept; None is no limit. No row
+            begins after a chunk whose value was dropped.
 
     Examples:
         >>> tables = PageTables(num_pages=8, page_size=2, pages_per_row=4, chunk_size=4)
@@ -60,7 +62,14 @@ class PageTables:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, pages_per_row: int, chunk_size: int, *, seed: bytes | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        pages_per_row: int,
+        chunk_size: int,
+        *,
+        seed: bytes | None = None,
+        num_values: int | None = None,
     ):
         if page_size < 1 or pages_per_row < 1:
             raise ValueError(f"page_size and pages_per_row must be at least 1, got {page_size} and {pages_per_row}")
@@ -69,7 +78,7 @@ class PageTables:
         self.num_pages, self.page_size = num_pages, page_size
         self.pages_per_row, self.chunk_size = pages_per_row, chunk_size
         self._pool = PagePool(num_pages)
-        self._prefixes = PrefixCache(self._pool, chunk_size, seed)
+        self._prefixes = PrefixCache(self._pool, chunk_size, seed, num_values)
         self._rows: dict[Row, None] = {}
         self._num_query_tokens = self._num_hit_tokens = 0
 
@@ -167,10 +176,9 @@ class PageTables:
             num_computed: number of the row's first slots that are computed now.
             value: state for a row that goes on after this chunk, such as the features of its last token.
         """
-        self._check_live(row)
-        num_chunks, rest = divmod(num_computed, self.chunk_size)
-        if rest or num_chunks > len(row.keys) or num_chunks != len(row.chain) + 1:
+        if not self.can_register(row, num_computed):
             return
+        num_chunks = num_computed // self.chunk_size
         stop = num_computed // self.page_size
         start = stop - self.chunk_size // self.page_size
         if stop > row.stop:
@@ -179,6 +187,12 @@ class PageTables:
         chunk = self._prefixes.register(row.keys[num_chunks - 1], parent, row.table[start:stop].tolist(), value)
         if chunk is not None:
             row.chain.append(chunk)
+
+    def can_register(self, row: Row, num_computed: int) -> bool:
+        """Return whether the chunk that ends at slot `num_computed` is one that `register` may make known."""
+        self._check_live(row)
+        num_chunks, rest = divmod(num_computed, self.chunk_size)
+        return not rest and num_chunks <= len(row.keys) and num_chunks == len(row.chain) + 1
 
     def free(self, row: Row) -> None:
         """End a row that is finished, cancelled or preempted, and free its pages.

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ class CachedChunk:
     key: ChunkKey
     parent: "CachedChunk | None"  # None for the first chunk of a prompt
     pages: list[int]
-    value: Any  # the value that was stored with it
+    value: Any  # the value that was stored with it; None where it was dropped
     children: dict["CachedChunk", None] = field(default_factory=dict)  # in the order of their registration
 
 
@@ -40,11 +41,17 @@ class PrefixCache:
         pool: the pages.
         chunk_size: number of tokens of a chunk.
         seed: the secret that hashes begin with; drawn from the operating system if None.
+        num_values: the most values that are kept. A chunk whose value was dropped is found as the middle of a chain,
+            and not as its end. None is no limit.
     """
 
-    def __init__(self, pool: PagePool, chunk_size: int, seed: bytes | None = None):
+    def __init__(self, pool: PagePool, chunk_size: int, seed: bytes | None = None, num_values: int | None = None):
         self._pool = pool
         self._chunk_size = chunk_size
+        self._num_values = num_values
+        self._values: OrderedDict[CachedChunk, None] = (
+            OrderedDict()
+        )  # chunks that have theirs, first to be dropped first
         self._seed = os.urandom(32) if seed is None else seed
         self._chunks: dict[bytes, CachedChunk] = {}
 
@@ -67,19 +74,21 @@ class PrefixCache:
         return keys
 
     def find(self, keys: Sequence[ChunkKey]) -> list[CachedChunk]:
-        """Return the longest known chain of chunks that a sequence begins with."""
+        """Return the longest known chain of chunks that a sequence begins with and whose last chunk has its value."""
         chain = []
         for key in keys:
-            chunk = self.follow(key, chain[-1] if chain else None)
+            chunk = self._known(key, chain[-1] if chain else None)
             if chunk is None:
                 break
             chain.append(chunk)
+        while chain and not self._has_value(chain[-1]):
+            chain.pop()
         return chain
 
     def follow(self, key: ChunkKey, parent: CachedChunk | None) -> CachedChunk | None:
-        """Return the known chunk of a key that continues `parent`, None for the first chunk of a prompt."""
-        chunk = self._chunks.get(key.digest)
-        return chunk if chunk is not None and _is_same(chunk, key, parent) else None
+        """Return the known chunk of a key that continues `parent`, None for the first chunk, if it has its value."""
+        chunk = self._known(key, parent)
+        return chunk if chunk is not None and self._has_value(chunk) else None
 
     def register(
         self, key: ChunkKey, parent: CachedChunk | None, pages: Sequence[int], value: Any
@@ -100,12 +109,17 @@ class PrefixCache:
             return None
         known = self._chunks.get(key.digest)
         if known is not None:
-            return known if _is_same(known, key, parent) else None
-        chunk = CachedChunk(key, parent, list(pages), value)
+            if not _is_same(known, key, parent):
+                return None
+            if not self._has_value(known):
+                self._keep_value(known, value)
+            return known
+        chunk = CachedChunk(key, parent, list(pages), None)
         self._pool.keep(chunk.pages, chunk)
         self._chunks[key.digest] = chunk
         if parent is not None:
             parent.children[chunk] = None
+        self._keep_value(chunk, value)
         return chunk
 
     def make_room(self, num_pages: int) -> bool:
@@ -133,13 +147,47 @@ class PrefixCache:
             while ancestor is not None:
                 keys.insert(0, ancestor.key)
                 ancestor = ancestor.parent
-            assert digest == chunk.key.digest and self.find(keys)[-1:] == [chunk], "a chunk cannot be found"
+            assert digest == chunk.key.digest and self._known(keys[-1], chunk.parent) is chunk, (
+                "a chunk cannot be found"
+            )
+            is_kept = self._num_values is None or chunk in self._values
+            assert is_kept or chunk.value is None, "a value that was dropped is there"
             assert chunk.parent is None or chunk in chunk.parent.children, "a parent does not know its child"
             assert all(child.parent is chunk for child in chunk.children), "a child does not know its parent"
         held = {page: chunk for chunk in self._chunks.values() for page in chunk.pages}
         assert held == self._pool._contents, "other pages are kept than those of chunks"
 
+    def _known(self, key: ChunkKey, parent: CachedChunk | None) -> CachedChunk | None:
+        chunk = self._chunks.get(key.digest)
+        return chunk if chunk is not None and _is_same(chunk, key, parent) else None
+
+    def _has_value(self, chunk: CachedChunk) -> bool:
+        """Return whether a chunk has its value, which then counts as used."""
+        if self._num_values is None:
+            return True
+        if chunk not in self._values:
+            return False
+        self._values.move_to_end(chunk)
+        return True
+
+    def _keep_value(self, chunk: CachedChunk, value: Any) -> None:
+        """Keep the value of a chunk, and drop others where there are too many.
+
+        First come those in the middle of a chain, where no other prompt has turned off, and then the least recently
+        used ones.
+        """
+        chunk.value = value
+        if self._num_values is None:
+            return
+        self._values[chunk] = None
+        parent = chunk.parent
+        if parent in self._values and len(parent.children) == 1:
+            self._values.move_to_end(parent, last=False)
+        while len(self._values) > self._num_values:
+            self._values.popitem(last=False)[0].value = None
+
     def _evict(self, chunk: CachedChunk) -> None:
+        self._values.pop(chunk, None)
         del self._chunks[chunk.key.digest]
         if chunk.parent is not None:
             del chunk.parent.children[chunk]

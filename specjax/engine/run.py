@@ -20,7 +20,7 @@ from specjax.engine.setup import Setup
 from specjax.engine.sizes import MANY_SAMPLES, Sizes, default_sizes
 from specjax.engine.slot_calls import Chunk, Output
 from specjax.engine.slot_rows import Row
-from specjax.engine.slots import Slots, StepProgram
+from specjax.engine.slots import Slots, StepProgram, keeps_rows
 from specjax.engine.step_times import step_times_of
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import Sampling, SamplingParams
@@ -162,6 +162,7 @@ class Run:
         sizes = _sizes(num_samples)
         tables = pool = None
         if setup.takes_pages:
+            num_kept = num_slots if keeps_rows(setup.model, setup.proposer) else None
             num_pages = num_pages_that_fit(
                 setup.model,
                 setup.proposer,
@@ -170,9 +171,11 @@ class Run:
                 page_size=sizes.page,
                 chunk_size=sizes.chunk,
                 num_samples=num_samples,
+                num_kept=num_kept or 0,
             )
             pool = num_pages, sizes.page
-            tables = PageTables(num_pages, sizes.page, -(-max_length // sizes.page), sizes.chunk)
+            pages_per_row = -(-max_length // sizes.page)
+            tables = PageTables(num_pages, sizes.page, pages_per_row, sizes.chunk, num_values=num_kept)
         device = (_RepeatedDevice if leads(setup.model) else _Device)(
             setup.model,
             setup.proposer,

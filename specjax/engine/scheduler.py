@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from specjax import decode
-from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import DraftLength
 from specjax.engine.grammars import GrammarTables
@@ -65,8 +64,6 @@ class Scheduler:
         draft_length: DraftLength | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
-        # The pages of others hold no state that a model or a drafter keeps beside its slots.
-        self._shares_prompts = device.model.init_rows is None and commit_of(device.proposer) is None
         self._shapes = *sorted(short_chunks, key=lambda shape: shape[1]), (1, chunk_size)
         self._draft_length = draft_length
         self._chunks_per_step = chunks_per_step
@@ -180,12 +177,13 @@ class Scheduler:
         if self._tables is None:
             return Seat(slot)
         tokens = np.array(job.tokens, np.int32)
-        salt = job.salt if self._shares_prompts else None
-        pages = self._tables.insert(tokens, self._room(len(tokens)), salt, takes=job.is_scored)
+        pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt, takes=job.is_scored)
         if pages is None:
             return None
         self._is_table_new = True
-        return Seat(slot, pages, num_computed=pages.num_cached_tokens, features=pages.value)
+        seat = Seat(slot, pages, num_computed=pages.num_cached_tokens)
+        _go_on(seat)
+        return seat
 
     def _chunks_between_steps(self) -> int:
         """Return how many chunks may be fed before the next step."""
@@ -235,6 +233,9 @@ class Scheduler:
         chunks = []
         for job, seat in zip(jobs, seats, strict=True):
             features = self._device.no_features if seat.num_computed == 0 else seat.features
+            if seat.kept is not None:
+                self._device.put_back(seat.slot, seat.kept)
+                seat.kept = None
             chunks.append(chunk_at(np.array(job.tokens, np.int32), seat.num_computed, size, features))
         features, scores = self._device.prefill(
             [seat.slot for seat in seats],
@@ -246,8 +247,11 @@ class Scheduler:
             seat.num_computed, seat.features = seat.num_computed + size, last
             if scores is not None:
                 seat.scores.append(scores)
-            if seat.pages is not None and self._tables is not None and seat.num_computed <= len(job.tokens):
-                self._tables.register(seat.pages, seat.num_computed, seat.features)
+            if seat.pages is None or self._tables is None or seat.num_computed > len(job.tokens):
+                continue
+            if self._tables.can_register(seat.pages, seat.num_computed):
+                kept = self._device.kept(seat.slot) if self._device.keeps_rows else None
+                self._tables.register(seat.pages, seat.num_computed, (seat.features, kept))
         self._fed.append(features)
         if len(self._fed) > CALLS_AHEAD:
             last = self._fed.popleft()
@@ -260,7 +264,8 @@ class Scheduler:
         if self._tables is None or seat.pages is None:
             return
         while job.is_scored and self._tables.take(seat.pages, seat.num_computed):
-            seat.num_computed, seat.features = seat.num_computed + self._chunk_size, seat.pages.value
+            seat.num_computed += self._chunk_size
+            _go_on(seat)
             self._is_table_new = True
         if not job.num_preempted:
             job.num_cached_tokens = seat.pages.num_cached_tokens
@@ -421,6 +426,14 @@ class Scheduler:
         if job.grammar is not None:
             self._grammars.remove(job.grammar)
         job.seat = None
+
+
+def _go_on(seat: Seat) -> None:
+    """Let a seat go on from the value of the last chunk that its pages share, if there is a new one."""
+    assert seat.pages is not None, "caches are pages"
+    if seat.pages.value is not None:
+        seat.features, seat.kept = seat.pages.value
+        seat.pages.value = None  # large, and of no use any more
 
 
 def _take(log_probs: LogProbs, row: int, width: int) -> LogProbs:

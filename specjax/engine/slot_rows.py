@@ -14,7 +14,7 @@ from specjax.parallel import OnMesh
 from specjax.sampling import Sampling
 from specjax.sampling.capacities import Capacities, neutral, neutral_like, placed
 from specjax.sampling.guided.tables import Guide
-from specjax.types import NO_PAGE, Array, Context, Model, Proposer
+from specjax.types import NO_PAGE, Array, Context, Memory, Model, Proposer, PyTree
 from specjax.validation import is_integer
 
 
@@ -158,6 +158,21 @@ def evict(state: decode.State, rows: Array) -> decode.State:
         context=state.context._replace(pages=None if table is None else choose(jnp.full_like(table, NO_PAGE), table)),
         finished=jnp.where(rows, decode.RUNNING, finished),
     )
+
+
+def kept_of(state: decode.State, slot: Array) -> tuple[PyTree, PyTree]:
+    """Return what target and proposer keep of a slot beside its pages, leaves without the axis of the batch.
+
+    After a chunk of a prompt, this and the pages are all that another slot needs to go on with the prompt.
+    """
+    return jax.tree.map(lambda leaf: leaf[slot], (state.cache.rows, state.proposer.rows))
+
+
+def with_kept(state: decode.State, slot: Array, kept: tuple[PyTree, PyTree]) -> decode.State:
+    """Return the state in which target and proposer keep of a vacant slot what `kept_of` has returned of another."""
+    held = state.cache.rows, state.proposer.rows
+    cache, proposer = jax.tree.map(lambda leaf, one: leaf.at[slot].set(one), held, kept)
+    return state._replace(cache=Memory(state.cache.pools, cache), proposer=Memory(state.proposer.pools, proposer))
 
 
 def with_pages(state: decode.State, table: Array) -> decode.State:

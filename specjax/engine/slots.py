@@ -26,11 +26,12 @@ from jax.sharding import NamedSharding, Sharding
 from specjax import decode, proposers, scorers, verifiers
 from specjax.decoding import state_rows
 from specjax.decoding.binding import as_pytrees
+from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.engine.slot_calls import Chunk, Output, chunk_at, joined, prefill_chunk, step
-from specjax.engine.slot_rows import Row, empty, evict, insert, request, with_grammars, with_pages
+from specjax.engine.slot_rows import Row, empty, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
 from specjax.parallel import WHOLE, OnMesh, put
 from specjax.sampling.capacities import Capacities, Needs, neutral
 from specjax.types import Model, Proposer, PyTree, Scorer, Verifier
@@ -42,6 +43,11 @@ NAMES_OF_USES: dict[int, str] = {
     Needs.CUT: "temperatures and cuts",
     Needs.EVERYTHING: "all parameters",
 }
+
+
+def keeps_rows(model: Model, proposer: Proposer | None) -> bool:
+    """Return whether pages and the last features do not say all that target and proposer keep of a prompt."""
+    return model.init_rows is not None or (proposer is not None and commit_of(proposer) is not None)
 
 
 def no_features(model: Model, proposer: Proposer | None, state: decode.State, chunk_size: int = 1) -> PyTree:
@@ -83,6 +89,8 @@ class Slots:
         draft_lengths: the numbers of draft tokens, the largest first.
         step_sizes: the numbers of slots of a step, the smallest first and `num_slots` last.
         no_features: features of the token before a prompt, for the first chunk.
+        keeps_rows: whether target or proposer keep more of a prompt than its pages and its last features, which `kept`
+            returns.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class Slots:
             self._proposers = with_draft_lengths(self.proposer, draft_lengths)
             self.proposer = next(iter(self._proposers.values()))
         self.draft_lengths = tuple(self._proposers)
+        self.keeps_rows = keeps_rows(model, self.proposer)
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         for each in self._proposers.values():
@@ -145,7 +154,7 @@ class Slots:
             steps = [step for step in steps if (step.use, step.log_probs) in uses or step.rows is not None]
         of_chunks = [False, True] if uses is None or any(log_probs for _, log_probs in uses) else [False]
         with (
-            Programs(2 + len(of_chunks) + len(short_chunks) + len(steps)) as programs,
+            Programs(2 + 2 * self.keeps_rows + len(of_chunks) + len(short_chunks) + len(steps)) as programs,
             self.compiling_steps(steps, programs.making),
         ):
             for log_probs in of_chunks:
@@ -154,6 +163,11 @@ class Slots:
             for num_rows, size in short_chunks:
                 with programs.making(name_of_chunks(num_rows, size)):
                     self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
+            if self.keeps_rows:
+                with programs.making("states of prompts are kept"):
+                    kept = self.kept(0)
+                with programs.making("states of prompts are put back"):
+                    self.put_back(0, kept)
             with programs.making("a request enters a slot"):
                 self.insert(0, row)
             with programs.making("requests leave their slots"):
@@ -249,6 +263,16 @@ class Slots:
             self._check(slot)
             rows[slot] = True
         self.state = _evict(self.state, rows)
+
+    def kept(self, slot: int) -> PyTree:
+        """Return the rows of a slot after a chunk, which are not in its pages; see `kept_of`."""
+        self._check(slot)
+        return _kept_of(self.state, np.int32(slot))
+
+    def put_back(self, slot: int, kept: PyTree) -> None:
+        """Let a vacant slot, whose pages are another's, go on from what `kept` has returned of the other."""
+        self._check(slot)
+        self.state = _with_kept(self.state, np.int32(slot), kept)
 
     def set_pages(self, table: np.ndarray) -> None:
         """Replace the page table [B, P] int32, where a number outside the pool is no page."""
@@ -404,5 +428,7 @@ def _readable(function: Callable) -> Callable:
 _empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
 _insert = jax.jit(insert, donate_argnums=0)
 _evict = jax.jit(evict, donate_argnums=0)
+_kept_of = jax.jit(kept_of)
+_with_kept = jax.jit(with_kept, donate_argnums=0)
 _prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
 _step = jax.jit(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))

@@ -11,7 +11,8 @@ from specjax.processes.group import joined
 from specjax.processes.leader import Calls, Leader
 from specjax.types import Model, Proposer, Scorer, Verifier
 
-REPEATED = ("insert", "evict", "set_pages", "set_grammars", "prefill", "step")  # the methods that change the state
+# The methods that change the state, or whose results are arguments of these.
+REPEATED = ("insert", "evict", "kept", "put_back", "set_pages", "set_grammars", "prefill", "step")
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -83,6 +84,8 @@ class Repeated(Slots):
 
     insert = sent(Slots.insert)
     evict = sent(Slots.evict)
+    kept = sent(Slots.kept)
+    put_back = sent(Slots.put_back)
     set_pages = sent(Slots.set_pages)
     set_grammars = sent(Slots.set_grammars)
     prefill = sent(Slots.prefill)
