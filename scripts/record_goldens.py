@@ -4,8 +4,8 @@
     pip install --no-deps speculators==0.9.0
     python scripts/record_goldens.py
 
-The script writes shapes.json and logits.npz for the models, hybrids.json and hybrids.npz for hybrids, and heads.json
-and heads.npz for the drafters, to tests/goldens, and prints the largest logit of each.
+The script writes shapes.json, logits.npz and mtp.npz for the models, hybrids.json and hybrids.npz for hybrids, and
+heads.json and heads.npz for the drafters, to tests/goldens, and prints the largest logit of each.
 """
 
 import json
@@ -41,6 +41,9 @@ def record_models() -> None:
         print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, transformers {transformers.__version__}")
     (families.GOLDENS / "shapes.json").write_text(json.dumps(shapes, indent=0) + "\n")
     np.savez_compressed(families.GOLDENS / "logits.npz", **logits)
+    models = {case: reference.make_model(families.ALL[case]) for case in families.MTP}
+    layers = {case: reference.mtp_logits(model, families.tokens()[0]) for case, model in models.items()}
+    np.savez_compressed(families.GOLDENS / "mtp.npz", **layers)
 
 
 def record_hybrids() -> None:

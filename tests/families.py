@@ -140,6 +140,7 @@ FACTORS = {
     "logits_scaling": 3.0,
 }
 # Configs that only the logits of transformers are compared with: the other tests of families see the same parts above.
+MTP = "glm4_moe_groups", "deepseek_v3"  # cases that have a layer for multi-token prediction, too
 VARIANTS = {
     "llama_dynamic": LLAMA
     | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 8},
@@ -294,6 +295,15 @@ def shapes(case: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors by name, as transformers writes them."""
     recorded = json.loads((GOLDENS / "shapes.json").read_text())[case]
     return {name: tuple(shape) for name, shape in recorded.items()}
+
+
+def mtp_shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a layer for multi-token prediction, whose decoder layer is as the last layer is."""
+    number, hidden = ALL[case]["num_hidden_layers"], ALL[case]["hidden_size"]
+    last, own = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    layer = {name.replace(last, own): shape for name, shape in shapes(case).items() if name.startswith(last)}
+    norms = {f"{own}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    return layer | norms | {f"{own}eh_proj.weight": (hidden, 2 * hidden)}
 
 
 def write(

@@ -35,6 +35,26 @@ def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tenso
 
 
 @torch.no_grad()
+def mtp_logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """Logits [T - 1, V] of the layer for multi-token prediction after each token of a sequence [T] but the first."""
+    from transformers.modeling_layers import MtpModel
+
+    module, name = MtpModel(model, 1).eval(), f"model.layers.{model.config.num_hidden_layers}"
+    layer = module.layers[0]
+    layer.config._attn_implementation = "eager"
+    own = {"post_norm.weight": "shared_head.norm.weight"}
+    stored = dict(layer.named_parameters()) | {n: x for n, x in layer.named_buffers() if n.endswith("correction_bias")}
+    for part, tensor in stored.items():
+        of_file = f"{name}.{own.get(part, part.removeprefix('mtp_block.'))}"
+        tensor.copy_(torch.from_numpy(families.make_tensor(of_file, tuple(tensor.shape))))
+    ids = torch.from_numpy(tokens[None].astype(np.int64))
+    hidden = model.model(input_ids=ids).last_hidden_state
+    positions = torch.arange(1, ids.shape[1])[None]
+    output = module.forward_layer(0, hidden[:, :-1], positions, None, input_ids=ids[:, 1:])
+    return module._project_to_logits(output)[0].float().numpy()
+
+
+@torch.no_grad()
 def logits(model: transformers.PreTrainedModel, tokens: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
     """Logits [B, T, V] in float32 of right-padded rows."""
     mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]

@@ -128,7 +128,6 @@ OTHER_KINDS = {
     "prefix_gru.weight_ih_l0": "Domino",
     "refiner_head.token_embed.weight": "XPress",
     "mtp.fc.weight": "multi-token prediction of Qwen3-Next",
-    "model.layers.61.eh_proj.weight": "multi-token prediction of DeepSeek-V3",
     "mtp_layers.0.input_proj.weight": "multi-token prediction in the layout of speculators",
 }
 

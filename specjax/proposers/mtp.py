@@ -13,10 +13,12 @@ from specjax.models.layer import Attention, LayerConfig, matrix_shape
 from specjax.models.linear import linear, lookup, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
-from specjax.proposers.files import num_drafts, open_directory, other_target, target_weights
+from specjax.proposers.files import TargetWeights, num_drafts, open_directory, other_target, target_weights
 from specjax.types import Array, Model, ModelInput, PyTree
 
 if TYPE_CHECKING:
+    from specjax.models.config_file import ConfigFile
+    from specjax.models.decoder import DecoderConfig
     from specjax.models.tensors import Tensors
 
 
@@ -25,7 +27,12 @@ class MTPHead(trunk.FeatureHead):
     """The module of MiMo: one decoder layer on a projection of [hidden state; embedding], each normalised.
 
     Its output, after a norm, is scored by the target's head and takes the place of the hidden state for the next draft.
+    The module of DeepSeek V3 differs in its projection.
     """
+
+    # Whether the projection is of [embedding; hidden state], and reads the embedding in the first row, too; otherwise
+    # zeros stand there.
+    is_token_first: bool = False
 
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of the parameters, but for `embedding` and `lm_head`."""
@@ -40,10 +47,12 @@ class MTPHead(trunk.FeatureHead):
         self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
     ) -> tuple[Array, list]:
         config = self.config
-        # The token of the first row, which stands in slot 1, counts as zeros.
-        embedded = jnp.where(inputs.positions[..., None] == 1, 0, lookup(params["embedding"], inputs.tokens))
+        embedded = lookup(params["embedding"], inputs.tokens)
+        if not self.is_token_first:  # the first row stands in slot 1
+            embedded = jnp.where(inputs.positions[..., None] == 1, 0, embedded)
         with trunk.in_full_precision(params):
             parts = (feature, "hidden_norm"), (embedded, "token_norm")
+            parts = parts[::-1] if self.is_token_first else parts
             pair = [rms_norm(x, (params[name], config.norm_eps)) for x, name in parts]
             x = linear(jnp.concatenate(pair, axis=-1), params["fc"], transposed=config.transposed)
             x, kept = trunk.run_layers(config, {0: params["layer"]}, x, inputs, memories)
@@ -70,6 +79,8 @@ def mtp(
         ValueError: a number is out of its range.
 
     References:
+        DeepSeek-AI, DeepSeek-V3 Technical Report, 2024.
+
         Xiaomi, MiMo: Unlocking the Reasoning Potential of Language Models, 2025.
     """
     return feature_draft(head, params, num_draft_tokens, None, temperature)
@@ -111,11 +122,7 @@ def load_mtp(
     layer = LayerConfig(Attention(has_bias=config.get("attention_bias", bool, True)))
     sizes = llama.config_of(config, (layer,), transposed=tensors.on_one_gpu)
     weights = target_weights(target)
-    if weights.embedding.shape != (sizes.vocab_size, sizes.hidden_size):
-        raise other_target(
-            f"target must have the vocabulary and hidden size of {config.path}, {sizes.vocab_size} and "
-            f"{sizes.hidden_size}, got {weights.embedding.shape}"
-        )
+    check_sizes(config, sizes, weights)
     if config.get("use_sliding_window", bool, False):
         raise ValueError(f"{config.where('use_sliding_window')} must be absent or False, got True")
     config.ignore("sliding_window", "max_window_layers")  # which are then not used
@@ -123,6 +130,15 @@ def load_mtp(
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=sizes.rope_theta if rope_theta is None else rope_theta))
     params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
     return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)
+
+
+def check_sizes(config: "ConfigFile", sizes: "DecoderConfig", weights: TargetWeights) -> None:
+    """Raise ValueError unless the target has the vocabulary and the hidden size of a module."""
+    if weights.embedding.shape != (sizes.vocab_size, sizes.hidden_size):
+        raise other_target(
+            f"target must have the vocabulary and hidden size of {config.path}, {sizes.vocab_size} and "
+            f"{sizes.hidden_size}, got {weights.embedding.shape}"
+        )
 
 
 def _params(head: MTPHead, tensors: "Tensors") -> PyTree:

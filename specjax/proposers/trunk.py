@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from specjax.models.attention import KeyValues, memories
+from specjax.models.latent_attention import InitLatents, latent_mixer
 from specjax.models.layer import Params, Shapes, run_layer
 from specjax.models.linear import Norm, linear
 from specjax.models.rope import rotation
@@ -90,7 +91,7 @@ def run_layers(
     Returns:
         The residual stream after the last layer [B, T, h], and the cache of each layer afterwards.
     """
-    turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling)
+    turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling, config.rotary_size)
     new_cache = []
     for i, (layer, memory) in enumerate(zip(config.each_layer, memories, strict=True)):
         x, kept = run_layer(config, layer, params[i], x, turns, memory, None if i else residual)
@@ -100,6 +101,8 @@ def run_layers(
 
 def init_cache(config: "DecoderConfig", num_pages: int, page_size: int, dtype: DTypeLike) -> list:
     """Return a pool of zeros, or the dense cache of `num_pages` rows with `page_size` slots."""
+    if latent_mixer(config.layers) is not None:
+        return InitLatents(config, str(jnp.dtype(dtype)))(num_pages, page_size)
     shape = num_pages, page_size, config.num_kv_heads, config.head_size
     return [{name: jnp.zeros(shape, dtype) for name in ("key", "value")} for _ in range(config.num_layers)]
 

@@ -13,18 +13,26 @@ from specjax.types import Model
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a DeepSeek V3 checkpoint, without its layers for multi-token prediction."""
-    experts = mixtures.sigmoid_experts(config, scale=2.5, num_groups=8, num_chosen_groups=4)
-    layer = with_latents(config, experts, query_rank=1536)
-    return _decoder(config, tensors, mixtures.after_dense(config, layer, 3))
+    return _decoder(config, tensors, mixtures.after_dense(config, layer(config), 3))
 
 
 def build_lite(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a GLM-4.7-Flash checkpoint, without its layers for multi-token prediction."""
-    layer = with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
-    return _decoder(config, tensors, mixtures.by_types(config, layer))
+    return _decoder(config, tensors, mixtures.by_types(config, layer_lite(config)))
 
 
-def with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerConfig:
+def layer(config: ConfigFile) -> LayerConfig:
+    """Return the description of the layers of DeepSeek V3 with experts."""
+    experts = mixtures.sigmoid_experts(config, scale=2.5, num_groups=8, num_chosen_groups=4)
+    return _with_latents(config, experts, query_rank=1536)
+
+
+def layer_lite(config: ConfigFile) -> LayerConfig:
+    """Return the description of the layers of GLM-4.7-Flash with experts."""
+    return _with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
+
+
+def _with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerConfig:
     """Return a layer that attends to latents, and set the field head_dim to the part of a head that turns.
 
     Args:
@@ -65,8 +73,7 @@ def _decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ..
         config,
         tensors,
         layers,
-        expert_size=config.size("moe_intermediate_size"),
-        shared_size=mixtures.shared_size(config),
         mixture=mixtures.Names(),
         ignored=mixtures.mtp_layers(config),
+        **mixtures.widths(config),
     )

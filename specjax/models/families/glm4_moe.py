@@ -8,22 +8,27 @@ from specjax.models.layer import Attention, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
+read_rope = partial(ropes.read, rotary_factor=0.5)
+
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a GLM-4.5 checkpoint, without its layers for multi-token prediction."""
+    return llama.decoder(
+        config,
+        tensors,
+        mixtures.after_dense(config, layer(config), 1),
+        mixture=mixtures.Names(),
+        rope=read_rope,
+        ignored=mixtures.mtp_layers(config),
+        **mixtures.widths(config),
+    )
+
+
+def layer(config: ConfigFile) -> LayerConfig:
+    """Return the description of the layers with experts."""
     config.only("hidden_act", "silu")
     attention = Attention(
         has_bias=config.get("attention_bias", bool, False),
         has_head_norms=config.get("use_qk_norm", bool, False),
     )
-    layer = LayerConfig(attention, mixtures.sigmoid_experts(config))
-    return llama.decoder(
-        config,
-        tensors,
-        mixtures.after_dense(config, layer, 1),
-        expert_size=config.size("moe_intermediate_size"),
-        shared_size=mixtures.shared_size(config),
-        mixture=mixtures.Names(),
-        rope=partial(ropes.read, rotary_factor=0.5),
-        ignored=mixtures.mtp_layers(config),
-    )
+    return LayerConfig(attention, mixtures.sigmoid_experts(config))

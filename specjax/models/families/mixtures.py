@@ -71,9 +71,10 @@ def sigmoid_experts(
     return Experts(router, shared=Shared())
 
 
-def shared_size(config: ConfigFile) -> int:
-    """Return the width of the MLP beside the experts, a multiple of the width of an expert."""
-    return config.size("n_shared_experts", 1, most=MAX_EXPERTS) * config.size("moe_intermediate_size")
+def widths(config: ConfigFile) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` with the widths of an expert and of the MLP beside the experts."""
+    size = config.size("moe_intermediate_size")
+    return {"expert_size": size, "shared_size": config.size("n_shared_experts", 1, most=MAX_EXPERTS) * size}
 
 
 def after_dense(config: ConfigFile, layer: LayerConfig, default: int) -> tuple[LayerConfig, ...]:
