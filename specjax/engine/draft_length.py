@@ -210,9 +210,12 @@ def choices(proposer: Proposer) -> tuple[int, ...]:
 
 
 def _most_behind(proposer: Proposer) -> float:
-    """Return the most tokens that drafts have to wait for: a draft model is fed all that plain steps committed."""
+    """Return the most tokens of plain steps that must be fed before drafts are made.
+
+    A draft model waits for all of them, while features are fed after some steps in any case.
+    """
 
     def is_model(part: Any) -> bool:
         return isinstance(part, DraftModel)
 
-    return math.inf if any(map(is_model, jax.tree.leaves(proposer, is_leaf=is_model))) else 0
+    return math.inf if any(map(is_model, jax.tree.leaves(proposer, is_leaf=is_model))) else FED_IN_PROBE

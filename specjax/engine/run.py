@@ -282,6 +282,10 @@ class _Device(Slots):
         if self._num_samples == 1:  # so that the time of decoding begins when the prompt is computed
             jax.block_until_ready(self.state)
 
+    def feed(self, rows: np.ndarray | None = None) -> None:
+        with self._first("feed", rows is None):
+            super().feed(rows)
+
     def rows_of(self, slots: Sequence[int], log_probs: bool = False) -> np.ndarray | None:
         return super().rows_of(slots)  # each size has its one program
 

@@ -29,6 +29,7 @@ from specjax.decoding.binding import as_pytrees
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import with_draft_lengths
+from specjax.engine.held import Held, feed_held, hold_step, may_hold
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.engine.slot_calls import Chunk, Output, chunk_at, joined, prefill_chunk, step
 from specjax.engine.slot_rows import Row, empty, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
@@ -120,6 +121,9 @@ class Slots:
         for each in self._proposers.values():
             self.verifier, self._scorer = as_pytrees(verifier, scorer, each)
         self._make_state(pool, chunk_size)
+        self._held = None
+        if len(self._proposers) > 1 and 0 in self._proposers and may_hold(model, self._proposers[0]):
+            self._held = Held(self.no_features, num_slots, self._sharding)
 
     def _make_state(self, pool: tuple[int, int] | None, chunk_size: int) -> None:
         self.state, self._sharding = _empty_on_devices(
@@ -152,9 +156,12 @@ class Slots:
         steps = self._steps()
         if uses is not None:  # steps of some slots have one program for all uses
             steps = [step for step in steps if (step.use, step.log_probs) in uses or step.rows is not None]
+        sizes_to_feed = () if self._held is None else self.step_sizes
         of_chunks = [False, True] if uses is None or any(log_probs for _, log_probs in uses) else [False]
         with (
-            Programs(2 + 2 * self.keeps_rows + len(of_chunks) + len(short_chunks) + len(steps)) as programs,
+            Programs(
+                2 + 2 * self.keeps_rows + sum(map(len, (of_chunks, short_chunks, steps, sizes_to_feed)))
+            ) as programs,
             self.compiling_steps(steps, programs.making),
         ):
             for log_probs in of_chunks:
@@ -172,6 +179,9 @@ class Slots:
                 self.insert(0, row)
             with programs.making("requests leave their slots"):
                 self.evict([0])
+            for size in sizes_to_feed:
+                with programs.making(f"features that have waited, of {size} slots"):
+                    self.feed(self._no_rows(size) if size < self.num_slots else None)
 
     @contextmanager
     def compiling_steps(
@@ -200,7 +210,7 @@ class Slots:
             compiled = []
             for program in steps:
                 start = time.perf_counter()
-                lowered = self._pass_to(_step.lower, program)
+                lowered = self._pass_to(program, lambda function: function.lower)
                 seconds = time.perf_counter() - start
                 compiled.append(executor.submit(compile_step, self._name_of(program), lowered, seconds))
             if on_cpu:
@@ -255,6 +265,8 @@ class Slots:
         """Make a vacant slot an active row; see `insert`."""
         self._check(slot)
         self.state = _insert(self.state, np.int32(slot), row)
+        if self._held is not None:
+            self._held.clear(slot)
 
     def evict(self, slots: Sequence[int]) -> None:
         """Make slots vacant; see `evict`."""
@@ -342,24 +354,37 @@ class Slots:
             num_draft_tokens: one of `draft_lengths`; None is the largest.
             rows: result of `rows_of` for the active slots.
         """
-        self.state, output = self._pass_to(_step, StepProgram(use, log_probs, num_draft_tokens, rows))
+        program, held = StepProgram(use, log_probs, num_draft_tokens, rows), self._held
+        if held is not None and held.must_be_fed(rows, holds=num_draft_tokens == 0):
+            self.feed(rows)
+        if held is None or num_draft_tokens != 0:
+            self.state, output = self._pass_to(program)
+            return output
+        self.state, held.features, output = self._pass_to(program)
+        held.add(rows)
         return output
 
-    def _pass_to(self, function: Callable, program: StepProgram) -> Any:
-        """Call a function with the arguments of `_step` in the call that a program is for."""
-        rows, k = program.rows, program.num_draft_tokens
+    def feed(self, rows: np.ndarray | None = None) -> None:
+        """Give the drafter the features that plain steps have held for it; `rows` as `step` takes it."""
+        held = self._held
+        assert held is not None, "plain steps hold features"
+        self.state = _feed_held(self.proposer, self.state, held.features, held.counts, rows)
+        held.clear()
+
+    def _pass_to(self, program: StepProgram, form: Callable[[Any], Callable] = lambda function: function) -> Any:
+        """Call the function of a program, in a form such as `function.lower`, with the arguments of the program."""
+        rows, k, held = program.rows, program.num_draft_tokens, self._held
+        options: dict[str, Any] = {
+            "verifier": self.verifier,
+            "scorer": self._scorer,
+            "use": Needs.EVERYTHING if program.log_probs else program.use,
+            "num_logprobs": self.capacities.logprobs if program.log_probs else None,
+        }
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
             raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
-        return function(
-            self.model,
-            self.proposer if k is None else self._proposers[k],
-            self.state,
-            rows,
-            verifier=self.verifier,
-            scorer=self._scorer,
-            use=Needs.EVERYTHING if program.log_probs else program.use,
-            num_logprobs=self.capacities.logprobs if program.log_probs else None,
-        )
+        if held is not None and k == 0:
+            return form(_hold_step)(self.model, self.state, held.features, held.counts, rows, **options)
+        return form(_step)(self.model, self.proposer if k is None else self._proposers[k], self.state, rows, **options)
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
@@ -431,4 +456,6 @@ _evict = jax.jit(evict, donate_argnums=0)
 _kept_of = jax.jit(kept_of)
 _with_kept = jax.jit(with_kept, donate_argnums=0)
 _prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
+_hold_step = jax.jit(hold_step, donate_argnums=(1, 2), static_argnames=("use", "num_logprobs"))
+_feed_held = jax.jit(feed_held, donate_argnums=1)
 _step = jax.jit(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))
