@@ -11,6 +11,7 @@ from paged import random_table
 from safetensors.numpy import save_file
 
 from specjax import decode, sampling, verifiers
+from specjax.decoding.calls import run
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.slots import Slots, chunk_at, request
 from specjax.keys import positions
@@ -60,8 +61,9 @@ def write(directory, config: dict, tensors: dict, file: str = "model.safetensors
 def features_of(target, tokens):
     """Features of whole sequences, from scratch."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    cache = target.init_cache(*tokens.shape)
-    return target.apply(target.params, ModelInput(tokens, positions), cache)[0].features
+    count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    memory = target.init_memory(tokens.shape[0], *tokens.shape)
+    return run(target, ModelInput(tokens, positions, num_tokens=count), memory)[0].features
 
 
 @jax.jit
@@ -86,7 +88,7 @@ def start(target, proposer, in_pages=False, temperature=1.0, max_tokens=SIZE, **
     return prefill(*given, max_length=SIZE, chunk_size=4, **options)
 
 
-def follow(target, proposer, reference, in_pages=False, rate=0.8, draft_lengths=None):
+def follow(target, proposer, reference, in_pages=False, rate=0.8, draft_lengths=None, tolerance=1e-4):
     """Decode, and compare the distribution of every draft with a transcription of the formulas.
 
     The reference gets the committed tokens of a row, the target's features of them from scratch, and the drafts. The
@@ -114,7 +116,7 @@ def follow(target, proposer, reference, in_pages=False, rate=0.8, draft_lengths=
                 continue
             own = jax.tree.map(lambda x: None if x is None else x[b, : length - 1], features)  # noqa: B023
             expected = reference(context.tokens[b, :length], own, draft.tokens[b])
-            np.testing.assert_allclose(draft.distribution.logits[b], expected, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(draft.distribution.logits[b], expected, rtol=tolerance, atol=tolerance)
         np.add.at(counts, np.asarray(info.num_accepted)[context.active], 1)
     assert (counts > 0).all(), counts
 

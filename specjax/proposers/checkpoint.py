@@ -14,6 +14,7 @@ from specjax.proposers.medusa import is_medusa, load_medusa
 from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_speculator
 from specjax.proposers.mtp import is_mtp, load_mtp
 from specjax.proposers.mtp_layers import is_mtp_layer, load_mtp_layer
+from specjax.proposers.mtp_qwen import is_qwen_mtp, load_qwen_mtp
 from specjax.types import Array, Model, Proposer
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ FORMATS = (  # the first one that knows the files reads them
     Format(_of_names(is_mlp_speculator, "mlp_speculator"), load_mlp_speculator, has_attention=False),
     Format(_of_names(is_mtp, "mtp"), load_mtp),
     Format(_of_names(is_mtp_layer, "mtp"), load_mtp_layer),
+    Format(_of_names(is_qwen_mtp, "mtp"), load_qwen_mtp),
 )
 _NOT_IMPLEMENTED = {  # drafters of other kinds, by a tensor that they alone have
     "efficient_lm_head.weight": "EAGLE-4",
     "prefix_gru.*": "Domino",
     "refiner_head.*": "XPress",
-    "mtp.fc.weight": "multi-token prediction of Qwen3-Next",
     "mtp_layers.0.input_proj.weight": "multi-token prediction in the layout of speculators",
 }
 
@@ -76,9 +77,9 @@ def load(
     """Load a drafter that reads the features of a target.
 
     These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2 and DSpark, the layers for
-    multi-token prediction in a checkpoint of MiMo, DeepSeek V3 or GLM, Medusa heads and MLP speculators. The names of
-    its tensors and its config.json tell the kind of a drafter. The embedding and the head of the drafter are the
-    target's where the files have none.
+    multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next or Qwen3.5, Medusa heads and MLP
+    speculators. The names of its tensors and its config.json tell the kind of a drafter. The embedding and the head of
+    the drafter are the target's where the files have none.
 
     Args:
         directory: the `Checkpoint` of the drafter, or its directory, with config.json and its tensors.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
 from specjax.models.directory import Checkpoint
-from specjax.models.layer import Attention, LayerConfig, matrix_shape
+from specjax.models.layer import Attention, LayerConfig, matrix_shape, norm_of
 from specjax.models.linear import linear, lookup, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
@@ -27,7 +27,7 @@ class MTPHead(trunk.FeatureHead):
     """The module of MiMo: one decoder layer on a projection of [hidden state; embedding], each normalised.
 
     Its output, after a norm, is scored by the target's head and takes the place of the hidden state for the next draft.
-    The module of DeepSeek V3 differs in its projection.
+    The modules of DeepSeek V3 and Qwen3-Next differ in their projection.
     """
 
     # Whether the projection is of [embedding; hidden state], and reads the embedding in the first row, too; otherwise
@@ -53,10 +53,10 @@ class MTPHead(trunk.FeatureHead):
         with trunk.in_full_precision(params):
             parts = (feature, "hidden_norm"), (embedded, "token_norm")
             parts = parts[::-1] if self.is_token_first else parts
-            pair = [rms_norm(x, (params[name], config.norm_eps)) for x, name in parts]
+            pair = [rms_norm(x, norm_of(params[name], config)) for x, name in parts]
             x = linear(jnp.concatenate(pair, axis=-1), params["fc"], transposed=config.transposed)
             x, kept = trunk.run_layers(config, {0: params["layer"]}, x, inputs, memories)
-            return rms_norm(x, (params["final_norm"], config.norm_eps)), kept
+            return rms_norm(x, norm_of(params["final_norm"], config)), kept
 
 
 def mtp(
@@ -89,6 +89,13 @@ def mtp(
 def is_mtp(names: list[str]) -> bool:
     """Return whether tensors of these names have a layer for multi-token prediction."""
     return "model.mtp_layers.0.input_proj.weight" in names
+
+
+def is_of_target(checkpoint: Checkpoint, target: Model) -> bool:
+    """Return whether layers of a checkpoint for multi-token prediction may be made for a target, by their width."""
+    fields = checkpoint.config.fields
+    fields = fields.get("text_config", fields)
+    return isinstance(fields, dict) and fields.get("hidden_size") == target_weights(target).hidden_size
 
 
 def load_mtp(

@@ -12,6 +12,7 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 MTP_LAYERS = "mtp.*"  # names of the tensors of the drafter
+MIXTURE = mixtures.Names(shared="shared_expert")
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -29,12 +30,17 @@ def mixture(config: ConfigFile, *, is_renormalized: bool = True) -> Experts:
     return Experts(router, shared=Shared(is_gated=True))
 
 
+def attention(config: ConfigFile) -> Attention:
+    """Return the mixer of the layers that attend."""
+    config.only("attn_output_gate", True)
+    bias = config.get("attention_bias", bool, False)
+    return Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, has_gate=True)
+
+
 def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = False) -> tuple[LayerConfig, ...]:
     """Return the description of each layer; `by_heads` is as `DeltaNet` takes it."""
     config.only("hidden_act", "silu")
-    config.only("attn_output_gate", True)
-    bias = config.get("attention_bias", bool, False)
-    attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, has_gate=True)
+    attends = attention(config)
     key_heads = config.size("linear_num_key_heads", 16)
     value_heads = config.size("linear_num_value_heads", 32)
     if value_heads % key_heads:
@@ -59,25 +65,24 @@ def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = Fals
             f"{config.where('layer_types')} must be {number} times 'full_attention' or 'linear_attention', the first "
             f"at least once, got {types!r}"
         )
-    return tuple(LayerConfig(attention if kind == "full_attention" else delta_net, ffn) for kind in types)
+    return tuple(LayerConfig(attends if kind == "full_attention" else delta_net, ffn) for kind in types)
 
 
 def decoder(config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], ignored: tuple[str, ...]) -> Model:
     """Build the model, given the description of each layer and patterns of the names of tensors without use."""
-    options: dict[str, Any] = {}
-    if any(isinstance(layer.ffn, Experts) for layer in each):
-        options |= {
-            "expert_size": config.size("moe_intermediate_size", 512),
-            "shared_size": config.size("shared_expert_intermediate_size", 512),
-            "mixture": mixtures.Names(shared="shared_expert"),
-        }
-    return llama.decoder(
-        config,
-        tensors,
-        each,
-        head_size=256,
-        norm_offset=1.0,
-        rope=partial(ropes.read, rotary_factor=0.25),
-        ignored=ignored,
-        **options,
-    )
+    mixture = MIXTURE if has_experts(each) else None
+    return llama.decoder(config, tensors, each, ignored=ignored, mixture=mixture, **options(config, each))
+
+
+def options(config: ConfigFile, each: tuple[LayerConfig, ...]) -> dict[str, Any]:
+    """Return the options of `llama.config_of` for these layers."""
+    found: dict[str, Any] = {"head_size": 256, "norm_offset": 1.0, "rope": partial(ropes.read, rotary_factor=0.25)}
+    if has_experts(each):
+        found["expert_size"] = config.size("moe_intermediate_size", 512)
+        found["shared_size"] = config.size("shared_expert_intermediate_size", 512)
+    return found
+
+
+def has_experts(each: tuple[LayerConfig, ...]) -> bool:
+    """Return whether one of these layers has experts."""
+    return any(isinstance(layer.ffn, Experts) for layer in each)
