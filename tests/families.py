@@ -249,6 +249,8 @@ VARIANTS = {
         },
     },
     "gemma4_values": GEMMA4,
+    "gemma4_moe": GEMMA4
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20},
     "glm4_moe": GLM,
     "glm4_moe_groups": GLM
     | {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import experts as kernels
 from pallas_kernels.experts import Tiles
-from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, product
+from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
 from specjax.models.linear import linear, rms_norm
 from specjax.models.quantized import Quantized, dequantize
 from specjax.operations.dispatch import dispatch
@@ -83,17 +83,20 @@ class SoftmaxTopK:
     num_experts: int
     num_chosen: int
     is_renormalized: bool = True  # whether the weights of the chosen experts are divided by their sum
+    has_scales: bool = False  # whether the weights are then multiplied by a number of each expert, as in Gemma 4
 
     def __post_init__(self):
         _check_choice(self.num_experts, self.num_chosen)
 
     def shapes(self) -> Shapes:
-        return {}
+        return {"router_scale": (self.num_experts,)} if self.has_scales else {}
 
     def __call__(self, params: Params, logits: Array) -> Chosen:
         weights, experts = _largest(jax.nn.softmax(logits, axis=-1), self.num_chosen)
         if self.is_renormalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        if self.has_scales:
+            weights = weights * params["router_scale"].astype(jnp.float32)[experts]
         return experts, weights
 
 
@@ -228,6 +231,8 @@ class Experts:
     # Whether the outputs of gate and up alternate, as gpt-oss stores them; otherwise all gates come first.
     is_interleaved: bool = False
     shared: Shared | None = None
+    # Whether the router reads the stream after another norm, times hidden_size ** -0.5, as in Gemma 4.
+    has_router_norm: bool = False
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name. The matrices of experts are [experts, outputs, inputs]."""
@@ -239,13 +244,16 @@ class Experts:
         }
         if self.has_bias:
             shapes |= {"experts_gate_up_bias": (number, 2 * size), "experts_out_bias": (number, hidden)}
+        if self.has_router_norm:
+            shapes["router_norm"] = (hidden,)
         return shapes | self.router.shapes() | ({} if self.shared is None else self.shared.shapes(config))
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the mixture [B, T, h]."""
         x = call.x if call.norm is None else rms_norm(call.x, call.norm)
         rows = x.reshape(-1, x.shape[-1])
-        experts, weights = self.router(params, router_logits(params["router"], rows))
+        logits = router_logits(params["router"], self._read_by_router(config, params, call, rows))
+        experts, weights = self.router(params, logits)
         y = self.mix(params, rows, experts, weights).reshape(x.shape).astype(x.dtype)
         if self.shared is not None:
             y = y + self.shared(config, params, x)
@@ -255,6 +263,13 @@ class Experts:
             biases = params["experts_out_bias"][experts].astype(jnp.float32)
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
         return call.residual + (y if call.finish is None else call.finish(y))
+
+    def _read_by_router(self, config: "DecoderConfig", params: Params, call: Sublayer, rows: Array) -> Array:
+        """Return the input [T, h] of the router, given the input of the experts."""
+        if not self.has_router_norm:
+            return rows
+        x = rms_norm(call.x.reshape(rows.shape), norm_of(params["router_norm"], config))
+        return times(x, config.hidden_size**-0.5)
 
     def mix(
         self, params: Params, x: Array, experts: Array, weights: Array, *, implementation: str | None = None

@@ -19,6 +19,7 @@ from specjax.models.rope import Rope, Rotation, rotate
 from specjax.types import Array
 
 if TYPE_CHECKING:
+    from specjax.models.beside_mlp import BesideMLP
     from specjax.models.decoder import DecoderConfig
     from specjax.models.experts import Experts
 
@@ -187,7 +188,7 @@ class LayerConfig:
     """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
     mixer: Any = Attention()  # or a `delta_net.DeltaNet`
-    ffn: "GatedMLP | Experts" = GatedMLP()
+    ffn: "GatedMLP | Experts | BesideMLP" = GatedMLP()
     has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
     residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms

@@ -1,13 +1,17 @@
-"""Gemma 4 without experts: changes Gemma 3 by larger heads in full layers, and by norms of values.
+"""Gemma 4: changes Gemma 3 by larger heads in full layers, by norms of values, and by experts beside the MLP.
 
-Checkpoints that also take images or audio are read without the tensors of these. The small releases, whose layers have
+Checkpoints that also take images or audio are read without their tensors. The small releases, whose layers have
 embeddings of their own and share keys and values, are refused.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+from specjax.models.beside_mlp import BesideMLP
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import gemma, llama, ropes
+from specjax.models.decoder import DecoderConfig
+from specjax.models.experts import Experts, Gated, SoftmaxTopK
+from specjax.models.families import gemma, llama, mixtures, ropes
 from specjax.models.families.gemma import ACTIVATIONS, NORMS
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
@@ -22,7 +26,7 @@ TURNS: dict[str, Any] = {
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Gemma 4 checkpoint without experts."""
+    """Build the model of a Gemma 4 checkpoint."""
     text, tensors = text_part(config, tensors)
     text = text.with_defaults(rope_parameters=TURNS)
     _refuse(text)
@@ -50,7 +54,13 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         ),
         SLIDING: Attention(window=text.size("sliding_window", 512), **shared),
     }
-    ffn = GatedMLP(ACTIVATIONS[activation])
+    ffn: Any = GatedMLP(ACTIVATIONS[activation])
+    options: dict[str, Any] = {}
+    if text.get("enable_moe_block", bool, False):
+        ffn = BesideMLP(ffn, _experts(text, ACTIVATIONS[activation]))
+        options |= {"expert_size": text.size("moe_intermediate_size"), "mixture": Names()}
+    else:
+        text.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
     return gemma.decoder(
         text,
         tensors,
@@ -60,15 +70,44 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         logit_softcap=text.number("final_logit_softcapping", None),
         rope=turns[SLIDING],
         ignored=OTHERS,
+        **options,
     )
 
 
+def _experts(config: ConfigFile, activation: str) -> Experts:
+    sizes = mixtures.counts(config, "num_experts", "num_local_experts", chosen="top_k_experts")
+    router = mixtures.made(config, SoftmaxTopK, *sizes, has_scales=True)
+    return Experts(router, Gated(activation), has_router_norm=True)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of the tensors of the MLP and the experts of a layer."""
+
+    def params(self, config: DecoderConfig, ffn: BesideMLP, tensors: Tensors, layer: str) -> dict[str, Any]:
+        """Read the parameters of both, as `BesideMLP.shapes` names them."""
+        number, hidden, size = ffn.experts.router.num_experts, config.hidden_size, config.expert_size
+        norms = {
+            "mlp_sum_norm": "post_feedforward_layernorm_1.weight",
+            "experts_norm": "pre_feedforward_layernorm_2.weight",
+            "experts_sum_norm": "post_feedforward_layernorm_2.weight",
+            "router_norm": "router.scale",
+        }
+        params = {param: tensors.vectors({f"{layer}.{name}": hidden}) for param, name in norms.items()}
+        return params | {
+            **llama.mlp_params(config, ffn.mlp, tensors, layer),
+            "router": tensors.table(f"{layer}.router.proj.weight", number, hidden),
+            "router_scale": tensors.vectors({f"{layer}.router.per_expert_scale": number}),
+            "experts_gate_up": tensors.stacked(f"{layer}.experts.gate_up_proj", number, 2 * size, hidden),
+            "experts_out": tensors.stacked(f"{layer}.experts.down_proj", number, hidden, size),
+        }
+
+
 def _refuse(config: ConfigFile) -> None:
-    """Raise ValueError for the parts of other releases: experts, embeddings of layers, and shared keys and values."""
-    config.only("enable_moe_block", False)
+    """Raise ValueError for the parts of small releases: embeddings of layers, and shared keys and values."""
     for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
         if (found := config.get(name, int, default)) != 0:
             raise ValueError(f"{config.where(name)} must be 0, because specjax does not have this part, got {found}")
     if config.fields.get("use_bidirectional_attention") == "vision":
         config.fields["use_bidirectional_attention"] = None  # text is causal
-    config.ignore("num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp")
+    config.ignore("use_double_wide_mlp")

@@ -22,7 +22,7 @@ MAX_LAYERS = 1024
 class Mixture(Protocol):
     """How the files of a family name the tensors of experts."""
 
-    def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
+    def params(self, config: DecoderConfig, ffn: Any, tensors: Tensors, layer: str) -> dict[str, Any]:
         """Read the parameters of the experts of a layer, whose name is the prefix of the names of its tensors."""
         ...
 
@@ -232,7 +232,7 @@ def layer_params(
     else:
         params |= _attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
     if isinstance(layer.ffn, GatedMLP):
-        params |= _mlp_params(config, layer.ffn, tensors, name, mlp)
+        params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif mixture is not None:
         params |= mixture.params(config, layer.ffn, tensors, name)
     if layer.has_scale:
@@ -327,8 +327,10 @@ def _latent_params(config: DecoderConfig, mixer: LatentAttention, tensors: Tenso
     return params
 
 
-def _mlp_params(config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames) -> dict[str, Array]:
-    """Read the parameters of an MLP."""
+def mlp_params(
+    config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames = MLP
+) -> dict[str, Array]:
+    """Read the parameters of the MLP of a layer, whose name is the prefix of the names of its tensors."""
     hidden, size, turned, block = config.hidden_size, config.mlp_size, config.transposed, f"{name}.{names.block}"
     gate_up = _stored(tensors, block, dict.fromkeys(names.parts, size), names.whole)
     params = {

@@ -14,8 +14,10 @@ MAX_EXPERTS = 4096
 TRAINING = "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "output_router_logits"
 
 
-def counts(config: ConfigFile, *names: str) -> tuple[int, int]:
+def counts(config: ConfigFile, *names: str, chosen: str = "num_experts_per_tok") -> tuple[int, int]:
     """Return the number of experts, from the first of some fields that the config has, and how many a token chooses.
+
+    The field with the second number is `chosen`.
 
     Raises:
         ValueError: a field is missing or not in range.
@@ -25,7 +27,7 @@ def counts(config: ConfigFile, *names: str) -> tuple[int, int]:
     number = config.size(name, most=MAX_EXPERTS)
     for other in names:
         config.only(other, number)
-    return number, config.size("num_experts_per_tok", most=number)
+    return number, config.size(chosen, most=number)
 
 
 def dense_layers(config: ConfigFile, num_layers: int) -> list[bool]:
