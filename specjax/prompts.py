@@ -11,6 +11,7 @@ from specjax.decoding.calls import run
 from specjax.decoding.drafters import in_memory
 from specjax.decoding.log_probs import LogProbs, record
 from specjax.operations.dispatch import is_partitioned
+from specjax.operations.pieces import at_token
 from specjax.parallel.loops import as_carry
 from specjax.types import NO_PAGE, Array, Context, Memory, Model, ModelInput, Proposer, PyTree
 
@@ -81,16 +82,21 @@ def run_chunk(
     cache: Memory,
     proposer_state: Memory,
 ) -> tuple[Memory, Memory, PyTree, Array]:
-    """Feed a chunk as `feed_chunk` does; return both memories, the last features, and the logits [R, T, V]."""
+    """Feed a chunk as `feed_chunk` does, or a packed call, whose pieces are chunks, as rows are elsewhere.
+
+    Returns:
+        Both memories, the features of the last token of each row or piece, and the logits [R, T, V].
+    """
     output, cache = run(model, inputs if model.commit is None else without_pending(inputs, following), cache)
     if previous is None:
-        previous = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), output.features)
+        num_sequences = inputs.counts.shape[0]
+        previous = jax.tree.map(lambda x: jnp.zeros((num_sequences, *x.shape[2:]), x.dtype), output.features)
     proposer_state = in_memory(proposer).prefill(inputs, following, previous, output.features, proposer_state)
     counts = inputs.counts
     index = jnp.maximum(counts - 1, 0)
 
     def last(features: Array, previous: Array) -> Array:
-        fed = features[jnp.arange(index.shape[0]), index]
+        fed = at_token(inputs, features, index)
         has_any = (counts > 0).reshape(-1, *[1] * (fed.ndim - 1))
         return jnp.where(has_any, fed, previous)
 

@@ -97,6 +97,12 @@ class ModelInput(NamedTuple):
     With `pages`, the cache is a pool of pages: slot s of row b is `leaf[pages[b, s // page_size], s % page_size]` in
     every leaf. A number outside the pool stands for no page: writes to it are dropped, and the logits of
     a token that sees such a slot mean nothing. Without `pages`, row b of the call owns page b of every leaf.
+
+    A packed call has `pieces`, one row of C tokens, and neither `mask` nor `num_tokens` nor `rows`. It holds pieces of
+    S sequences at most, consecutive tokens of each. A row of `pieces` has the row of the batch that a piece is of, the
+    index of its first token in the call, and the number of its tokens. That index is a multiple of C / S, and after the
+    last token padding with consecutive positions goes on up to the next such multiple. A row of the batch has at most
+    one piece. A place without a piece is (B, 0, 0), where B is no row. Row s of `pages` belongs to piece s.
     """
 
     tokens: Array  # [R, T] int32
@@ -105,12 +111,27 @@ class ModelInput(NamedTuple):
     pages: Array | None = None  # [R, P] int32, the pages of each row in order; None is a dense cache
     num_tokens: Array | None = None  # [R] int32 in [0, T]: padding follows these tokens; None means T everywhere
     rows: Array | None = None  # [R] int32, the row of the batch that each row is; B is no row; None: the rows in order
+    pieces: Array | None = None  # [S, 3] int32, row, index of the first token, and count; None: the call is not packed
 
     @property
     def counts(self) -> Array:
-        """The number of tokens of each row, [R] int32, also where `num_tokens` is None."""
+        """The number of tokens of each row, or of each piece, [R] int32, also where `num_tokens` is None."""
+        if self.pieces is not None:
+            return self.pieces[:, 2]
         num_rows, num_tokens = self.tokens.shape
         return jnp.full(num_rows, num_tokens, jnp.int32) if self.num_tokens is None else self.num_tokens
+
+    @property
+    def sequences(self) -> Array | None:
+        """The row of the batch that each row or piece is of, [R] int32; None: the rows in order."""
+        return self.rows if self.pieces is None else self.pieces[:, 0]
+
+    @property
+    def starts(self) -> Array:
+        """The position of the first token of each row or piece, [R] int32."""
+        if self.pieces is None:
+            return self.positions[:, 0]
+        return self.positions[0].at[self.pieces[:, 1]].get(mode="clip")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pools", "rows"], meta_fields=[])
@@ -189,7 +210,7 @@ class Chunk(NamedTuple):
     data_fields=["params"],
     meta_fields=[
         *("apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers", "axis_name"),
-        *("init_rows", "commit"),
+        *("init_rows", "commit", "takes_groups"),
     ],
 )
 @dataclass(frozen=True)
@@ -203,6 +224,8 @@ class Model:
     Where `takes_pages` is true, `apply` finds the slots of a row by `inputs.pages`, and `init_cache(num_pages,
     page_size)` makes a pool whose leaves are [num_pages, page_size, ...]. A dense cache is such a pool too, with one
     page for each row. Where `takes_pages` is false, the inputs of a call have neither pages nor rows.
+
+    Where `takes_groups` is true, too, `apply` takes packed calls, which have `inputs.pieces`.
 
     A model in pages that keeps more of a sequence than its slots, such as a recurrent state, has `init_rows`. Its
     `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.
@@ -232,6 +255,7 @@ class Model:
     # (memory, inputs of the call, path [R, D+1], count [R]) -> memory. The path has indices into the T tokens of the
     # call; index 0 is the pending token, and a chain is arange. The first `count` of a row are kept; 0: it did not run.
     commit: Callable[[Memory, ModelInput, Array, Array], Memory] | None = None
+    takes_groups: bool = False  # whether `apply` takes packed calls, in pages
 
     def __repr__(self) -> str:
         leaves = [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "dtype")]
@@ -262,7 +286,8 @@ class Proposer(Protocol):
     tokens 0 to s alone, so that sequences with a common beginning can share its pages.
 
     `prefill` gets a prompt chunk by chunk, each after the target has run it. `inputs` says which rows of the batch the
-    chunk feeds: `state.take(inputs.rows)` are theirs, and `state.put(inputs.rows, part)` writes them back.
+    chunk feeds: `state.take(inputs.rows)` are theirs, and `state.put(inputs.rows, part)` writes them back. A proposer
+    with `takes_groups = True` also takes packed calls, where `inputs.sequences` are the rows; others get none.
 
     `update` gets the context that the drafts were made for, before the verified tokens are committed, and the target's
     features of the last committed token and of the drafts; the `num_accepted` that it gets is 0 in rows that had no
@@ -301,9 +326,9 @@ class Proposer(Protocol):
         """Return the state after a chunk of prompts.
 
         Args:
-            inputs: the chunk, [R, T], with `num_tokens`.
+            inputs: the chunk, [R, T], with `num_tokens`; or a packed call of S pieces, [1, C].
             following: [R, T] int32, the token after each, -1 where it is not known.
-            previous: the features of the token before the chunk, [R, ...]; zeros at the start of a prompt.
+            previous: the features of the token before each row or piece, [R, ...]; zeros at the start of a prompt.
             features: the target's features of the chunk, [R, T, ...].
             state: the state.
         """

@@ -139,12 +139,14 @@ def in_slots(target, proposer):
     while waiting or running:
         slots.set_pages(table)
         coming = {slot: waiting.pop(0) for slot in sorted({0, 1} - set(running)) if waiting}
-        previous = dict.fromkeys(coming, slots.no_features)
-        for begin in range(0, max((len(prompt) for _, prompt in coming.values()), default=0), 4):
-            fed = [slot for slot, (_, prompt) in coming.items() if begin < len(prompt)]
-            chunks = [chunk_at(coming[slot][1], begin, 4, previous[slot]) for slot in fed]
-            features, _ = slots.prefill(fed, chunks, 2)
+        previous, begin = dict.fromkeys(coming, slots.no_features), dict.fromkeys(coming, 0)
+        while fed := [slot for slot, (_, prompt) in coming.items() if begin[slot] < len(prompt)][::-1]:
+            sizes = [8 if i == 0 and len(coming[slot][1]) - begin[slot] > 4 else 4 for i, slot in enumerate(fed)]
+            each = zip(fed, sizes, strict=True)
+            chunks = [chunk_at(coming[slot][1], begin[slot], size, previous[slot]) for slot, size in each]
+            features, _ = slots.prefill(fed, chunks, 3, 4)  # a packed call of pieces of one tile and two
             previous |= dict(zip(fed, features, strict=False))
+            begin |= {slot: begin[slot] + size for slot, size in zip(fed, sizes, strict=True)}
         for slot, (number, prompt) in coming.items():
             slots.insert(slot, request(slots.state, prompt, np.zeros(2, np.uint32), params))
             running[slot], done[number] = number, []

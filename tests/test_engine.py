@@ -29,7 +29,6 @@ from test_slots import (
     NUM_PAGES,
     NUM_SLOTS,
     PAGE_SIZE,
-    SHORT,
     VOCAB,
     Compilations,
     make,
@@ -82,7 +81,7 @@ FEW = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprob
 def engine_of(target, proposer, **options):
     """An engine of the sizes of the slots in other tests, whose programs are found where those have compiled them."""
     sizes = {"num_slots": NUM_SLOTS, "max_length": MAX_LENGTH, "page_size": PAGE_SIZE, "chunk_size": CHUNK}
-    sizes |= {"num_pages": NUM_PAGES if target.takes_pages else None, "short_chunks": [SHORT]}
+    sizes |= {"num_pages": NUM_PAGES if target.takes_pages else None, "prompt_sizes": [CHUNK // 2]}
     given = {"tokenizer": Tokenizer(), "eos_token_ids": EOS, "capacities": CAPACITIES}
     return Engine(target, proposer, **(sizes | given | options))
 
@@ -460,7 +459,7 @@ def test_nothing_is_compiled_after_the_start(target):
     """The requests are of all kinds, with two numbers of drafts and chunks of all kinds."""
     small = Capacities(stop_tokens=4, biases=0, allowed_tokens=0, bad_words=0, logprobs=2, grammars=1, grammar_states=8)
     options = {"draft_lengths": (0, 2), "choose_draft_length": lambda running, rate: 0 if running > 1 else 2}
-    options |= {"short_chunks": [(2, CHUNK // 2)]}
+    options |= {"prompt_sizes": [CHUNK // 2]}
     jax.block_until_ready(jax.jit(lambda: 0)())
     with (
         Compilations() as start,
@@ -515,14 +514,8 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
         ({"step_times": 3}, r"step_times must be a theory\.StepTimes or the path of a file, got 3"),
         ({"draft_lengths": (4,)}, r"draft_lengths must be one or more integers in \[0, 3\], got \(4,\)"),
         ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
-        (
-            {"short_chunks": [(1, CHUNK)]},
-            rf"short_chunks must be .* at most chunk_size = {CHUNK}, got \[\(1, {CHUNK}\)\]",
-        ),
-        ({"short_chunks": ((1, 4), (CHUNK, 2))}, "short_chunks must be pairs of rows >= 1 and tokens"),
-        ({"short_chunks": [(0, 1)]}, "short_chunks must be pairs of rows >= 1 and tokens"),
-        ({"short_chunks": (1, 4)}, r"short_chunks must be pairs of rows >= 1 and tokens .*, got \(1, 4\)"),
-        ({"short_chunks": 4}, "short_chunks must be pairs of rows >= 1 and tokens .*, got 4"),
+        ({"prompt_sizes": [4, 0]}, r"prompt_sizes must be integers >= 1, numbers of tokens, got \[4, 0\]"),
+        ({"prompt_sizes": 4}, "prompt_sizes must be integers >= 1, numbers of tokens, got 4"),
         ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
     ],
 )

@@ -197,7 +197,7 @@ def test_slots_where_devices_share_the_rows():
 def in_an_engine(model, proposer):
     """The tokens that an engine gives some requests, by programs that are compiled once."""
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
-    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "short_chunks": [(2, 4)]}
+    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "prompt_sizes": [4]}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from choice import one_of
-from test_eagle import drafter
+from test_eagle import SIZES, drafter
 
 from specjax import checks, decode, metrics, models, proposers, sampling, scorers, testing
 from specjax.keys import positions
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.proposers import trunk
 from specjax.proposers.split import run_where
 from specjax.sampling import SamplingParams
 from specjax.types import Context, Draft, Features, Memory, ModelInput
@@ -340,13 +341,21 @@ def test_verdict_on_a_proposer():
         testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, uniform_claim), num_samples=30_000)
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "p_eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "p_eagle", "medusa", "dflash"])
 def test_prompts_are_fed_to_their_slots(kind):
-    """Calls of some rows, in any order and with room for more, leave the same state as one call for all rows."""
+    """Calls of some rows, in any order and with room for more, leave the same state as one call for all rows.
+
+    So does a packed call, in which a prompt fills tiles and another ends in the middle of one.
+    """
     if kind == "draft_model":
-        proposer = proposers.draft_model(testing.bigram_model(jnp.zeros((8, 8))), 2)
+        model = replace(testing.bigram_model(jnp.zeros((8, 8))), takes_groups=True)
+        proposer = proposers.draft_model(model, 2)
     elif kind == "medusa":
         proposer = proposers.medusa([{"blocks": [], "head": jnp.zeros((8, 8))}] * 2, vocab_size=8)
+    elif kind == "dflash":
+        head = proposers.BlockHead(SIZES, num_taps=1, target_size=8, target_vocab=8, block_size=3, mask_token=3)
+        params = trunk.random_params(head.shapes(), jax.random.key(0))
+        proposer = proposers.dflash(head, params | {"embedding": jnp.eye(8), "lm_head": jnp.eye(8)}, 2)
     else:
         proposer = drafter(kind)
     rng = np.random.default_rng(0)
@@ -357,6 +366,19 @@ def test_prompts_are_fed_to_their_slots(kind):
     prefill, following = jax.jit(proposer.prefill), np.full_like(tokens, -1)
     state = jax.tree.map(lambda x: x + 7, proposer.init_memory(3, 3, 6))  # of the requests before
     expected = prefill(every, following, features[1], features[0], state)
+    assert proposer.takes_groups
+    order = [2, 0, 1]  # of the pieces, which begin at tokens 0, 4 and 8
+    token = np.stack([tokens[order].reshape(12), np.tile(np.arange(4), 3)]).astype(np.int32)[:, None]
+    pieces = np.array([*zip(order, (0, 4, 8), count[order], strict=True), *[(3, 0, 0)] * 3], np.int32)
+    call = ModelInput(*token, pages=pieces[:, :1], pieces=pieces)
+    of_tokens = jax.tree.map(lambda x: x[order].reshape(1, 12, -1), features[0])
+    before = jax.tree.map(lambda x: x[np.minimum(pieces[:, 0], 2)], features[1])
+    found = prefill(call, np.full((1, 12), -1), before, of_tokens, state)
+    is_fed = np.arange(6)[None] < count[:, None]  # other slots hold padding
+    for one, other in zip(jax.tree.leaves(found.pools), jax.tree.leaves(expected.pools), strict=True):
+        np.testing.assert_allclose(one[is_fed], other[is_fed], rtol=1e-5, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found.rows, expected.rows)
+
     for rows in np.array([[2, 3], [1, 0]], np.int32):
         some, (own, before) = jax.tree.map(lambda x, rows=rows: x[np.minimum(rows, 2)], (every, features))
         count = np.where(rows < 3, some.num_tokens, 0)

@@ -15,7 +15,7 @@ from test_slots import (
     MAX_LENGTH,
     NUM_SLOTS,
     PAGE_SIZE,
-    SHORT,
+    TILE,
     VOCAB,
     alone,
     make,
@@ -27,10 +27,11 @@ from specjax import SamplingParams, decode, keys, sampling, verifiers
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import ByFunction
 from specjax.engine.pages import PageTables
-from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.scheduler import Job, Scheduler, _cheapest
 from specjax.engine.slots import Slots
 from specjax.sampling.capacities import of_request
 
+SIZES = 4, 12  # tokens of calls that feed prompts, beside CHUNK
 PLENTY, FEW = 30, 9  # free pages: for all slots, and for the longest request and a little more
 REASONS = {decode.STOP: "stop", decode.MAX_TOKENS: "length", decode.BUFFER_FULL: "length"}
 
@@ -77,6 +78,7 @@ def slots_of(target, pool):
         "capacities": CAPACITIES,
         "pool": pool,
         "step_sizes": (2,),
+        "tile_size": TILE,
     }
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)  # most drafts are right
     return Device(target, make_proposer("reduced", replace(target, params=near)), **sizes)
@@ -89,7 +91,7 @@ def scheduler_of(device):
         tables = PageTables(num_pages, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
         for num_pages in np.diff([*range(0, device.num_held, tables.pages_per_row), device.num_held]).tolist():
             assert tables.insert(np.zeros(1, np.int32), num_pages * PAGE_SIZE, salt=None)
-    return Scheduler(device, tables, CHUNK, EOS, short_chunks=[SHORT]), tables
+    return Scheduler(device, tables, CHUNK, EOS, prompt_sizes=SIZES), tables
 
 
 def run(scheduler, jobs, seed, meanwhile=lambda: None):
@@ -361,6 +363,7 @@ def test_the_number_of_drafts_follows_the_load(target):
         "capacities": CAPACITIES,
         "pool": pool,
         "step_sizes": (2,),
+        "tile_size": TILE,
     }
     near = jax.tree.map(lambda own, other: own + 0.1 * other, target.params, make(1).params)
     proposer = make_proposer("draft_model", replace(target, params=near))
@@ -438,11 +441,11 @@ def test_whatever_a_request_asks_for_survives_preemption(device):
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
-@pytest.mark.parametrize("chunks_per_step, short_chunks", [(1, ()), (4, ()), (1, [(1, 4)])])
-def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step, short_chunks):
+@pytest.mark.parametrize("chunks_per_step, prompt_sizes", [(1, ()), (4, ()), (1, [4]), (1, [12])])
+def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step, prompt_sizes):
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-    options = {"chunks_per_step": chunks_per_step, "short_chunks": short_chunks}
+    options = {"chunks_per_step": chunks_per_step, "prompt_sizes": prompt_sizes}
     scheduler = Scheduler(device, tables, CHUNK, EOS, **options)
     kinds = [replace(KINDS[0], stop_token_ids=None, ignore_eos=True)]
     for i, request in enumerate(some_jobs(NUM_SLOTS, 9, kinds)):
@@ -455,7 +458,7 @@ def test_chunks_between_two_steps(device, monkeypatch, chunks_per_step, short_ch
         if call == "step":
             fed.append(0)
         elif call != "evict":
-            fed[-1] += call[1] * call[2]
+            fed[-1] += call[1]
     assert max(fed[1:]) == chunks_per_step * CHUNK
 
 
@@ -477,18 +480,19 @@ def test_more_chunks_follow_each_other_while_most_prompts_wait(device, monkeypat
             fed.append(0)
         elif call != "evict":
             fed[-1] += 1
-    assert fed[:2] == [8, 1] and sum(fed) == 4 * NUM_SLOTS  # two of three decode then
+    assert fed[:2] == [8, 1]  # two of three decode then
+    assert sum(fed) == 4 * NUM_SLOTS - 1  # the ends of two prompts share a call
 
 
 def called(device, monkeypatch):
-    """The names of the calls of a device from now on; of "prefill" the numbers of prompts, rows and their tokens."""
+    """The names of the calls of a device from now on; of "prefill" the numbers of prompts and tokens."""
     calls = []
     for name in ("prefill", "step", "evict"):
 
         def call(*args, _name=name, **options):
             if _name == "prefill":
-                given, chunks, num_rows = args
-                calls.append((len(given), num_rows, chunks[0].following.shape[1]))
+                given, _, num_tiles, tile = args
+                calls.append((len(given), num_tiles * tile))
             else:
                 calls.append(_name)
             return getattr(Slots, _name)(device, *args, **options)
@@ -498,14 +502,15 @@ def called(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
-def test_short_prompts_are_fed_together(device, monkeypatch):
-    """The rest of a long prompt is fed with them; other chunks are fed alone. Rows that end together leave together."""
+@pytest.mark.parametrize("sizes, first", [((4,), [(1, 8), (2, 8), (1, 4)]), ((12,), [(2, 12), (2, 8)])])
+def test_prompts_are_fed_together(device, monkeypatch, sizes, first):
+    """A piece ends with its chunk, its prompt or the call. Those that end together become active together."""
     calls = called(device, monkeypatch)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-    scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=[SHORT], chunks_per_step=4)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, prompt_sizes=sizes, chunks_per_step=4)
     params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=1)
     requests = some_jobs(4, 9, [params])
-    for request, length in zip(requests, (CHUNK + SHORT[1], 1, SHORT[1], SHORT[1] + 1), strict=True):
+    for request, length in zip(requests, (CHUNK + TILE, 1, TILE, TILE + 1), strict=True):
         request.prompt = np.arange(length, dtype=np.int32)
     requests = [replace_params(request, max_tokens=1) for request in requests]
     jobs = [job_of(request) for request in requests]
@@ -514,29 +519,35 @@ def test_short_prompts_are_fed_together(device, monkeypatch):
             scheduler.add(job)
         while scheduler.advance():
             pass
-    first = [(1, 1, CHUNK), (2, *SHORT), (1, *SHORT), "step", "step"]
-    assert calls == [*first, "evict", (1, 1, CHUNK), "step", "step"]
+    assert calls == [*first, "step", "step", "evict", (1, 8), "step", "step"]
     assert_nothing_left(scheduler, tables)
     for request, job in zip(requests, jobs, strict=True):
         assert_as_alone(device, request, job)
 
 
+@pytest.mark.parametrize(
+    "num_tokens, size",
+    [(64, 128), (128, 128), (192, 256), (320, 256), (448, 512), (704, 512), (1088, 512), (1856, 2048), (9999, 2048)],
+)
+def test_calls_of_the_least_cost_feed_the_prompts(num_tokens, size):
+    assert _cheapest(num_tokens, (128, 256, 512, 2048), 64)[1] == size
+
+
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
-def test_the_shortest_call_that_has_room_feeds_a_prompt(device, monkeypatch):
+def test_calls_without_tiles_feed_one_prompt(device, monkeypatch):
+    """By the shortest call that has room."""
     calls = called(device, monkeypatch)
+    monkeypatch.setattr(device, "tile_size", None)
     tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
-    shapes = [(1, 6), SHORT, (1, 2)]
-    scheduler = Scheduler(device, tables, CHUNK, EOS, short_chunks=shapes, chunks_per_step=4)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, prompt_sizes=[2, 4], chunks_per_step=4)
     params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=1)
-    for length in (1, 2, 3, 4, 5, 6, 7, CHUNK, CHUNK + 2):
-        request = replace_params(some_jobs(1, 9, [params])[0], max_tokens=1)
-        scheduler.add(job := job_of(replace(request, prompt=np.arange(length, length * 2, dtype=np.int32))))
-        while scheduler.advance():
-            pass
-        assert job.output.finish_reason == "length"
-    fed = [call[1:] for call in calls if call not in ("step", "evict")]
-    whole = 1, CHUNK
-    assert fed == [(1, 2), (1, 2), SHORT, SHORT, (1, 6), (1, 6), whole, whole, whole, (1, 2)]
+    requests = [replace_params(some_jobs(1, 9, [params])[0], max_tokens=1) for _ in range(3)]
+    for request, length in zip(requests, (1, CHUNK + 3, 5), strict=True):
+        request.prompt = np.arange(length, length * 2, dtype=np.int32)
+        scheduler.add(job_of(request))
+    while scheduler.advance():
+        pass
+    assert [call for call in calls if call not in ("step", "evict")] == [(1, 2), (1, CHUNK), (1, 4), (1, CHUNK)]
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)

@@ -25,7 +25,8 @@ from specjax.sampling.guided import Grammar
 from specjax.types import Context
 
 VOCAB, LONGEST, MAX_LENGTH, NUM_SLOTS, CHUNK, PAGE_SIZE, NUM_PAGES = 31, 20, 28, 3, 8, 4, 30
-SHORT = 2, 4  # rows and tokens of a call that feeds several short chunks
+SHORT = 2, 4  # tiles, and tokens of a tile, of a call that feeds several short chunks
+TILE, NUM_TILES = 4, 3  # of packed calls
 CONFIG = DecoderConfig(VOCAB, 16, 1, 2, 1, 8, 16, 128)
 EOS = (5,)
 
@@ -95,6 +96,7 @@ class WholeModelHead:
 
     model: Any  # without its parameters
     hidden_size = VOCAB  # its output is the logits of all tokens
+    takes_groups = True
 
     def feature(self, params, features):
         return features.hidden
@@ -196,7 +198,11 @@ def assert_as_alone(target, proposer, verifier, job):
 
 
 class Host:
-    """A host that acts at random: admit, feed a chunk of one prompt or short ones of two, step, evict, admit again."""
+    """A host that acts at random: admit, feed pieces of prompts, step, evict, admit again.
+
+    Packed calls have pieces of up to three prompts, in any order, which end in, at or after a tile; other calls have a
+    chunk of one prompt, or short ones of two.
+    """
 
     def __init__(self, slots, jobs, seed, pages=True, varies=True):
         self.slots, self.rng, self.jobs = slots, np.random.default_rng(seed), list(jobs)
@@ -216,13 +222,10 @@ class Host:
             if self.waiting and vacant and self.rng.random() < 0.6:
                 self.admit(self.waiting.pop(0), int(self.rng.choice(vacant)))
             coming = [slot for slot, job in self.slot_of.items() if not job.is_active and not job.finished]
-            short = [slot for slot in coming if len(self.slot_of[slot].tokens) - self.slot_of[slot].fed <= SHORT[1]]
-            if self.rng.random() < 0.3 * len(short):
-                self.feed(short[: SHORT[0]], *SHORT)
-                self.num_together = max(self.num_together, len(short))
-            for slot in coming:
-                if not self.slot_of[slot].is_active and self.rng.random() < (0.1 if slot in short else 0.7):
-                    self.feed([slot])
+            if self.slots.tile_size is not None:
+                self.feed_packed(coming)
+            else:
+                self.feed_rows(coming)
             self.leave([slot for slot, job in self.slot_of.items() if job.finished and self.rng.random() < 0.7])
             self.step()
             running = [slot for slot, job in self.slot_of.items() if job.is_active]
@@ -247,16 +250,40 @@ class Host:
             job.previous = job.previous if job.pages.value is None else job.pages.value
         self.slot_of[slot] = job
 
-    def feed(self, slots, num_rows=1, size=CHUNK):
-        if not slots:
+    def feed_rows(self, coming):
+        short = [slot for slot in coming if len(self.slot_of[slot].tokens) - self.slot_of[slot].fed <= SHORT[1]]
+        if self.rng.random() < 0.3 * len(short):
+            self.feed(dict.fromkeys(short[: SHORT[0]], SHORT[1]), *SHORT)
+            self.num_together = max(self.num_together, len(short))
+        for slot in coming:
+            if not self.slot_of[slot].is_active and self.rng.random() < (0.1 if slot in short else 0.7):
+                self.feed({slot: CHUNK}, 1, CHUNK)
+
+    def feed_packed(self, coming):
+        sizes, num_left = {}, NUM_TILES
+        for slot in self.rng.permutation(coming).tolist():
+            job = self.slot_of[slot]
+            most = min(len(job.tokens) - job.fed, CHUNK - job.fed % CHUNK)  # others may share whole chunks
+            num_tiles = min(int(self.rng.integers(1, NUM_TILES + 1)), -(-most // TILE), num_left)
+            if num_tiles and self.rng.random() < 0.8:
+                sizes[slot] = num_tiles * TILE
+                num_left -= num_tiles
+        self.feed(sizes, NUM_TILES, TILE)
+        self.num_together = max(self.num_together, len(sizes))
+
+    def feed(self, sizes, num_tiles, tile):
+        """Feed chunks of these sizes, padding included, to slots."""
+        if not sizes:
             return
+        slots = list(sizes)
         jobs = [self.slot_of[slot] for slot in slots]
         with self.only_writes_to(slots, lambda job: job.fed):
             self.place()
-            chunks = [chunk_at(job.tokens, job.fed, size, job.previous) for job in jobs]
-            features, _ = self.slots.prefill(slots, chunks, num_rows)
+            each = zip(jobs, sizes.values(), strict=True)
+            chunks = [chunk_at(job.tokens, job.fed, size, job.previous) for job, size in each]
+            features, _ = self.slots.prefill(slots, chunks, num_tiles, tile)
         for slot, job, job.previous in zip(slots, jobs, features, strict=False):
-            job.fed += size
+            job.fed += sizes[slot]
             self.enter(slot, job)
 
     def enter(self, slot, job):
@@ -360,10 +387,12 @@ def filled(state, value):
     return state._replace(cache=caches[0], proposer=caches[1])
 
 
-def make_slots(target, proposer, in_pages, verifier=verifiers.rejection, num_slots=NUM_SLOTS, step_sizes=()):
+def make_slots(
+    target, proposer, in_pages, verifier=verifiers.rejection, num_slots=NUM_SLOTS, step_sizes=(), tile_size=TILE
+):
     pool = (NUM_PAGES, PAGE_SIZE) if in_pages else None
     sizes = {"num_slots": num_slots, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
-    return Slots(target, proposer, verifier=verifier, step_sizes=step_sizes, **sizes)
+    return Slots(target, proposer, verifier=verifier, step_sizes=step_sizes, tile_size=tile_size, **sizes)
 
 
 def run_and_compare(
@@ -451,10 +480,10 @@ def test_nothing_is_compiled_after_the_start(target, in_pages, caplog):
     jax.block_until_ready(jax.jit(lambda: 0)())
     with Compilations() as start, caplog.at_level(logging.INFO, "specjax"):
         slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=4)  # as in no other test
-        slots.compile(CHUNK, [SHORT])
-    assert [getattr(record, "programs", None) for record in caplog.records] == [*((i, 9) for i in range(10)), None]
+        slots.compile(CHUNK, [NUM_TILES * TILE])
+    assert [getattr(record, "programs", None) for record in caplog.records] == [*((i, 8) for i in range(9)), None]
     # On CPUs the steps are compiled while others are traced.
-    assert (start.number, start.number_in_threads) == (10, 4 if jax.default_backend() == "cpu" else 0)
+    assert (start.number, start.number_in_threads) == (9, 4 if jax.default_backend() == "cpu" else 0)
     with Compilations() as later:
         host = Host(slots, jobs, 5, in_pages)
         host.run()
@@ -645,7 +674,7 @@ def test_bad_calls(target):
     with pytest.raises(ValueError, match=r"slot must be in \[0, 2\), got 2"):
         slots.evict([2])
     chunk = chunk_at(np.zeros(1, np.int32), 0, CHUNK, slots.no_features)
-    with pytest.raises(ValueError, match=r"slots and chunks must be at most 1, got 2 and 2"):
+    with pytest.raises(ValueError, match=r"chunks must fill at most 1 tiles of 8 tokens, .* got chunks of \[8, 8\] "):
         slots.prefill([0, 1], [chunk, chunk])
     with pytest.raises(ValueError, match=r"table must be int32 \(2, 7\), got int32 \(2, 6\)"):
         slots.set_pages(np.zeros((2, 6), np.int32))

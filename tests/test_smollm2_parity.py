@@ -14,7 +14,7 @@ from specjax.models import smollm2
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=smollm2_prompts.NUM_TOKENS)
-ENGINE = {"num_slots": 1, "page_size": 64, "chunk_size": 64, "short_chunks": (), "warm_up": [GREEDY]}
+ENGINE = {"num_slots": 1, "page_size": 64, "chunk_size": 64, "prompt_sizes": (), "warm_up": [GREEDY]}
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ class Conversation:
             max_length=self._max_length,
             page_size=sizes.page,
             chunk_size=sizes.chunk,
-            short_chunks=(),
+            prompt_sizes=[sizes.chunk],
             capacities=Capacities(grammars=int(self.params.guided_decoding is not None)),
             warm_up=[self.params],
         )

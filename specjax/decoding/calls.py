@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.operations.pieces import check_pieces
 from specjax.parallel import shards
 from specjax.types import Memory, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import check_array
@@ -23,12 +24,15 @@ def run(model: Model, inputs: ModelInput, memory: PyTree) -> tuple[ModelOutput, 
         The output, and the new memory or cache.
 
     Raises:
-        ValueError: the inputs have pages and the model takes none, or `apply` does not return (ModelOutput, cache), its
+        ValueError: the inputs have pages or pieces and the model takes none, or pieces of other shapes than
+            `ModelInput` says, or `apply` does not return (ModelOutput, cache), its
             logits are not floating numbers [R, T, V], or its cache has not the structure, dtypes and shapes of the one
             it was given. The error comes when the call is traced.
     """
+    check_pieces(inputs, model.takes_groups)
     if inputs.pages is not None:
-        check_array("inputs.pages", inputs.pages, "[R, P]", (inputs.tokens.shape[0], None), jnp.integer)
+        num_rows = (inputs.tokens if inputs.pieces is None else inputs.pieces).shape[0]
+        check_array("inputs.pages", inputs.pages, "[R, P]", (num_rows, None), jnp.integer)
         inputs = inputs._replace(pages=jnp.asarray(inputs.pages, jnp.int32))
     if not isinstance(memory, Memory):
         if inputs.pages is not None and not model.takes_pages:

@@ -25,6 +25,7 @@ class InMemory:
     """The base of proposers whose state is a `Memory`."""
 
     takes_pages = True
+    takes_groups = False
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         raise NotImplementedError

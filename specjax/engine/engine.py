@@ -28,7 +28,7 @@ from specjax.engine.pending import Pending, wake
 from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sizes import chunk_shapes, default_sizes
+from specjax.engine.sizes import checked_prompt_sizes, default_sizes
 from specjax.engine.slots import Slots, keeps_rows
 from specjax.engine.stats import Stats, Sums
 from specjax.engine.step_times import as_step_times, step_times_of
@@ -103,10 +103,10 @@ class Engine:
         page_size: tokens (cache slots) of a page; None is 64.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
-        short_chunks: pairs (rows, tokens of a row): the shapes of calls that feed short prompts, one in a row, and the
-            rest of longer ones after whole chunks; the shortest row that has room is taken. A call has at most
-            `chunk_size` tokens in all, and each row fewer than that. None is ((4, 64), (1, 256)) on GPUs and ((1, 32),)
-            on CPUs, less the shapes that `chunk_size` and `num_slots` have no room for; () is no such call.
+        prompt_sizes: numbers of tokens of the calls that feed prompts, each a program. Several prompts share a call,
+            where target and proposer take packed calls; those that cost least are chosen for the prompts that wait.
+            `chunk_size` is always one of them. None is (128, 256, 512, 2048) on GPUs and (32, 64) on CPUs, of which
+            chunks of all slots fill each.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.
@@ -149,7 +149,7 @@ class Engine:
         num_pages: int | None = None,
         page_size: int | None = None,
         chunk_size: int | None = None,
-        short_chunks: Sequence[tuple[int, int]] | None = None,
+        prompt_sizes: Sequence[int] | None = None,
         verifier: Verifier = verifiers.rejection,
         capacities: Capacities | None = None,
         max_waiting: int | None = None,
@@ -168,7 +168,7 @@ class Engine:
         for name, number in (*numbers, ("chunks_per_step", 1 if chunks_per_step is None else chunks_per_step)):
             if not (is_integer(number) and number >= 1):
                 raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
-        short_chunks = chunk_shapes(short_chunks, chunk_size, num_slots)
+        prompt_sizes, tile_size = checked_prompt_sizes(prompt_sizes, chunk_size, num_slots)
         proposer = proposer or proposers.none()
         times = as_step_times(step_times)
         draft_lengths, draft_length = check_choice(draft_lengths, choose_draft_length, times, proposer)
@@ -207,10 +207,13 @@ class Engine:
             draft_lengths=draft_lengths,
             chunk_size=chunk_size,
             step_sizes=step_sizes,
+            tile_size=tile_size,
         )
+        if device.tile_size is None:  # a call has one chunk
+            prompt_sizes = tuple(size for size in prompt_sizes if size <= chunk_size)
         log_caches(device, pool)
         self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
-        device.compile(chunk_size, short_chunks, None if warm_up is None else {self._use_of(each) for each in warm_up})
+        device.compile(chunk_size, prompt_sizes, None if warm_up is None else {self._use_of(each) for each in warm_up})
         if draft_length is None and draft_lengths is not None and len(device.draft_lengths) > 1:
             draft_length = ByStepTimes(step_times_of(device, device.step_sizes), draft_lengths, proposer)
         self._scheduler = Scheduler(
@@ -218,7 +221,7 @@ class Engine:
             tables,
             chunk_size,
             eos_token_ids,
-            short_chunks=short_chunks,
+            prompt_sizes=prompt_sizes,
             chunks_per_step=chunks_per_step,
             draft_length=draft_length,
         )

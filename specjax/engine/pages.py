@@ -164,6 +164,12 @@ class PageTables:
         self._num_hit_tokens += self.chunk_size
         return True
 
+    def key_at(self, row: Row, num_computed: int) -> ChunkKey | None:
+        """Return the key of the chunk that has the slot `num_computed`; None where it must stay private."""
+        self._check_live(row)
+        index = num_computed // self.chunk_size
+        return row.keys[index] if index < len(row.keys) else None
+
     def register(self, row: Row, num_computed: int, value: Any = None) -> None:
         """Let other rows find the chunk that ends at slot `num_computed`, once its computation is dispatched.
 

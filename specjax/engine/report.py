@@ -158,10 +158,9 @@ class Programs:
             logger.info("program %d of %d %s in %.1f s: %s", *counts, how, seconds, name, extra={"programs": counts})
 
 
-def name_of_chunks(num_rows: int, size: int, *, log_probs: bool = False) -> str:
-    """Return the name of the program that feeds chunks of prompts."""
-    chunks = f"{num_rows} chunks" if num_rows > 1 else "a chunk"
-    return f"{chunks} of {size} tokens of prompts" + (", with log-probabilities" if log_probs else "")
+def name_of_chunks(num_tokens: int, *, log_probs: bool = False) -> str:
+    """Return the name of the program that feeds tokens of prompts."""
+    return f"{num_tokens} tokens of prompts" + (", with log-probabilities" if log_probs else "")
 
 
 def name_of_step(use: str, num_slots: int, log_probs: bool, num_draft_tokens: int, draft_lengths: Sequence[int]) -> str:

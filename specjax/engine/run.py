@@ -187,6 +187,7 @@ class Run:
             draft_lengths=setup.draft_lengths,
             chunk_size=sizes.chunk,
             step_sizes=[size for size in sizes.step_sizes if size < num_slots],
+            tile_size=sizes.tile,
             use=max(needs_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
             num_samples=num_samples,
@@ -200,7 +201,7 @@ class Run:
             tables,
             sizes.chunk,
             setup.eos_token_ids,
-            short_chunks=[(min(num_rows, num_slots), size) for num_rows, size in sizes.short_chunks],
+            prompt_sizes=sizes.prompts,
             chunks_per_step=num_slots * -(-max_length // sizes.chunk),  # nobody reads between the steps
             draft_length=draft_length,
         )
@@ -271,10 +272,16 @@ class _Device(Slots):
         return self.compiling.counted() if is_first else nullcontext()
 
     def prefill(
-        self, slots: Sequence[int], chunks: Sequence[Chunk], num_rows: int = 1, *, log_probs: bool = False
+        self,
+        slots: Sequence[int],
+        chunks: Sequence[Chunk],
+        num_tiles: int = 1,
+        size: int | None = None,
+        *,
+        log_probs: bool = False,
     ) -> tuple[tuple[PyTree, ...], LogProbs | None]:
-        with self._first("prefill", num_rows, chunks[0].following.shape[1], log_probs):
-            return super().prefill(slots, chunks, num_rows, log_probs=log_probs)
+        with self._first("prefill", num_tiles, size, log_probs):
+            return super().prefill(slots, chunks, num_tiles, size, log_probs=log_probs)
 
     def insert(self, slot: int, row: Row) -> None:
         with self._first("insert"):

@@ -8,6 +8,7 @@ the device has the next step when the host looks at the last one.
 import bisect
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -35,11 +36,10 @@ class Scheduler:
     Args:
         device: the slots.
         tables: the page tables of the slots; None where their caches are dense.
-        chunk_size: number of prompt tokens that are fed in a call, of one prompt.
+        chunk_size: the most tokens of one prompt that are fed in a call, up to a multiple of this number.
         eos_token_ids: end-of-sequence tokens, which end an output without a `stop_reason`.
-        short_chunks: numbers of rows and tokens of calls that feed the rest of prompts, where the rest has no more
-            tokens than a row, fewer than `chunk_size`; the shortest call that has room takes it. Prompts whose
-            log-probabilities are asked for take no part.
+        prompt_sizes: numbers of tokens of the calls that feed prompts; None is `chunk_size`, which is always one of
+            them. Prompts whose log-probabilities are asked for are fed by calls of `chunk_size` tokens.
         chunks_per_step: the calls between two steps have at most the tokens of `chunks_per_step` chunks, padding
             included. One call must not have more. None is BURST while more jobs wait to be fed than are active, and 1
             otherwise.
@@ -59,12 +59,12 @@ class Scheduler:
         chunk_size: int,
         eos_token_ids: Sequence[int] = (),
         *,
-        short_chunks: Sequence[tuple[int, int]] = (),
+        prompt_sizes: Sequence[int] = (),
         chunks_per_step: int | None = None,
         draft_length: DraftLength | None = None,
     ):
         self._device, self._tables, self._chunk_size, self._eos = device, tables, chunk_size, eos_token_ids
-        self._shapes = *sorted(short_chunks, key=lambda shape: shape[1]), (1, chunk_size)
+        self._sizes = tuple(sorted({*prompt_sizes, chunk_size}))
         self._draft_length = draft_length
         self._chunks_per_step = chunks_per_step
         self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
@@ -193,9 +193,9 @@ class Scheduler:
         return BURST if len(self.running) - num_active > num_active else 1
 
     def _feed(self, most: int) -> int:
-        """Feed one chunk of the first unfinished prompt; if it is short, other short chunks in the same call.
+        """Feed the next tokens of the first unfinished prompts, in one call; jobs become active after their last ones.
 
-        Jobs become active after their last chunk.
+        A prompt whose log-probabilities are wanted is fed alone.
 
         Args:
             most: the most tokens that the call may have, padding included.
@@ -208,46 +208,75 @@ class Scheduler:
             return 0
         for job in jobs:
             self._take(job)
-        num_rows, size = shape = self._shape_of(jobs[0])
-        if num_rows * size > most:
+        is_scored = jobs[0].is_scored
+        if not is_scored or self._device.tile_size is None:
+            jobs = jobs[:1]
+        jobs = self._distinct([job for job in jobs if job.is_scored == is_scored])
+        num_tokens = sum(self._in_tiles(self._next(job)) for job in jobs)
+        sizes = tuple(size for size in self._sizes if size <= most) if is_scored else (self._chunk_size,)
+        if not sizes or min(sizes) > most:
             return 0
+        size = _cheapest(num_tokens, sizes, self._device.tile_size or self._chunk_size)[1]
         self._send()
-        jobs = [job for job in jobs if self._shape_of(job) == shape][:num_rows]
-        self._prefill(jobs, num_rows, size)
-        for job in jobs:
-            if seat_of(job).num_computed >= len(job.tokens):
+        for job in self._prefill(jobs, size):
+            if seat_of(job).num_computed == len(job.tokens):
                 self._activate(job)
-        return num_rows * size
+        return size
 
-    def _shape_of(self, job: Job) -> tuple[int, int]:
-        """Return the numbers of rows and tokens of the call that feeds the next chunk of a job.
+    def _next(self, job: Job) -> int:
+        """Return how many tokens of a job may be fed next: up to the end of its chunk, which others may share."""
+        num_computed = seat_of(job).num_computed
+        return min(len(job.tokens) - num_computed, self._chunk_size - num_computed % self._chunk_size)
 
-        It depends on how many tokens are left, and not on the company, so that the job is computed alike in any.
-        """
-        left = len(job.tokens) - seat_of(job).num_computed
-        return next((shape for shape in self._shapes[:-1] if job.is_scored and left <= shape[1]), self._shapes[-1])
+    def _in_tiles(self, num_tokens: int) -> int:
+        """Return the tokens of the tiles that hold so many; tiles are 1 token where a call has one chunk."""
+        size = self._device.tile_size or 1
+        return -(-num_tokens // size) * size
 
-    def _prefill(self, jobs: Sequence[Job], num_rows: int, size: int) -> None:
-        """Dispatch a call with the next chunks of jobs."""
-        seats = [seat_of(job) for job in jobs]
-        chunks = []
-        for job, seat in zip(jobs, seats, strict=True):
+    def _distinct(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs without those for which an earlier one computes the next chunk."""
+        if self._tables is None:
+            return list(jobs)
+        kept, keys = [], set()
+        for job in jobs:
+            seat = seat_of(job)
+            key = None if seat.pages is None else self._tables.key_at(seat.pages, seat.num_computed)
+            if key not in keys or seat.num_computed % self._chunk_size:
+                kept.append(job)
+            if key is not None:
+                keys.add(key)
+        return kept
+
+    def _prefill(self, jobs: Sequence[Job], size: int) -> list[Job]:
+        """Dispatch a call of `size` tokens with the next tokens of jobs; return the jobs for which there is room."""
+        num_tiles, tile = self._device.tiles_of(size)
+        num_left, fed, counts, chunks = num_tiles, [], [], []
+        for job in jobs:
+            if not num_left:
+                break
+            seat, count = seat_of(job), min(self._next(job), num_left * tile)
             features = self._device.no_features if seat.num_computed == 0 else seat.features
             if seat.kept is not None:
                 self._device.put_back(seat.slot, seat.kept)
                 seat.kept = None
-            chunks.append(chunk_at(np.array(job.tokens, np.int32), seat.num_computed, size, features))
+            used = -(-count // tile)
+            chunks.append(chunk_at(np.array(job.tokens, np.int32), seat.num_computed, used * tile, features))
+            fed.append(job)
+            counts.append(count)
+            num_left -= used
         features, scores = self._device.prefill(
-            [seat.slot for seat in seats],
+            [seat_of(job).slot for job in fed],
             chunks,
-            num_rows,
-            log_probs=not all(job.is_scored for job in jobs),
+            num_tiles,
+            tile,
+            log_probs=not all(job.is_scored for job in fed),
         )
-        for job, seat, last in zip(jobs, seats, features, strict=False):  # rows without a job are the last
-            seat.num_computed, seat.features = seat.num_computed + size, last
+        for job, count, last in zip(fed, counts, features, strict=False):  # places without a job are the last
+            seat = seat_of(job)
+            seat.num_computed, seat.features = seat.num_computed + count, last
             if scores is not None:
                 seat.scores.append(scores)
-            if seat.pages is None or self._tables is None or seat.num_computed > len(job.tokens):
+            if seat.pages is None or self._tables is None:
                 continue
             if self._tables.can_register(seat.pages, seat.num_computed):
                 kept = self._device.kept(seat.slot) if self._device.keeps_rows else None
@@ -257,6 +286,7 @@ class Scheduler:
             last = self._fed.popleft()
             if not self._active:
                 jax.block_until_ready(last)
+        return fed
 
     def _take(self, job: Job) -> None:
         """Let a job take the chunks that others have computed since it came, instead of computing them."""
@@ -434,6 +464,24 @@ def _go_on(seat: Seat) -> None:
     if seat.pages.value is not None:
         seat.features, seat.kept = seat.pages.value
         seat.pages.value = None  # large, and of no use any more
+
+
+@cache
+def _cheapest(num_tokens: int, sizes: tuple[int, ...], overhead: int) -> tuple[int, int]:
+    """Return the cost of the calls that feed so many tokens at the least cost, and the size of the first and largest.
+
+    Args:
+        num_tokens: the tokens, in whole tiles.
+        sizes: the tokens that a call may have, in ascending order.
+        overhead: how many tokens one more call costs as much as.
+    """
+    if num_tokens >= sizes[-1]:
+        return 0, sizes[-1]
+    costs = []
+    for size in reversed(sizes):
+        rest = num_tokens - size
+        costs.append((size + overhead + (_cheapest(rest, sizes, overhead)[0] if rest > 0 else 0), size))
+    return min(costs, key=lambda cost: cost[0])
 
 
 def _take(log_probs: LogProbs, row: int, width: int) -> LogProbs:

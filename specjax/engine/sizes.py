@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -18,30 +18,31 @@ class Sizes:
 
     page: int  # tokens (cache slots) of a page
     chunk: int  # tokens of a prompt that are fed in a call
-    short_chunks: tuple[tuple[int, int], ...]  # rows, and tokens of a row, of the calls that feed short prompts
+    prompts: tuple[int, ...]  # tokens of the calls that feed prompts
+    tile: int  # tokens of a tile of such a call
     slots: int  # samples that are decoded at a time
     step_sizes: tuple[int, ...]  # slots that a step computes if few are active
 
 
 # A server feeds a chunk between two steps of running requests, and its prompts are often long: large chunks pay. On
 # CPUs a vacant slot costs as much as another, so there are many only in a long call. In a batch nearly all steps are
-# full.
+# full. A tile has the tokens that the kernel of prompts attends from at a time.
 SIZES: dict[Use, dict[Literal["cpu", "gpu"], Sizes]] = {
     "call": {
-        "gpu": Sizes(page=64, chunk=256, short_chunks=((4, 64),), slots=64, step_sizes=(1,)),
-        "cpu": Sizes(page=32, chunk=32, short_chunks=((1, 16),), slots=8, step_sizes=(1,)),
+        "gpu": Sizes(page=64, chunk=256, prompts=(256,), tile=64, slots=64, step_sizes=(1,)),
+        "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=16, slots=8, step_sizes=(1,)),
     },
     "call with many samples": {
-        "gpu": Sizes(page=64, chunk=256, short_chunks=((4, 64),), slots=64, step_sizes=(1,)),
-        "cpu": Sizes(page=32, chunk=32, short_chunks=((1, 16),), slots=32, step_sizes=(1,)),
+        "gpu": Sizes(page=64, chunk=256, prompts=(256,), tile=64, slots=64, step_sizes=(1,)),
+        "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=16, slots=32, step_sizes=(1,)),
     },
     "server": {
-        "gpu": Sizes(page=64, chunk=512, short_chunks=((4, 64), (1, 256)), slots=16, step_sizes=(1, 8, 32)),
-        "cpu": Sizes(page=64, chunk=64, short_chunks=((1, 32),), slots=8, step_sizes=(1,)),
+        "gpu": Sizes(page=64, chunk=512, prompts=(128, 256, 512, 2048), tile=64, slots=16, step_sizes=(1, 8, 32)),
+        "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=16, slots=8, step_sizes=(1,)),
     },
     "batch": {
-        "gpu": Sizes(page=64, chunk=512, short_chunks=((4, 64), (1, 256)), slots=16, step_sizes=()),
-        "cpu": Sizes(page=64, chunk=64, short_chunks=((1, 32),), slots=16, step_sizes=()),
+        "gpu": Sizes(page=64, chunk=512, prompts=(256, 512, 2048), tile=64, slots=16, step_sizes=()),
+        "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=16, slots=16, step_sizes=()),
     },
 }
 MANY_SAMPLES = 64  # of a call
@@ -52,22 +53,18 @@ def default_sizes(use: Use) -> Sizes:
     return SIZES[use]["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
 
-def chunk_shapes(
-    shapes: Sequence[tuple[int, int]] | None, chunk_size: int, num_slots: int
-) -> Sequence[tuple[int, int]]:
-    """Return the numbers of rows and tokens of each call that feeds short chunks."""
-    if shapes is None:
-        defaults = default_sizes("server").short_chunks
-        return [(min(rows, chunk_size // size, num_slots), size) for rows, size in defaults if size < chunk_size]
+def checked_prompt_sizes(sizes: Sequence[int] | None, chunk_size: int, num_slots: int) -> tuple[tuple[int, ...], int]:
+    """Return the numbers of tokens of calls that feed prompts, `chunk_size` among them, and the size of a tile.
 
-    def is_pair(shape: Any) -> bool:
-        return isinstance(shape, tuple) and len(shape) == 2 and all(is_integer(n) and n >= 1 for n in shape)
+    The defaults are those that `num_slots` chunks can fill.
 
-    if not isinstance(shapes, list | tuple) or not all(
-        is_pair(shape) and shape[1] < chunk_size and math.prod(shape) <= chunk_size for shape in shapes
-    ):
-        raise ValueError(
-            "short_chunks must be pairs of rows >= 1 and tokens in [1, chunk_size - 1], with products of at most "
-            f"chunk_size = {chunk_size}, got {shapes!r}"
-        )
-    return shapes
+    Raises:
+        ValueError: the sizes are no positive integers.
+    """
+    defaults = default_sizes("server")
+    if sizes is None:
+        sizes = [size for size in defaults.prompts if size <= chunk_size * num_slots]
+    if not isinstance(sizes, Sequence) or not all(is_integer(size) and size >= 1 for size in sizes):
+        raise ValueError(f"prompt_sizes must be integers >= 1, numbers of tokens, got {sizes!r}")
+    sizes = tuple(sorted({*sizes, chunk_size}))
+    return sizes, math.gcd(defaults.tile, *sizes)

@@ -1,4 +1,4 @@
-"""The two calls that compute: a chunk of each of some prompts, and a step of the active rows."""
+"""The two calls that compute: a packed call with chunks of prompts, and a step of the active rows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, metrics, proposers, scorers, verifiers
+from specjax.decoding.drafters import in_memory
 from specjax.decoding.log_probs import LogProbs, logprobs
 from specjax.engine.slot_rows import of_host
+from specjax.operations.pieces import by_tile, in_tiles
 from specjax.parallel import WHOLE, OnMesh, on_devices
 from specjax.prompts import run_chunk
 from specjax.sampling.capacities import Needs, keep_only
@@ -17,11 +19,11 @@ from specjax.types import NO_PAGE, Array, Memory, Model, ModelInput, Proposer, P
 
 
 class Chunk(NamedTuple):
-    """Some tokens of each of R prompts, in host arrays."""
+    """Some tokens of a prompt, or a packed call with some tokens of each of S prompts, in host arrays."""
 
-    inputs: ModelInput  # tokens and positions [R, T] int32, num_tokens [R] int32
-    following: Any  # [R, T] int32, the token after each, -1 where it is not known
-    previous: PyTree  # features of the token before the chunk, [R, ...]
+    inputs: ModelInput  # tokens and positions [1, T] int32; of a prompt num_tokens [1], of a packed call pieces [S, 3]
+    following: Any  # [1, T] int32, the token after each, -1 where it is not known
+    previous: PyTree  # features of the token before the chunk, [1, ...]; of a packed call a tuple of S such trees
 
 
 def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
@@ -37,11 +39,31 @@ def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chu
     return Chunk(inputs, following, previous)
 
 
-def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Return chunks of one row as the rows of one, for `prefill_chunk`."""
-    inputs = jax.tree.map(lambda *rows: np.concatenate(rows), *[chunk.inputs for chunk in chunks])
-    following = np.concatenate([chunk.following for chunk in chunks])
-    return Chunk(inputs, following, previous=tuple(chunk.previous for chunk in chunks))
+def packed(
+    slots: Sequence[int], chunks: Sequence[Chunk], num_tiles: int, size: int, *, no_slot: int, no_features: PyTree
+) -> Chunk:
+    """Return chunks of some slots as one packed call, for `prefill_chunk`.
+
+    Args:
+        slots: the slots, each once.
+        chunks: the chunk of each, of a multiple of `size` tokens.
+        num_tiles: S, the tiles of the call.
+        size: tokens of a tile.
+        no_slot: B, which stands for no slot.
+        no_features: features for places without a chunk.
+    """
+    tokens, positions = np.zeros((2, 1, num_tiles * size), np.int32)
+    following = np.full_like(tokens, -1)
+    pieces = np.tile(np.array([no_slot, 0, 0], np.int32), (num_tiles, 1))
+    previous, begin = [no_features] * num_tiles, 0
+    for i, (slot, chunk) in enumerate(zip(slots, chunks, strict=True)):
+        end = begin + chunk.following.shape[1]
+        tokens[:, begin:end], positions[:, begin:end] = chunk.inputs.tokens, chunk.inputs.positions
+        following[:, begin:end], previous[i] = chunk.following, chunk.previous
+        pieces[i] = slot, begin, chunk.inputs.counts[0]
+        begin = end
+    inputs = ModelInput(of_host(tokens), of_host(positions), pieces=of_host(pieces))
+    return Chunk(inputs, following, tuple(previous))
 
 
 class Output(NamedTuple):
@@ -60,43 +82,43 @@ def prefill_chunk(
     model: Model,
     proposer: Proposer | None,
     state: decode.State,
-    slots: Array,
     chunk: Chunk,
     *,
     num_logprobs: int | None = None,
 ) -> tuple[decode.State, tuple[PyTree, ...], LogProbs | None]:
     """Feed one chunk of a prompt to each of some vacant slots, whose pages are in the table of the state.
 
+    Where target or proposer take no packed calls, a chunk fills one tile at most, and each tile is a row of a call.
+
     Args:
         model: the target.
         proposer: the proposer that the state was made with; None is plain decoding.
         state: the state.
-        slots: [R] int32 in [0, B], no slot twice. B stands for none: of such a row nothing is kept.
-        chunk: the chunks, [R, T], as `joined` returns them. `previous` is a tuple with the features of each row, [1,
-            ...]: those that the call before returned, and zeros (`no_features`) at the start of the prompt.
+        chunk: the chunks, as `packed` returns them. `previous` has the features that the call before returned, and
+            zeros (`no_features`) at the start of a prompt.
         num_logprobs: how many of the most likely tokens to list beside the one that follows each token of the chunks,
             static; None reports no log-probabilities.
 
     Returns:
         The state, a tuple with the features of the last token of each chunk, [1, ...], and the log-probabilities of
-        the tokens that follow by the model's logits, fields [R, T, ...].
+        the tokens that follow by the model's logits, fields [1, C, ...].
     """
     proposer = proposer or proposers.none()
     chunk = chunk._replace(previous=jax.tree.map(lambda *rows: jnp.concatenate(rows), *chunk.previous))
     if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
-        cache, proposer_state, last, entries = _run_chunk_on_mesh(model, proposer, state, slots, chunk, num_logprobs)
+        cache, proposer_state, last, entries = _run_chunk_on_mesh(model, proposer, state, chunk, num_logprobs)
     else:
         cache, proposer_state, last, logits = _run_chunk(
             model,
             proposer,
             chunk,
             table=state.context.pages,
-            slots=slots,
             cache=state.cache,
             proposer_state=state.proposer,
         )
         entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
-    features = tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], last) for row in range(slots.shape[0]))
+    num_pieces = chunk.inputs.counts.shape[0]
+    features = tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], last) for row in range(num_pieces))
     return state._replace(cache=cache, proposer=proposer_state), features, entries
 
 
@@ -106,33 +128,47 @@ def _run_chunk(
     chunk: Chunk,
     *,
     table: Array | None,
-    slots: Array,
     cache: Memory,
     proposer_state: Memory,
 ) -> tuple[Memory, Memory, PyTree, Array]:
-    """Run chunks [R, T] in some slots; see `run_chunk`."""
+    """Run a packed call; see `run_chunk`. The logits are [1, C, V]."""
+    inputs, following = chunk.inputs, chunk.following
+    slots = inputs.sequences
+    assert slots is not None, "a packed call has pieces"
     pages = slots[:, None] if table is None else table.at[slots].get(mode="fill", fill_value=NO_PAGE)
-    inputs = chunk.inputs._replace(pages=pages, rows=slots)
-    return run_chunk(model, proposer, inputs, chunk.following, chunk.previous, cache, proposer_state)
+    inputs = inputs._replace(pages=pages)
+    if not takes_packed(model, proposer):
+        inputs, following = by_tile(inputs), in_tiles(inputs, following)
+    *states, logits = run_chunk(model, proposer, inputs, following, chunk.previous, cache, proposer_state)
+    return *states, logits.reshape(1, -1, logits.shape[-1])
+
+
+def takes_packed(model: Model, proposer: Proposer) -> bool:
+    """Return whether target and proposer take packed calls, in which a chunk may fill several tiles."""
+    proposer = in_memory(proposer)
+    takes_pages = model.takes_pages and proposer.takes_pages
+    return takes_pages and model.takes_groups and getattr(proposer, "takes_groups", False)
 
 
 def _run_chunk_on_mesh(
-    model: Model, proposer: Proposer, state: decode.State, slots: Array, chunk: Chunk, num_logprobs: int | None
+    model: Model, proposer: Proposer, state: decode.State, chunk: Chunk, num_logprobs: int | None
 ) -> tuple[Memory, Memory, PyTree, LogProbs | None]:
     """Run chunks on devices that share the rows: all run them, and each keeps the chunks of its slots."""
     shared = model.apply
     size = state.context.length.shape[0] // shared.num_row_groups  # rows of a device
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
-        proposer, proposer_state, slots, chunk = operands
+        proposer, proposer_state, chunk = operands
+        slots, start, count = jnp.unstack(chunk.inputs.pieces, axis=1)
         local = slots - jax.lax.axis_index(shared.batch_axis) * size
         is_local = (local >= 0) & (local < size)
+        local = jnp.where(is_local, local, size)  # out of range, which is read as zeros and not written
+        inputs = chunk.inputs._replace(pieces=jnp.stack([local, start, count], axis=1))
         cache, proposer_state, last, logits = _run_chunk(
             model,
             proposer,
-            chunk,
+            chunk._replace(inputs=inputs),
             table=None,
-            slots=jnp.where(is_local, local, size),  # out of range, which is read as zeros and not written
             cache=cache,
             proposer_state=proposer_state,
         )
@@ -140,17 +176,23 @@ def _run_chunk_on_mesh(
         if num_logprobs is not None:
             entries = logprobs(logits, chunk.following, num_logprobs, axis_name=model.axis_name)
 
-        def of_owner(x: Array) -> Array:
-            return jax.lax.psum(jnp.where(is_local.reshape(-1, *[1] * (x.ndim - 1)), x, 0), shared.batch_axis)
+        def of_owner(x: Array, is_own: Array) -> Array:
+            is_own = jnp.expand_dims(is_own, tuple(range(is_own.ndim, x.ndim)))
+            return jax.lax.psum(jnp.where(is_own, x, 0), shared.batch_axis)
 
-        return cache, (proposer_state, *jax.tree.map(of_owner, (last, entries)))
+        rows = by_tile(inputs).rows
+        assert rows is not None, "each tile has a row"
+        is_own_token = jnp.repeat(rows < size, inputs.tokens.shape[1] // rows.shape[0])[None]
+        last = jax.tree.map(lambda x: of_owner(x, is_local), last)
+        entries = jax.tree.map(lambda x: of_owner(x, is_own_token), entries)
+        return cache, (proposer_state, last, entries)
 
     cache, (proposer_state, last, entries) = on_devices(
         model,
         one_device,
         state.cache,
-        operands=(proposer, state.proposer, slots, chunk),
-        specs=(WHOLE, shared.of_rows, WHOLE, WHOLE),
+        operands=(proposer, state.proposer, chunk),
+        specs=(WHOLE, shared.of_rows, WHOLE),
         out=(shared.of_rows, WHOLE, WHOLE),
     )
     return cache, proposer_state, last, entries

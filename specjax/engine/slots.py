@@ -4,7 +4,7 @@ The functions are pure. A state is a `decode.State` whose sampling parameters ha
 one without a request is *vacant*: its row is not active, and its length is L, the size of the token buffer.
 
 A request enters in two parts: `prefill_chunk` feeds its tokens to the vacant slot chunk by chunk, between the steps of
-the others, and then `insert` makes the row active. A call of it feeds one chunk each to as many slots as it has rows.
+the others, and then `insert` makes the row active. A call of it feeds one chunk each to some slots, side by side.
 The steps in between do not disturb the chunks. In a pool of pages they write nothing for rows that are not active. In a
 dense cache they write the last two slots of a vacant row, which a request needs only if it fills the buffer but for one
 token, and then its first step writes them again. Other state of a proposer for a row may change in a step, so no step
@@ -31,7 +31,7 @@ from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.held import Held, feed_held, hold_step, may_hold
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
-from specjax.engine.slot_calls import Chunk, Output, chunk_at, joined, prefill_chunk, step
+from specjax.engine.slot_calls import Chunk, Output, chunk_at, packed, prefill_chunk, step, takes_packed
 from specjax.engine.slot_rows import Row, empty, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
 from specjax.parallel import WHOLE, OnMesh, put
 from specjax.sampling.capacities import Capacities, Needs, neutral
@@ -56,9 +56,9 @@ def no_features(model: Model, proposer: Proposer | None, state: decode.State, ch
 
     With the size of the chunks that follow, these need not be traced again where there are no features.
     """
-    chunk = joined([chunk_at(np.zeros(1, np.int32), 0, chunk_size, None)])
-    slots = np.zeros(1, np.int32)
-    _, (last,), _ = jax.eval_shape(_prefill_chunk, model, proposer, state, slots, chunk, num_logprobs=None)
+    one = chunk_at(np.zeros(1, np.int32), 0, chunk_size, None)
+    chunk = packed([0], [one], 1, chunk_size, no_slot=1, no_features=None)
+    _, (last,), _ = jax.eval_shape(_prefill_chunk, model, proposer, state, chunk, num_logprobs=None)
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
 
 
@@ -84,11 +84,13 @@ class Slots:
         chunk_size: as `no_features` takes it.
         step_sizes: numbers of slots below `num_slots` that a step may compute in place of all; each is a program. There
             are none where devices share the rows.
+        tile_size: tokens of a tile, of which chunks of prompts fill several in a call.
 
     Attributes:
         state: the state. The next call reuses its arrays.
         draft_lengths: the numbers of draft tokens, the largest first.
         step_sizes: the numbers of slots of a step, the smallest first and `num_slots` last.
+        tile_size: tokens of a tile; None where target or proposer take no packed calls, and a call has one chunk.
         no_features: features of the token before a prompt, for the first chunk.
         keeps_rows: whether target or proposer keep more of a prompt than its pages and its last features, which `kept`
             returns.
@@ -108,6 +110,7 @@ class Slots:
         draft_lengths: Sequence[int] | None = None,
         chunk_size: int = 1,
         step_sizes: Sequence[int] = (),
+        tile_size: int | None = None,
     ):
         self.model, self.proposer = model, proposer or proposers.none()
         self._proposers = {self.proposer.num_draft_tokens: self.proposer}
@@ -118,6 +121,7 @@ class Slots:
         self.keeps_rows = keeps_rows(model, self.proposer)
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
+        self.tile_size = tile_size if takes_packed(model, self.proposer) else None
         for each in self._proposers.values():
             self.verifier, self._scorer = as_pytrees(verifier, scorer, each)
         self._make_state(pool, chunk_size)
@@ -139,15 +143,14 @@ class Slots:
     def compile(
         self,
         chunk_size: int,
-        short_chunks: Sequence[tuple[int, int]] = (),
+        prompt_sizes: Sequence[int] = (),
         uses: Collection[tuple[int, bool]] | None = None,
     ) -> None:
         """Compile calls, while all slots are vacant.
 
         Args:
-            chunk_size: the number of tokens of a chunk that is fed alone.
-            short_chunks: the numbers of rows and tokens of each call that feeds short chunks, without
-                log-probabilities.
+            chunk_size: the number of tokens of a call with log-probabilities.
+            prompt_sizes: the numbers of tokens of the calls without them.
             uses: the pairs of `use` and `log_probs` that calls are compiled for, as `step` takes them; None is every
                 pair. Others are compiled where they are first made.
         """
@@ -157,19 +160,18 @@ class Slots:
         if uses is not None:  # steps of some slots have one program for all uses
             steps = [step for step in steps if (step.use, step.log_probs) in uses or step.rows is not None]
         sizes_to_feed = () if self._held is None else self.step_sizes
-        of_chunks = [False, True] if uses is None or any(log_probs for _, log_probs in uses) else [False]
+        of_chunks = [(size, False) for size in prompt_sizes or (chunk_size,)]
+        if uses is None or any(log_probs for _, log_probs in uses):
+            of_chunks.append((chunk_size, True))
         with (
-            Programs(
-                2 + 2 * self.keeps_rows + sum(map(len, (of_chunks, short_chunks, steps, sizes_to_feed)))
-            ) as programs,
+            Programs(2 + 2 * self.keeps_rows + sum(map(len, (of_chunks, steps, sizes_to_feed)))) as programs,
             self.compiling_steps(steps, programs.making),
         ):
-            for log_probs in of_chunks:
-                with programs.making(name_of_chunks(1, chunk_size, log_probs=log_probs)):
-                    self.prefill([0], [chunk_at(token, 0, chunk_size, self.no_features)], log_probs=log_probs)
-            for num_rows, size in short_chunks:
-                with programs.making(name_of_chunks(num_rows, size)):
-                    self.prefill([0], [chunk_at(token, 0, size, self.no_features)], num_rows)
+            for size, log_probs in of_chunks:
+                with programs.making(name_of_chunks(size, log_probs=log_probs)):
+                    num_tiles, tile = self.tiles_of(size)
+                    chunk = chunk_at(token, 0, tile, self.no_features)
+                    self.prefill([0], [chunk], num_tiles, tile, log_probs=log_probs)
             if self.keeps_rows:
                 with programs.making("states of prompts are kept"):
                     kept = self.kept(0)
@@ -305,35 +307,49 @@ class Slots:
         classes: Any = put(token_classes.copy(), self._sharding)
         self.state = with_grammars(self.state, classes, put(transitions.copy(), self._sharding))
 
+    def tiles_of(self, num_tokens: int) -> tuple[int, int]:
+        """Return the number and the size of the tiles of a call that feeds so many tokens of prompts."""
+        size = num_tokens if self.tile_size is None else self.tile_size
+        return num_tokens // size, size
+
     def prefill(
-        self, slots: Sequence[int], chunks: Sequence[Chunk], num_rows: int = 1, *, log_probs: bool = False
+        self,
+        slots: Sequence[int],
+        chunks: Sequence[Chunk],
+        num_tiles: int = 1,
+        size: int | None = None,
+        *,
+        log_probs: bool = False,
     ) -> tuple[tuple[PyTree, ...], LogProbs | None]:
-        """Feed a chunk to each of some vacant slots, by a call of `num_rows` rows; see `prefill_chunk`.
+        """Feed a chunk to each of some vacant slots, by one packed call; see `prefill_chunk`.
 
         Args:
-            slots: the slots, at most `num_rows`.
-            chunks: the chunk of each, as `chunk_at` returns it, all of one size.
-            num_rows: how many chunks the call has room for. Each number needs a separate program, and so does each
-                size.
+            slots: the slots.
+            chunks: the chunk of each, as `chunk_at` returns it, of a multiple of `size` tokens. It fills one tile where
+                target or proposer take no packed calls.
+            num_tiles: how many tiles the call has. Each number needs a separate program, and so does each size.
+            size: tokens of a tile; None is the size of the first chunk.
             log_probs: whether to return log-probabilities of the tokens that follow, too, with as many of the most
                 likely tokens as the capacities say.
 
         Returns:
-            The features of the last token of each row, and the log-probabilities.
+            The features of the last token of each chunk, then others, and the log-probabilities [1, C, ...].
         """
         for slot in slots:
             self._check(slot)
-        num_free = num_rows - len(slots)
-        if num_free < 0 or len(chunks) != len(slots):
-            raise ValueError(f"slots and chunks must be at most {num_rows}, got {len(slots)} and {len(chunks)}")
-        nothing = chunk_at(np.zeros(0, np.int32), 0, chunks[0].following.shape[1], self.no_features)
-        rows = np.array([*slots, *[self.num_slots] * num_free], np.int32)
+        sizes = [chunk.following.shape[1] for chunk in chunks]
+        size = sizes[0] if size is None else size
+        if sum(sizes) > num_tiles * size or len(chunks) != len(slots) or any(each % size for each in sizes):
+            raise ValueError(
+                f"chunks must fill at most {num_tiles} tiles of {size} tokens, one chunk for each slot, got chunks of "
+                f"{sizes} tokens for {len(slots)} slots"
+            )
+        no = {"no_slot": self.num_slots, "no_features": self.no_features}
         self.state, features, entries = _prefill_chunk(
             self.model,
             self.proposer,
             self.state,
-            rows,
-            joined([*chunks, *[nothing] * num_free]),
+            packed(slots, chunks, num_tiles, size, **no),
             num_logprobs=self.capacities.logprobs if log_probs else None,
         )
         return features, entries

@@ -20,6 +20,7 @@ from pallas_kernels.attention import FLOAT8, CacheScales, stored
 from specjax.models.dense_attention import attend, attend_few, heads_together, own_head
 from specjax.models.rope import Rotation, rotate
 from specjax.operations.dispatch import dispatch
+from specjax.operations.pieces import by_tile, in_tiles
 from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.parallel.loops import as_carry
 from specjax.types import Array, ModelInput
@@ -128,12 +129,15 @@ class Cached:
 
     def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
         """Attend as `latent_attention.Latents` says."""
-        inputs = self.inputs
+        shape, is_packed = query.shape, self.inputs.pieces is not None
+        query, latent = in_tiles(self.inputs, (query, latent))
+        inputs = by_tile(self.inputs)
         slots = inputs.positions[:, :1] + jnp.arange(latent.shape[1], dtype=jnp.int32)[None]
         cache = {"latent": write_slots(self.cache["latent"], slots, latent, inputs.pages)}
         one_head = {"key": cache["latent"][:, :, None], "value": cache["latent"][:, :, None]}
-        hidden: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden}
-        return _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, **hidden), cache
+        how: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden, "is_packed": is_packed}
+        attended = _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, **how)
+        return attended.reshape(shape) if is_packed else attended, cache
 
 
 def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:
@@ -181,7 +185,9 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
 
     They are all slots before this call, and in it the slots that `inputs.mask` allows; with a window, only slots that
     lie less than `window` positions before the query. The first `num_hidden` slots are seen by their own tokens alone.
+    A packed call has a row for each tile.
     """
+    inputs = by_tile(inputs)
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
     offset = jnp.arange(num_slots, dtype=jnp.int32)[None, None] - start  # [B, 1, S]: the slot's index inside the call
@@ -208,6 +214,8 @@ def update_cache(
 
     They are stored divided by the scales of their heads, if there are any.
     """
+    key, value = in_tiles(inputs, (key, value))
+    inputs = by_tile(inputs)
     slots = inputs.positions[:, :1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     dtype, factors = cache["key"].dtype, (None, None) if scales is None else scales
     new = [
@@ -353,11 +361,11 @@ def attend_to_cache(
     or a tree, and one many tokens in a chain.
 
     Args:
-        query: [B, T, H, D].
+        query: [B, T, H, D]; of a packed call [1, C, H, D].
         key: [B, T, kv heads, D] of the tokens of the call; `value` likewise.
         cache: of the layer.
         inputs: the tokens of the call and their positions.
-        mask: [B, 1, T, S] bool, as `attention_mask` gives it.
+        mask: [B, 1, T, S] bool, or [tiles, 1, C / tiles, S] of a packed call, as `attention_mask` gives it.
         rotation: turns queries and keys first; None for none.
         window: number of positions that a query sees, its own included, as in `mask`; None is all.
         scale: factor of the scores; None is 1 / sqrt(D).
@@ -373,13 +381,19 @@ def attend_to_cache(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
+    shape, is_packed = query.shape, inputs.pieces is not None
+    if is_packed:
+        query, key, value, rotation = in_tiles(inputs, (query, key, value, rotation))
+        inputs = by_tile(inputs)
+    # Only the other kernel writes all tiles before it attends from one.
+    is_for_few = _has_few(query) and not is_packed
     of_scores: dict[str, Any] = {"scale": scale, "softcap": softcap}
     hidden: dict[str, Any] = {"window": window, "num_hidden": num_hidden}
 
     def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, sinks, *, interpret):
         tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
         options = hidden | of_scores | {"cache_scales": scales, "sinks": sinks, "interpret": interpret}
-        if _has_few(query):
+        if is_for_few:
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
             attended, *updated = of_few.decode_attention(*tokens, tree, **options)
         else:
@@ -390,23 +404,24 @@ def attend_to_cache(
         query, key = rotate(query, rotation), rotate(key, rotation)
         cache = update_cache(cache, key, value, inputs, scales)
         asked = query if scales is None else _times(query, scales[0])
-        attended = _attend_in_xla(asked, cache, inputs, mask, sinks, **hidden, **of_scores)
+        attended = _attend_in_xla(asked, cache, inputs, mask, sinks, is_packed=is_packed, **hidden, **of_scores)
         return attended if scales is None else _times(attended, scales[1]), cache
 
     def reason(query, key, value, cache, inputs, mask, rotation, scales, sinks):
-        if _has_few(query):
+        if is_for_few:
             return of_few.unsupported(query, cache["key"])
         if inputs.mask is not None:
             return f"the kernel of more than {of_few.MAX_TOKENS} tokens takes a chain, got a ModelInput with a mask"
         return of_many.unsupported(query, cache["key"])
 
-    return dispatch(
+    attended, cache = dispatch(
         (query, key, value, cache, inputs, mask, rotation, scales, sinks),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,
         implementation=implementation,
     )
+    return attended.reshape(shape) if is_packed else attended, cache
 
 
 def _attend_in_xla(
@@ -420,13 +435,15 @@ def _attend_in_xla(
     num_hidden: int,
     scale: float | None,
     softcap: float | None = None,
+    is_packed: bool = False,
 ) -> Array:
-    """Attend as `attend_to_cache` does, to a cache that holds the tokens of the call."""
+    """Attend as `attend_to_cache` does, to a cache that has the tokens of the call; rows are tiles of a packed one."""
     is_on_cpu = jax.default_backend() == "cpu"
     is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
     # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
     size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
-    if inputs.mask is None and (size < BLOCK or not _has_few(query)) and num_slots(cache, inputs) > 2 * size:
+    copies_whole = size == BLOCK and _has_few(query) and not is_packed
+    if inputs.mask is None and not copies_whole and num_slots(cache, inputs) > 2 * size:
         how = window, scale, softcap, num_hidden, sinks, size, is_together
         return attend_in_blocks(query, cache, inputs, *how)
     key, value, mask = read_cache(cache, inputs, mask)

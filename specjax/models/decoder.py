@@ -262,4 +262,5 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         init_cache=network.InitCache(config, str(params["embedding"].dtype), attends),
         init_rows=delta_net.InitRows(config.delta_nets, str(params["embedding"].dtype)),
         commit=delta_net.commit,
+        takes_groups=False,
     )

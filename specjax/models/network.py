@@ -121,6 +121,7 @@ def network_model(network: Network, config: NetworkConfig, params: PyTree, featu
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         takes_pages=True,
+        takes_groups=True,
     )
     return with_feature_layers(model, feature_layers)
 

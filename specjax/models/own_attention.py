@@ -18,7 +18,8 @@ def cached_attention(
     """Write the keys and values of a call to their cache slots, and attend from its queries to all slots that they see.
 
     A model that attends by this function keeps the contract of `Model`, with a dense cache and with pages
-    (`takes_pages=True`), in chains and in trees (`inputs.mask`). On NVIDIA GPUs kernels run where they support it.
+    (`takes_pages=True`), in chains, in trees (`inputs.mask`), and in packed calls (`takes_groups=True`). On NVIDIA GPUs
+    kernels run where they support it.
 
     Args:
         query: [R, T, heads, head size] floats, turned by rotary embeddings where the model has them.

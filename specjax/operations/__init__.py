@@ -1,1 +1,1 @@
-"""Operations on rows of logits, and the choice between XLA and Pallas kernels for operations that have both."""
+"""Operations on rows of logits and on packed calls, and the choice between XLA and Pallas kernels, where both exist."""

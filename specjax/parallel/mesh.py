@@ -212,7 +212,7 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
         shared = OnMesh(model.apply, model.init_cache, mesh, None, specs, P(axis_name), model.vocab_size, axis_name)
         params = put(model.params, shared.whole)
         init_cache = InitOnMesh(model.init_cache, shared.of_cache)
-        return replace(model, params=params, apply=shared, init_cache=init_cache, takes_pages=False)
+        return replace(model, params=params, apply=shared, init_cache=init_cache, takes_pages=False, takes_groups=False)
     if shared.mesh != mesh:
         raise ValueError(f"mesh must be that of the model, {shared.mesh}, got {mesh}")
     if axis_name == shared.axis_name or shared.batch_axis is not None:
@@ -222,7 +222,7 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     shared = replace(shared, cache_spec=spec, batch_axis=axis_name)
     assert isinstance(model.init_cache, InitOnMesh), "a model on a mesh has it"
     init_cache = replace(model.init_cache, sharding=shared.of_cache)
-    return replace(model, apply=shared, init_cache=init_cache, takes_pages=False)
+    return replace(model, apply=shared, init_cache=init_cache, takes_pages=False, takes_groups=False)
 
 
 def check_axis(mesh: Mesh, axis_name: str) -> None:

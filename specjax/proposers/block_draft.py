@@ -213,6 +213,7 @@ class BlockDraft(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     min_confidence: Array | None = None  # [] float32
     is_greedy: bool = False
+    takes_groups = True
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "BlockDraft | Paused":
         check_draft_length(num_draft_tokens, self.head.most_drafts)

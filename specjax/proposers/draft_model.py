@@ -58,6 +58,10 @@ class DraftModel(InMemory):
         return self.model.takes_pages
 
     @property
+    def takes_groups(self) -> bool:
+        return self.model.takes_groups
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether the draft model keeps a state that must take each token once."""
         return self.model.commit is not None
@@ -79,8 +83,8 @@ class DraftModel(InMemory):
         inputs = without_pending(inputs, following) if self.is_recurrent else inputs
         memory = self._run(inputs, memory)[1]
         held, counts = Memory(rows=length), inputs.counts
-        own = jnp.where(counts > 0, inputs.positions[:, 0] + counts, held.take(inputs.rows).rows)
-        return _joined(memory, held.put(inputs.rows, Memory(rows=own)).rows)
+        own = jnp.where(counts > 0, inputs.starts + counts, held.take(inputs.sequences).rows)
+        return _joined(memory, held.put(inputs.sequences, Memory(rows=own)).rows)
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         num_drafts = self.num_draft_tokens

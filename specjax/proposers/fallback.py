@@ -40,6 +40,10 @@ class Fallback(InMemory):
     def takes_pages(self) -> bool:
         return all(getattr(proposer, "takes_pages", False) for proposer in (self.first, self.second))
 
+    @property
+    def takes_groups(self) -> bool:
+        return all(getattr(proposer, "takes_groups", False) for proposer in (self.first, self.second))
+
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "Fallback | Paused":
         check_draft_length(num_draft_tokens)
         first, second = (

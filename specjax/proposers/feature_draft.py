@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.operations.pieces import after, at_token
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
@@ -19,7 +20,8 @@ class Head(Protocol):
     """The functions of a head on features, a frozen dataclass. They take the parameters, a dict, as an argument.
 
     The inputs of a row are a token and the target's feature of the token before it. After the last feature they are a
-    draft and the head's own output for the row before, by `recurrent`.
+    draft and the head's own output for the row before, by `recurrent`. A head with `takes_groups = True` takes packed
+    calls, too.
     """
 
     @property
@@ -69,6 +71,10 @@ class FeatureDraft(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
 
+    @property
+    def takes_groups(self) -> bool:
+        return getattr(self.head, "takes_groups", False)
+
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "FeatureDraft | Paused":
         check_draft_length(num_draft_tokens)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
@@ -79,10 +85,10 @@ class FeatureDraft(InMemory):
         return Memory(cache, jnp.zeros((batch_size, self.head.hidden_size), dtype))
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
-        feature = self.head.feature(self.params, before(previous, features))
+        feature = self.head.feature(self.params, after(inputs, previous, features))
         output, cache = self.head(self.params, inputs, feature, state.pools)
-        last = last_fed(inputs, output, state.take(inputs.rows).rows)
-        return state.put(inputs.rows, Memory(cache, last))
+        last = last_fed(inputs, output, state.take(inputs.sequences).rows)
+        return state.put(inputs.sequences, Memory(cache, last))
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         def advance(token: Array, index: Array, carry: Memory) -> tuple[Array, Memory]:
@@ -102,26 +108,16 @@ class FeatureDraft(InMemory):
         return Memory(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.rows))
 
 
-def before(previous: PyTree, features: Any) -> Any:
-    """Return the target's features of the token before each token of a chunk.
-
-    Args:
-        previous: the features of the token before the chunk, [R, ...].
-        features: the features of the chunk, [R, T, ...].
-    """
-    return jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], axis=1), previous, features)
-
-
 def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
-    """Return the value [R, h] of the last token of each row of a chunk, and `held` [R, h] where the row has none.
+    """Return the value [R, h] of the last token of each row or piece, and `held` [R, h] where it has none.
 
     Args:
-        inputs: the chunk, [R, T].
+        inputs: the chunk, [R, T], or a packed call, [1, C].
         values: of its tokens, [R, T, h].
         held: placeholder for a row without tokens.
     """
     counts = inputs.counts
-    return jnp.where((counts > 0)[:, None], row_of(values, jnp.maximum(counts - 1, 0))[:, 0], held)
+    return jnp.where((counts > 0)[:, None], at_token(inputs, values, jnp.maximum(counts - 1, 0)), held)
 
 
 def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from specjax.operations.pieces import at_token
 from specjax.proposers.feature_draft import committed, row_of
 from specjax.proposers.trunk import hidden_of
 from specjax.types import Context, Memory, ModelInput, PyTree, Verified
@@ -16,12 +17,12 @@ from specjax.types import Context, Memory, ModelInput, PyTree, Verified
 
 def prefill(inputs: ModelInput, previous: PyTree, features: Any, state: Memory) -> Memory:
     """Return the hidden state [B, H] of the token before the last one of each prompt, as far as it has been fed."""
-    held, counts = state.take(inputs.rows).rows, inputs.counts
+    held, counts = state.take(inputs.sequences).rows, inputs.counts
     hidden = hidden_of(features, held.shape[-1])
     index = counts - 2
-    inside = row_of(hidden, jnp.maximum(index, 0))[:, 0]
+    inside = at_token(inputs, hidden, jnp.maximum(index, 0))
     last = jnp.where(index[:, None] >= 0, inside, previous.hidden).astype(held.dtype)
-    return state.put(inputs.rows, Memory(rows=jnp.where(counts[:, None] > 0, last, held)))
+    return state.put(inputs.sequences, Memory(rows=jnp.where(counts[:, None] > 0, last, held)))
 
 
 def update(context: Context, verified: Verified, features: Any, state: Memory) -> Memory:

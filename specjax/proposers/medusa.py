@@ -40,6 +40,7 @@ class Medusa(InMemory):
     reduced: Reduced | None = None  # the vocabulary of the heads; None is the target's
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
+    takes_groups = True
 
     @property
     def num_draft_tokens(self) -> int:

@@ -43,6 +43,7 @@ class MLPSpeculator(InMemory):
     scale_input: bool = False  # whether the target's hidden state is first brought to a root mean square of 1 / sqrt(2)
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
+    takes_groups = True
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "MLPSpeculator | Paused":
         check_draft_length(num_draft_tokens, len(self.steps))

@@ -21,6 +21,7 @@ class NGram(InMemory):
     num_draft_tokens: int
     min_n: int
     max_n: int
+    takes_groups = True
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "NGram | NoDrafts":
         check_draft_length(num_draft_tokens)

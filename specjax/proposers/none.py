@@ -17,6 +17,7 @@ class NoDrafts(InMemory):
     """A proposer that makes no drafts: K is 0."""
 
     num_draft_tokens = 0
+    takes_groups = True
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "NoDrafts":
         check_draft_length(num_draft_tokens, 0)
@@ -46,6 +47,10 @@ class Paused(InMemory):
     @property
     def takes_pages(self) -> bool:
         return self.proposer.takes_pages
+
+    @property
+    def takes_groups(self) -> bool:
+        return getattr(self.proposer, "takes_groups", False)
 
     @property
     def commit(self) -> Commit | None:

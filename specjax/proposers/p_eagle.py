@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.operations.pieces import after
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.eagle3 import Eagle3Head
-from specjax.proposers.feature_draft import before, committed, has_feature, last_fed, row_of
+from specjax.proposers.feature_draft import committed, has_feature, last_fed, row_of
 from specjax.proposers.none import Paused
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
@@ -41,6 +42,7 @@ class ParallelEagle(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
     may_pause: bool = False  # steps may pass without `propose`; tokens are then fed as soon as they are verified
+    takes_groups = True
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "ParallelEagle | Paused":
         check_draft_length(num_draft_tokens)
@@ -54,11 +56,11 @@ class ParallelEagle(InMemory):
         return Memory(cache, Pending(features, jnp.ones(batch_size, jnp.int32)))
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
-        feature = self.head.feature(self.params, before(previous, features))
+        feature = self.head.feature(self.params, after(inputs, previous, features))
         _, cache = self.head(self.params, inputs, feature, state.pools)
-        held = state.take(inputs.rows).rows
+        held = state.take(inputs.sequences).rows
         own = held.features.at[:, 0].set(last_fed(inputs, feature, held.features[:, 0]))
-        return state.put(inputs.rows, Memory(cache, Pending(own, jnp.ones_like(held.count))))
+        return state.put(inputs.sequences, Memory(cache, Pending(own, jnp.ones_like(held.count))))
 
     def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
         width = self.num_draft_tokens

@@ -42,7 +42,7 @@ class SelfDraft(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
     speculate_below: int | None = None
-    reads_memory = writes_memory = True
+    reads_memory = writes_memory = takes_groups = True
 
     @property
     def takes_pages(self) -> bool:

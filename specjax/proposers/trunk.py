@@ -37,6 +37,7 @@ class FeatureHead(ABC):
     """Base of the heads on features, whose decoder layers keep keys and values in a cache."""
 
     config: "DecoderConfig"  # num_layers is the number of the head's layers, vocab_size is D
+    takes_groups = True
 
     @property
     def hidden_size(self) -> int:
