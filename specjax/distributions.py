@@ -44,7 +44,7 @@ class Residual(NamedTuple):
     draft: Normalized | None = None  # T = 1; not subtracted where has_draft is False; None subtracts nothing
     has_draft: Array | None = None  # [B] bool, given with `draft`
     scale: Array | None = None  # [B], not applied where has_draft is False; None is 1
-    without: Array | None = None  # [B] int32, the id of the token that is left out; -1 or None leaves out none
+    without: Array | None = None  # [B] or [B, N] int32, ids of tokens that are left out; -1 or None leaves out none
 
 
 def as_categorical(target: Categorical | Array) -> Categorical:
@@ -71,10 +71,10 @@ def pack(distribution: Categorical) -> Categorical:
 
 
 def take(distribution: Categorical, index: Array) -> Categorical:
-    """Return row `index` [B] of each sequence, as a packed distribution with T = 1 over the same logits."""
+    """Return the rows `index` [B] or [B, T] of each sequence, as a packed distribution over the same logits."""
     packed = pack(distribution)
     assert packed.rows is not None, "packed logits have rows"
-    return packed._replace(rows=jnp.take_along_axis(packed.rows, index[:, None], axis=1))
+    return packed._replace(rows=jnp.take_along_axis(packed.rows, index.reshape(index.shape[0], -1), axis=1))
 
 
 def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
@@ -177,10 +177,10 @@ def normalize_drafts(distribution: Categorical, axis_name: str | None = None) ->
 
 
 def take_row(normalized: Normalized, index: Array) -> Normalized:
-    """Return row `index` [B] of each sequence, as a normalised distribution with T = 1."""
+    """Return the rows `index` [B] or [B, T] of each sequence; [B] gives T = 1."""
 
     def row(field: Array) -> Array:
-        return jnp.take_along_axis(field, index[:, None], axis=1)
+        return jnp.take_along_axis(field, index.reshape(index.shape[0], -1), axis=1)
 
     best = None if normalized.argmax is None else row(normalized.argmax)
     return Normalized(
@@ -299,6 +299,14 @@ def residual_mass(target: Normalized, draft: Normalized, scale: Array) -> Array:
     return shards.total(jnp.sum(jnp.maximum(difference, 0), axis=-1), target.axis_name)
 
 
+def is_among(ids: Array, tokens: Array) -> Array:
+    """Return which ids [B, V] or [1, V] are among the tokens [B] or [B, N] of a row, as [B, V] bool."""
+    found = jnp.zeros((tokens.shape[0], ids.shape[-1]), bool)
+    for token in jnp.moveaxis(tokens.reshape(tokens.shape[0], -1), 1, 0):  # as many compares fuse into one pass
+        found |= ids == token[:, None]
+    return found
+
+
 def residual_weights(residual: Residual, ids: Array | None = None, plain: Array | None = None) -> Array:
     """Return the weights [B, V] of a residual, or [B, N] of the tokens with the indices `ids` [B, N].
 
@@ -314,7 +322,7 @@ def residual_weights(residual: Residual, ids: Array | None = None, plain: Array 
     if residual.without is not None:
         ids = jnp.arange(weight.shape[-1], dtype=jnp.int32)[None] if ids is None else ids
         ids = _whole_id(ids, residual.target.distribution.logits.shape[-1], residual.target.axis_name)
-        weight = jnp.where(ids == residual.without[:, None], 0, weight)
+        weight = jnp.where(is_among(ids, residual.without), 0, weight)
     if plain is not None:
         weight = jnp.where(plain[:, None], target, weight)
     return jnp.where(weight > 0, weight, 0)

@@ -115,6 +115,12 @@ def stream(keys: Array, purpose: int, index: Array | int = 0) -> Array:
     return fold(keys, jnp.asarray(index, jnp.uint32) * NUM_PURPOSES + purpose)
 
 
+def at_depth(keys: Array, depth: Array) -> Array:
+    """Return the key [B, N] of the depth [B, N] of each node of a tree, given the keys [B, D+1]."""
+    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)[:, None]
+    return keys[rows, jnp.clip(depth, 0, keys.shape[1] - 1)]
+
+
 def _bits(keys: Array, shape: tuple[int, ...]) -> Array:
     draws = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(keys.reshape(-1))
     return draws.reshape(*keys.shape, *shape)

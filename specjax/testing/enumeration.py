@@ -17,8 +17,8 @@ import numpy as np
 
 from specjax import distributions
 from specjax.distributions import Residual
-from specjax.types import Array, Categorical, Draft, Verified
-from specjax.verifiers.core import CallNumbers, canonical
+from specjax.types import Array, Categorical, Draft, DraftTree, Verified
+from specjax.verifiers.core import CallNumbers, CoreVerifier
 
 MAX_ROWS = 4_000_000  # the most outcomes of a batch that are enumerated at once
 Table = np.ndarray  # level i of a conditional table: [V] * i + [V], a row over token i + 1 for every first i tokens
@@ -39,10 +39,15 @@ class _Enumerated:
         self._outcomes = iter(outcomes)
         self._calls = CallNumbers()
         self._numbers: set[tuple[str, int]] = set()
+        self.nodes: list[Array] = []  # of the calls of `flip` that name them, each [B, K]
+        self.is_unfinished: Array = jnp.zeros((), bool)  # whether a loop reached its limit
 
-    def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
+    def flip(self, probabilities: Array, *, index: Array | int | None = None, node: Array | None = None) -> Array:
         width = probabilities.shape[1]
-        outcome = self._next("flip", index, probabilities.shape[0], lambda: product((False, True), repeat=width), bool)
+        if node is not None:
+            self.nodes.append(node)
+        choices = partial(product, (False, True), repeat=width)
+        outcome = self._next("flip", index, probabilities.shape[0], choices, bool, is_named=node is not None)
         chance = jnp.clip(jnp.where(jnp.isnan(probabilities), 0, probabilities), 0, 1)
         self.weight = self.weight * jnp.prod(jnp.where(outcome, chance, 1 - chance), axis=1)
         return outcome
@@ -54,7 +59,7 @@ class _Enumerated:
         self.weight = self.weight * jnp.take_along_axis(probs, outcome[:, None], axis=1)[:, 0]
         return outcome
 
-    def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
+    def sample(self, target: Categorical, *, index: Array | int | None = None, depth: Array | None = None) -> Array:
         batch_size, num_rows, vocab_size = distributions.shape_of(target)
         rows = partial(product, range(vocab_size), repeat=num_rows)
         outcome = self._next("sample", index, batch_size, rows, np.int32)
@@ -66,13 +71,28 @@ class _Enumerated:
         self.weight = self.weight * jnp.prod(chance, axis=1)
         return outcome
 
+    def loop(self, goes_on: Callable[[Any], Array], body: Callable[[Any], Any], carry: Any, limit: int) -> Any:
+        for _ in range(limit):
+            keep = goes_on(carry)
+            carry = jax.tree.map(partial(jnp.where, keep), body(carry), carry)
+        self.is_unfinished = self.is_unfinished | goes_on(carry)
+        return carry
+
     def _next(
-        self, method: str, index: Array | int | None, batch_size: int, choices: Callable[[], Iterable], dtype: Any
+        self,
+        method: str,
+        index: Array | int | None,
+        batch_size: int,
+        choices: Callable[[], Iterable],
+        dtype: Any,
+        is_named: bool = False,
     ) -> Array:
         """Return the outcome of a call: the next one that was given, or the first of the choices."""
-        number = self._calls.next(method, index)
+        number = 0 if is_named and index is None else self._calls.next(method, index)
         if self._calls.is_in_traced_function():
             self.has_loop = True
+        elif is_named:
+            pass
         elif (method, int(number)) in self._numbers:
             raise AssertionError(
                 f"two calls of draw.{method} in one step have index={index}: they get the same noise, while every call "
@@ -89,7 +109,7 @@ class _Enumerated:
 
 def enumerate_outcomes(
     verifier: Callable[..., Verified],
-    draft: Draft,
+    draft: Draft | DraftTree,
     target: Categorical | Array,
     *,
     bonus_tokens: Array | None = None,
@@ -101,10 +121,11 @@ def enumerate_outcomes(
     of its draws is known. Any other core is compiled.
 
     Args:
-        verifier: a verifier that `from_core` made.
-        draft: the draft, B rows.
+        verifier: a verifier that `from_core` made, of drafts or of trees.
+        draft: the draft or the tree, B rows. Samples of a tree are enumerated independently for each node, although the
+            nodes of a depth share their noise: a row's output may depend on one sample of a depth alone.
         target: the target's distributions, B rows.
-        bonus_tokens: [B] int32, as verifiers take them.
+        bonus_tokens: [B] int32, as verifiers of drafts take them.
         **options: the verifier's options.
 
     Returns:
@@ -116,11 +137,10 @@ def enumerate_outcomes(
         ValueError: `from_core` did not make the verifier, there are more than MAX_ROWS outcomes, or a call inside a
             loop has no index.
     """
-    core = getattr(verifier, "core", None)
-    if core is None:
+    if not isinstance(verifier, CoreVerifier):
         raise ValueError(f"verifier must be one that from_core made, got {verifier!r}")
     batch_size = draft.tokens.shape[0]
-    static = tuple((k, v) for k, v in options.items() if v is None or isinstance(v, bool | str))
+    static = tuple((k, v) for k, v in options.items() if v is None or isinstance(v, bool | str | int))
     traced = {k: v for k, v in options.items() if (k, v) not in static}
     rows = draft, distributions.as_categorical(target), bonus_tokens
 
@@ -128,7 +148,7 @@ def enumerate_outcomes(
 
     def trace_calls() -> None:
         draws.append(_Enumerated([]))
-        _run(core, draws[-1], options, *rows)
+        _run(verifier, draws[-1], options, *rows)
 
     jax.eval_shape(trace_calls)
     has_loop = draws[-1].has_loop
@@ -139,26 +159,40 @@ def enumerate_outcomes(
         if has_loop:
             draw = _Enumerated(outcomes)
             with jax.disable_jit():
-                verified, weight = _run(core, draw, options, *repeated), draw.weight
-            unknown = draw.unknown
+                verified = _run(verifier, draw, options, *repeated)
+            weight, unknown, nodes, is_unfinished = draw.weight, draw.unknown, draw.nodes, draw.is_unfinished
         else:
-            (verified, weight), unknown = _replay(core, static, traced, outcomes, *repeated), []
+            verified, weight, nodes, is_unfinished = _replay(verifier, static, traced, outcomes, *repeated)
+            unknown = []
         if not unknown:
+            _check_coins(nodes, is_unfinished)
             weight = jnp.broadcast_to(weight, (batch_size * num_outcomes,))
             return verified, np.asarray(weight).reshape(batch_size, num_outcomes)
         choices = choices + unknown
 
 
-def _run(core, draw, options, draft, target, bonus_tokens):
-    draft, target, bonus_tokens = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
-    bonus = {} if bonus_tokens is None else {"bonus_tokens": bonus_tokens}
-    return core(draw, canonical(draft), target, **bonus, **options)
+def _run(verifier, draw, options, *rows):
+    return verifier.with_draw(draw, *jax.tree.map(jnp.asarray, rows), **options)
 
 
-@partial(jax.jit, static_argnames=("core", "static"))
-def _replay(core, static, traced, outcomes, *rows):
+@partial(jax.jit, static_argnames=("verifier", "static"))
+def _replay(verifier, static, traced, outcomes, *rows):
     draw = _Enumerated(outcomes)
-    return _run(core, draw, dict(static) | traced, *rows), draw.weight
+    verified = _run(verifier, draw, dict(static) | traced, *rows)
+    return verified, draw.weight, draw.nodes, draw.is_unfinished
+
+
+def _check_coins(nodes: list[Array], is_unfinished: Array) -> None:
+    """Raise AssertionError where a node has two coins, or where a loop should have gone on."""
+    coins = np.concatenate([np.asarray(node) for node in nodes], axis=1) if nodes else np.zeros((0, 0))
+    coins = np.sort(coins, axis=1)
+    if np.any((coins[:, 1:] == coins[:, :-1]) & (coins[:, 1:] > 0)):  # 0 and -1 stand for rows that are done
+        raise AssertionError(
+            "two calls of draw.flip in one step have the same node: they get the same noise, while every call must "
+            "have other noise"
+        )
+    if np.any(is_unfinished):
+        raise AssertionError("draw.loop must end within its limit, got a carry at which goes_on is still true")
 
 
 def _product(choices: list[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], int]:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from specjax import distributions
-from specjax.types import Array, Categorical, Draft, DraftTree
+from specjax.types import Array, Draft, DraftTree
 
 
 def of_chain(draft: Draft, last_tokens: Array) -> DraftTree:
@@ -110,17 +110,17 @@ def by_parent(rows: Array, parents: Array) -> Array:
     return jnp.take_along_axis(rows, jnp.maximum(parents, 0), axis=1)
 
 
-def deepest(tree: DraftTree, reached: Array) -> Array:
+def deepest(depth: Array, reached: Array) -> Array:
     """Return the deepest node [B] int32 of those that are reached [B, N] bool, the first where several are."""
-    return jnp.argmax(jnp.where(reached, tree.depth, -1), axis=1).astype(jnp.int32)
+    return jnp.argmax(jnp.where(reached, depth, -1), axis=1).astype(jnp.int32)
 
 
-def path_to(tree: DraftTree, last: Array, max_depth: int) -> Array:
-    """Return the path [B, D+1] int32 from node 0 to the node `last` [B], with 0 after that node."""
-    above = jnp.take_along_axis(ancestor_mask(tree.parents), last[:, None, None], axis=1)
-    depth = jnp.arange(max_depth + 1, dtype=jnp.int32)[None, :, None]
-    node = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, None]
-    return jnp.sum(jnp.where(above & (tree.depth[:, None] == depth), node, 0), axis=-1, dtype=jnp.int32)
+def path_to(depth: Array, ancestors: Array, node: Array, max_depth: int) -> Array:
+    """Return the path [B, D+1] int32 from node 0 to `node` [B], with 0 after that node."""
+    above = jnp.take_along_axis(ancestors, node[:, None, None], axis=1)
+    place = jnp.arange(max_depth + 1, dtype=jnp.int32)[None, :, None]
+    index = jnp.arange(depth.shape[1], dtype=jnp.int32)[None, None]
+    return jnp.sum(jnp.where(above & (depth[:, None] == place), index, 0), axis=-1, dtype=jnp.int32)
 
 
 def post_order(parents: Array, exists: Array, ancestors: Array) -> Array:
@@ -136,10 +136,3 @@ def post_order(parents: Array, exists: Array, ancestors: Array) -> Array:
     place = size - 1 + jnp.sum(jnp.where(ancestors, before[:, None, :], 0), axis=-1, dtype=jnp.int32)
     is_there = (place[:, None, :] == jnp.arange(num_nodes, dtype=jnp.int32)[None, :, None]) & exists[:, None, :]
     return _first(is_there)
-
-
-def parent_rows(distribution: Categorical, parents: Array) -> Categorical:
-    """Return the distribution [B, N] that each node was drawn from, given the one that its children were drawn from."""
-    packed = distributions.pack(distribution)
-    assert packed.rows is not None, "packed logits have rows"
-    return packed._replace(rows=by_parent(packed.rows, parents))

@@ -1,24 +1,23 @@
-"""The parts that all verifiers share: random draws, the wrapper that makes a core public, rules and checks."""
+"""The parts that all verifiers share: the wrapper that makes a core public, rules and checks."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import rules
 from pallas_kernels.rows import unmarked
 from specjax import distributions
 from specjax.distributions import Normalized, Residual
-from specjax.keys import ACCEPT, RESIDUAL, TARGET, check_step, numbered, of_step, stream, uniform
+from specjax.keys import check_step, of_step
 from specjax.operations.dispatch import dispatch
 from specjax.parallel import shards
-from specjax.types import Array, Categorical, Draft, Verified
+from specjax.types import Array, Categorical, Draft, DraftTree, Verified
 from specjax.validation import check_array as check_array
 from specjax.validation import check_bonus_tokens as check_bonus_tokens
 from specjax.validation import check_categorical as check_categorical
@@ -26,87 +25,9 @@ from specjax.validation import check_number as check_number
 from specjax.validation import check_shapes as check_shapes
 from specjax.validation import is_traced
 from specjax.verifiers import kernels
-
-
-class Draw(Protocol):
-    """The random choices of a verifier. `KeyDraw` makes them with keys; `specjax.testing` enumerates them instead.
-
-    Where no token of a row counts, because all logits are -inf or NaN, the draw is -2 - id for some id in range, which
-    no draft equals. `from_core` emits the id, and says so by `Verified.is_empty`.
-
-    Every call has fresh noise. Calls are told apart by a number that is counted in Python. A function that JAX
-    traces by itself, such as the body of a loop, is counted once however often it runs. There a call needs `index`, an
-    integer, possibly traced, that no other call of the method has in the same step; the number of the iteration serves
-    if each iteration makes one call.
-    """
-
-    def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
-        """Flip a coin for every draft: return [B, K] bool, true with the given probabilities [B, K]."""
-        ...
-
-    def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
-        """Draw a token [B] int32 for every sequence from its residual."""
-        ...
-
-    def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
-        """Draw a token [B, T] int32 from every row, with the noise of the row's own position."""
-        ...
-
-
-class CallNumbers:
-    """The numbers that tell the calls of a draw apart."""
-
-    FIRST_INDEXED = 1 << 16  # calls with an index are numbered from here on, the counted calls from 0 on
-
-    def __init__(self):
-        self._trace = get_opaque_trace_state(convention="specjax")
-        self._counts: dict[str, int] = {}
-
-    def is_in_traced_function(self) -> bool:
-        """Return whether the caller is inside a function that JAX traces by itself, such as the body of a loop."""
-        return get_opaque_trace_state(convention="specjax") != self._trace
-
-    def next(self, method: str, index: Array | int | None) -> Array | int:
-        """Return the number of a call of `method`, which is 0 for the first call without an index.
-
-        Raises:
-            ValueError: the call is in a traced function and has no index.
-        """
-        if index is not None:
-            return index + self.FIRST_INDEXED
-        if self.is_in_traced_function():
-            raise ValueError(
-                f"draw.{method} must have index= inside a loop or another traced function, got none: a call is traced "
-                "once however often it runs, and would get the same noise again. Give each call another integer, such "
-                "as the iteration"
-            )
-        number = self._counts.get(method, 0)
-        self._counts[method] = number + 1
-        return number
-
-
-class KeyDraw:
-    """Random choices that are made with keys [B, K+1]; `axis_name` as in `distributions`."""
-
-    def __init__(self, keys: Array, axis_name: str | None = None):
-        self.keys, self._axis_name = keys, axis_name
-        self._calls = CallNumbers()
-
-    def flip(self, probabilities: Array, *, index: Array | int | None = None) -> Array:
-        keys = numbered(self.keys[:, :1], self._calls.next("flip", index))
-        drafts = jnp.arange(probabilities.shape[1], dtype=jnp.int32)[None]
-        probabilities = distributions.widen(probabilities)
-        uniforms = uniform(stream(keys, ACCEPT, drafts))
-        return uniforms.astype(probabilities.dtype) < probabilities
-
-    def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
-        keys = numbered(self.keys[:, 0], self._calls.next("pick", index))
-        return distributions.pick(residual, uniform(stream(keys, RESIDUAL), (2,)))
-
-    def sample(self, target: Categorical, *, index: Array | int | None = None) -> Array:
-        keys = numbered(self.keys, self._calls.next("sample", index))
-        keys = stream(keys, TARGET)
-        return distributions.draw(keys, target, self._axis_name)
+from specjax.verifiers.draws import CallNumbers as CallNumbers
+from specjax.verifiers.draws import Draw as Draw
+from specjax.verifiers.draws import KeyDraw as KeyDraw
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,16 +43,19 @@ class CoreVerifier:
     check_options: Callable[..., None] | None = None  # (num_draft_tokens, **options), raises ValueError
     __name__: str = field(init=False, compare=False)
 
+    keywords: ClassVar[tuple[str, ...]] = ("bonus_tokens", "log_probs")  # of every core
+    form: ClassVar[str] = "(draw, draft, target, *, bonus_tokens=None, log_probs=False)"
+
     def __post_init__(self):
-        missing = [name for name in ("bonus_tokens", "log_probs") if not _takes(self.core, name)]
+        missing = [name for name in self.keywords if not _takes(self.core, name)]
         if missing:
             name = getattr(self.core, "__name__", repr(self.core))
             raise ValueError(
-                f"core must take the keywords bonus_tokens and log_probs, which every verifier has, got {name} without "
-                f"{' and '.join(missing)}: write (draw, draft, target, *, bonus_tokens=None, log_probs=False)"
+                f"core must take the keywords {' and '.join(self.keywords)}, which every verifier has, got {name} "
+                f"without {' and '.join(missing)}: write {self.form}"
             )
         names = {name: getattr(self.core, name, getattr(CoreVerifier, name)) for name in _NAMES}
-        documentation = [inspect.getdoc(x) for x in (self.core, CoreVerifier.__call__)]
+        documentation = [inspect.getdoc(x) for x in (self.core, self.described)]
         # `help`, `doctest` and `inspect` read these as they do of a function.
         vars(self).update(
             names,
@@ -184,16 +108,32 @@ class CoreVerifier:
         """
         check_static(log_probs=log_probs, outcomes=outcomes)
         operands = keys, *_checked(keys, draft, target, bonus_tokens, shards.num_shards(axis_name))
-        optional = {name: value for name, value in (("outcomes", outcomes), ("axis_name", axis_name)) if value}
+        optional = {"outcomes": outcomes, "axis_name": axis_name}
+        return self._verify(operands, {"log_probs": log_probs} | options, optional, implementation)
+
+    described = __call__  # its docstring describes the arguments of every verifier
+
+    def with_draw(
+        self, draw: Draw, draft: Any, target: Categorical, bonus_tokens: Array | None = None, **options: Any
+    ) -> Verified:
+        """Run the core with the random choices of `draw`, on arguments that are not checked."""
+        return self.core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **options)
+
+    def _verify(
+        self, operands: tuple[Any, ...], options: dict[str, Any], optional: dict[str, Any], implementation: str | None
+    ) -> Verified:
+        """Verify checked operands (keys, draft, target, ...); `optional` has arguments that not every core supports."""
+        optional = {name: value for name, value in optional.items() if value}
         for name, value in optional.items():
             if not _takes(self.core, name):
                 raise ValueError(f"{name} must be left out, as {self.__name__} does not support it, got {value!r}")
-        run = partial(self._run, {"log_probs": log_probs} | optional | options, implementation)
+        run = partial(self._run, options | optional, implementation)
         # The choice of tokens has no gradient, but their log-probabilities have one.
         verified = _unmarked(_with_auto_axes(run, *jax.lax.stop_gradient(operands)))
-        if verified.log_probs is None or axis_name is not None:
+        if verified.log_probs is None or "axis_name" in optional:
             return verified
-        log_prob = distributions.with_gradient(verified.log_probs, operands[2], verified.tokens)
+        target = operands[2] if verified.path is None else distributions.take(operands[2], verified.path)
+        log_prob = distributions.with_gradient(verified.log_probs, target, verified.tokens)
         return verified._replace(log_probs=log_prob)
 
     def __repr__(self) -> str:
@@ -203,27 +143,25 @@ class CoreVerifier:
         return vars(self)["__qualname__"]
 
     def _run(self, options: dict[str, Any], implementation: str | None, *operands: Any) -> Verified:
-        """Verify checked operands (keys, draft, target, bonus_tokens) by the core or by its kernel."""
+        """Verify checked operands (keys, draft, target, ...) by the core or by its kernel."""
         return dispatch(
             operands,
             xla=partial(self._by_core, options),
             pallas=partial(self._by_kernel, options),
             reason=partial(self._why_no_kernel, options),
-            is_worthwhile=lambda keys, draft, target, bonus_tokens: kernels.is_worthwhile(target),
+            is_worthwhile=lambda keys, draft, target, *others: kernels.is_worthwhile(target),
             implementation=implementation,
         )
 
-    def _by_core(
-        self, options: dict[str, Any], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
-    ) -> Verified:
+    def _by_core(self, options: dict[str, Any], keys: Array, draft: Any, target: Categorical, *others: Any) -> Verified:
         draw = KeyDraw(of_step(keys, *draft.tokens.shape), options.get("axis_name"))
-        return self.core(draw, canonical(draft), target, bonus_tokens=bonus_tokens, **options)
+        return self.with_draw(draw, draft, target, *others, **options)
 
     def _by_kernel(
         self,
         options: dict[str, Any],
         keys: Array,
-        draft: Draft,
+        draft: Any,
         target: Categorical,
         bonus_tokens: Array | None,
         *,
@@ -233,7 +171,7 @@ class CoreVerifier:
         return self.kernel(keys, draft, target, bonus_tokens=bonus_tokens, interpret=interpret, **options)
 
     def _why_no_kernel(
-        self, options: dict[str, Any], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
+        self, options: dict[str, Any], keys: Array, draft: Any, target: Categorical, *others: Any
     ) -> str | None:
         """Return why the kernel cannot run this case, or None where it can."""
         if self.kernel is None:
@@ -325,19 +263,16 @@ def _takes(function: Callable, name: str) -> bool:
     return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def _with_auto_axes(
-    verify: Callable[..., Verified], keys: Array, draft: Draft, target: Categorical, bonus_tokens: Array | None
-) -> Verified:
+def _with_auto_axes(verify: Callable[..., Verified], *operands: Any) -> Verified:
     """Verify with the Explicit axes of a mesh as Auto axes, because cores do not say how their arrays are sharded.
 
     The batch axis of the results is sharded like the batch axis of the draft's tokens.
     """
-    operands = keys, draft, target, bonus_tokens
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
         return verify(*operands)
-    sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(draft.tokens).sharding.spec[:1]))
+    sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(operands[1].tokens).sharding.spec[:1]))
     return jax.jit(jax.sharding.auto_axes(verify, axes=mesh.explicit_axes, out_sharding=sharding))(*operands)
 
 
@@ -362,7 +297,7 @@ def num_drafts(draft: Draft) -> Array:
     return draft.num_tokens
 
 
-def is_deterministic(draft: Draft) -> Array:
+def is_deterministic(draft: Draft | DraftTree) -> Array:
     """Return which rows [B] bool have deterministic drafts because their draft temperature is 0."""
     if draft.distribution is None or draft.distribution.temperature is None:
         return jnp.zeros(draft.tokens.shape[:1], bool)

@@ -13,7 +13,8 @@ from specjax.verifiers import kernels
 from specjax.verifiers.core import CoreVerifier, Draw, count_accepted, emit, evidence, num_drafts
 
 
-def _check_options(num_draft_tokens: int, **options: Any) -> None:
+def check_options(num_draft_tokens: int, **options: Any) -> None:
+    """Raise ValueError for a threshold or a factor that is out of its range."""
     for name, most in (("posterior_threshold", 1), ("posterior_alpha", float("inf"))):
         check_number(name, options.get(name, 0), f"in [0, {most}]", 0, most)
 
@@ -27,7 +28,7 @@ def _kernel(
     posterior_alpha: float | Array,
     **common_options: Any,
 ) -> Verified:
-    _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+    check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
     options = jnp.array([posterior_threshold, posterior_alpha], jnp.float32)
     rule = kernels.Rule(_accept, options, has_entropy=True, recover_best=True)
     return kernels.by_residual(keys, draft._replace(distribution=None), target, rule=rule, **common_options)
@@ -36,8 +37,12 @@ def _kernel(
 def _accept(evidence: kernels.Evidence, options: Any) -> Array:
     """The acceptance probability of each draft, 0 or 1, from the threshold and its scale alpha."""
     assert evidence.entropy is not None, "the rule asks for it"
-    bound = jnp.minimum(options[0], options[1] * jnp.exp(-evidence.entropy))
-    return (jnp.exp(evidence.log_prob) > bound).astype(jnp.float32)
+    return (jnp.exp(evidence.log_prob) > threshold(evidence.entropy, options[0], options[1])).astype(jnp.float32)
+
+
+def threshold(entropy: Array, posterior_threshold: Any, posterior_alpha: Any) -> Array:
+    """Return the probability above which a token is accepted, given the entropy of its target row in nats."""
+    return jnp.minimum(posterior_threshold, posterior_alpha * jnp.exp(-entropy))
 
 
 class Typical(CoreVerifier):
@@ -72,7 +77,7 @@ class Typical(CoreVerifier):
         )
 
 
-@partial(Typical, kernel=_kernel, check_options=_check_options)
+@partial(Typical, kernel=_kernel, check_options=check_options)
 def typical(
     draw: Draw,
     draft: Draft,
@@ -105,7 +110,7 @@ def typical(
     References:
         Cai et al., Medusa: Simple LLM Inference Acceleration Framework, arXiv:2401.10774, section 3.3.1.
     """
-    _check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
+    check_options(draft.tokens.shape[1], posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha)
     normalized = distributions.normalize(target, argmax=True, axis_name=axis_name)
     known = evidence(draft, None, normalized, entropy=True)
     accepted = _accept(known, (posterior_threshold, posterior_alpha)) > 0
