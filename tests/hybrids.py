@@ -64,7 +64,7 @@ def write(
     config = CONFIGS[case] if config is None else config
     (directory / "config.json").write_text(json.dumps(config))
     named_shapes = shapes(case) | (mtp_shapes(case) if has_mtp else {})
-    others = "model.layers.2." if config.get("num_hidden_layers") == 2 else "no such layer"
+    others = "model.layers.2." if config.get("text_config", config)["num_hidden_layers"] == 2 else "no such layer"
     tensors = {name: make_tensor(name, shape) for name, shape in named_shapes.items() if others not in name}
     named = {prefix + name[6:] if name.startswith("model.") else name: values for name, values in tensors.items()}
     save_file(named, directory / "model.safetensors")

@@ -243,11 +243,11 @@ class Letters:
 
 def serve(slots, prompts, num_values, cancelled=()):
     """Run jobs, some of which come later; every third round one loses its slot. Return them and their tables."""
-    tables = PageTables(16, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, 8, num_values=num_values)
+    tables = PageTables(24, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, 8, num_values=num_values)
     scheduler, jobs = Scheduler(slots, tables, 8, chunks_per_step=1), []  # so that steps come between the chunks
     for prompt in prompts:
         params = SamplingParams(temperature=0, max_tokens=9, detokenize=False)
-        row = of_request(params, slots.capacities, (), VOCAB)
+        row = of_request(params, slots.capacities, (), slots.model.vocab_size)
         jobs.append(Job(prompt, row, np.zeros(2, np.uint32), Detokenizer(Letters(), prompt, params)))
     waiting = list(jobs)
     for rounds in range(200):
@@ -271,7 +271,7 @@ def serve(slots, prompts, num_values, cancelled=()):
 def test_prompts_share_the_states_of_recurrent_models():
     """The draft model is the target, so that all drafts are right: a state that is off in either shows."""
     target, common = recurrent(True), list(range(17))
-    sizes = {"num_slots": 3, "max_length": MAX_LENGTH, "pool": (16, PAGE_SIZE), "chunk_size": 8}
+    sizes = {"num_slots": 3, "max_length": MAX_LENGTH, "pool": (24, PAGE_SIZE), "chunk_size": 8}
     slots = Slots(target, proposers.draft_model(target, 2), **sizes)
     prompts = [[*common, i] for i in (1, 2, 1)] + [[*common[:9], i, 4, 5] for i in (1, 2)] + [[7, *common, 3, 4]]
     for num_values in (None, 1, 3):
