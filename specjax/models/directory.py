@@ -201,8 +201,8 @@ class Checkpoint:
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Return the ids of the tokens that end a sequence, without duplicates.
 
-        They are the eos_token_id of generation_config.json or, if that file names none, of config.json, and the
-        eos_token of tokenizer_config.json.
+        They are the eos_token_id of generation_config.json or, if that file names none, of config.json, the eos_token
+        of tokenizer_config.json, and the tokens that end a turn of gpt-oss.
 
         Args:
             vocab_size: V of the model.
@@ -220,6 +220,8 @@ class Checkpoint:
                 expected = f"a token of the tokenizer with an id below vocab_size = {vocab_size}"
                 raise ValueError(f"{config.where('eos_token')} must be {expected}, got {token!r}")
             ids.append(token_id)
+        if self.tokenizer_path is not None:
+            ids += [one for one in tokenizers.harmony_ends(self.tokenizer()) if one < vocab_size]
         return tuple(dict.fromkeys(ids))
 
     @property

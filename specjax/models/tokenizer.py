@@ -65,6 +65,13 @@ def _from_transformers(path: Path) -> "Tokenizer":
         raise ValueError(f"{path} must be a tokenizer that transformers can convert: {error}") from error
 
 
+def harmony_ends(tokenizer: "Tokenizer") -> list[int]:
+    """Return the ids of the two tokens that end a turn of gpt-oss; empty for a tokenizer without its form, harmony."""
+    names = "return", "call", "start", "channel", "message"
+    ids = [found for name in names if (found := tokenizer.token_to_id(f"<|{name}|>")) is not None]
+    return ids[:2] if len(ids) == len(names) else []
+
+
 def token_text(config: ConfigFile, name: str) -> str | None:
     """Return the text of a special token in tokenizer_config.json, or None.
 

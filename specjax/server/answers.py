@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from specjax.engine.requests import Completion, Metrics, Piece, Result, TokenLogProbs
 from specjax.server.protocol import Call
 from specjax.server.served import Served
-from specjax.server.tools import CallFinder, find_calls
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
 
@@ -138,10 +137,9 @@ def _completion_choice(
 
 
 def _chat_choice(call: Call, prompt: int, result: Result, completion: Completion, served: Served) -> dict[str, Any]:
-    content, calls = completion.text, []
-    if call.tools is not None:
-        content, calls = find_calls(completion.text, call.tools)
+    reasoning, content, calls = call.parts(call.tools).whole(completion.text)
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    message |= reasoned(reasoning)
     if calls:
         message["tool_calls"] = [each.body() for each in calls]
     logprobs = None
@@ -156,6 +154,11 @@ def _chat_choice(call: Call, prompt: int, result: Result, completion: Completion
         "stop_reason": completion.stop_reason,
     }
     return choice | ({"token_ids": completion.token_ids} if call.has_token_ids else {})
+
+
+def reasoned(reasoning: str) -> dict[str, str]:
+    """Return the fields of a message with its reasoning, under both names that clients read; none for none."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
 def list_chat(
@@ -258,7 +261,7 @@ class ChoiceStream:
     def __init__(self, call: Call, prompt: int, sample: int, head: Head, served: Served):
         self._call, self._prompt, self._head, self._served = call, prompt, head, served
         self._index, self._sample = prompt * call.params.n + sample, sample
-        self._finder = CallFinder(call.tools)
+        self._parts = call.parts(call.tools)
         self._tokens: list[int] = []
         self._num_received = self._num_sent = 0  # characters of the text that have come, and that have been sent
         self._num_listed = 0  # tokens whose ids have been sent
@@ -278,12 +281,12 @@ class ChoiceStream:
         self._tokens += [piece.token_id for piece in pieces]
         new = "".join(piece.text for piece in pieces)
         self._num_received += len(new)
-        text = self._finder.feed(new)
-        if not (text or self._call.has_token_ids) and self._call.top_logprobs is None:
+        reasoning, text = self._parts.feed(new)
+        if not (reasoning or text or self._call.has_token_ids) and self._call.top_logprobs is None:
             return None
         start, self._num_sent = self._num_sent, self._num_sent + len(text)
         logprobs = self._logprobs(first, [piece.logprobs or {} for piece in pieces], start)
-        return self._chunk({"content": text} if self._call.is_chat else text, logprobs)
+        return self._chunk(_delta(reasoning, text) if self._call.is_chat else text, logprobs)
 
     def finish(self, result: Result) -> list[dict[str, Any]]:
         """Return the last chunks, which say why the sample ended. All pieces must have been fed before.
@@ -295,9 +298,9 @@ class ChoiceStream:
             return [self._chunk("", None, "length")]
         ended = next(each for each in result.completions if each.index == self._sample)
         reason, chunks = ended.finish_reason, []
-        text, calls = self._finder.finish()
-        if text:
-            chunks.append(self._chunk({"content": text}))
+        reasoning, text, calls = self._parts.finish()
+        if reasoning or text:
+            chunks.append(self._chunk(_delta(reasoning, text)))
         if calls:
             listed = [{"index": i} | each.body() for i, each in enumerate(calls)]
             chunks.append(self._chunk({"tool_calls": listed}))
@@ -333,6 +336,11 @@ class ChoiceStream:
         """Return the counts of tokens of this choice so far."""
         counts = len(self._call.prompts[self._prompt]), len(self._tokens)
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+
+
+def _delta(reasoning: str, text: str) -> dict[str, str]:
+    """Return more of a message; reasoning alone has no content."""
+    return reasoned(reasoning) | ({} if reasoning and not text else {"content": text})
 
 
 def usage_chunk(call: Call, results: Sequence[Result], head: Head, served: Served) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from specjax.server.messages import (
 from specjax.server.protocol import Call
 from specjax.server.served import Served
 from specjax.server.streams import event
-from specjax.server.tools import MAX_DESCRIPTION_LENGTH, MAX_TOOLS, CallFinder, ToolCall, choose_tools, find_calls
+from specjax.server.tools import MAX_DESCRIPTION_LENGTH, MAX_TOOLS, ToolCall, choose_tools
 from specjax.server.tools import NAME as TOOL_NAME
 
 NOTHING_ELSE = "because the model takes nothing else"
@@ -117,7 +117,7 @@ CHAT_FIELDS: dict[str, Kind] = {
     "thinking": Tagged(
         "type",
         {"disabled": Object({}), "adaptive": Object({"display": IGNORED})},
-        noun="one of disabled, adaptive, because the server does not tell thoughts from text",
+        noun="one of disabled, adaptive, because the model has no budget of thoughts",
     ),
     "output_config": Object(
         {
@@ -266,17 +266,16 @@ class MessageAnswer:
     def __init__(self, call: Call, served: Served):
         self._call, self._served = call, served
         self._id = f"msg_{call.request_id or uuid.uuid4().hex}"
-        self._finder = CallFinder(call.tools)
+        self._parts = call.parts(call.tools)
         self._num_blocks = 0  # blocks of a stream that have ended
-        self._has_text = False  # whether a block of text is open
+        self._open = ""  # "thinking" or "text", the kind of the block that is open
 
     def body(self, results: Sequence[Result]) -> dict[str, Any]:
         (result,) = results
         completion = result.completions[0]
-        text, calls = completion.text, []
-        if self._call.tools is not None:
-            text, calls = find_calls(completion.text, self._call.tools)
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+        reasoning, text, calls = self._call.parts(self._call.tools).whole(completion.text)
+        parts = ("thinking", reasoning), ("text", text)
+        content: list[dict[str, Any]] = [_block(kind, part) for kind, part in parts if part]
         content += [_tool_use(made, json.loads(made.arguments)) for made in calls]
         drafts = answers.speculative_decoding([result.metrics])
         return {
@@ -291,16 +290,14 @@ class MessageAnswer:
         return _event("message_start", message=self._message([], usage)) + _event("ping")
 
     def feed(self, found: Sequence[tuple[int, Piece]]) -> bytes:
-        text = self._finder.feed("".join(piece.text for _, piece in found))
-        return self._add_text(text) if text else b""
+        reasoning, text = self._parts.feed("".join(piece.text for _, piece in found))
+        return self._add("thinking", reasoning) + self._add("text", text)
 
     def finish(self, results: Sequence[Result]) -> bytes:
         (result,) = results
         completion = result.completions[0]
-        text, calls = self._finder.finish()
-        events = self._add_text(text) if text else b""
-        if self._has_text:
-            events += self._end_block()
+        reasoning, text, calls = self._parts.finish()
+        events = self._add("thinking", reasoning) + self._add("text", text) + self._end_part()
         events += b"".join(map(self._add_call, calls))
         events += _event("message_delta", delta=self._stop(completion, calls), usage=_usage(self._call, result))
         return events + _event("message_stop")
@@ -332,11 +329,22 @@ class MessageAnswer:
             return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
-    def _add_text(self, text: str) -> bytes:
-        """Return the events of more text; the first opens a block."""
-        events = b"" if self._has_text else self._start_block({"type": "text", "text": ""})
-        self._has_text = True
-        return events + self._delta({"type": "text_delta", "text": text})
+    def _add(self, kind: str, part: str) -> bytes:
+        """Return the events of more thinking or text; the first opens a block."""
+        if not part:
+            return b""
+        events = b""
+        if self._open != kind:
+            events = self._end_part() + self._start_block(_block(kind, ""))
+            self._open = kind
+        return events + self._delta({"type": f"{kind}_delta", kind: part})
+
+    def _end_part(self) -> bytes:
+        """Return the end of the block of thinking or text that is open, if one is."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return self._end_block()
 
     def _add_call(self, made: ToolCall) -> bytes:
         delta = {"type": "input_json_delta", "partial_json": made.arguments}
@@ -355,6 +363,11 @@ class MessageAnswer:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind} | fields, kind)
+
+
+def _block(kind: str, part: str) -> dict[str, Any]:
+    """Return a block of thinking, which nobody signs, or of text."""
+    return {"type": kind, kind: part} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def _tool_use(made: ToolCall, values: dict[str, Any]) -> dict[str, Any]:

@@ -121,12 +121,15 @@ COMPLETION = answer_of(
     ),
     {},
 )
+REASONING = {"reasoning": STRING, "reasoning_content": STRING}
 CHAT = answer_of(
     "chat.completion",
     record(
         {"token_ids": INTEGERS},
         index=INTEGER,
-        message=record({"tool_calls": array(TOOL_CALL)}, role={"const": "assistant"}, content=nullable(STRING)),
+        message=record(
+            {"tool_calls": array(TOOL_CALL), **REASONING}, role={"const": "assistant"}, content=nullable(STRING)
+        ),
         logprobs=nullable(
             record(content=array(record(**TOKEN, top_logprobs=array(record(**TOKEN)))), refusal={"type": "null"})
         ),
@@ -169,6 +172,13 @@ RESPONSE = record(
                             logprobs=LOGPROBS,
                         )
                     ),
+                ),
+                record(
+                    id=STRING,
+                    type={"const": "reasoning"},
+                    status=STATUS,
+                    summary={"type": "array", "maxItems": 0},
+                    content=array(record(type={"const": "reasoning_text"}, text=STRING)),
                 ),
                 record(
                     id=STRING,
@@ -218,6 +228,7 @@ MESSAGE = record(
     content=array(
         {
             "anyOf": [
+                record(type={"const": "thinking"}, thinking=STRING, signature=STRING),
                 record(type={"const": "text"}, text=STRING),
                 record(type={"const": "tool_use"}, id=STRING, name=STRING, input={"type": "object"}),
             ]

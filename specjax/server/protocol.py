@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 from specjax.sampling import SamplingParams, guided
 from specjax.server import bodies
 from specjax.server.fields import BadRequest, Integer, Object, check_tree, missing, refusal, shown
+from specjax.server.forms import parts_of
+from specjax.server.harmony import FINAL, Harmony
 from specjax.server.messages import encode_chat, encode_text, template_arguments, template_messages
+from specjax.server.parts import MakeParts, Plain
 from specjax.server.served import Served
 from specjax.server.tools import Tools, choose_tools
 
@@ -74,6 +77,7 @@ class Call:
         has_token_ids: whether the answer has token ids.
         has_token_kinds: whether a stream says how each token came about.
         tools: the tools that the model may call.
+        parts: parts the answer to a chat.
         user: the client's name for its user.
         repeated: fields that the answer repeats, in protocols whose answers repeat the request.
     """
@@ -97,6 +101,7 @@ class Call:
     has_token_ids: bool = False
     has_token_kinds: bool = False
     tools: Tools | None = None
+    parts: MakeParts = Plain
     user: str | None = None
     repeated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -187,7 +192,15 @@ def chat_call(
     Raises:
         BadRequest: the chat template refuses the messages, or a value is out of its range.
     """
-    prompt = _truncated(encode_messages(given, served, tools), given, served, max_tokens or 1)
+    prompt = encode_messages(given, served, tools)
+    parts: MakeParts = Plain
+    if constraint is None:
+        parts = parts_of(served, prompt)
+    elif served.is_harmony:  # the grammar is about the message for the user
+        prompt = prompt + encode_text(served, FINAL, add_special_tokens=False)
+    if parts is Harmony:  # the special tokens of an answer part it
+        given = {**given, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+    prompt = _truncated(prompt, given, served, max_tokens or 1)
     check_length([prompt], served)
     if may_be_cut and max_tokens is not None:
         max_tokens = min(max_tokens, served.max_length - len(prompt))
@@ -210,6 +223,7 @@ def chat_call(
         **read_answer(given),
         top_logprobs=top_logprobs,
         tools=tools,
+        parts=parts,
         repeated=repeated or {},
     )
 
@@ -239,13 +253,24 @@ def detokenize(body: Any, served: Served) -> dict[str, Any]:
 
 def encode_messages(given: Mapping[str, Any], served: Served, tools: Tools | None) -> list[int]:
     """Return the token ids of the messages of a body, with its tools and values for the template."""
+    messages = template_messages(given["messages"])
+    if served.is_harmony:
+        messages = [_with_thinking(message) for message in messages]
     return encode_chat(
         served,
-        template_messages(given["messages"]),
+        messages,
         tools and tools.described,
         template_arguments(given),
         add_special_tokens=given.get("add_special_tokens", False),
     )
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as the template of gpt-oss takes it: with its reasoning, where it has no text beside calls."""
+    reasoning = message.get("reasoning_content")
+    if reasoning is None or (message["content"] and "tool_calls" in message):
+        return message
+    return {**message, "thinking": reasoning}
 
 
 def bad_parameter(error: ValueError, constraint: Constraint | None = None) -> BadRequest:

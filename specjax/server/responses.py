@@ -41,7 +41,7 @@ from specjax.server.messages import (
 from specjax.server.protocol import Call, Constraint
 from specjax.server.served import Served
 from specjax.server.streams import event
-from specjax.server.tools import FUNCTION, MAX_TOOLS, CallFinder, ToolCall, choose_tools, find_calls
+from specjax.server.tools import FUNCTION, MAX_TOOLS, ToolCall, choose_tools
 
 NOTHING_STORED = "this server stores no answers; give the turns before as items of input"
 NO_TOOLS = "because the server has no tools of its own"
@@ -283,10 +283,13 @@ class ResponseAnswer:
     def __init__(self, call: Call, served: Served):
         self._call, self._served = call, served
         self._id, self._created = _new_id("resp", call.request_id), int(time.time())
-        self._finder = CallFinder(call.tools)
+        self._parts = call.parts(call.tools)
         self._num_events = 0
         self._output: list[dict[str, Any]] = []  # items of a stream that are complete
         self._message: dict[str, Any] | None = None  # the item of a stream that text goes to
+        self._thought: dict[str, Any] | None = None  # the item of a stream that reasoning goes to
+        self._reasoning = ""  # of it
+        self._all_reasoning = ""  # of all such items
         self._text = ""  # of it
         self._entries: list[dict[str, Any]] = []  # log-probabilities of its tokens
         self._num_entries = 0  # how many of them have been sent
@@ -294,14 +297,15 @@ class ResponseAnswer:
     def body(self, results: Sequence[Result]) -> dict[str, Any]:
         (result,) = results
         completion = result.completions[0]
-        text, calls = completion.text, []
-        if self._call.tools is not None:
-            text, calls = find_calls(completion.text, self._call.tools)
+        reasoning, text, calls = self._call.parts(self._call.tools).whole(completion.text)
+        self._all_reasoning = reasoning
         output = [_function_call(_new_id("fc"), made) for made in calls]
         if text or not calls:
             self._list(completion.token_ids, completion.logprobs)
             message = _message(_new_id("msg"), _message_status(completion, calls), [_part(text, self._entries)])
             output.insert(0, message)
+        if reasoning:
+            output.insert(0, _thought(_new_id("rs"), "completed", reasoning))
         return self._ended(result, output)
 
     def start(self) -> bytes:
@@ -313,14 +317,16 @@ class ResponseAnswer:
     def feed(self, found: Sequence[tuple[int, Piece]]) -> bytes:
         pieces = [piece for _, piece in found]
         self._list([piece.token_id for piece in pieces], [piece.logprobs or {} for piece in pieces])
-        text = self._finder.feed("".join(piece.text for piece in pieces))
-        return self._add_text(text) if text else b""
+        reasoning, text = self._parts.feed("".join(piece.text for piece in pieces))
+        return self._add_reasoning(reasoning) + (self._add_text(text) if text else b"")
 
     def finish(self, results: Sequence[Result]) -> bytes:
         (result,) = results
         completion = result.completions[0]
-        text, calls = self._finder.finish()
-        events = self._add_text(text) if text or not (calls or self._message) else b""
+        reasoning, text, calls = self._parts.finish()
+        events = self._add_reasoning(reasoning) + self._end_thought()
+        has_message = self._message is not None or any(item["type"] == "message" for item in self._output)
+        events += self._add_text(text) if text or not (calls or has_message) else b""
         if self._message is not None:
             events += self._end_message(_message_status(completion, calls))
         events += b"".join(map(self._add_call, calls))
@@ -340,6 +346,29 @@ class ResponseAnswer:
         if self._call.top_logprobs is not None:
             self._entries += answers.list_chat(self._served, tokens, entries or [], self._call.top_logprobs)
 
+    def _add_reasoning(self, reasoning: str) -> bytes:
+        """Return the events of more reasoning; the first opens an item, after a message that is open."""
+        if not reasoning:
+            return b""
+        events = b"" if self._message is None else self._end_message("completed")
+        if self._thought is None:
+            self._thought = _thought(_new_id("rs"), "in_progress", "")
+            events += self._event("response.output_item.added", output_index=len(self._output), item=self._thought)
+        self._reasoning += reasoning
+        self._all_reasoning += reasoning
+        place = {"item_id": self._thought["id"], "output_index": len(self._output), "content_index": 0}
+        return events + self._event("response.reasoning_text.delta", **place, delta=reasoning)
+
+    def _end_thought(self) -> bytes:
+        """Return the end of the item of reasoning that is open, if one is."""
+        if self._thought is None:
+            return b""
+        thought, text = self._thought, self._reasoning
+        self._thought, self._reasoning = None, ""
+        place = {"item_id": thought["id"], "output_index": len(self._output), "content_index": 0}
+        events = self._event("response.reasoning_text.done", **place, text=text)
+        return events + self._end_item(_thought(thought["id"], "completed", text))
+
     def _place(self) -> dict[str, Any]:
         """Return where the item is that is written now."""
         assert self._message is not None, "text opens it"
@@ -347,7 +376,7 @@ class ResponseAnswer:
 
     def _add_text(self, text: str) -> bytes:
         """Return the events of more text of the message, which the first opens."""
-        events = b""
+        events = self._end_thought()
         if self._message is None:
             self._message = _message(_new_id("msg"), "in_progress", [])
             events += self._event("response.output_item.added", output_index=len(self._output), item=self._message)
@@ -367,6 +396,8 @@ class ResponseAnswer:
         events = self._event("response.output_text.done", **place, text=self._text, logprobs=self._entries)
         events += self._event("response.content_part.done", **place, part=part)
         item = _message(self._message["id"], status, [part])
+        self._message, self._text = None, ""
+        self._entries, self._num_entries = [], 0
         return events + self._end_item(item)
 
     def _end_item(self, item: dict[str, Any]) -> bytes:
@@ -393,9 +424,14 @@ class ResponseAnswer:
             output,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
-            usage=_usage(self._call, result),
+            usage=_usage(self._call, result, self._num_thoughts()),
             **({"metrics": {"speculative_decoding": drafts}} if drafts else {}),
         )
+
+    def _num_thoughts(self) -> int:
+        """Return the number of tokens of the reasoning, as the tokenizer would write it."""
+        reasoning = self._all_reasoning
+        return len(self._served.encode(reasoning, add_special_tokens=False).ids) if reasoning else 0
 
     def _response(self, status: str, output: Sequence[dict[str, Any]] = (), **fields: Any) -> dict[str, Any]:
         """Return the response object. It repeats fields of the request."""
@@ -432,6 +468,11 @@ def _message(id: str, status: str, content: list[dict[str, Any]]) -> dict[str, A
     return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
+def _thought(id: str, status: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
 def _message_status(completion: Completion, calls: Sequence[ToolCall]) -> str:
     return "incomplete" if completion.finish_reason == "length" and not calls else "completed"
 
@@ -451,12 +492,12 @@ def _function_call(id: str, made: ToolCall) -> dict[str, Any]:
     }
 
 
-def _usage(call: Call, result: Result) -> dict[str, Any]:
+def _usage(call: Call, result: Result, num_thoughts: int) -> dict[str, Any]:
     counts = answers.usage(call, [result])
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cache_write_tokens": 0, **counts["prompt_tokens_details"]},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": counts["total_tokens"],
     }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from specjax.models.directory import Checkpoint
+from specjax.models.tokenizer import harmony_ends
 from specjax.sampling import guided
 from specjax.version import __version__
 
@@ -69,6 +70,11 @@ class Served:
     def vocabulary(self) -> list[bytes]:
         """The bytes of every token, empty for special tokens."""
         return guided.vocabulary(self.tokenizer)
+
+    @cached_property
+    def is_harmony(self) -> bool:
+        """Whether its answers to chats are in the form of gpt-oss, by its tokens."""
+        return bool(harmony_ends(self.tokenizer))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> "Encoding":
         """Return the encoding of a text. Other threads run meanwhile, as they do not while `Tokenizer.encode` does."""

@@ -1,0 +1,137 @@
+"""Part the text of an answer, as it comes, into reasoning, text and calls of tools."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from specjax.server.tools import CallFinder, ToolCall, Tools, find_calls
+
+OPENING, CLOSING = "<think>", "</think>"
+
+
+class Part(NamedTuple):
+    """More of an answer."""
+
+    reasoning: str = ""
+    text: str = ""
+
+
+class Whole(NamedTuple):
+    """A whole answer."""
+
+    reasoning: str
+    text: str
+    calls: list[ToolCall]
+
+
+class Parts(Protocol):
+    """Part one answer. It is `feed` again and again, then `finish`; or `whole` alone."""
+
+    def feed(self, text: str) -> Part:
+        """Take more of the answer, and return the parts that are certain now."""
+        ...
+
+    def finish(self) -> Whole:
+        """Return the rest of the reasoning and of the text, and all calls."""
+        ...
+
+    def whole(self, text: str) -> Whole:
+        """Return the parts of a whole answer."""
+        ...
+
+
+MakeParts = Callable[[Tools | None], Parts]
+
+
+def after(text: str, *endings: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of one of some endings."""
+    beginnings = {ending[:size] for ending in endings for size in range(1, len(ending))}
+    return max((len(one) for one in beginnings if text.endswith(one)), default=0)
+
+
+class Plain:
+    """Answers without reasoning.
+
+    Args:
+        tools: the tools of the request, None where it has none.
+    """
+
+    def __init__(self, tools: Tools | None):
+        self._tools, self._finder = tools, CallFinder(tools)
+
+    def feed(self, text: str) -> Part:
+        return Part("", self._finder.feed(text))
+
+    def finish(self) -> Whole:
+        return Whole("", *self._finder.finish())
+
+    def whole(self, text: str) -> Whole:
+        return Whole("", text, []) if self._tools is None else Whole("", *find_calls(text, self._tools))
+
+
+class Thinking:
+    """Answers that begin with reasoning between `<think>` and `</think>`, or do not, as models of Qwen give them.
+
+    White space around the reasoning belongs to neither part.
+
+    Args:
+        tools: the tools of the request, None where it has none.
+        is_open: whether the prompt has written `<think>` already.
+    """
+
+    def __init__(self, tools: Tools | None, is_open: bool = False):
+        self._plain = Plain(tools)
+        self._is_before, self._is_thinking, self._is_after = not is_open, is_open, False
+        self._has_thought = False
+        self._held = ""  # text that came and is in no part yet
+
+    def feed(self, text: str) -> Part:
+        self._held += text
+        reasoning = ""
+        if self._is_before and not self._begins():
+            return Part()
+        if self._is_thinking:
+            reasoning = self._thought()
+        if self._is_after:
+            self._held = self._held.lstrip()
+            self._is_after = not self._held
+        if self._is_thinking or self._is_after:
+            return Part(reasoning)
+        text, self._held = self._held, ""
+        return Part(reasoning, self._plain.feed(text).text)
+
+    def finish(self) -> Whole:
+        reasoning = self._held.rstrip() if self._is_thinking else ""
+        first = self._plain.feed(self._held).text if self._is_before else ""
+        _, text, calls = self._plain.finish()
+        return Whole(reasoning, first + text, calls)
+
+    def whole(self, text: str) -> Whole:
+        found = Thinking(None, self._is_thinking)
+        first, last = found.feed(text), found.finish()
+        _, text, calls = self._plain.whole(first.text + last.text)
+        return Whole(first.reasoning + last.reasoning, text, calls)
+
+    def _begins(self) -> bool:
+        """Return whether it is known now how the answer begins."""
+        start = self._held.lstrip()
+        if OPENING.startswith(start):
+            self._is_thinking = start == OPENING
+            self._is_before = not self._is_thinking
+        else:
+            self._is_before, self._is_thinking = False, start.startswith(OPENING)
+        if self._is_thinking:
+            self._held = start.removeprefix(OPENING)
+        return not self._is_before
+
+    def _thought(self) -> str:
+        """Return the reasoning that is certain, and hold what follows it."""
+        held = self._held if self._has_thought else self._held.lstrip()
+        reasoning, closing, rest = held.partition(CLOSING)
+        if closing:
+            self._is_thinking, self._is_after = False, True
+        else:
+            reasoning = held[: len(held) - after(held, CLOSING)]
+        reasoning = reasoning.rstrip()
+        self._held = rest if closing else held[len(reasoning) :]
+        self._has_thought |= bool(reasoning)
+        return reasoning
