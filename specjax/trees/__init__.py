@@ -1,9 +1,11 @@
-"""Trees of drafts: verifiers `verify(keys, tree, target, **options) -> Verified`, and the relations between nodes.
+"""Trees of drafts: verifiers `verify(keys, tree, target, **options) -> Verified`, the relations between
+nodes, and `growing`.
 
 `match` and `traversal` are lossless, which means that the output follows the target's distribution; `LOSSY` names the
 others.
 """
 
+from specjax.trees import growing
 from specjax.trees.arrays import ancestor_mask, depths, first_children, is_node, next_siblings, of_chain
 from specjax.trees.match import match
 from specjax.trees.traversal import traversal
@@ -17,6 +19,7 @@ __all__ = [
     "ancestor_mask",
     "depths",
     "first_children",
+    "growing",
     "is_node",
     "match",
     "next_siblings",
