@@ -133,7 +133,7 @@ LAST = jnp.array([4, 7])
 
 
 def test_a_grown_shape_follows_the_draft():
-    """Each node has the candidate of its rank after its parent's token; a drawn chain has the noise of other drafters."""
+    """Each node has the candidate of its rank after its parent; a drawn chain has the noise of other drafters."""
 
     def advance(tokens, nodes, carry):
         return Categorical(jnp.asarray(TABLE)[tokens]), [*carry, nodes]
