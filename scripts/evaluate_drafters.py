@@ -38,14 +38,19 @@ def with_drafter(target: Model, draft: str, num_draft_tokens: int) -> tuple[Mode
 
 
 def run(
-    target: Model, proposer: Proposer, verifier: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    target: Model,
+    proposer: Proposer,
+    verifier: str,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    spare: int = 0,
 ) -> decode.State:
-    """Answer prompts and return the state at the end."""
+    """Answer prompts and return the state at the end; the buffer has room for `spare` tokens more than they need."""
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
-    size = int(lengths.max()) + params[0].max_tokens
+    size = int(lengths.max()) + params[0].max_tokens + spare
     given = tokens, lengths, sampling.batch(params), jax.random.key(0)
     state = _prefill(target, proposer, *given, max_length=size)
     return decode.generate(target, proposer, state, verifier=getattr(verifiers, verifier))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax import metrics, proposers, scorers, verifiers
-from specjax.decoding import log_probs, state_rows
-from specjax.decoding.binding import as_pytrees
+from specjax.decoding import log_probs, state_rows, tree_steps
+from specjax.decoding.binding import as_pytrees, of_draft
 from specjax.decoding.checks import check_num_draft_tokens, check_request, step_limit
 from specjax.decoding.commits import keep
 from specjax.decoding.drafters import check_memory, in_memory, propose
@@ -19,13 +19,14 @@ from specjax.keys import of_requests, positions
 from specjax.pages import Pages, check_pages, check_pages_of_prompts
 from specjax.parallel import WHOLE, OnMesh, on_devices, shards
 from specjax.parallel.loops import as_carry
-from specjax.sampling import Sampling, guided, num_generated, process
+from specjax.sampling import Sampling, guided, num_generated
 from specjax.types import (
     NO_PAGE,
     Array,
     Categorical,
     Context,
     Draft,
+    DraftTree,
     Memory,
     Model,
     Proposer,
@@ -34,7 +35,6 @@ from specjax.types import (
     Verified,
     Verifier,
 )
-from specjax.verifiers import core
 
 RUNNING, STOP, MAX_TOKENS, BUFFER_FULL, NO_TOKEN = range(5)  # values of State.finished
 
@@ -56,7 +56,7 @@ class Info(NamedTuple):
     """The outcome of one step, of its R rows: all B of the state, or the given rows in their order."""
 
     tokens: Array  # [R, K+1] int32, the committed tokens, then -1
-    num_drafts: Array  # [R] int32, number of draft tokens of the row
+    num_drafts: Array  # [R] int32, number of draft tokens of the row; of a tree, the depth of its deepest node
     num_accepted: Array  # [R] int32; at this index stands the recovered token, or the bonus token after all drafts
     log_probs: LogProbs | None = None  # of the committed tokens, fields [R, K+1, ...]; None if not asked for
 
@@ -218,10 +218,13 @@ def step(
     draft, proposer_state, cache = propose(
         model, proposer, keys, context, state.sampling, state.proposer, memory=state.cache
     )
+    draft: Any = tree_steps.fit(context, draft)
     output, cache = scorer(model, context, draft, cache)
-    target = process(state.sampling, output.logits, context, draft.tokens, axis_name=model.axis_name)
-    verified = _verify(verifier, keys, draft, target, model.axis_name)
-    proposer_state = proposer.update(context, verified, output.features, proposer_state)
+    width = proposer.num_draft_tokens
+    target = tree_steps.process(state.sampling, output.logits, context, draft, width, axis_name=model.axis_name)
+    verified = _verify(of_draft(verifier, draft), keys, draft, target, model.axis_name)
+    features, target = tree_steps.of_path(output.features, target, verified)
+    proposer_state = proposer.update(context, verified, features, proposer_state)
     cache, proposer_state = keep(model, proposer, context, draft, verified, cache, proposer_state)
     new_context, tokens, finished = _commit(state, verified)
     state = state._replace(context=new_context, cache=cache, proposer=proposer_state, finished=finished)
@@ -290,7 +293,7 @@ def _step_on_mesh(
     return rest._replace(cache=cache), info
 
 
-def _verify(verifier: Verifier, keys: Array, draft: Draft, target: Categorical, axis_name: str | None) -> Verified:
+def _verify(verifier: Verifier, keys: Array, draft: Any, target: Categorical, axis_name: str | None) -> Verified:
     """Call a verifier, which need not know of axes where devices have the whole vocabulary."""
     if axis_name is None:
         verified = verifier(keys, draft, target)
@@ -360,7 +363,7 @@ def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
 def _account(
     state: State,
     before: Context,
-    draft: Draft,
+    draft: Draft | DraftTree,
     target: Categorical,
     verified: Verified,
     tokens: Array,
@@ -373,7 +376,7 @@ def _account(
         state: the state after the step, with the totals and log-probabilities before it.
         before: the context before the step.
         draft: the draft of the step.
-        target: the target's distributions.
+        target: the target's distributions, [B, K+1, V].
         verified: the verdict on the draft.
         tokens: [B, K+1] int32, the committed tokens, then -1.
         num_logprobs: as in `step`.
@@ -382,7 +385,7 @@ def _account(
     Returns:
         The state with the new totals and log-probabilities, and the report of the step.
     """
-    num_drafts = jnp.where(before.active, core.num_drafts(core.canonical(draft)), 0)
+    num_drafts = jnp.where(before.active, tree_steps.num_drafts(draft), 0)
     outcomes = verified.is_accepted
     if outcomes is not None:
         most = state.totals.drafted_at.shape[1]

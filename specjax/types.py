@@ -290,8 +290,8 @@ class Proposer(Protocol):
     with `takes_groups = True` also takes packed calls, where `inputs.sequences` are the rows; others get none.
 
     `update` gets the context that the drafts were made for, before the verified tokens are committed, and the target's
-    features of the last committed token and of the drafts; the `num_accepted` that it gets is 0 in rows that had no
-    drafts of this proposer.
+    features of the last committed token and of the drafts, or of the path that is accepted of a tree; the
+    `num_accepted` that it gets is 0 in rows that had no drafts of this proposer.
 
     A proposer may draft on the target's own cache, with `reads_memory` and `writes_memory`; see `propose`. Without
     these attributes it does not see that cache.
@@ -303,6 +303,10 @@ class Proposer(Protocol):
     A proposer that can make another number of drafts has `with_num_draft_tokens(num_draft_tokens, *, may_pause=False)`,
     which returns such a proposer. K = 0 makes no drafts, and only keeps the state. Proposers that come from one with
     `may_pause=True` have states of the same form, and may take turns from step to step.
+
+    A proposer may draft a `DraftTree` in every step. It has `tree`, the number N of nodes, and `num_draft_tokens` is D,
+    the depth of the deepest node. One that can draft chains and trees has `with_tree(tree, *, coupled)`, which returns
+    a proposer of trees: sampled ones with their distribution, or, if coupled, the trees of which match accepts most.
 
     A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. The rows of a
     proposer without it must follow from the last chunk of a prompt, as chunks before may come from the pages of others.
@@ -336,7 +340,7 @@ class Proposer(Protocol):
 
     @property
     def propose(self) -> Callable[..., Any]:
-        """The method `(keys, context, sampling, state) -> (Draft, state)`.
+        """The method `(keys, context, sampling, state) -> (Draft, state)`, with a `DraftTree` for a tree.
 
         Where the proposer has `reads_memory = True`, the target's `Memory` is the last argument. Where it also has
         `writes_memory = True`, the method returns `(Draft, state, memory)`, in which only slots from `length` - 1 on

@@ -1,6 +1,6 @@
 """Trees of drafts in a step of the target: their scores, the history of their nodes, and the slots that are kept."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import Context, Draft, scorers
+from specjax import Context, Draft, SamplingParams, decode, sampling, scorers, verifiers
 from specjax.decoding import tree_steps
 from specjax.decoding.calls import run
+from specjax.decoding.drafters import InMemory
 from specjax.models.attention import update_cache
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.layer import Attention, LayerConfig
+from specjax.pages import Pages
+from specjax.sampling.guided.tables import Grammar
 from specjax.types import DraftTree, Memory, ModelInput
 from tests.paged import poisoned, random_table
 
@@ -148,3 +151,72 @@ def test_trees_are_refused(model):
         scorers.mqa(replace(model, takes_pages=False), context, tree, memory)
     with pytest.raises(ValueError, match=r"takes a Draft, got a DraftTree: score it with scorers\.mqa"):
         scorers.batch_expansion(model, context, tree, memory)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["truth"], meta_fields=[])
+@dataclass(frozen=True)
+class Knowing(InMemory):
+    """Trees with the tokens that plain decoding gives on one path, up to some depth, and others on the other paths."""
+
+    truth: jax.Array  # [B, L] int32
+    num_draft_tokens, tree = 4, 7
+
+    def init_memory(self, batch_size, num_pages, page_size):
+        return Memory(rows=jnp.zeros(batch_size, jnp.int32))
+
+    def prefill(self, inputs, following, previous, features, state):
+        return state
+
+    def propose(self, keys, context, sampling, state):
+        number = context.length[:, None] % 2  # which of two shapes
+        parents, depth = (
+            jnp.where(number == 0, *(jnp.asarray(x)[i][None] for i in range(2))) for x in (PARENTS, DEPTH)
+        )
+        truth = jnp.take_along_axis(self.truth, context.length[:, None] - 1 + depth, axis=1, mode="clip")
+        known = jnp.where(number == 0, jnp.array([[1, 0, 1, 0, 1, 0, 1]]), jnp.array([[1, 1, 0, 1, 1, 1, 0]])) == 1
+        known &= depth <= context.length[:, None] % 5
+        tokens = jnp.where(known, truth, (truth + 1 + jnp.arange(7)[None]) % 23)
+        return DraftTree(tokens, parents, depth), state
+
+    def update(self, context, verified, features, state):
+        return Memory(rows=state.rows + verified.num_accepted)
+
+
+def every_feature():
+    alternating = Grammar(np.arange(23) % 2, np.array([[1, -1], [1, 0]]))
+    rows = [
+        {"temperature": 0},
+        {},
+        {"presence_penalty": 1.5, "frequency_penalty": -1.5, "repetition_penalty": 1.7},
+        {"bad_words": [[3, 4], [5], *([i, j] for i in range(9, 15) for j in range(0, 23, 2))]},
+        {"stop_token_ids": [1, 2, 8, 17], "min_tokens": 6},
+        {"guided_decoding": alternating, "repetition_penalty": 0.5},
+        {"logit_bias": {4: 2.0}, "allowed_token_ids": list(range(0, 23, 3)), "top_k": 5},
+    ]
+    return sampling.batch([SamplingParams(**{"temperature": 0.9, "max_tokens": 30} | row) for row in rows])
+
+
+@partial(jax.jit, static_argnames="max_length")
+def start(model, proposer, prompts, lengths, params, keys, pages=None, *, max_length=SLOTS * 2):
+    return decode.prefill(model, proposer, prompts, lengths, params, keys, max_length=max_length, pages=pages)
+
+
+@pytest.mark.slow
+def test_match_gives_the_tokens_of_plain_decoding(model):
+    """With every sampling parameter, to the end of the buffer, where a tree finds no room; stop tokens end a path."""
+    lengths = np.array([6, 3, 9, 1, 2, 4, 5], np.int32)
+    prompts = np.random.default_rng(5).integers(0, 23, (7, 9)).astype(np.int32)
+    given = prompts, lengths, every_feature(), jax.random.split(jax.random.key(3), 7)
+    plain = decode.generate(model, None, start(model, None, *given), verifier=verifiers.match)
+    proposer = Knowing(plain.context.tokens)
+    state = start(model, proposer, *given, Pages(random_table((7, 8), 60), 60, PAGE))
+    grown = decode.generate(model, proposer, state, verifier=verifiers.match)
+    assert grown.context.length.tolist() == plain.context.length.tolist()
+    assert grown.finished.tolist() == plain.finished.tolist()
+    assert set(plain.finished.tolist()) == {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
+    assert grown.context.guided_state.tolist() == plain.context.guided_state.tolist()
+    for one, other, end in zip(grown.context.tokens, plain.context.tokens, plain.context.length, strict=True):
+        assert one[:end].tolist() == other[:end].tolist()
+    assert grown.totals.steps.sum() < 0.6 * plain.totals.steps.sum()
+    assert grown.totals.accepted.tolist() == grown.proposer.rows.tolist()
+    assert grown.totals.accepted_at.sum(axis=0).tolist()[-1] > 0

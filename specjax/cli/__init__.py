@@ -37,6 +37,7 @@ SAME = (  # arguments that must be the same in all processes
     "draft",
     "num_draft_tokens",
     "step_times",
+    "tree",
     "verifier",
     "dtype",
     "quantization",

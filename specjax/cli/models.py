@@ -43,6 +43,12 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         help="dtype of the keys and values of the model and of a draft model; default: that of the weights",
     )
     add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
+    add(
+        "--tree",
+        type=int,
+        metavar="N",
+        help="draft a tree of N nodes, the last token among them; default: a chain",
+    )
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
@@ -117,7 +123,7 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     from specjax.engine.llm import LLM
 
     _check_platform()
-    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype")
+    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype", "tree")
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     options |= {"verifier": getattr(verifiers, args.verifier), "compilation_cache": args.compilation_cache}
     num_draft_tokens, step_times = args.num_draft_tokens, getattr(args, "step_times", None)  # not of every command

@@ -21,10 +21,21 @@ def check_draft_length(num_draft_tokens: int, most: int | None = None) -> None:
         raise ValueError(f"num_draft_tokens must be {expected}, got {num_draft_tokens!r}")
 
 
+def check_tree(num_nodes: int, num_draft_tokens: int) -> int:
+    """Return N, the number of nodes of a tree; raise ValueError unless a path of K drafts finds room in it."""
+    if not (is_integer(num_nodes) and num_nodes > num_draft_tokens):
+        raise ValueError(
+            f"tree must be an integer > num_draft_tokens = {num_draft_tokens}, as its longest path has so many drafts "
+            f"after the pending token, got {num_nodes!r}"
+        )
+    return num_nodes
+
+
 class InMemory:
     """The base of proposers whose state is a `Memory`."""
 
     takes_pages = True
+    tree: int | None = None  # N, the number of nodes of the trees that it drafts; None drafts chains
     takes_groups = False
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
@@ -122,6 +133,25 @@ def with_num_draft_tokens(proposer: Proposer, num_draft_tokens: int, *, may_paus
             f"{type(proposer).__name__} without it"
         )
     return change(num_draft_tokens, may_pause=may_pause)
+
+
+def num_fed(proposer: Proposer) -> int:
+    """Return how many tokens of a row a step feeds to the target: N of a tree, and K + 1 of a chain."""
+    return getattr(proposer, "tree", None) or proposer.num_draft_tokens + 1
+
+
+def with_tree(proposer: Proposer, tree: int, *, coupled: bool) -> Proposer:
+    """Return a proposer that drafts trees of N nodes, as `Proposer` describes it.
+
+    Raises:
+        ValueError: the proposer does not have the method `with_tree`, or it cannot make such trees.
+    """
+    change = getattr(proposer, "with_tree", None)
+    if change is None:
+        raise ValueError(
+            f"tree must be None for a draft without the method with_tree, got {tree!r} and {type(proposer).__name__}"
+        )
+    return change(tree, coupled=coupled)
 
 
 def commit_of(proposer: Any) -> Commit | None:

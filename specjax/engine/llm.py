@@ -22,6 +22,7 @@ from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
 from specjax.engine.step_times import as_step_times
+from specjax.engine.trees import as_trees, check_num_nodes
 from specjax.models import smollm2
 from specjax.models.cache_dtype import check_cache_dtype
 from specjax.models.directory import Checkpoint, check_quantization
@@ -92,6 +93,9 @@ class LLM:
             read; embeddings and head stay as they are. None leaves the weights as they are stored, which may be
             quantised already. On CPUs matrices in codes become floats when they are read, in the dtype of the weights.
         draft_quantization: likewise for a draft that is given as a checkpoint; for the draft "self" None is "int4".
+        tree: number of nodes of a tree of drafts, the pending token among them, in place of a chain; an integer above
+            `num_draft_tokens`, which is the depth. Under `match` it holds the likeliest drafts, under `rejection` and
+            `block` sampled ones, which `trees.traversal` verifies; other verifiers but `typical` take none.
         cache_dtype: "fp8" keeps the keys and values of the target, and of a draft model that is given as a checkpoint,
             in float8_e4m3fn, which has half the size of bfloat16. Both then give slightly other distributions. None is
             the dtype of the weights.
@@ -130,7 +134,9 @@ class LLM:
         draft_quantization: str | None = None,
         cache_dtype: str | None = None,
         step_times: StepTimes | str | Path | None = None,
+        tree: int | None = None,
     ):
+        check_num_nodes(tree, num_draft_tokens)
         is_auto = num_draft_tokens == "auto"
         if step_times is not None and not is_auto:
             raise ValueError(f"step_times must be None unless num_draft_tokens is 'auto', got {num_draft_tokens!r}")
@@ -198,6 +204,7 @@ class LLM:
             draft_lengths = choices(proposer) if times is None else table_lengths(times, proposer.num_draft_tokens)
             if times is not None:
                 ByStepTimes(times, draft_lengths, proposer)  # raises for a table that lacks some
+        proposer = as_trees(proposer, target, verifier, tree)
         self.setup = Setup(
             model=target,
             proposer=proposer if mesh is None else put(proposer, NamedSharding(mesh, WHOLE)),

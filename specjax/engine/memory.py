@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from specjax.decoding.drafters import num_fed
 from specjax.parallel import OnMesh
 from specjax.types import Model, Proposer
 
@@ -57,7 +58,7 @@ def num_pages_that_fit(
         memories = jax.eval_shape(init)
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(memories))
 
-    rows = max(num_slots * (proposer.num_draft_tokens + 1), chunk_size)
+    rows = max(num_slots * num_fed(proposer), chunk_size)
     page, one = size(2) - size(1), size(1)
     if num_samples is not None and wanted * page > SMALL * free:
         wanted = min(num_samples, num_slots) * pages_per_row

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.decoding.drafters import num_fed
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import ByStepTimes
 from specjax.engine.memory import num_pages_that_fit
@@ -155,7 +156,7 @@ class Run:
     ) -> tuple["_Device", Scheduler]:
         # Drafts after the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
-        needed = longest + setup.proposer.num_draft_tokens
+        needed = longest + num_fed(setup.proposer) - 1
         max_length = min(max(round_up(needed), LEAST_LENGTH), setup.max_length)
         num_slots = _num_slots(setup, params)
         num_samples = sum(p.num_samples for p in params)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specjax import decode
+from specjax.decoding.drafters import num_fed
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import DraftLength
 from specjax.engine.grammars import GrammarTables
@@ -67,7 +68,7 @@ class Scheduler:
         self._sizes = tuple(sorted({*prompt_sizes, chunk_size}))
         self._draft_length = draft_length
         self._chunks_per_step = chunks_per_step
-        self._width = device.proposer.num_draft_tokens + 1  # the most tokens of a step
+        self._width = num_fed(device.proposer)  # slots that a step writes, at least as many as it commits tokens
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
         self._queue: list[Job] = []  # jobs that wait without a grammar, by rank

@@ -214,7 +214,7 @@ def step(
     Args:
         model: the target.
         proposer: the proposer that the state was made with; None is plain decoding.
-        state: the state. Each active row has pages for its next K + 1 tokens.
+        state: the state. Each active row has pages for the tokens that the step feeds.
         rows: [R] int32, all active rows and any others, no row twice; B is none. None computes all B rows.
         verifier: a verifier of `specjax.verifiers` or your own.
         scorer: a scorer of `specjax.scorers` or your own.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.decoding.drafters import check_draft_length
 from specjax.models.attention import KeyValues, memories, update_cache
 from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, lookup, rms_norm
@@ -25,8 +25,9 @@ from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, on
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth
 from specjax.proposers.none import Paused
+from specjax.proposers.tree_drawing import InTrees, TreeDrawer, only_root, tree_drawer_of
 from specjax.sampling import Sampling
-from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
+from specjax.types import Array, Context, Draft, DraftTree, Memory, ModelInput, PyTree, Verified
 
 if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
@@ -197,10 +198,10 @@ class BlockHead:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "reduced", "temperature", "min_confidence"],
-    meta_fields=["head", "num_draft_tokens", "is_greedy"],
+    meta_fields=["head", "num_draft_tokens", "is_greedy", "tree", "coupled"],
 )
 @dataclass(frozen=True)
-class BlockDraft(InMemory):
+class BlockDraft(InTrees):
     """A proposer that runs its network once for all drafts of a step.
 
     With `min_confidence`, the drafts of a row end before the first one with less confidence.
@@ -213,11 +214,21 @@ class BlockDraft(InMemory):
     temperature: Array | None = None  # [] or [B] float32
     min_confidence: Array | None = None  # [] float32
     is_greedy: bool = False
+    tree: int | None = None  # N, the number of nodes; None makes a chain
+    coupled: bool = False
     takes_groups = True
 
     def with_num_draft_tokens(self, num_draft_tokens: int, *, may_pause: bool = False) -> "BlockDraft | Paused":
         check_draft_length(num_draft_tokens, self.head.most_drafts)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
+
+    def with_tree(self, tree: int, *, coupled: bool) -> "BlockDraft":
+        if self.min_confidence is not None or self.head.num_candidates:
+            raise ValueError(
+                "a tree needs a block head without candidates and without min_confidence, which cut chains, got "
+                f"num_candidates = {self.head.num_candidates} and min_confidence = {self.min_confidence}"
+            )
+        return super().with_tree(tree, coupled=coupled)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         return Memory(self.head.init_cache(num_pages, page_size, self.params["embedding"].dtype))
@@ -225,13 +236,19 @@ class BlockDraft(InMemory):
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         return Memory(self.head.write_features(self.params, features, inputs, state.pools))
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+    def propose(
+        self, keys: Array, context: Context, sampling: Sampling, state: Memory
+    ) -> tuple[Draft | DraftTree, Memory]:
         head, width = self.head, self.num_draft_tokens + self.head.block_shift
         pending = last_token(context)
         masks = jnp.full((pending.shape[0], width - 1), head.mask_token, jnp.int32)
         positions = jnp.maximum(context.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         block = ModelInput(jnp.concatenate([pending, masks], axis=1), positions, pages=context.pages)
         output, pools = head.run_block(self.params, block, state.pools)
+        if self.tree is not None:
+            drawer = tree_drawer_of(self, keys, context, sampling, self.reduced)
+            tree = self._grow(drawer, output[:, head.block_shift :], pending)
+            return only_root(has_feature(context), tree), Memory(pools)
         drawer = drawer_of(self, keys, context, sampling, self.reduced, is_partial=head.num_candidates > 0)
         draft = self._draw(drawer, output[:, head.block_shift :], pending)
         return only_in(has_feature(context), draft), Memory(pools)
@@ -265,6 +282,19 @@ class BlockDraft(InMemory):
         first, confidences = row(pending, 0, jnp.zeros(output.shape[:2], jnp.float32))
         draft, confidences = drawer.chain(first, row, confidences)
         return draft if self.min_confidence is None else self._cut(draft, confidences)
+
+    def _grow(self, drawer: TreeDrawer, output: Array, pending: Array) -> DraftTree:
+        """Draw the tree of a block, given the output of its rows [B, K, h] and the pending token [B, 1]."""
+        logits = self.head.logits(self.params, output)
+        if not self.head.markov_rank:
+            return drawer.of_depths(logits)
+
+        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
+            depth = drawer.shape.depth[nodes[0]]
+            before = jnp.maximum(tree.tokens[:, nodes], 0)
+            return logits[:, depth : depth + 1] + self.head.markov_logits(self.params, before)
+
+        return drawer.grow(logits[:, :1] + self.head.markov_logits(self.params, pending), advance)
 
     def _choose(self, drawer: Drawer, output: Array, logits: Array, pending: Array) -> Draft:
         """Draw the drafts among the candidates of their rows, given the rows' logits [B, K, V]."""

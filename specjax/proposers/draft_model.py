@@ -6,20 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specjax.decoding import tree_steps
 from specjax.decoding.calls import run
-from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.decoding.drafters import check_draft_length
 from specjax.keys import DRAFT, stream
 from specjax.parallel.loops import as_carry
 from specjax.prompts import without_pending
 from specjax.proposers.drawing import Drawer, draft_options, draft_sampling, only_in
 from specjax.proposers.none import NoDrafts, none
 from specjax.proposers.split import rows_to_draft, run_where
+from specjax.proposers.tree_drawing import InTrees, in_tree, only_root, tree_drawer_of
 from specjax.sampling import Sampling
 from specjax.types import (
     Array,
     Context,
     Draft,
+    DraftTree,
     Memory,
     Model,
     ModelInput,
@@ -35,10 +39,10 @@ CATCH_UP = 16  # tokens in each call that feeds tokens committed while the draft
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["model", "temperature"],
-    meta_fields=["num_draft_tokens", "max_length", "is_greedy", "speculate_below", "may_pause"],
+    meta_fields=["num_draft_tokens", "max_length", "is_greedy", "speculate_below", "may_pause", "tree", "coupled"],
 )
 @dataclass(frozen=True)
-class DraftModel(InMemory):
+class DraftModel(InTrees):
     """A proposer that draws K tokens from a draft model, by the sampling parameters of each request.
 
     The rows of its memory are a pair: the rows of the draft model's memory, and [B] int32, the number of committed
@@ -52,6 +56,8 @@ class DraftModel(InMemory):
     is_greedy: bool = False
     speculate_below: int | None = None
     may_pause: bool = False  # rows may skip steps; the tokens they missed are fed when drafting resumes
+    tree: int | None = None  # N, the number of nodes; None makes a chain
+    coupled: bool = False
 
     @property
     def takes_pages(self) -> bool:
@@ -72,6 +78,11 @@ class DraftModel(InMemory):
             return none()
         return replace(self, num_draft_tokens=num_draft_tokens, may_pause=self.may_pause or may_pause)
 
+    def with_tree(self, tree: int, *, coupled: bool) -> "DraftModel":
+        if self.is_recurrent:
+            raise ValueError("tree must be None for a draft model with a recurrent state, which keeps one path alone")
+        return super().with_tree(tree, coupled=coupled)
+
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:
         if self.max_length is not None:
             page_size = min(page_size, self.max_length)  # no row has slots past the limit
@@ -86,11 +97,18 @@ class DraftModel(InMemory):
         own = jnp.where(counts > 0, inputs.starts + counts, held.take(inputs.sequences).rows)
         return _joined(memory, held.put(inputs.sequences, Memory(rows=own)).rows)
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+    def propose(
+        self, keys: Array, context: Context, sampling: Sampling, state: Memory
+    ) -> tuple[Draft | DraftTree, Memory]:
         num_drafts = self.num_draft_tokens
-        speculates, may_skip = rows_to_draft(context, num_drafts, self.max_length, self.speculate_below)
+        num_slots = num_drafts if self.tree is None else self.tree - 1
+        speculates, may_skip = rows_to_draft(context, num_slots, self.max_length, self.speculate_below)
         if self.may_pause:
             state = self._catch_up(context, speculates, state)
+        if self.tree is not None:
+            given = keys, context, sampling, state
+            tree, state = run_where(speculates, self._grow, *given) if may_skip else self._grow(*given)
+            return only_root(speculates, tree), state
         draft_keys = stream(keys[:, :1], DRAFT, jnp.arange(num_drafts, dtype=jnp.int32)[None])
         sampling = draft_sampling(sampling, self.temperature, self.is_greedy)
         operands = draft_keys, context, sampling, state
@@ -104,6 +122,8 @@ class DraftModel(InMemory):
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         if self.is_recurrent:
             return state  # it has been fed committed tokens alone
+        if self.tree is not None:
+            return state  # the nodes of a tree are not in the slots of a chain
         memory, fed = _parts(state)
         kept = jnp.minimum(verified.num_accepted, self.num_draft_tokens - 1)  # the last draft has not been fed
         return _joined(memory, jnp.where(fed == context.length, context.length + kept, fed))
@@ -111,7 +131,8 @@ class DraftModel(InMemory):
     def _catch_up(self, context: Context, speculates: Array, state: Memory) -> Memory:
         """Feed the tokens that were committed while a row did not speculate, once it speculates again."""
 
-        num_left = self.num_draft_tokens + 1 if self.is_recurrent else 2  # tokens that the next call of `propose` feeds
+        # the tokens that the next call of `propose` feeds
+        num_left = self.num_draft_tokens + 1 if self.is_recurrent or self.tree is not None else 2
 
         def is_behind(state: Memory) -> Array:
             return jnp.any(speculates & (_parts(state)[1] < context.length - num_left))
@@ -153,6 +174,26 @@ class DraftModel(InMemory):
 
         draft, memory = Drawer(keys, context, sampling, self.is_greedy).chain(logits, advance, memory)
         return draft, _joined(memory, jnp.where(fed >= context.length - 2, context.length, fed))
+
+    def _grow(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[DraftTree, Memory]:
+        """Draw a tree for every row, and return it and the new state.
+
+        The first call feeds the last D + 1 committed tokens, as the draft model keeps no node of the tree before. For
+        each further level one call feeds all nodes so far, which see their ancestors alone.
+        """
+        memory, fed = _parts(state)
+        width = self.num_draft_tokens + 1
+        start = jnp.maximum(context.length - width, 0)
+        output, memory = self._run(_committed(context, start, width), memory)
+        logits = jnp.take_along_axis(output.logits, (context.length - 1 - start)[:, None, None], axis=1)
+
+        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
+            nonlocal memory
+            output, memory = self._run(tree_steps.drafts_fed(context, tree), memory)
+            return output.logits[:, nodes - 1]
+
+        tree = tree_drawer_of(self, keys, context, sampling).grow(logits, advance)
+        return tree, _joined(memory, jnp.where(fed >= context.length - width, context.length, fed))
 
     def _draft_from_state(
         self, speculates: Array, keys: Array, context: Context, sampling: Sampling, state: Memory
@@ -207,6 +248,8 @@ def draft_model(
     *,
     temperature: float | Array | None = None,
     speculate_below: int | None = None,
+    tree: int | None = None,
+    coupled: bool = False,
 ) -> DraftModel:
     """Draft with a small model of the target's vocabulary.
 
@@ -226,6 +269,11 @@ def draft_model(
             the device busy without speculation; None always speculates. The drafts of a row then depend on the other
             rows of its batch. The distribution of its output does not, but only under `verifiers.match` does a seed
             give the same tokens in any batch.
+        tree: N, the number of nodes of a tree, in place of a chain: the last committed token is node 0, and a path has
+            up to num_draft_tokens drafts. An integer > num_draft_tokens. A row speculates if length + N <= max_length.
+        coupled: whether the siblings of a tree are the tokens that come first with the noise of the target's own draw,
+            of which `verifiers.match` accepts most; the tree then has no distribution. False draws them from the
+            distribution that the tree reports, for `rejection` and `block`.
 
     Returns:
         A proposer.
@@ -246,7 +294,7 @@ def draft_model(
         raise ValueError(f"max_length must be at most the draft model's {model.max_length}, got {max_length}")
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
-    return DraftModel(
+    drafter = DraftModel(
         model,
         num_draft_tokens,
         max_length,
@@ -255,3 +303,4 @@ def draft_model(
         speculate_below=speculate_below,
         may_pause=speculate_below is not None,
     )
+    return in_tree(drafter, tree, coupled)

@@ -6,14 +6,17 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.decoding import tree_steps
+from specjax.decoding.drafters import check_draft_length
 from specjax.operations.pieces import after, at_token
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.none import Paused
+from specjax.proposers.tree_drawing import InTrees, only_root, tree_drawer_of
 from specjax.sampling import Sampling
-from specjax.types import Array, Context, Draft, Memory, ModelInput, PyTree, Verified
+from specjax.types import Array, Context, Draft, DraftTree, Memory, ModelInput, PyTree, Verified
 
 
 class Head(Protocol):
@@ -53,10 +56,10 @@ class Head(Protocol):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "reduced", "temperature"],
-    meta_fields=["head", "num_draft_tokens", "is_greedy"],
+    meta_fields=["head", "num_draft_tokens", "is_greedy", "tree", "coupled"],
 )
 @dataclass(frozen=True)
-class FeatureDraft(InMemory):
+class FeatureDraft(InTrees):
     """A proposer whose head runs over the committed tokens with the target's features, and over drafts with its own.
 
     After verification one call feeds the accepted tokens with their true features. Its last output gives the first
@@ -70,6 +73,8 @@ class FeatureDraft(InMemory):
     reduced: Reduced | None = None
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
+    tree: int | None = None  # N, the number of nodes; None makes a chain
+    coupled: bool = False
 
     @property
     def takes_groups(self) -> bool:
@@ -90,7 +95,12 @@ class FeatureDraft(InMemory):
         last = last_fed(inputs, output, state.take(inputs.sequences).rows)
         return state.put(inputs.sequences, Memory(cache, last))
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+    def propose(
+        self, keys: Array, context: Context, sampling: Sampling, state: Memory
+    ) -> tuple[Draft | DraftTree, Memory]:
+        if self.tree is not None:
+            return self._grow(keys, context, sampling, state)
+
         def advance(token: Array, index: Array, carry: Memory) -> tuple[Array, Memory]:
             feature = self.head.recurrent(self.params, carry.rows[:, None])
             inputs = ModelInput(token, context.length[:, None] + index - 1, pages=context.pages)
@@ -101,6 +111,23 @@ class FeatureDraft(InMemory):
         drawer = drawer_of(self, keys, context, sampling, self.reduced)
         draft, last = drawer.chain(logits, advance, state)
         return only_in(has_feature(context), draft), Memory(last.pools, state.rows)
+
+    def _grow(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[DraftTree, Memory]:
+        """Draw a tree. For each level one call feeds all nodes so far, which see their ancestors alone."""
+        carry = state.pools, state.rows[:, None]  # the cache, and the outputs of all nodes so far
+
+        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
+            nonlocal carry
+            cache, outputs = carry
+            inputs = tree_steps.drafts_fed(context, tree)
+            of_parents = jnp.take_along_axis(outputs, tree.parents[:, 1:, None], axis=1)
+            output, cache = self.head(self.params, inputs, self.head.recurrent(self.params, of_parents), cache)
+            carry = cache, jnp.concatenate([outputs[:, :1], output], axis=1)
+            return self.head.logits(self.params, output[:, nodes - 1])
+
+        logits = self.head.logits(self.params, state.rows[:, None])
+        tree = tree_drawer_of(self, keys, context, sampling, self.reduced).grow(logits, advance)
+        return only_root(has_feature(context), tree), Memory(carry[0], state.rows)
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         inputs, last = committed(context, verified)

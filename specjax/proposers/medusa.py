@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding.drafters import InMemory, check_draft_length
+from specjax.decoding.drafters import check_draft_length
 from specjax.models.directory import Checkpoint
 from specjax.models.linear import linear
 from specjax.proposers import last_feature
@@ -18,8 +18,9 @@ from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.feature_draft import has_feature
 from specjax.proposers.files import check_depth, draft_vocabulary, expect, open_directory, refuse_unread, target_weights
 from specjax.proposers.none import Paused
+from specjax.proposers.tree_drawing import InTrees, in_tree, only_root, tree_drawer_of
 from specjax.sampling import Sampling
-from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
+from specjax.types import Array, Context, Draft, DraftTree, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import check_array
 
 if TYPE_CHECKING:
@@ -30,16 +31,18 @@ if TYPE_CHECKING:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["heads", "reduced", "temperature"],
-    meta_fields=["is_greedy"],
+    meta_fields=["is_greedy", "tree", "coupled"],
 )
 @dataclass(frozen=True)
-class Medusa(InMemory):
+class Medusa(InTrees):
     """A proposer that draws draft i from head i, independently of the drafts before it."""
 
     heads: list[PyTree]  # for each draft: "blocks", a list of {"weight" [H, H], "bias" [H]}, and "head" [D, H]
     reduced: Reduced | None = None  # the vocabulary of the heads; None is the target's
     temperature: Array | None = None  # [] or [B] float32
     is_greedy: bool = False
+    tree: int | None = None  # N, the number of nodes; None makes a chain
+    coupled: bool = False
     takes_groups = True
 
     @property
@@ -57,9 +60,14 @@ class Medusa(InMemory):
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         return last_feature.prefill(inputs, previous, features, state)
 
-    def propose(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[Draft, Memory]:
+    def propose(
+        self, keys: Array, context: Context, sampling: Sampling, state: Memory
+    ) -> tuple[Draft | DraftTree, Memory]:
         hidden = state.rows[:, None]
         logits = jnp.concatenate([head_logits(head, hidden) for head in self.heads], axis=1)
+        if self.tree is not None:
+            tree = tree_drawer_of(self, keys, context, sampling, self.reduced).of_depths(logits)
+            return only_root(has_feature(context), tree), state
         draft = drawer_of(self, keys, context, sampling, self.reduced).parallel(logits)
         return only_in(has_feature(context), draft), state
 
@@ -84,6 +92,8 @@ def medusa(
     num_draft_tokens: int | None = None,
     token_ids: np.ndarray | None = None,
     temperature: float | Array | None = None,
+    tree: int | None = None,
+    coupled: bool = False,
 ) -> Medusa:
     """Draft with heads on the target's final hidden state, one for each draft.
 
@@ -97,6 +107,7 @@ def medusa(
         num_draft_tokens: K, how many of the heads to use; None is all.
         token_ids: [D] integers, the target's id of each token of the heads, where these have fewer than V.
         temperature: the temperature of drafts, as `draft_model` takes it.
+        tree, coupled: as `draft_model` takes them.
 
     Returns:
         A proposer. Its drafts are drawn from exactly the distribution that it reports, so lossless verifiers stay
@@ -128,7 +139,7 @@ def medusa(
                 check_array(f"{name}['bias']", block["bias"], "[H]", (hidden_size,), jnp.floating)
     reduced = draft_vocabulary("token_ids", token_ids, size, vocab_size)
     temperature, is_greedy = draft_options(num_drafts, temperature)
-    return Medusa(list(heads[:num_drafts]), reduced, temperature, is_greedy)
+    return in_tree(Medusa(list(heads[:num_drafts]), reduced, temperature, is_greedy), tree, coupled)
 
 
 def is_medusa(names: list[str]) -> bool:

@@ -77,8 +77,8 @@ def application(
         api_keys: keys of clients; None takes those in SPECJAX_API_KEY, with spaces between them.
         request_timeout: seconds that a request may take, its wait among them.
         shutdown_timeout: seconds that the requests of a replica may still take when Ray ends it.
-        **options: `num_draft_tokens`, `step_times`, `dtype`, `quantization`, `draft_quantization`, `cache_dtype`,
-            `max_length`, `tensor_parallel` and `compilation_cache` of `LLM`.
+        **options: `num_draft_tokens`, `step_times`, `tree`, `dtype`, `quantization`, `draft_quantization`,
+            `cache_dtype`, `max_length`, `tensor_parallel` and `compilation_cache` of `LLM`.
 
     Raises:
         ValueError: an argument is out of its range. The arguments of `LLM` are checked where the replicas start.

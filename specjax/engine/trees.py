@@ -1,0 +1,32 @@
+"""The trees of an `LLM`: whether its target, its proposer and its verifier fit them."""
+
+from specjax import trees
+from specjax.decoding import tree_steps
+from specjax.decoding.binding import of_trees
+from specjax.decoding.drafters import with_tree
+from specjax.types import Model, Proposer, Verifier
+from specjax.validation import is_integer
+
+
+def check_num_nodes(tree: int | None, num_draft_tokens: int | str) -> None:
+    """Raise ValueError unless `tree` is None, or the number of nodes of trees that are K drafts deep."""
+    if tree is None:
+        return
+    if not (is_integer(tree) and tree >= 2):
+        raise ValueError(f"tree must be None or an integer >= 2, the nodes of a tree, got {tree!r}")
+    if num_draft_tokens == "auto":
+        raise ValueError(f"num_draft_tokens must be an integer where tree is given, got 'auto' and tree={tree}")
+
+
+def as_trees(proposer: Proposer, target: Model, verifier: Verifier, tree: int | None) -> Proposer:
+    """Return the proposer in the form that drafts trees of N nodes for this verifier; the same one for None.
+
+    A verifier that reads the distribution of the drafts gets sampled trees, another the trees that it accepts most of.
+
+    Raises:
+        ValueError: the target, the proposer or the verifier takes no trees.
+    """
+    if tree is None or not proposer.num_draft_tokens:
+        return proposer
+    tree_steps.check_target(target)
+    return with_tree(proposer, tree, coupled=of_trees(verifier)[0] is not trees.traversal)

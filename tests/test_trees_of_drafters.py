@@ -1,0 +1,180 @@
+"""Drafters that grow trees: their reports at every node, and the text, which stays the target's."""
+
+import heads
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.tree_util import Partial
+from test_block_draft import CASES, write
+from test_block_draft import reference as of_block
+from test_eagle import write_eagle3
+from test_engine import FEW, Tokenizer
+from test_medusa import authors
+
+from specjax import Context, Engine, SamplingParams, distributions, models, proposers, testing, trees, verifiers
+from specjax.decoding.binding import as_pytree, of_draft
+from specjax.keys import TARGET, stream
+from specjax.proposers.tree_drawing import _with_noise_of_draw, shape_of
+from specjax.types import Categorical, ModelInput
+
+LENIENT = Partial(trees.typical, posterior_threshold=1.0, posterior_alpha=1.0)  # accepts paths of several depths
+
+
+def follow(target, proposer, reference, in_pages=False):
+    """Decode, and compare the row of every inner node with a transcription of the formulas, given the path to it."""
+    state, counts = heads.start(target, proposer, in_pages, max_tokens=16), np.zeros(proposer.num_draft_tokens + 1, int)
+    shape = shape_of(proposer.tree, proposer.num_draft_tokens)
+    while bool(state.context.active.any()):
+        context, features = jax.device_get((state.context, heads.features_of(target, state.context.tokens)))
+        tree, state, info = heads.propose_and_step(target, proposer, state, LENIENT)
+        tree = jax.device_get(tree)
+        for b in np.flatnonzero(context.active):
+            length = context.length[b]
+            if b % 2 or length < 2 or length + proposer.tree > heads.SIZE:
+                continue
+            own = jax.tree.map(lambda x: None if x is None else x[b, : length - 1], features)  # noqa: B023
+            for node in shape.inner:
+                path, at = [], node
+                while at:
+                    path, at = [tree.tokens[b, at], *path], shape.parents[at]
+                drafts = np.array([*path, *[0] * (proposer.num_draft_tokens - len(path))])
+                expected = reference(context.tokens[b, :length], own, drafts)[len(path)]
+                found = tree.distribution.logits[tree.distribution.rows[b, node]]
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            siblings = [tree.tokens[b][[i for i, p in enumerate(shape.parents) if p == node]] for node in shape.inner]
+            assert all(len(set(tokens.tolist())) == len(tokens) for tokens in siblings)
+        np.add.at(counts, np.asarray(info.num_accepted)[context.active], 1)
+    assert (counts > 0).sum() >= 3, counts
+
+
+@pytest.mark.slow
+def test_medusa(tmp_path):
+    expected = authors(tmp_path)
+    target = heads.make_target()
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    follow(target, proposer.with_tree(8, coupled=False), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["authors", "dspark"])
+def test_blocks(tmp_path, case):
+    layers = CASES[case][2]
+    target, tensors = heads.make_target(layers), write(tmp_path, case)
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    reference = of_block(tensors, case, target)
+    follow(target, proposer.with_tree(8, coupled=False), reference)
+
+
+@pytest.mark.slow
+def test_eagle3(tmp_path):
+    target = heads.make_target()
+    expected = write_eagle3(tmp_path, target, "authors")
+    target = models.with_feature_layers(target, proposers.feature_layers(tmp_path, target))
+    proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
+    follow(target, proposer.with_tree(8, coupled=False), expected, in_pages=True)
+
+
+@pytest.mark.slow
+def test_a_draft_model():
+    """It is fed again the tokens of the path, whose keys and values are not in the slots of a chain."""
+    target = heads.make_target()
+
+    @jax.jit
+    def logits_of(tokens):
+        positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+        return target.apply(target.params, ModelInput(tokens[None], positions), None)[0].logits[0]
+
+    def reference(tokens, features, drafts):
+        whole = np.zeros(heads.SIZE, np.int32)
+        whole[: len(tokens) + len(drafts)] = [*tokens, *drafts]
+        return logits_of(whole)[len(tokens) - 1 : len(tokens) - 1 + len(drafts)]
+
+    follow(target, proposers.draft_model(target, 3, tree=8), reference, in_pages=True)
+
+
+@pytest.mark.slow
+def test_the_distribution_over_several_steps():
+    """Sampled trees of 4 nodes and 3 tokens: the tokens of all steps follow the target."""
+    target, draft = np.random.default_rng(0).normal(size=(2, 3, 3)).astype(np.float32)
+    proposer = proposers.draft_model(testing.bigram_model(jnp.asarray(target + draft)), 2, tree=4)
+    tokens = testing.statistics.sampled_tokens(
+        verifiers.block, jnp.asarray(target), proposer, num_samples=20_000, num_tokens=5
+    )
+    testing.statistics.assert_sampled_distribution("tree", tokens, np.asarray(jax.nn.softmax(target, axis=-1)))
+
+
+@pytest.mark.slow
+def test_in_an_engine_beside_neighbours(tmp_path):
+    """A request gets the text of plain decoding, whatever drafts its neighbours have; pages are used again."""
+    target = heads.make_target((2, 0, 1))
+    write_eagle3(tmp_path, target, "authors")
+    head = proposers.load(tmp_path, target, num_draft_tokens=3).with_tree(7, coupled=True)
+    prompts = [np.random.default_rng(i).integers(0, heads.VOCAB, 5 + i).tolist() for i in range(4)]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=22, ignore_eos=True, presence_penalty=0.5)
+        for i, temperature in enumerate((0, 0.7, 0.9, 0.4))
+    ]
+    sizes = {"num_slots": 2, "max_length": 40, "tokenizer": Tokenizer(), "eos_token_ids": (), "capacities": FEW}
+    sizes |= {"num_pages": 18, "page_size": 4, "chunk_size": 4, "verifier": verifiers.match, "step_sizes": ()}
+    found = []
+    for proposer in (None, head):
+        with Engine(target, proposer, **sizes) as engine:
+            requests = [engine.submit(*request) for request in zip(prompts, params, strict=True)]
+            results = [request.result(timeout=100) for request in requests]
+            found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
+    assert sum(result.metrics.num_accepted for result in results) > 0
+
+
+def test_the_first_child_is_the_token_of_the_same_noise():
+    """The noise chooses a block of the vocabulary first, so a coupled child must be drawn in the same way."""
+    keys = jax.random.split(jax.random.key(0), (40, 1))
+    for size in (5, 1200):
+        logits = 2 * jax.random.normal(jax.random.key(1), (40, 3, size))
+        scores = jax.jit(_with_noise_of_draw)(stream(keys, TARGET), logits)
+        drawn = jax.jit(distributions.draw)(jnp.broadcast_to(stream(keys, TARGET), (40, 3)), Categorical(logits))
+        np.testing.assert_array_equal(jnp.argmax(scores, axis=-1), drawn)
+        assert jnp.isfinite(scores).all()
+
+
+def test_shapes():
+    """They hold the chain of the first children, and their siblings stand in order."""
+    for num_nodes, depth in ((2, 1), (4, 2), (9, 4), (16, 4), (40, 3)):
+        shape = shape_of(num_nodes, depth)
+        assert len(shape.parents) == num_nodes and max(shape.depth) <= depth
+        assert all(parent < node for node, parent in enumerate(shape.parents))
+        assert sorted(shape.depth) == shape.depth.tolist()
+    assert shape_of(5, 4).parents == (-1, 0, 1, 2, 3)
+
+
+def test_ngrams_go_on_after_several_occurrences():
+    tokens = jnp.array([[5, 6, 7, 5, 6, 8, 9, 5, 6, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0, 0, 0, 0, 0, 0]])
+    context = Context(tokens, jnp.array([9, 4]), jnp.array([True, True]))
+    tree, _ = proposers.ngram(3, tree=6).propose(None, context, None, None)
+    assert tree.tokens.tolist() == [[6, 7, 5, 6, 8, 9], [4, -1, -1, -1, -1, -1]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 0, 4]] * 2
+    assert tree.depth.tolist() == [[0, 1, 2, 3, 1, 2]] * 2
+    assert tree.distribution is None
+
+
+def test_bad_trees():
+    model = testing.bigram_model(jnp.eye(3))
+    with pytest.raises(ValueError, match=r"tree must be an integer > num_draft_tokens = 4, .* got 4"):
+        proposers.draft_model(model, 4, tree=4)
+    with pytest.raises(ValueError, match="coupled must be False where tree is None, got True"):
+        proposers.draft_model(model, 4, coupled=True)
+    with pytest.raises(ValueError, match="temperature must not be 0 for sampled trees"):
+        proposers.draft_model(model, 2, temperature=0, tree=4)
+    with pytest.raises(ValueError, match="have no distribution and must be verified by match"):
+        proposers.ngram(2).with_tree(5, coupled=False)
+    tree, _ = proposers.ngram(2, tree=4).propose(
+        None, Context(jnp.zeros((1, 4), int), jnp.ones(1, int), jnp.ones(1, bool)), None, None
+    )
+    with pytest.raises(ValueError, match="the tree has no distribution, and must be verified by match"):
+        of_draft(verifiers.block, tree)
+    with pytest.raises(ValueError, match=r"a verifier that has a form for trees .*, got synthetic"):
+        of_draft(verifiers.synthetic, tree)
+    assert of_draft(verifiers.match, tree).func is trees.match
+    options = Partial(verifiers.typical, posterior_alpha=0.5)
+    assert of_draft(as_pytree(options), tree).keywords == {"posterior_alpha": 0.5}
