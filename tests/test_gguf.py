@@ -198,7 +198,7 @@ def test_sentence_piece_tokenizers():
     [
         ({"general.architecture": "mamba"}, r"general.architecture in .* must be one of llama, .* got 'mamba'"),
         ({"split.count": 3}, r"must hold a whole model, got a part of 3; merge the parts"),
-        ({"llama.expert_count": 8}, r"llama.expert_count in .* must be 0 or absent, got 8"),
+        ({"llama.expert_count": 8}, r"llama.expert_used_count in .* must be int, got no such field"),
         ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type in .* must be 'none' or 'linear' or absent"),
         ({"llama.attention.sliding_window": 64}, r"sliding_window in .* must be 0 or absent"),
         ({"llama.block_count": "two"}, r"llama.block_count in .* must be int, got 'two'"),

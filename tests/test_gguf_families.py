@@ -1,4 +1,4 @@
-"""GGUF files of dense families, written by the package gguf, against checkpoints of the same floats."""
+"""GGUF files of several families, written by the package gguf, against checkpoints of the same floats."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,8 @@ from families import make_tensor as tensor_of
 from test_families import TOLERANCE, difference, whole_logits
 
 from specjax.models import load
+from specjax.models.gguf.blocks import matrix_of
+from specjax.models.quantized import dequantize
 
 gguf = pytest.importorskip("gguf")
 
@@ -29,6 +31,44 @@ CASES = {
         },
     ),
     "olmo2": ("olmo2", {}, {}),
+    "llama": ("mixtral", {"sliding_window": None}, {"add_expert_count": 4, "add_expert_used_count": 2}),
+    "qwen3moe": (
+        "qwen3_moe_normed",
+        {"intermediate_size": 20},
+        {"add_expert_count": 8, "add_expert_used_count": 3, "add_expert_feed_forward_length": 20},
+    ),
+    "glm4moe": (
+        "glm4_moe_groups",
+        {},
+        {
+            "add_expert_count": 8,
+            "add_expert_used_count": 3,
+            "add_expert_feed_forward_length": 20,
+            "add_expert_shared_count": 2,
+            "add_expert_group_count": 4,
+            "add_expert_group_used_count": 2,
+            "add_expert_weights_scale": 1.5,
+            "add_expert_weights_norm": False,
+            "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "add_leading_dense_block_count": 1,
+            "add_nextn_predict_layers": 1,
+            "add_rope_dimension_count": 4,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"swiglu_limit": 7.0},
+        {
+            "add_expert_count": 4,
+            "add_expert_used_count": 3,
+            "add_expert_feed_forward_length": 48,
+            "add_sliding_window": 5,
+            "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+            "add_rope_scaling_factor": 4.0,
+            "add_rope_scaling_orig_ctx_len": 16,
+            "add_rope_scaling_yarn_beta_fast": 2.0,
+        },
+    ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4}, {}),
     "granite": (
         "granite",
@@ -43,14 +83,44 @@ CASES = {
 }
 
 
-def write_gguf(path, architecture, config, tensors, fields):
-    """Write a file with the names of the package."""
+def name_in(names, name):
+    """The name of a tensor in a file, as converters find it."""
+    if name.endswith("e_score_correction_bias"):
+        return names.get_name(name.removesuffix("_bias")) + ".bias"
+    if name.endswith(".sinks"):
+        return names.get_name(name) + ".weight"
+    return names.get_name(name, try_suffixes=(".weight", ".bias"))
+
+
+def apart(tensors):
+    """Tensors with the gates and the up projections of experts apart, and outputs before inputs, as converters do."""
+    found = {}
+    for name, values in tensors.items():
+        if ".experts." not in name:
+            found[name] = values
+            continue
+        is_gpt_oss = f"{name.removesuffix('_bias').removesuffix('_proj')}_proj_bias" in tensors
+        end = "bias" if name.endswith("_bias") else "weight"
+        name = name.removesuffix("_bias")
+        if is_gpt_oss and end == "weight":
+            values = values.swapaxes(1, 2)
+        if name.endswith("gate_up_proj"):
+            gate, up = (values[:, ::2], values[:, 1::2]) if is_gpt_oss else np.split(values, 2, axis=1)
+            whole = name.removesuffix("gate_up_proj")
+            found |= {f"{whole}gate_proj.{end}": gate, f"{whole}up_proj.{end}": up}
+        else:
+            found[f"{name}.{end}"] = values
+    return found
+
+
+def write_gguf(path, architecture, config, tensors, fields, **kinds):
+    """Write a file with the names of the package; `kinds` are types of tensors by a part of their names."""
     writer = gguf.GGUFWriter(path, architecture)
-    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     common = {
-        "add_block_count": config["num_hidden_layers"],
+        "add_block_count": config["num_hidden_layers"] + fields.get("add_nextn_predict_layers", 0),
         "add_context_length": config["max_position_embeddings"],
         "add_embedding_length": config["hidden_size"],
         "add_feed_forward_length": config["intermediate_size"],
@@ -63,13 +133,16 @@ def write_gguf(path, architecture, config, tensors, fields):
         common |= {"add_key_length": config["head_dim"], "add_value_length": config["head_dim"]}
     for name, value in (common | fields).items():
         getattr(writer, name)(value)
-    for name, values in tensors.items():
+    for name, values in apart(tensors).items():
         part = name.split(".")[-2]
-        if architecture in ("smollm3", "granite") and part in heads:  # the halves of each head lie between each other
+        # The halves of each head lie between each other.
+        if architecture in ("llama", "smollm3", "granite") and part in heads:
             values = values.reshape(heads[part], 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture == "gemma3" and name.endswith("norm.weight"):
             values = values + 1
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
+        kind = kinds.get(part) if name.endswith("weight") else None
+        values = np.ascontiguousarray(values)
+        writer.add_tensor(name_in(names, name), values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
     if architecture == "phi3":
         for kind in ("short", "long"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(PARTIAL[f"{kind}_factor"], np.float32))
@@ -88,6 +161,25 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
     assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
 
 
+def test_experts_in_mxfp4_stay_so(tmp_path):
+    """The codes stand for the floats that the package gguf reads."""
+    case, changes, fields = CASES["gpt-oss"]
+    tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
+    mxfp4 = gguf.GGMLQuantizationType.MXFP4
+    kinds = {"gate_proj": mxfp4, "up_proj": mxfp4}
+    path = write_gguf(tmp_path / "model.gguf", "gpt-oss", ALL[case] | changes, tensors, fields, **kinds)
+    for i, layer in load(path).params["layers"].items():
+        assert layer["experts_gate_up"].code == "e2m1"
+        stored = tensors[f"model.layers.{i}.mlp.experts.gate_up_proj"].swapaxes(1, 2)
+        parts = [gguf.quantize(np.ascontiguousarray(stored[:, j::2]), mxfp4) for j in range(2)]
+        expected = np.concatenate([gguf.dequantize(part, mxfp4) for part in parts], axis=1)
+        np.testing.assert_array_equal(dequantize(layer["experts_gate_up"]), expected)
+    blocks = np.random.default_rng(0).integers(0, 256, (4, 3 * 17), np.uint8)
+    blocks[:, ::17] = [[2, 127, 250]] * 4
+    expected = gguf.dequantize(blocks, mxfp4)
+    np.testing.assert_array_equal(dequantize(matrix_of(blocks, "MXFP4", np.dtype(np.float32))), expected)
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
@@ -96,6 +188,14 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
             {"add_rope_scaling_finetuned": False},
             "rope.scaling.finetuned in .* must be True or absent",
         ),
+        (
+            "glm4moe",
+            {"add_expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX},
+            "gating_func in .* must be 2",
+        ),
+        ("qwen3moe", {"add_expert_used_count": 9}, r"num_experts_per_tok in .* must be in \[1, 8\], got 9"),
+        ("qwen3moe", {"add_expert_count": 7}, r"mlp.gate.weight in .* must have shape \(7, 32\), got \(8, 32\)"),
+        ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),
         ("phi3", {"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "phi3.rope.scaling.type in .* must be"),
         ("smollm3", {"add_rope_dimension_count": 4}, "smollm3.rope.dimension_count in .* must be 8 or absent, got 4"),
     ],

@@ -262,6 +262,22 @@ class Tensors:
         self._mark_read(name)
         return self._placed(lambda: self._rounded(stored), [linear], 3)
 
+    def side_by_side(self, rows: int, sizes: dict[str, int]) -> Any:
+        """Read tables of the same rows, with sizes by name, and put them side by side: [rows, sum of sizes]."""
+        for name, size in sizes.items():
+            self._check(name, (rows, size))
+
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+            (first, last), offset = bounds[1], 0
+            for name, size in sizes.items():
+                start, stop = max(first - offset, 0), min(last - offset, size)
+                if start < stop:
+                    here = slice(start + offset - first, stop + offset - first)
+                    out[:, here] = self._read_slice(name, (slice(*bounds[0]), slice(start, stop)))
+                offset += size
+
+        return self._array(Stored((rows, sum(sizes.values())), self._dtype, fill), sizes)
+
     def check_same(self, name: str, other: str, *shape: int) -> None:
         """Raise ValueError if the files hold the tensor `name` and it differs from the tensor `other`."""
         if name not in self:

@@ -20,7 +20,9 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     sizes = mixtures.counts(config, "num_local_experts", "num_experts")
     gate = ClippedGated(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
     router = mixtures.made(config, TopKSoftmax, *sizes)
-    experts = Experts(router, gate, has_bias=True, is_interleaved=True)
+    # GGUF has a tensor for each matrix of each expert.
+    is_apart = "model.layers.0.mlp.experts.0.gate_proj.weight" in tensors
+    experts = Experts(router, gate, has_bias=True, is_interleaved=not is_apart)
     config.ignore("initial_context_length")  # the table of rope has it, too
     config.only("experts_per_token", sizes[1])
     layers = llama.windowed(LayerConfig(attention, experts), llama.windows(config, lambda i: i % 2 == 0))
@@ -40,11 +42,19 @@ class Names:
         router, experts = f"{layer}.mlp.router", f"{layer}.mlp.experts"
         number, hidden, size = ffn.router.num_experts, config.hidden_size, config.expert_size
         gate_up, down = f"{experts}.gate_up_proj", f"{experts}.down_proj"
-        return {
+        params = {
             "router": tensors.table(f"{router}.weight", number, hidden),
             "router_bias": tensors.vectors({f"{router}.bias": number}),
-            "experts_gate_up_bias": tensors.table(f"{gate_up}_bias", number, 2 * size),
             "experts_out_bias": tensors.table(f"{down}_bias", number, hidden),
+        }
+        if not ffn.is_interleaved:
+            parts = [f"{experts}.{name}" for name in ("gate_proj", "up_proj")]
+            return params | {
+                **mixtures.Names().experts(config, number, tensors, f"{layer}.mlp"),
+                "experts_gate_up_bias": tensors.side_by_side(number, {f"{part}_bias": size for part in parts}),
+            }
+        return params | {
+            "experts_gate_up_bias": tensors.table(f"{gate_up}_bias", number, 2 * size),
             "experts_gate_up": tensors.stacked(gate_up, number, 2 * size, hidden, transposed=True),
             "experts_out": tensors.stacked(down, number, hidden, size, transposed=True),
         }

@@ -136,21 +136,28 @@ class Names:
         Raises:
             ValueError: a tensor is missing, or has a wrong shape or dtype.
         """
-        block, hidden, size = f"{layer}.{self.block}", config.hidden_size, config.expert_size
-        number, experts = ffn.router.num_experts, f"{block}.experts"
-        params = {"router": tensors.table(f"{block}.{self.router}.weight", number, hidden)}
-        if f"{experts}.gate_up_proj" in tensors:
-            params["experts_gate_up"] = tensors.stacked(f"{experts}.gate_up_proj", number, 2 * size, hidden)
-            params["experts_out"] = tensors.stacked(f"{experts}.down_proj", number, hidden, size)
-        else:
-            of = [f"{experts}.{i}" for i in range(number)]
-            both = [{f"{one}.{name}.weight": size for name in (self.gate, self.up)} for one in of]
-            params["experts_gate_up"] = tensors.stack(hidden, both)
-            params["experts_out"] = tensors.stack(size, [{f"{one}.{self.down}.weight": hidden} for one in of])
+        block, number = f"{layer}.{self.block}", ffn.router.num_experts
+        params = {"router": tensors.table(f"{block}.{self.router}.weight", number, config.hidden_size)}
+        params |= self.experts(config, number, tensors, block)
         if "router_correction" in ffn.router.shapes():
             name = f"{block}.{self.router}.e_score_correction_bias"
             params["router_correction"] = tensors.vectors({name: number})
         return params | self._shared(config, ffn, tensors, block)
+
+    def experts(self, config: DecoderConfig, number: int, tensors: Tensors, block: str) -> dict[str, Any]:
+        """Read the matrices of the experts of a block, given their number."""
+        hidden, size, experts = config.hidden_size, config.expert_size, f"{block}.experts"
+        if f"{experts}.gate_up_proj" in tensors:
+            return {
+                "experts_gate_up": tensors.stacked(f"{experts}.gate_up_proj", number, 2 * size, hidden),
+                "experts_out": tensors.stacked(f"{experts}.down_proj", number, hidden, size),
+            }
+        of = [f"{experts}.{i}" for i in range(number)]
+        both = [{f"{one}.{name}.weight": size for name in (self.gate, self.up)} for one in of]
+        return {
+            "experts_gate_up": tensors.stack(hidden, both),
+            "experts_out": tensors.stack(size, [{f"{one}.{self.down}.weight": hidden} for one in of]),
+        }
 
     def _shared(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, block: str) -> dict[str, Any]:
         """Read the parameters of the MLP beside the experts, if there is one."""

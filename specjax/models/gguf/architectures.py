@@ -95,6 +95,68 @@ def _granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _experts(fields: Fields, number: str = "num_experts") -> dict[str, Any]:
+    """Return the sizes of experts; the field of config.json with their number has the name `number`."""
+    size = fields.get("expert_feed_forward_length", int, fields.get("feed_forward_length", int))
+    return {
+        number: fields.get("expert_count", int),
+        "num_experts_per_tok": fields.get("expert_used_count", int),
+        "moe_intermediate_size": size,
+    }
+
+
+def _llama(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", 0)
+    if not fields.get("expert_count", int, 0):
+        return {}
+    found = _experts(fields, "num_local_experts")
+    return found | {"model_type": "mixtral", "intermediate_size": found.pop("moe_intermediate_size")}
+
+
+def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", 0)
+    return _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+
+
+def _glm4_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", 0)
+    fields.only("expert_gating_func", 2)  # sigmoids
+    number = fields.get("nextn_predict_layers", int, 0)
+    return _experts(fields, "n_routed_experts") | {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": config["num_hidden_layers"] - number,
+        "num_nextn_predict_layers": number,
+        "n_shared_experts": fields.get("expert_shared_count", int, 1),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
+        "n_group": fields.get("expert_group_count", int, 1),
+        "topk_group": fields.get("expert_group_used_count", int, 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.header.tensors,
+        "partial_rotary_factor": fields.get("rope.dimension_count", int, config["head_dim"]) / config["head_dim"],
+    }
+
+
+def _gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    sizes = _experts(fields, "num_local_experts")
+    found = sizes | {
+        "model_type": "gpt_oss",
+        "intermediate_size": sizes.pop("moe_intermediate_size"),
+        "sliding_window": fields.get("attention.sliding_window", int),
+    }
+    if fields.get("rope.scaling.type", str, "none") != "yarn":
+        return found
+    scaling = {
+        "rope_type": "yarn",
+        "factor": fields.get("rope.scaling.factor", float),
+        "original_max_position_embeddings": fields.get("rope.scaling.original_context_length", int),
+        "beta_fast": fields.get("rope.scaling.yarn_beta_fast", float, 32.0),
+        "beta_slow": fields.get("rope.scaling.yarn_beta_slow", float, 1.0),
+        "truncate": False,  # files do not say it
+    }
+    return found | {"rope_scaling": scaling}
+
+
 def _has_mlp_bias(fields: Fields) -> bool:
     return "blk.0.ffn_gate.bias" in fields.header.tensors
 
@@ -107,7 +169,9 @@ class Architecture:
     names: tuple[tuple[str, str], ...] = ()  # of tensors of a layer, where they differ from `OF_LAYER`
     has_halves_between: bool = False  # whether the halves of each head of queries and keys lie between each other
     has_norm_offset: bool = False  # whether the files store one more than the scale of a norm
-    has_partial_rotary: bool = False  # whether a part of each head may turn, by LongRoPE
+    has_partial_rotary: bool = False  # whether a part of each head may turn
+    scalings: tuple[str, ...] = ()  # kinds of rotary scaling beside linear, whose fields `fields` reads
+    has_experts: bool = False  # whether layers may have experts, as one tensor of all
     has_ordered_tokens: bool = False  # whether merges follow the ids of tokens and not their scores
 
     @property
@@ -118,10 +182,38 @@ class Architecture:
 
 POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
 GEMMA_NORMS = (("ffn_norm", "pre_feedforward_layernorm"), *POST_NORMS)
+# The star stands for the number of an expert.
+OF_EXPERTS = (
+    ("ffn_gate_inp", "mlp.gate"),
+    ("ffn_gate_exps", "mlp.experts.*.gate_proj"),
+    ("ffn_up_exps", "mlp.experts.*.up_proj"),
+    ("ffn_down_exps", "mlp.experts.*.down_proj"),
+)
+OF_MIXTRAL = (
+    ("ffn_gate_inp", "block_sparse_moe.gate"),
+    ("ffn_gate_exps", "block_sparse_moe.experts.*.w1"),
+    ("ffn_up_exps", "block_sparse_moe.experts.*.w3"),
+    ("ffn_down_exps", "block_sparse_moe.experts.*.w2"),
+)
+OF_GLM = (
+    *(("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), POST_NORMS[0]),
+    *((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
+    *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
+    *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
+)
+OF_GPT_OSS = (
+    ("attn_sinks.weight", "self_attn.sinks"),
+    POST_NORMS[0],
+    *((f"ffn_{name}_exps.bias", f"mlp.experts.{name}_proj_bias") for name in ("gate", "up", "down")),
+    ("ffn_gate_inp", "mlp.router"),
+)
 ARCHITECTURES = {
-    "llama": Architecture(has_halves_between=True),
+    "llama": Architecture(fields=_llama, names=OF_MIXTRAL, has_halves_between=True, has_experts=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
+    "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, has_experts=True),
+    "glm4moe": Architecture(fields=_glm4_moe, names=OF_EXPERTS + OF_GLM, has_partial_rotary=True, has_experts=True),
+    "gpt-oss": Architecture(fields=_gpt_oss, names=OF_EXPERTS + OF_GPT_OSS, scalings=("yarn",), has_experts=True),
     "gemma2": Architecture(
         fields=_gemma2,
         names=GEMMA_NORMS,
@@ -135,6 +227,7 @@ ARCHITECTURES = {
         fields=_phi3,
         names=(("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")),
         has_partial_rotary=True,
+        scalings=("longrope",),
     ),
     "smollm3": Architecture(fields=_smollm3, has_halves_between=True),
 }

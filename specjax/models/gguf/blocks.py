@@ -9,7 +9,7 @@ from specjax.models.quantized import Quantized, dequantize, pack
 from specjax.validation.extras import needs
 
 GROUP = 32  # codes that share a scale
-KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K")  # types of which matrices stay in codes
+KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "MXFP4")  # types of which matrices stay in codes
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -28,6 +28,10 @@ def matrix_of(rows: np.ndarray, kind: str, dtype: np.dtype) -> Quantized:
         blocks = rows.reshape(len(rows), -1, 34)
         codes, scale = blocks[..., 2:].view(np.int8), _halves(blocks, 0)
         return _packed(codes, scale, None, bits=8, dtype=dtype)
+    if kind == "MXFP4":
+        blocks = rows.reshape(len(rows), -1, 17)
+        codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1).reshape(len(rows), -1)
+        return pack(codes, blocks[..., 0], bits=4, code="e2m1", group=GROUP, dtype=dtype)
     if kind == "Q4_K":
         return _of_superblocks(rows.reshape(len(rows), -1, 144), dtype)
     start = 2 if kind == "Q4_0" else 4

@@ -35,7 +35,8 @@ def config_of(header: Header) -> dict[str, Any]:
     fields.only("attention.value_length", head_size)
     if not architecture.has_partial_rotary:
         fields.only("rope.dimension_count", head_size)
-    fields.only("expert_count", 0)
+    if not architecture.has_experts:
+        fields.only("expert_count", 0)
     config |= {
         "model_type": fields.architecture,
         "num_key_value_heads": fields.get("attention.head_count_kv", int, heads),
@@ -45,15 +46,15 @@ def config_of(header: Header) -> dict[str, Any]:
         "rope_theta": fields.get("rope.freq_base", float, 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "rope_scaling": _scaling(fields, head_size, has_longrope=architecture.has_partial_rotary),
+        "rope_scaling": _scaling(fields, head_size, architecture.scalings),
         "dtype": "bfloat16",
     }
     return config | architecture.fields(fields, config)
 
 
-def _scaling(fields: Fields, head_size: int, *, has_longrope: bool) -> dict[str, Any] | None:
-    """Return the field rope_scaling; the fields of LongRoPE are the architecture's, where it has them."""
-    fields.only("rope.scaling.type", "none", "linear", *(("longrope",) if has_longrope else ()))
+def _scaling(fields: Fields, head_size: int, others: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the field rope_scaling; the architecture reads the fields of other kinds than linear."""
+    fields.only("rope.scaling.type", "none", "linear", *others)
     factor = fields.get("rope.scaling.factor", float, fields.get("rope.scale_linear", float, 1.0))
     entry = fields.header.tensors.get("rope_freqs.weight")
     if entry is None:

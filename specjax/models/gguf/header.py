@@ -38,6 +38,7 @@ KINDS = {
     13: Kind("Q5_K", 256, 176),
     14: Kind("Q6_K", 256, 210),
     30: Kind("BF16", 1, 2),
+    39: Kind("MXFP4", 32, 17),
 }
 NUMBERS = {kind.name: number for number, kind in KINDS.items()}
 

@@ -1,5 +1,6 @@
 """The tensors of a GGUF file, and the matrices that it stores in codes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -125,4 +126,17 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
         for name, entry in header.tensors.items()
         if name not in OF_CONFIG
     }
-    return GGUFFile(header, entries, architecture.has_norm_offset)
+    apart = [item for name, (entry, order) in entries.items() for item in _apart(name, entry, order)]
+    return GGUFFile(header, dict(apart), architecture.has_norm_offset)
+
+
+def _apart(name: str, entry: Entry, order: np.ndarray | None) -> Iterator[tuple[str, tuple[Entry, np.ndarray | None]]]:
+    """Return a tensor by its name in transformers; the tensor of all experts as a tensor for each."""
+    if "*" not in name:
+        yield name, (entry, order)
+        return
+    number, *shape = entry.shape
+    size = entry.num_bytes // number
+    for i in range(number):
+        one = Entry(entry.name, tuple(shape), entry.kind, entry.start + i * size)
+        yield name.replace("*", str(i)), (one, None)
