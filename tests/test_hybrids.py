@@ -146,9 +146,26 @@ def test_tokens_are_those_of_plain_decoding(hybrid):
     assert drafted.totals.accepted.sum() > 50
 
 
-def test_devices_do_not_share_a_recurrent_layer(hybrid):
-    with pytest.raises(ValueError, match="model must have no gated delta nets, to be shared by devices, got 1 of them"):
-        tensor_parallel(hybrid, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
+@pytest.mark.parametrize("case", [pytest.param("qwen3_next", marks=pytest.mark.slow), "qwen3_5_text"])
+def test_devices_share_the_heads(case, goldens, tmp_path):
+    """Two devices have the logits of one, after prompts, and after steps with and without rejected drafts."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+    model, expected = load(write(tmp_path / case, case), mesh=mesh), goldens[case][0]
+    state = jax.tree.leaves(model.init_memory(1, 1, 8).rows["layers"][0]["state"])[0]
+    assert state.addressable_shards[0].data.shape[1] == HYBRID["linear_num_value_heads"] / 2
+    memory, start = model.init_memory(1, 1, NUM_TOKENS), 0
+    for count in (63, 3):
+        output, memory = call(model, inputs_at(start, count, size=66), memory)
+        start += count
+    for count in (4, 0, 1, 2, 3, 1):
+        inputs = inputs_at(start, 4)
+        output, memory = call(model, inputs, memory)
+        memory = jax.jit(model.commit)(memory, inputs, jnp.arange(4)[None], jnp.array([count]))
+        difference = np.abs(output.logits[0] - expected[start : start + 4]).max()
+        assert difference / np.abs(expected).max() <= TOLERANCE
+        start += count
+    with pytest.raises(ValueError, match="num_key_heads of gated delta nets must be a multiple of the 4 devices"):
+        tensor_parallel(load(tmp_path / case), Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)))
 
 
 def test_steps_that_are_refused(hybrid):

@@ -48,7 +48,7 @@ def num_pages_that_fit(
     if free is None:
         return wanted
     if isinstance(model.apply, OnMesh):  # each device has its part
-        model = replace(model, init_cache=model.apply.init_cache)
+        model = replace(model, init_cache=model.apply.init_cache, init_rows=model.apply.init_rows)
 
     def size(num_pages: int) -> int:
         def init() -> tuple[Any, Any]:

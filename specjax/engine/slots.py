@@ -437,7 +437,7 @@ def _empty_on_devices(
     shared = model.apply
     shapes = jax.eval_shape(make, model, proposer)
     specs = state_rows.specs(shapes, shared.of_rows)
-    specs = specs._replace(cache=jax.tree.map(lambda _: shared.cache_spec, shapes.cache))
+    specs = specs._replace(cache=jax.tree.broadcast(shared.specs_of(shapes.cache), shapes.cache))
     shardings = jax.tree.map(partial(NamedSharding, shared.mesh), specs)
     return jax.jit(make, out_shardings=shardings)(model, proposer), shared.whole
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens that the chunk form takes at a time
 MAX_STEP = 16  # tokens of a step whose inputs a row keeps: the pending token and 15 drafts
+HEAD_AXES = {"state": 1, "window": 2, "inputs": 2, "rates": 3}  # of `DeltaNet.rows`, which devices may share
 UNROLLED = 16  # up to so many rows, the substitution has no loop
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.models.decoder import DecoderConfig
+from specjax.models.delta_net import HEAD_AXES, DeltaNet, InitRows
 from specjax.models.experts import Experts
 from specjax.models.families.opt import OPTConfig
 from specjax.models.latent_attention import InitLatents, LatentAttention, latent_mixer
@@ -24,12 +25,15 @@ from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
 from specjax.models.tensors import Stored, StoredMatrix, place
-from specjax.parallel import InitOnMesh, OnMesh, check_axis, put, shards
+from specjax.parallel import InitOnMesh, InitRowsOnMesh, OnMesh, check_axis, put, shards
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
 # Matrices of which a device has some inputs; of the others it has some outputs.
-CUT_INPUTS = "attention_out", "mlp_out", "shared_out", "experts_out"
+CUT_INPUTS = "attention_out", "delta_out", "mlp_out", "shared_out", "experts_out"
+
+# Arrays whose first axis is of heads or tokens, whatever the layout of matrices.
+OUTPUTS_FIRST = "embedding", "head", "latent_up", "delta_conv", "delta_decay"
 
 
 def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Model:
@@ -53,7 +57,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
     Raises:
         ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads or the MLP
-            equally, or the model is not one that specjax built or has gated delta nets or heads of several sizes.
+            equally, or the model is not one that specjax built or has heads of several sizes.
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
@@ -64,10 +68,6 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
     ):
         raise ValueError(f"model must be one that specjax built, to be shared by devices, got {model.apply!r}")
     whole, number = apply.config, mesh.shape[axis_name]
-    if isinstance(whole, DecoderConfig) and whole.delta_nets:
-        raise ValueError(
-            f"model must have no gated delta nets, to be shared by devices, got {len(whole.delta_nets)} of them"
-        )
     if isinstance(whole, DecoderConfig) and whole.has_own_sizes:
         raise ValueError("model must have heads of one size and number in all layers, to be shared by devices")
     part = _part(whole, number, axis_name)
@@ -94,11 +94,26 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         cache_spec=P() if _latent_mixer(whole) else P(None, None, axis_name),
         vocab_size=whole.vocab_size,
     )
+    init_rows = model.init_rows
+    if isinstance(init_rows, InitRows) and isinstance(part, DecoderConfig):
+        of_part, specs = replace(init_rows, mixers=part.delta_nets), _specs_of_rows(init_rows, axis_name)
+        on_mesh, init_rows = (
+            replace(on_mesh, init_rows=of_part, row_specs=specs),
+            InitRowsOnMesh(init_rows, mesh, specs),
+        )
     with_copies = whole
     if isinstance(whole, DecoderConfig):
         with_copies = replace(whole, num_kv_heads=part.num_kv_heads * number)
     init_cache = InitOnMesh(replace(init_cache, config=with_copies), on_mesh.of_cache)
-    return replace(model, params=jax.tree.unflatten(structure, split), apply=on_mesh, init_cache=init_cache)
+    params = jax.tree.unflatten(structure, split)
+    return replace(model, params=params, apply=on_mesh, init_cache=init_cache, init_rows=init_rows)
+
+
+def _specs_of_rows(init_rows: InitRows, axis_name: str) -> tuple[P, ...]:
+    """Return how devices share the leaves of rows: the heads, and the channels of the convolution."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(init_rows, 1)))
+    axes = [HEAD_AXES.get(_name(path)) for path, _ in leaves]
+    return tuple(P() if axis is None else P(*[None] * axis, axis_name) for axis in axes)
 
 
 def _part(whole: Config, number: int, axis_name: str) -> Config:
@@ -112,14 +127,33 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
     if kv_heads % number and number % kv_heads:
         raise ValueError(f"num_kv_heads must be a multiple or a divisor of the {number} devices, got {kv_heads}")
     size = shards.part_size(whole.vocab_size, number)
+    own: dict[str, Any] = {}
+    if isinstance(whole, DecoderConfig):
+        if len({mixer for _, mixer in whole.delta_nets}) > 1:
+            raise ValueError("model must have gated delta nets of one size in all layers, to be shared by devices")
+        own = {"num_kv_heads": max(1, kv_heads // number)}
+        own["layers"] = tuple(replace(layer, mixer=_part_of_mixer(layer.mixer, number)) for layer in whole.layers)
     return replace(
         whole,
         vocab_size=size,
         **{name: getattr(whole, name) // number for name in names},
         axis_name=axis_name,
         num_padding=number * size - whole.vocab_size,
-        **({"num_kv_heads": max(1, kv_heads // number)} if isinstance(whole, DecoderConfig) else {}),
+        **own,
     )
+
+
+def _part_of_mixer(mixer: Any, number: int) -> Any:
+    """Return one device's part of a mixer; others than gated delta nets take their numbers of heads from the config."""
+    if not isinstance(mixer, DeltaNet):
+        return mixer
+    if mixer.num_key_heads % number:
+        raise ValueError(
+            f"num_key_heads of gated delta nets must be a multiple of the {number} devices that share them, got "
+            f"{mixer.num_key_heads}"
+        )
+    heads = {name: getattr(mixer, name) // number for name in ("num_key_heads", "num_value_heads")}
+    return replace(mixer, **heads)
 
 
 @dataclass(frozen=True)
@@ -151,7 +185,7 @@ def _cut(name: str, whole: Config, part: Config, number: int, *, is_transposed: 
         return None
     first = 1 if name.startswith("experts_") else 0  # experts are stacked, [outputs, inputs] each
     is_vector = name.endswith(("_bias", "_scale", "sinks", "_norm"))
-    axis = 0 if first or is_transposed or is_vector or name in ("embedding", "head", "latent_up") else 1
+    axis = 0 if first or is_transposed or is_vector or name in OUTPUTS_FIRST else 1
     if name in CUT_INPUTS:
         axis = 1 - axis
     return Cut(first + axis, max(sum(stop - start for start, stop in own) for own in runs), tuple(map(tuple, runs)))
@@ -169,6 +203,8 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
     head, mlp = whole.head_size, part.mlp_size
     if name.startswith(("experts_", "shared_")):
         return _runs_of_experts(name, device, whole, part)
+    if name.startswith("delta_"):
+        return _runs_of_delta_net(name, device, part, number)
     if mixer := _latent_mixer(whole):
         sizes = {
             "query_up": mixer.query_size,
@@ -194,11 +230,12 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         first = device * part.num_kv_heads // copies
         if name.endswith("_scale"):
             return [(first, first + part.num_kv_heads)]
-        first_key = whole.num_heads + first
+        queries = _query_parts(whole)
+        first_key = queries * whole.num_heads + first
         if name == "key_norm":
             return [(first * head, (first + part.num_kv_heads) * head)]
         firsts = first_key, first_key + whole.num_kv_heads
-        return [own(part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
+        return [own(queries * part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
 
 
@@ -211,6 +248,33 @@ def _has_wide_norms(config: Config) -> bool:
     """Return whether norms of queries and keys go over all heads, of which a device has some."""
     mixers = [layer.mixer for layer in config.layers] if isinstance(config, DecoderConfig) else []
     return any(isinstance(mixer, Attention) and mixer.has_wide_norms for mixer in mixers)
+
+
+def _query_parts(config: Config) -> int:
+    """Return the number of heads that each query head's projection has: the query, and maybe its gate."""
+    mixers = [layer.mixer for layer in config.layers] if isinstance(config, DecoderConfig) else []
+    return max((mixer.query_parts for mixer in mixers if isinstance(mixer, Attention)), default=1)
+
+
+def _runs_of_delta_net(name: str, device: int, part: Config, number: int) -> list[Run]:
+    """Return a device's part of a gated delta net: some key heads, and the value heads that share them."""
+    assert isinstance(part, DecoderConfig), "no other network has one"
+    net = part.delta_nets[0][1]
+    key, heads = net.num_key_heads * net.key_size, net.num_value_heads
+    value = heads * net.value_size
+    sizes = {
+        "delta_in": [key, key, value, value],
+        "delta_conv": [key, key, value],
+        "delta_rates": [heads, heads],
+        "delta_decay": [heads],
+        "delta_decay_bias": [heads],
+        "delta_out": [value],
+    }
+    parts = sizes.get(name, [])
+    if net.by_heads and name in ("delta_in", "delta_rates"):  # which lie together for each key head
+        parts = [sum(parts)]
+    begins = [number * sum(parts[:i]) for i in range(len(parts))]
+    return [(begin + device * size, begin + (device + 1) * size) for begin, size in zip(begins, parts, strict=True)]
 
 
 def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> list[Run]:

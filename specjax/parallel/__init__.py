@@ -1,5 +1,25 @@
 """Several devices that run one model: the mesh of a model, exchanges between devices, loops inside `jax.shard_map`."""
 
-from specjax.parallel.mesh import WHOLE, InitOnMesh, OnMesh, check_axis, data_parallel, of_one_device, on_devices, put
+from specjax.parallel.mesh import (
+    WHOLE,
+    InitOnMesh,
+    InitRowsOnMesh,
+    OnMesh,
+    check_axis,
+    data_parallel,
+    of_one_device,
+    on_devices,
+    put,
+)
 
-__all__ = ["WHOLE", "InitOnMesh", "OnMesh", "check_axis", "data_parallel", "of_one_device", "on_devices", "put"]
+__all__ = [
+    "WHOLE",
+    "InitOnMesh",
+    "InitRowsOnMesh",
+    "OnMesh",
+    "check_axis",
+    "data_parallel",
+    "of_one_device",
+    "on_devices",
+    "put",
+]

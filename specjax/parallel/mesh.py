@@ -6,6 +6,7 @@ the batch, and with them their part of the cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
+from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 WHOLE = P()  # arrays that every device has whole
 
@@ -36,6 +37,8 @@ class OnMesh:
     cache_spec: P  # of every leaf of the cache
     vocab_size: int
     batch_axis: str | None = None  # the axis whose devices share the rows; None where each has them all
+    init_rows: Callable[[int], PyTree] | None = None  # of one device; None where the model keeps slots alone
+    row_specs: tuple[P, ...] = ()  # of the leaves that `init_rows` returns, in their order
 
     def __call__(self, params: PyTree, inputs: ModelInput, cache: PyTree) -> tuple[ModelOutput, PyTree]:
         def call(params: PyTree, cache: PyTree, inputs: ModelInput) -> tuple[PyTree, tuple[Any, Any]]:
@@ -67,6 +70,12 @@ class OnMesh:
         """The sharding of the leaves of a cache."""
         return NamedSharding(self.mesh, self.cache_spec)
 
+    def specs_of(self, cache: PyTree) -> PyTree:
+        """Return how the devices share a cache or a memory, which may have rows: specs of it or of parts of it."""
+        if self.init_rows is None or not isinstance(cache, Memory):
+            return self.cache_spec
+        return Memory(self.cache_spec, jax.tree.unflatten(jax.tree.structure(cache.rows), self.row_specs))
+
     def check_batch(self, batch_size: int) -> None:
         """Raise ValueError unless the devices can share so many rows equally."""
         if batch_size % self.num_row_groups:
@@ -84,8 +93,8 @@ class OnMesh:
         operands are whole on each.
         """
         param_specs = jax.tree.unflatten(jax.tree.structure(params), self.param_specs)
-        given = params, cache, operands
-        specs = jax.tree.leaves(jax.tree.broadcast((param_specs, self.cache_spec, operand_specs), given))
+        given, cache_specs = (params, cache, operands), self.specs_of(cache)
+        specs = jax.tree.leaves(jax.tree.broadcast((param_specs, cache_specs, operand_specs), given))
         leaves, treedef = jax.tree.flatten(given)
         has_entries = [jnp.size(leaf) > 0 for leaf in leaves]
 
@@ -103,7 +112,7 @@ class OnMesh:
             on_one,
             mesh=self.mesh,
             in_specs=tuple(compress(specs, has_entries)),
-            out_specs=(self.cache_spec, out),
+            out_specs=(cache_specs, out),
             check_vma=False,
         )
         return run(*compress(leaves, has_entries))
@@ -118,6 +127,20 @@ class InitOnMesh:
 
     def __call__(self, batch_size: int, max_length: int) -> PyTree:
         return jax.jit(self.init_cache, static_argnums=(0, 1), out_shardings=self.sharding)(batch_size, max_length)
+
+
+@dataclass(frozen=True)
+class InitRowsOnMesh:
+    """`Model.init_rows` of a model on a mesh, which makes the part of each device where it stays."""
+
+    init_rows: Callable[[int], PyTree]  # of the whole
+    mesh: Mesh
+    specs: tuple[P, ...]  # of the leaves, in their order
+
+    def __call__(self, batch_size: int) -> PyTree:
+        structure = jax.tree.structure(jax.eval_shape(partial(self.init_rows, batch_size)))
+        shardings = structure.unflatten([NamedSharding(self.mesh, spec) for spec in self.specs])
+        return jax.jit(self.init_rows, static_argnums=0, out_shardings=shardings)(batch_size)
 
 
 def of_one_device(model: Model) -> Any:
@@ -180,7 +203,8 @@ def _own_part(x: Any) -> Any:
     if not _is_on_mesh(x):
         return x
     shared = x.apply
-    return replace(x, apply=shared.apply, init_cache=shared.init_cache, axis_name=shared.axis_name)
+    own = {"init_cache": shared.init_cache, "init_rows": shared.init_rows, "axis_name": shared.axis_name}
+    return replace(x, apply=shared.apply, **own)
 
 
 def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
