@@ -116,7 +116,7 @@ def hold_step(
         options: the other options of `step`.
 
     Returns:
-        The state, the features that wait with those of this step, and the output.
+        The state, the features that wait, and the output.
     """
     drafter = state.proposer
     waiting = state._replace(proposer=Memory(rows=(held, counts)))

@@ -1,6 +1,7 @@
 """Checks of verifiers, proposers and models, which raise an AssertionError that names the fault."""
 
 from specjax.testing.cases import BLOCK_INSTANCE
+from specjax.testing.choices import Drafted, assert_choice_lossless
 from specjax.testing.enumeration import (
     completed_law,
     enumerate_law,
@@ -23,6 +24,8 @@ __all__ = [
     "BLOCK_INSTANCE",
     "BigramProposer",
     "ChiSquare",
+    "Drafted",
+    "assert_choice_lossless",
     "assert_lossless",
     "assert_model",
     "assert_permutation_equivariant",
