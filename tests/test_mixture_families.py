@@ -11,9 +11,11 @@ from families import ALL, tokens, write
 from paged import poisoned, random_table
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, whole_logits
+from test_hybrid_steps import assert_exact
 
 from specjax.models import load, with_cache_dtype
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.experts import Experts, Shared, SigmoidTopK
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
 from specjax.testing import assert_model
@@ -67,6 +69,15 @@ def test_calls_do_not_change_logits_of_latents():
     mixer = LatentAttention(rank=12, rope_size=4, key_size=6, value_size=10, scale=0.3, query_rank=8)
     config = DecoderConfig(40, 32, 1, 4, 4, 4, 48, 64, layers=(LayerConfig(mixer),))
     assert_model(decoder_model(config, jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(config, 0))))
+
+
+@pytest.mark.slow
+def test_the_distribution_is_exact():
+    """Of a mixture whose tokens choose different experts, with groups, a shared MLP and latents."""
+    mixer = LatentAttention(rank=12, rope_size=4, key_size=6, value_size=10, scale=0.3, query_rank=8)
+    ffn = Experts(SigmoidTopK(6, 2, scale=2.0, num_groups=3, num_chosen_groups=2), shared=Shared())
+    config = DecoderConfig(3, 16, 2, 2, 2, 4, 16, 64, layers=(LayerConfig(mixer, ffn),), expert_size=8, shared_size=8)
+    assert_exact(decoder_model(config, jax.tree.map(lambda x: 12 * x if x.ndim > 1 else x, init_params(config, 0))))
 
 
 def test_latents_of_codes(tmp_path):
