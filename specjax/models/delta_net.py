@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import delta_net as kernels
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
 from specjax.models.linear import rms_norm
 from specjax.models.rope import Rotation
+from specjax.operations.dispatch import dispatch
 from specjax.parallel.loops import as_carry
 from specjax.types import Array, Memory, ModelInput, PyTree
 
@@ -97,14 +99,14 @@ class DeltaNet:
             attended, _ = self._run(params, (nothing["state"], nothing["window"]), inputs, rates, count)
             kept = None
         else:
-            checkpoint = self._replayed(params, memory)
-            before = _unless(memory.begins, checkpoint)
-            attended, after = self._run(params, before, inputs, rates, memory.num_tokens)
             kept = dict(memory.held)
             if memory.is_step:
-                after = checkpoint
+                attended, after = self.step(params, memory, inputs, rates)
                 kept["inputs"] = kept["inputs"].at[:, :num_tokens].set(inputs.astype(kept["inputs"].dtype))
                 kept["rates"] = kept["rates"].at[:, :num_tokens].set(rates)
+            else:
+                before = _unless(memory.begins, self._replayed(params, memory))
+                attended, after = self._run(params, before, inputs, rates, memory.num_tokens)
             kept["state"], kept["window"] = after
         normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
@@ -132,6 +134,57 @@ class DeltaNet:
         g = -jnp.exp(decay) * jax.nn.softplus(rates[:, :, 1] + bias)
         return inputs, gate.reshape(*shape, heads, self.value_size), jnp.stack([beta, g], axis=2)
 
+    @property
+    def heads(self) -> kernels.Heads:
+        """The sizes of the layer, as the kernels take them."""
+        return kernels.Heads(self.num_key_heads, self.num_value_heads, self.key_size, self.value_size)
+
+    def step(
+        self, params: Params, memory: DeltaMemory, inputs: Array, rates: Array, *, implementation: str | None = None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Replay the kept inputs of the last step, and run the tokens of this one.
+
+        Args:
+            params: of the layer.
+            memory: of the layer, with `held`.
+            inputs: [R, T, C], of the convolution.
+            rates: [R, T, 2, heads] float32: beta and g.
+            implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the sizes.
+
+        Returns:
+            The outputs of the tokens [R, T, heads, size] float32, and the state and window after the kept inputs alone.
+
+        Raises:
+            NotImplementedError: if the named implementation does not support the sizes.
+        """
+
+        def by_xla(
+            memory: DeltaMemory, inputs: Array, rates: Array, weight: Array
+        ) -> tuple[Array, tuple[Array, Array]]:
+            checkpoint = self._replayed({"delta_conv": weight}, memory)
+            before = _unless(memory.begins, checkpoint)
+            return self._run({"delta_conv": weight}, before, inputs, rates, memory.num_tokens)[0], checkpoint
+
+        def by_kernel(
+            memory: DeltaMemory, inputs: Array, rates: Array, weight: Array, *, interpret: bool
+        ) -> tuple[Array, tuple[Array, Array]]:
+            held, count, from_nothing, begins = memory.held, memory.count, memory.from_nothing, memory.begins
+            assert held is not None and count is not None and from_nothing is not None and begins is not None
+            flags = from_nothing.astype(jnp.int32), begins.astype(jnp.int32)
+            parts = (held[name] for name in ("state", "window", "inputs", "rates"))
+            replayed = kernels.Replayed(*parts, count, *flags)
+            output, state = kernels.step(replayed, inputs, rates, weight, self.heads, interpret=interpret)
+            before = jnp.where(from_nothing[:, None, None], 0, held["window"])
+            return output, (state, _window_after(before, held["inputs"], count))
+
+        return dispatch(
+            (memory, inputs, rates, params["delta_conv"]),
+            xla=by_xla,
+            pallas=by_kernel,
+            reason=lambda *operands: kernels.unsupported(self.heads),
+            implementation=implementation,
+        )
+
     def _replayed(self, params: Params, memory: DeltaMemory) -> tuple[Array, Array]:
         """Return the state and the window after the kept inputs of the last step."""
         held = memory.held
@@ -152,16 +205,22 @@ class DeltaNet:
         mixed = jax.nn.silu(sum(taps[1:], taps[0]))
         width = self.num_key_heads * self.key_size
         query, key, value = jnp.split(mixed, [width, 2 * width], axis=-1)
-        share = self.num_value_heads // self.num_key_heads
-        query, key = (
-            jnp.repeat(_unit(x.reshape(num_rows, num_tokens, -1, self.key_size)), share, axis=2) for x in (query, key)
-        )
+        query, key = (_unit(x.reshape(num_rows, num_tokens, -1, self.key_size)) for x in (query, key))
         value = value.reshape(num_rows, num_tokens, -1, self.value_size)
         stays = jnp.arange(num_tokens, dtype=jnp.int32)[None] < count[:, None]
         rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
-        output, state = delta_rule(state, query * self.key_size**-0.5, key, value, rates[:, :, 0], rates[:, :, 1])
-        places = count[:, None] + jnp.arange(self.conv_size - 1, dtype=jnp.int32)[None]
-        return output, (state, jnp.take_along_axis(line, places[:, :, None], axis=1).astype(window.dtype))
+        # The kernels of chunks multiply in TF32, which has fewer digits than inputs of float32.
+        implementation = "xla" if inputs.dtype == jnp.float32 else None
+        query, beta, g = query * self.key_size**-0.5, rates[:, :, 0], rates[:, :, 1]
+        output, state = delta_rule(state, query, key, value, beta, g, implementation=implementation)
+        return output, (state, _window_after(window, inputs, count))
+
+
+def _window_after(window: Array, inputs: Array, count: Array) -> Array:
+    """Return the window [R, W - 1, C] after `count` [R] of the inputs [R, T, C] that follow a window."""
+    line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
+    places = count[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)[None]
+    return jnp.take_along_axis(line, places[:, :, None], axis=1).astype(window.dtype)
 
 
 def _unless(is_empty: Array | None, parts: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -175,7 +234,16 @@ def _unit(x: Array) -> Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Array, g: Array) -> tuple[Array, Array]:
+def delta_rule(
+    state: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    beta: Array,
+    g: Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
     """Apply the gated delta rule to T tokens in chunks of `CHUNK`.
 
     Token t decays the state S by exp(g), then S += k (beta (v - S^T k))^T, and its output is S^T q. In a chunk these
@@ -183,14 +251,36 @@ def delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Array
 
     Args:
         state: [R, H, key size, value size] float32.
-        query, key: [R, T, H, key size] float32.
+        query, key: [R, T, key heads, key size] float32; consecutive ones of the H heads share a key head.
         value: [R, T, H, value size] float32.
         beta: [R, T, H] float32; with beta = 0 and g = 0 a token leaves the state as it is.
         g: [R, T, H] float32, at most 0.
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the sizes.
 
     Returns:
         The outputs [R, T, H, value size] float32, and the state after the tokens.
+
+    Raises:
+        NotImplementedError: if the named implementation does not support the sizes.
     """
+    heads = kernels.Heads(key.shape[2], value.shape[2], key.shape[3], value.shape[3])
+
+    def by_kernel(state: Array, *tokens: Array, interpret: bool) -> tuple[Array, Array]:
+        return kernels.chunks(state, kernels.Tokens(*tokens), heads, interpret=interpret)
+
+    return dispatch(
+        (state, query, key, value, beta, g),
+        xla=_delta_rule,
+        pallas=by_kernel,
+        reason=lambda *operands: kernels.unsupported(heads),
+        implementation=implementation,
+    )
+
+
+def _delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Array, g: Array) -> tuple[Array, Array]:
+    """Apply the rule by XLA."""
+    share = value.shape[2] // key.shape[2]
+    query, key = jnp.repeat(query, share, axis=2), jnp.repeat(key, share, axis=2)
     num_tokens = query.shape[1]
     size = min(CHUNK, num_tokens)
     padding = -num_tokens % size

@@ -1,0 +1,114 @@
+"""The kernels of gated delta nets: interpreted and on a GPU against XLA, and compiled for an H100."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import compile_for_sm90, triton_kernels
+
+from pallas_kernels import delta_net as kernels
+from specjax.models.delta_net import MAX_STEP, DeltaMemory, DeltaNet, delta_rule
+
+INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
+NET = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=16, value_size=32)
+LARGE = kernels.Heads(16, 32, 128, 128)  # of released models
+CHANNELS = 2 * 16 * 128 + 32 * 128
+
+
+def implementation(interpret: bool) -> str:
+    return "interpret" if interpret else "pallas"
+
+
+def numbers(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def rates(*shape, seed=0):
+    return jax.nn.sigmoid(numbers(*shape, seed=seed) + 2), -jnp.exp(numbers(*shape, seed=seed + 1) - 2)
+
+
+def error(got, expected) -> float:
+    return float(np.abs(np.asarray(got) - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_step(dtype, interpret):
+    """Rows that keep none, some and all inputs, whose kept inputs or own tokens begin a sequence."""
+    num_rows, num_tokens = 6, 3
+    inputs, kept, window = (
+        numbers(num_rows, n, NET.channels, seed=n).astype(dtype) for n in (num_tokens, MAX_STEP, NET.conv_size - 1)
+    )
+    new_rates, kept_rates = (jnp.stack(rates(num_rows, n, 4, seed=n), axis=2) for n in (num_tokens, MAX_STEP))
+    held = {"state": numbers(num_rows, 4, 16, 32), "window": window, "inputs": kept, "rates": kept_rates}
+    memory = DeltaMemory(
+        held,
+        count=jnp.asarray([0, 1, 3, MAX_STEP, 2, 0], jnp.int32),
+        from_nothing=jnp.asarray([False, False, True, False, True, False]),
+        begins=jnp.asarray([True, False, False, False, True, False]),
+        num_tokens=jnp.full(num_rows, num_tokens, jnp.int32),
+        is_step=True,
+    )
+    params = {"delta_conv": 0.3 * numbers(NET.channels, 1, NET.conv_size)}
+
+    @partial(jax.jit, static_argnums=0)
+    def step(implementation):
+        return NET.step(params, memory, inputs, new_rates, implementation=implementation)
+
+    expected, (state, after) = step("xla")
+    got, (kernel_state, kernel_after) = step(implementation(interpret))
+    assert error(got, expected) < 1e-5
+    assert error(kernel_state, state) < 1e-5
+    np.testing.assert_array_equal(kernel_after, after)
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+def test_chunks(interpret):
+    """Several chunks, of which the last is not full; keys that repeat, and tokens that leave the state."""
+    num_tokens = 150
+    query, key = (numbers(2, num_tokens, 2, 16, seed=i) for i in range(2))
+    key = key.at[0].set(key[0, :1])
+    key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+    stays = jnp.arange(num_tokens)[None, :, None] < jnp.asarray([150, 90])[:, None, None]
+    beta, g = (jnp.where(stays, x, 0) for x in rates(2, num_tokens, 4))
+    operands = numbers(2, 4, 16, 32, seed=2), query, key, numbers(2, num_tokens, 4, 32, seed=3), beta, g
+    run = jax.jit(delta_rule, static_argnames="implementation")
+    expected, state = run(*operands, implementation="xla")
+    got, after = run(*operands, implementation=implementation(interpret))
+    tolerance = 1e-5 if interpret else 5e-3  # TF32
+    assert error(got, expected) < tolerance
+    assert error(after, state) < tolerance
+    assert error(after[1], delta_rule(operands[0], *(x[:, :90] for x in operands[1:]))[1][1]) < tolerance
+
+
+def test_unsupported():
+    heads = kernels.Heads(2, 4, 24, 32)
+    with pytest.raises(
+        NotImplementedError, match=r"sizes of keys and values that are powers of two .*, got \(24, 32\)"
+    ):
+        x = numbers(1, 2, 2, 24)
+        delta_rule(numbers(1, 4, 24, 32), x, x, numbers(1, 2, 4, 32), *rates(1, 2, 4), implementation="interpret")
+    assert kernels.unsupported(heads._replace(key_size=32)) is None
+
+
+@pytest.mark.slow
+def test_compile_for_an_h100(tmp_path):
+    """The kernels at the sizes of released models, for an H100."""
+    pytest.importorskip("triton")
+
+    def like(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    flag, half = like(4, dtype=jnp.int32), partial(like, dtype=jnp.bfloat16)
+    rows = half(4, 3, CHANNELS), half(4, MAX_STEP, CHANNELS), like(4, MAX_STEP, 2, 32)
+    replayed = kernels.Replayed(like(4, 32, 128, 128), *rows, flag, flag, flag)
+    step = partial(kernels.step, heads=LARGE)
+    (kernel,) = triton_kernels(step, replayed, half(4, 4, CHANNELS), like(4, 4, 2, 32), like(CHANNELS, 1, 4))
+    assert compile_for_sm90(kernel, tmp_path).spilled_bytes == 0
+    heads = like(1, 512, 16, 128)
+    tokens = kernels.Tokens(heads, heads, like(1, 512, 32, 128), like(1, 512, 32), like(1, 512, 32))
+    solve, walk = triton_kernels(partial(kernels.chunks, heads=LARGE), like(1, 32, 128, 128), tokens)
+    assert compile_for_sm90(solve, tmp_path).spilled_bytes == 0
+    assert compile_for_sm90(walk, tmp_path).spilled_bytes <= 256
