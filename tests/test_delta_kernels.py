@@ -57,7 +57,8 @@ def test_step(dtype, interpret):
     def step(implementation):
         return NET.step(params, memory, inputs, new_rates, implementation=implementation)
 
-    expected, (state, after) = step("xla")
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected, (state, after) = step("xla")
     got, (kernel_state, kernel_after) = step(implementation(interpret))
     assert error(got, expected) < 1e-5
     assert error(kernel_state, state) < 1e-5

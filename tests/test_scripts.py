@@ -158,6 +158,7 @@ def run_measuring_nothing(script, run, monkeypatch):
         model = SimpleNamespace(params={"embedding": np.zeros(1)})
         stand_ins = {
             "bench_decode": {"measure": stand_in(step), "load": lambda preset: (model, model)},
+            "bench_delta_net": {"step_seconds": stand_in(1e-6), "prompt_seconds": stand_in(1e-6)},
             "bench_devices": {
                 "measure": stand_in(step),
                 "load": lambda preset, mesh: (model, model),
@@ -195,6 +196,7 @@ def run_measuring_nothing(script, run, monkeypatch):
 VERIFY = ("--dtypes", "float32", "--implementations", "xla", "--batches", "1", "--vocabs")
 BRIEF = {
     "bench_decode": ("--batches", "1", "--num-drafts", "2", "3"),
+    "bench_delta_net": ("--batches", "1", "8", "--prompt", "64"),
     "bench_devices": ("--preset", "8b-1b", "--devices", "1", "--one", "--batches", "1", "8"),
     "bench_engine": (),
     "bench_embedded": ("--num-prompts", "2", "--max-tokens", "8", "--num-drafts", "2"),
