@@ -65,9 +65,8 @@ def step_seconds(net: DeltaNet, batch: int, num_tokens: int, tiling: kernels.Ste
         if tiling is None:
             output, (state, _) = net.step({"delta_conv": weight}, memory, inputs, new_rates, implementation="xla")
             return output, state
-        flags = never.astype(jnp.int32)
-        parts = (held[name] for name in ("state", "window", "inputs", "rates"))
-        replayed = kernels.Replayed(*parts, count, flags, flags)
+        flags = {"from_nothing": never.astype(jnp.int32), "begins": never.astype(jnp.int32)}
+        replayed = kernels.Replayed(**held, count=count, **flags)
         return kernels.step(replayed, inputs, new_rates, weight, net.heads, tiling=tiling)
 
     @partial(jax.jit, static_argnums=2, donate_argnums=0)

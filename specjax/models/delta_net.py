@@ -170,9 +170,8 @@ class DeltaNet:
         ) -> tuple[Array, tuple[Array, Array]]:
             held, count, from_nothing, begins = memory.held, memory.count, memory.from_nothing, memory.begins
             assert held is not None and count is not None and from_nothing is not None and begins is not None
-            flags = from_nothing.astype(jnp.int32), begins.astype(jnp.int32)
-            parts = (held[name] for name in ("state", "window", "inputs", "rates"))
-            replayed = kernels.Replayed(*parts, count, *flags)
+            flags = {"from_nothing": from_nothing.astype(jnp.int32), "begins": begins.astype(jnp.int32)}
+            replayed = kernels.Replayed(**held, count=count, **flags)
             output, state = kernels.step(replayed, inputs, rates, weight, self.heads, interpret=interpret)
             before = jnp.where(from_nothing[:, None, None], 0, held["window"])
             return output, (state, _window_after(before, held["inputs"], count))
