@@ -11,9 +11,11 @@ from lowering import compile_for_sm90, triton_kernels
 from pallas_kernels.decode_attention import MAX_TOKENS, decode_attention, unsupported
 from pallas_kernels.prompt_attention import prompt_attention
 from specjax import SamplingParams, decode, proposers, sampling
-from specjax.models.attention import attend
+from specjax.models.attention import attend, attend_to_cache, memories
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.rope import rotate, rotation
+from specjax.operations.pieces import in_tiles
+from specjax.types import ModelInput
 
 CASES = {  # B, T, H, kv heads, D, S, start of each row
     "empty and full": (2, 3, 4, 2, 16, 48, [0, 45]),
@@ -380,3 +382,44 @@ def test_unsupported():
     assert "got float32 and float32" in unsupported(arrays[0], arrays[3])
     with pytest.raises(NotImplementedError, match="float32"):
         decode_attention(*arrays)
+
+
+def packed_call(tile, pieces, table):
+    """A packed call of (row, first position, count), and room for one piece more."""
+    num_tiles = [-(-count // tile) for _, _, count in pieces]
+    begin = tile * np.cumsum([0, *num_tiles])
+    size, number = tile * (sum(num_tiles) + 1), sum(num_tiles) + 1
+    positions, places = np.zeros((1, size), np.int32), np.tile(np.array([len(table), 0, 0], np.int32), (number, 1))
+    pages = np.full((number, table.shape[1]), table.size, np.int32)
+    for i, (row, first, count) in enumerate(pieces):
+        positions[0, begin[i] : begin[i + 1]] = first + np.arange(begin[i + 1] - begin[i])
+        places[i], pages[i] = (row, begin[i], count), table[row]
+    call = ModelInput(np.zeros((1, size), np.int32), positions, pages=pages, pieces=places)
+    return jax.tree.map(jnp.asarray, call)
+
+
+def test_packed_pieces_see_their_own_sequence():
+    """Pieces that end in, at and after a tile: by the kernel of prompts, which also lowers for CUDA, as by XLA."""
+    table = np.random.default_rng(0).permutation(15).reshape(3, 5).astype(np.int32)
+    call = packed_call(16, [(2, 5, 33), (0, 0, 16), (1, 40, 1)], table)
+    query, key, value, *_ = operands(1, call.tokens.shape[1], 4, 2, 16, 1, [0])
+    _, _, _, *caches, _ = operands(3, 1, 4, 2, 16, 80, [0])
+    caches = {name: in_pages(each, table, 15) for name, each in zip(("key", "value"), caches, strict=True)}
+
+    @partial(jax.jit, static_argnums=0)
+    def attend_to(implementation, query, key, value, caches, call):
+        (memory,) = memories(call, [caches], [20])
+        shape = query.shape
+        query, key, value = in_tiles(memory.inputs, (query, key, value))
+        how = {"window": 20, "is_packed": True, "implementation": implementation}
+        found, caches = attend_to_cache(query, key, value, caches, memory.inputs, memory.mask, **how)
+        return found.reshape(shape), caches
+
+    given = query, key, value, caches, call
+    (found, written), (other, expected) = (attend_to(name, *given) for name in ("interpret", "xla"))
+    for _, begin, count in np.asarray(call.pieces)[:3]:
+        own = [np.asarray(x, np.float32)[0, begin : begin + count] for x in (found, other)]
+        np.testing.assert_allclose(*own, atol=0.02)
+    jax.tree.map(np.testing.assert_array_equal, written, expected)
+    names = [kernel.name for kernel in triton_kernels(partial(attend_to, None), *jax.eval_shape(lambda: given))]
+    assert names == ["_write_kernel", "_prompt_attention_kernel"]  # others do not write all tiles first

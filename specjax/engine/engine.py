@@ -103,10 +103,10 @@ class Engine:
         page_size: tokens (cache slots) of a page; None is 64.
         chunk_size: tokens of a prompt that are fed between two steps, a multiple of `page_size`, and the granularity in
             which prompts share; None is 512 on GPUs and 64 on CPUs.
-        prompt_sizes: numbers of tokens of the calls that feed prompts, each a program. Several prompts share a call,
-            where target and proposer take packed calls; those that cost least are chosen for the prompts that wait.
-            `chunk_size` is always one of them. None is (128, 256, 512, 2048) on GPUs and (32, 64) on CPUs, of which
-            chunks of all slots fill each.
+        prompt_sizes: numbers of tokens of the calls that feed prompts, each a program. On GPUs several prompts share a
+            call, where target and proposer take packed calls; those that cost least are chosen for the prompts that
+            wait. `chunk_size` is always one of them. None is (128, 256, 512, 2048) on GPUs and (32, 64) on CPUs, of
+            which chunks of all slots fill each.
         verifier: a verifier of `specjax.verifiers` or your own, with its options bound.
         capacities: the most that one request may ask for; None is `Capacities()`.
         max_waiting: the most requests that wait for a slot; None is no limit.

@@ -19,30 +19,31 @@ class Sizes:
     page: int  # tokens (cache slots) of a page
     chunk: int  # tokens of a prompt that are fed in a call
     prompts: tuple[int, ...]  # tokens of the calls that feed prompts
-    tile: int  # tokens of a tile of such a call
+    tile: int | None  # tokens of a tile of such a call; None: a call feeds one prompt
     slots: int  # samples that are decoded at a time
     step_sizes: tuple[int, ...]  # slots that a step computes if few are active
 
 
 # A server feeds a chunk between two steps of running requests, and its prompts are often long: large chunks pay. On
 # CPUs a vacant slot costs as much as another, so there are many only in a long call. In a batch nearly all steps are
-# full. A tile has the tokens that the kernel of prompts attends from at a time.
+# full. A tile has the tokens that the kernel of prompts attends from at a time. On CPUs a call costs as much as its
+# tokens, so prompts gain nothing from sharing one, and each tile reads the cache anew.
 SIZES: dict[Use, dict[Literal["cpu", "gpu"], Sizes]] = {
     "call": {
         "gpu": Sizes(page=64, chunk=256, prompts=(256,), tile=64, slots=64, step_sizes=(1,)),
-        "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=16, slots=8, step_sizes=(1,)),
+        "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=None, slots=8, step_sizes=(1,)),
     },
     "call with many samples": {
         "gpu": Sizes(page=64, chunk=256, prompts=(256,), tile=64, slots=64, step_sizes=(1,)),
-        "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=16, slots=32, step_sizes=(1,)),
+        "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=None, slots=32, step_sizes=(1,)),
     },
     "server": {
         "gpu": Sizes(page=64, chunk=512, prompts=(128, 256, 512, 2048), tile=64, slots=16, step_sizes=(1, 8, 32)),
-        "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=16, slots=8, step_sizes=(1,)),
+        "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=None, slots=8, step_sizes=(1,)),
     },
     "batch": {
         "gpu": Sizes(page=64, chunk=512, prompts=(256, 512, 2048), tile=64, slots=16, step_sizes=()),
-        "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=16, slots=16, step_sizes=()),
+        "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=None, slots=16, step_sizes=()),
     },
 }
 MANY_SAMPLES = 64  # of a call
@@ -53,8 +54,10 @@ def default_sizes(use: Use) -> Sizes:
     return SIZES[use]["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
 
-def checked_prompt_sizes(sizes: Sequence[int] | None, chunk_size: int, num_slots: int) -> tuple[tuple[int, ...], int]:
-    """Return the numbers of tokens of calls that feed prompts, `chunk_size` among them, and the size of a tile.
+def checked_prompt_sizes(
+    sizes: Sequence[int] | None, chunk_size: int, num_slots: int
+) -> tuple[tuple[int, ...], int | None]:
+    """Return the numbers of tokens of calls that feed prompts, `chunk_size` among them, and the size of a tile or None.
 
     The defaults are those that `num_slots` chunks can fill.
 
@@ -67,4 +70,4 @@ def checked_prompt_sizes(sizes: Sequence[int] | None, chunk_size: int, num_slots
     if not isinstance(sizes, Sequence) or not all(is_integer(size) and size >= 1 for size in sizes):
         raise ValueError(f"prompt_sizes must be integers >= 1, numbers of tokens, got {sizes!r}")
     sizes = tuple(sorted({*sizes, chunk_size}))
-    return sizes, math.gcd(defaults.tile, *sizes)
+    return sizes, None if defaults.tile is None else math.gcd(defaults.tile, *sizes)

@@ -88,7 +88,8 @@ def prefill_chunk(
 ) -> tuple[decode.State, tuple[PyTree, ...], LogProbs | None]:
     """Feed one chunk of a prompt to each of some vacant slots, whose pages are in the table of the state.
 
-    Where target or proposer take no packed calls, a chunk fills one tile at most, and each tile is a row of a call.
+    Where target or proposer take no packed calls, or the call has one tile, a chunk fills one tile at most, and each
+    tile is a row of a call.
 
     Args:
         model: the target.
@@ -137,8 +138,9 @@ def _run_chunk(
     assert slots is not None, "a packed call has pieces"
     pages = slots[:, None] if table is None else table.at[slots].get(mode="fill", fill_value=NO_PAGE)
     inputs = inputs._replace(pages=pages)
-    if not takes_packed(model, proposer):
-        inputs, following = by_tile(inputs), in_tiles(inputs, following)
+    if not takes_packed(model, proposer) or slots.shape[0] == 1:
+        inputs = by_tile(inputs)
+        following = in_tiles(inputs, following)
     *states, logits = run_chunk(model, proposer, inputs, following, chunk.previous, cache, proposer_state)
     return *states, logits.reshape(1, -1, logits.shape[-1])
 

@@ -88,7 +88,7 @@ class Uncached:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["cache", "inputs", "mask", "scales"],
-    meta_fields=["window", "num_hidden"],
+    meta_fields=["window", "num_hidden", "is_packed"],
 )
 @dataclass(frozen=True)
 class Cached:
@@ -100,6 +100,7 @@ class Cached:
     window: int | None
     num_hidden: int
     scales: CacheScales | None = None
+    is_packed: bool = False  # whether the rows of `inputs` are the tiles of a packed call
 
     def attend(
         self,
@@ -111,7 +112,10 @@ class Cached:
         softcap: float | None,
         sinks: Array | None = None,
     ) -> tuple[Array, Cache]:
-        return attend_to_cache(
+        shape = query.shape
+        if self.is_packed:
+            query, key, value, turns = in_tiles(self.inputs, (query, key, value, turns))
+        attended, cache = attend_to_cache(
             query,
             key,
             value,
@@ -125,19 +129,21 @@ class Cached:
             sinks=sinks,
             num_hidden=self.num_hidden,
             scales=self.scales,
+            is_packed=self.is_packed,
         )
+        return attended.reshape(shape) if self.is_packed else attended, cache
 
     def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
         """Attend as `latent_attention.Latents` says."""
-        shape, is_packed = query.shape, self.inputs.pieces is not None
-        query, latent = in_tiles(self.inputs, (query, latent))
-        inputs = by_tile(self.inputs)
+        inputs, shape = self.inputs, query.shape
+        if self.is_packed:
+            query, latent = in_tiles(inputs, (query, latent))
         slots = inputs.positions[:, :1] + jnp.arange(latent.shape[1], dtype=jnp.int32)[None]
         cache = {"latent": write_slots(self.cache["latent"], slots, latent, inputs.pages)}
         one_head = {"key": cache["latent"][:, :, None], "value": cache["latent"][:, :, None]}
-        how: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden, "is_packed": is_packed}
-        attended = _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, **how)
-        return attended.reshape(shape) if is_packed else attended, cache
+        how: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden}
+        attended = _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, is_packed=self.is_packed, **how)
+        return attended.reshape(shape) if self.is_packed else attended, cache
 
 
 def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:
@@ -162,6 +168,7 @@ def memories(
         num_hidden: number of slots, from the first on, that only their own tokens see.
         scales: of each layer's cache, as `attend_to_cache` takes them; None for none.
     """
+    inputs, is_packed = by_tile(inputs), inputs.pieces is not None
     size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
     windows = [None if window is None or window >= size else window for window in windows]
     is_causal = cache is None and inputs.mask is None
@@ -171,7 +178,7 @@ def memories(
         return [Uncached(masks.get(window)) for window in windows]
     scales = [None] * len(cache) if scales is None else scales
     each = zip(cache, windows, scales, strict=True)
-    return [Cached(one, inputs, masks[window], window, num_hidden, scale) for one, window, scale in each]
+    return [Cached(one, inputs, masks[window], window, num_hidden, scale, is_packed) for one, window, scale in each]
 
 
 def num_slots(cache: Cache, inputs: ModelInput) -> int:
@@ -185,9 +192,7 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
 
     They are all slots before this call, and in it the slots that `inputs.mask` allows; with a window, only slots that
     lie less than `window` positions before the query. The first `num_hidden` slots are seen by their own tokens alone.
-    A packed call has a row for each tile.
     """
-    inputs = by_tile(inputs)
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
     offset = jnp.arange(num_slots, dtype=jnp.int32)[None, None] - start  # [B, 1, S]: the slot's index inside the call
@@ -214,8 +219,6 @@ def update_cache(
 
     They are stored divided by the scales of their heads, if there are any.
     """
-    key, value = in_tiles(inputs, (key, value))
-    inputs = by_tile(inputs)
     slots = inputs.positions[:, :1] + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     dtype, factors = cache["key"].dtype, (None, None) if scales is None else scales
     new = [
@@ -353,6 +356,7 @@ def attend_to_cache(
     num_hidden: int = 0,
     sinks: Array | None = None,
     scales: CacheScales | None = None,
+    is_packed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Cache]:
     """Write the keys and values of a call to its slots, and attend from its queries to the cache.
@@ -361,11 +365,11 @@ def attend_to_cache(
     or a tree, and one many tokens in a chain.
 
     Args:
-        query: [B, T, H, D]; of a packed call [1, C, H, D].
+        query: [B, T, H, D].
         key: [B, T, kv heads, D] of the tokens of the call; `value` likewise.
         cache: of the layer.
         inputs: the tokens of the call and their positions.
-        mask: [B, 1, T, S] bool, or [tiles, 1, C / tiles, S] of a packed call, as `attention_mask` gives it.
+        mask: [B, 1, T, S] bool, as `attention_mask` gives it.
         rotation: turns queries and keys first; None for none.
         window: number of positions that a query sees, its own included, as in `mask`; None is all.
         scale: factor of the scores; None is 1 / sqrt(D).
@@ -373,6 +377,7 @@ def attend_to_cache(
         num_hidden: number of slots, from the first on, that only their own tokens see, as in `mask`.
         sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
         scales: of keys and values, [kv heads] float32: the cache stores them divided by these; None is 1.
+        is_packed: whether rows are the tiles of a packed call, and so may see what others write.
         implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
 
     Returns:
@@ -381,10 +386,6 @@ def attend_to_cache(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
-    shape, is_packed = query.shape, inputs.pieces is not None
-    if is_packed:
-        query, key, value, rotation = in_tiles(inputs, (query, key, value, rotation))
-        inputs = by_tile(inputs)
     # Only the other kernel writes all tiles before it attends from one.
     is_for_few = _has_few(query) and not is_packed
     of_scores: dict[str, Any] = {"scale": scale, "softcap": softcap}
@@ -414,14 +415,13 @@ def attend_to_cache(
             return f"the kernel of more than {of_few.MAX_TOKENS} tokens takes a chain, got a ModelInput with a mask"
         return of_many.unsupported(query, cache["key"])
 
-    attended, cache = dispatch(
+    return dispatch(
         (query, key, value, cache, inputs, mask, rotation, scales, sinks),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,
         implementation=implementation,
     )
-    return attended.reshape(shape) if is_packed else attended, cache
 
 
 def _attend_in_xla(

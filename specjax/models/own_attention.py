@@ -1,6 +1,9 @@
 """Attention with a cache for models of users: it writes keys and values where a call puts them, and attends to them."""
 
+from typing import Any
+
 from specjax.models.attention import Cache, attend_to_cache, attention_mask, num_slots
+from specjax.operations.pieces import by_tile, in_tiles
 from specjax.types import Array, ModelInput
 
 
@@ -50,8 +53,14 @@ def cached_attention(
         ((1, 3, 2, 4), 12.0)
     """
     _check(query, key, value, memory, inputs, window)
+    shape, is_packed = query.shape, inputs.pieces is not None
+    if is_packed:
+        inputs = by_tile(inputs)
+        query, key, value = in_tiles(inputs, (query, key, value))
     mask = attention_mask(inputs, num_slots(memory, inputs), window)
-    return attend_to_cache(query, key, value, memory, inputs, mask, window=window, scale=scale, softcap=softcap)
+    how: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "is_packed": is_packed}
+    attended, memory = attend_to_cache(query, key, value, memory, inputs, mask, **how)
+    return attended.reshape(shape), memory
 
 
 def _check(query: Array, key: Array, value: Array, memory: Cache, inputs: ModelInput, window: int | None) -> None:

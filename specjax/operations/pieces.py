@@ -44,8 +44,9 @@ def by_tile(inputs: ModelInput) -> ModelInput:
     if inputs.pieces is None:
         return inputs
     row, start, count = jnp.unstack(inputs.pieces, axis=1)
-    tokens, positions = in_tiles(inputs, (inputs.tokens, inputs.positions))
-    num_tiles, size = tokens.shape
+    num_tiles = row.shape[0]
+    tokens, positions = (x.reshape(num_tiles, -1) for x in (inputs.tokens, inputs.positions))
+    size = tokens.shape[1]
     first = size * jnp.arange(num_tiles, dtype=jnp.int32)
     is_inside = (start[None] <= first[:, None]) & (first[:, None] < (start + count)[None])  # [tiles, pieces]
     piece = jnp.where(jnp.any(is_inside, axis=1), jnp.argmax(is_inside, axis=1), num_tiles)
@@ -60,12 +61,9 @@ def by_tile(inputs: ModelInput) -> ModelInput:
     )
 
 
-def in_tiles(inputs: ModelInput, values: PyTree) -> PyTree:
-    """Return values [1, C, ...] of the tokens of a packed call as [S, C / S, ...]."""
-    if inputs.pieces is None:
-        return values
-    num_tiles = inputs.pieces.shape[0]
-    return jax.tree.map(lambda x: x.reshape(num_tiles, x.shape[TOKENS] // num_tiles, *x.shape[2:]), values)
+def in_tiles(tiles: ModelInput, values: PyTree) -> PyTree:
+    """Return values [1, C, ...] of the tokens of a packed call as [S, C / S, ...], given the result of `by_tile`."""
+    return jax.tree.map(lambda x: x.reshape(*tiles.tokens.shape, *x.shape[2:]), values)
 
 
 def at_token(inputs: ModelInput, values: Array, index: Array) -> Array:

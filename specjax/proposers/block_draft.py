@@ -19,6 +19,7 @@ from specjax.models.attention import KeyValues, memories, update_cache
 from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, lookup, rms_norm
 from specjax.models.rope import rotation
+from specjax.operations.pieces import by_tile, in_tiles
 from specjax.proposers import trunk
 from specjax.proposers.convolution import Convolutions
 from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, only_in
@@ -108,11 +109,14 @@ class BlockHead:
         with trunk.in_full_precision(params):
             combined = linear(taps, params["fc"], transposed=config.transposed)
             combined = rms_norm(combined, (params["hidden_norm"], config.norm_eps))
-            each = enumerate(zip(config.each_layer, cache, strict=True))
-            return [
-                update_cache(one, *layer.mixer.keys_values(config, params["layers"][i], combined, turns), inputs=inputs)
-                for i, (layer, one) in each
+            new = [
+                layer.mixer.keys_values(config, params["layers"][i], combined, turns)
+                for i, layer in enumerate(config.each_layer)
             ]
+            if inputs.pieces is not None:
+                inputs = by_tile(inputs)
+                new = in_tiles(inputs, new)
+            return [update_cache(one, *each, inputs=inputs) for one, each in zip(cache, new, strict=True)]
 
     def run_block(self, params: PyTree, inputs: ModelInput, cache: list) -> tuple[Array, list]:
         """Return the normalised output [B, T, h] of every token of a block, and the cache."""
