@@ -293,12 +293,11 @@ class BlockDraft(InTrees):
         if not self.head.markov_rank:
             return drawer.of_depths(logits)
 
-        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
-            depth = drawer.shape.depth[nodes[0]]
-            before = jnp.maximum(tree.tokens[:, nodes], 0)
-            return logits[:, depth : depth + 1] + self.head.markov_logits(self.params, before)
+        def advance(fed: DraftTree, num_new: int, depth: int) -> tuple[Array, int]:
+            of_tokens = self.head.markov_logits(self.params, fed.tokens[:, -num_new:])
+            return logits[:, depth : depth + 1] + of_tokens, depth + 1
 
-        return drawer.grow(logits[:, :1] + self.head.markov_logits(self.params, pending), advance)
+        return drawer.grow(logits[:, :1] + self.head.markov_logits(self.params, pending), advance, 1)[0]
 
     def _choose(self, drawer: Drawer, output: Array, logits: Array, pending: Array) -> Draft:
         """Draw the drafts among the candidates of their rows, given the rows' logits [B, K, V]."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.decoding import tree_steps
 from specjax.decoding.calls import run
@@ -179,7 +178,7 @@ class DraftModel(InTrees):
         """Draw a tree for every row, and return it and the new state.
 
         The first call feeds the last D + 1 committed tokens, as the draft model keeps no node of the tree before. For
-        each further level one call feeds all nodes so far, which see their ancestors alone.
+        each further level one call feeds the nodes that get children, which see their ancestors alone.
         """
         memory, fed = _parts(state)
         width = self.num_draft_tokens + 1
@@ -187,12 +186,11 @@ class DraftModel(InTrees):
         output, memory = self._run(_committed(context, start, width), memory)
         logits = jnp.take_along_axis(output.logits, (context.length - 1 - start)[:, None, None], axis=1)
 
-        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
-            nonlocal memory
-            output, memory = self._run(tree_steps.drafts_fed(context, tree), memory)
-            return output.logits[:, nodes - 1]
+        def advance(fed: DraftTree, num_new: int, memory: Memory) -> tuple[Array, Memory]:
+            output, memory = self._run(tree_steps.drafts_fed(context, fed), memory)
+            return output.logits[:, -num_new:], memory
 
-        tree = tree_drawer_of(self, keys, context, sampling).grow(logits, advance)
+        tree, memory = tree_drawer_of(self, keys, context, sampling).grow(logits, advance, memory)
         return tree, _joined(memory, jnp.where(fed >= context.length - width, context.length, fed))
 
     def _draft_from_state(

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from specjax.decoding import tree_steps
@@ -113,21 +112,20 @@ class FeatureDraft(InTrees):
         return only_in(has_feature(context), draft), Memory(last.pools, state.rows)
 
     def _grow(self, keys: Array, context: Context, sampling: Sampling, state: Memory) -> tuple[DraftTree, Memory]:
-        """Draw a tree. For each level one call feeds all nodes so far, which see their ancestors alone."""
-        carry = state.pools, state.rows[:, None]  # the cache, and the outputs of all nodes so far
+        """Draw a tree. For each level one call feeds the nodes that get children, which see their ancestors alone."""
 
-        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
-            nonlocal carry
+        def advance(fed: DraftTree, num_new: int, carry: tuple[PyTree, Array]) -> tuple[Array, tuple[PyTree, Array]]:
             cache, outputs = carry
-            inputs = tree_steps.drafts_fed(context, tree)
-            of_parents = jnp.take_along_axis(outputs, tree.parents[:, 1:, None], axis=1)
+            inputs = tree_steps.drafts_fed(context, fed)
+            of_parents = jnp.take_along_axis(outputs, fed.parents[:, 1:, None], axis=1)
             output, cache = self.head(self.params, inputs, self.head.recurrent(self.params, of_parents), cache)
-            carry = cache, jnp.concatenate([outputs[:, :1], output], axis=1)
-            return self.head.logits(self.params, output[:, nodes - 1])
+            outputs = jnp.concatenate([outputs[:, :1], output], axis=1)
+            return self.head.logits(self.params, output[:, -num_new:]), (cache, outputs)
 
-        logits = self.head.logits(self.params, state.rows[:, None])
-        tree = tree_drawer_of(self, keys, context, sampling, self.reduced).grow(logits, advance)
-        return only_root(has_feature(context), tree), Memory(carry[0], state.rows)
+        first = state.rows[:, None]  # the output of node 0
+        drawer = tree_drawer_of(self, keys, context, sampling, self.reduced)
+        tree, (cache, _) = drawer.grow(self.head.logits(self.params, first), advance, (state.pools, first))
+        return only_root(has_feature(context), tree), Memory(cache, state.rows)
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         inputs, last = committed(context, verified)

@@ -1,85 +1,56 @@
-"""Trees of drafts of one shape, drawn level by level from logits by the sampling parameters of each request.
+"""Trees of drafts that are drawn level by level from logits, by the sampling parameters of each request.
 
-The shape is fixed before a token is drawn, and every drawn token is a node. So sampled trees keep a lossless verifier
-lossless. A coupled tree is for exact match: the children of a node are the tokens that come first where the logits of
-the drafter get the noise with which the target draws its own token.
+A sampled tree has a shape that is fixed before a token is drawn, and every drawn token is a node, so a lossless
+verifier stays lossless. A coupled tree is for exact match: it holds the paths that the target is likeliest to follow,
+given the noise with which it draws its own tokens.
 """
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Self, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.rows import BLOCK_SIZE
-from specjax import distributions
 from specjax.decoding import tree_steps
 from specjax.decoding.drafters import InMemory, check_tree
-from specjax.keys import DRAFT, TARGET, gumbel, stream
+from specjax.keys import TARGET, stream
 from specjax.proposers.drawing import Reduced, draft_sampling, last_token, widen
 from specjax.sampling import Sampling
 from specjax.sampling.logits import reads_token_ids, with_cut
-from specjax.types import Array, Categorical, Context, DraftTree
+from specjax.trees import growing
+from specjax.types import Array, Categorical, Context, DraftTree, PyTree
 
 RATES = (0.72, 0.13, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01)  # with which a first, second, ... sibling is accepted
+MOST_SIBLINGS = 8  # of a node in a coupled tree
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a tree, whose nodes are sorted by their depth: parents, and the siblings in their order."""
-
-    parents: tuple[int, ...]  # of each node; -1 of node 0
-
-    @cached_property
-    def depth(self) -> np.ndarray:
-        """The number of nodes above each node, [N] int32."""
-        depth = np.zeros(len(self.parents), np.int32)
-        for node, parent in enumerate(self.parents[1:], 1):
-            depth[node] = depth[parent] + 1
-        return depth
-
-    @cached_property
-    def rank(self) -> np.ndarray:
-        """The number of siblings before each node, [N] int32."""
-        parents = np.array(self.parents)
-        return np.array([np.sum(parents[:node] == parent) for node, parent in enumerate(parents)], np.int32)
-
-    @cached_property
-    def inner(self) -> np.ndarray:
-        """The nodes that have children, in order."""
-        return np.unique(self.parents[1:])
-
-    def level(self, depth: int) -> np.ndarray:
-        """Return the nodes of a depth."""
-        return np.flatnonzero(self.depth == depth)
+# (nodes that are fed, node 0 among them; how many of them are new, the last ones; carry) -> (logits [B, T, D] after the
+# new ones, carry)
+Advance = Callable[[DraftTree, int, Any], tuple[Array, Any]]
 
 
 @lru_cache
-def shape_of(num_nodes: int, max_depth: int) -> Shape:
+def shape_of(num_nodes: int, max_depth: int) -> growing.Shape:
     """Return the shape of N nodes, up to a depth, with the paths that are accepted most often by `RATES`."""
     found: list[tuple[int, ...]] = []  # the ranks on the way to each node
-    heap: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     while heap and len(found) < num_nodes:
-        chance, _, node = heapq.heappop(heap)
+        chance, node = heapq.heappop(heap)
         found.append(node)
         if len(node) < max_depth:
-            heapq.heappush(heap, (chance * RATES[0], len(node) + 1, (*node, 0)))
+            heapq.heappush(heap, (chance * RATES[0], (*node, 0)))
         if node and node[-1] + 1 < len(RATES):
-            nxt = chance / RATES[node[-1]] * RATES[node[-1] + 1]
-            heapq.heappush(heap, (nxt, len(node), (*node[:-1], node[-1] + 1)))
-    found.sort(key=lambda node: (len(node), node))
-    return Shape(tuple(-1 if not node else found.index(node[:-1]) for node in found))
+            heapq.heappush(heap, (chance / RATES[node[-1]] * RATES[node[-1] + 1], (*node[:-1], node[-1] + 1)))
+    return growing.of_paths(found[1:])
 
 
 @dataclass(frozen=True)
 class TreeDrawer:
     """Draws a tree for each row."""
 
-    shape: Shape
+    num_nodes: int  # N
     keys: Array  # [B, D+1], of the positions of the step
     context: Context  # the tokens before the drafts
     sampling: Sampling  # as `draft_sampling` returns it
@@ -87,104 +58,95 @@ class TreeDrawer:
     is_greedy: bool = False
     reduced: Reduced | None = None  # None: logits are of the target's vocabulary
 
-    def grow(self, logits: Array, advance: Callable[[DraftTree, np.ndarray], Array]) -> DraftTree:
-        """Draw a tree level by level.
+    @property
+    def max_depth(self) -> int:
+        """D."""
+        return self.keys.shape[1] - 1
+
+    def grow(self, logits: Array, advance: Advance, carry: PyTree) -> tuple[DraftTree, PyTree]:
+        """Draw a tree level by level, and return it with the last carry.
 
         Args:
             logits: [B, 1, D], of the token after node 0.
-            advance: function of the tree so far and of the nodes of its last level that get children, which returns
-                their logits [B, W, D].
+            advance: function that feeds the drafter. It is traced once for each level but the last.
+            carry: any pytree.
         """
-        shape = self.shape
-        tree, rows = self._tree(last_token(self.context)), []
-        for depth in range(shape.depth[-1]):
-            nodes = np.intersect1d(shape.level(depth), shape.inner)
-            row = self._row(advance(tree, nodes) if depth else logits, tree, nodes)
-            children = shape.level(depth + 1)
-            parents = np.array(shape.parents)[children]
-            most = int(shape.rank[children].max()) + 1
-            ids = self._siblings(row, nodes, depth, most)
-            tokens = ids[:, np.searchsorted(nodes, parents), shape.rank[children]]
-            tree = self._tree(jnp.concatenate([tree.tokens, tokens], axis=1))
-            rows.append(row)
-        return tree._replace(distribution=self._distribution(rows) if not self.coupled else None)
+        last, first = last_token(self.context), self._row(logits, self._fed(last_token(self.context), [-1], [0]), 1)
+        if self.coupled:
+            return self._expand(last, first, advance, carry)
+        shape = shape_of(self.num_nodes, self.max_depth)
+        inner = [node for node in range(len(shape.parents)) if node in shape.parents]
+
+        def level(tokens: Array, nodes: tuple[int, ...], state: Any) -> tuple[Categorical, Any]:
+            so_far, carry = state
+            so_far = jnp.concatenate([so_far, tokens], axis=1)
+            own = inner[: so_far.shape[1]]
+            parents = [-1, *(inner.index(shape.parents[node]) for node in own[1:])]
+            fed = self._fed(so_far, parents, [shape.depth[node] for node in own])
+            logits, carry = advance(fed, len(nodes), carry)
+            return self._row(logits, fed, len(nodes)), (so_far, carry)
+
+        choose = growing.by_drawing
+        tree, (_, carry) = growing.grow(shape, self.keys, last[:, 0], first, level, (last, carry), choose)
+        return tree, carry
 
     def of_depths(self, logits: Array) -> DraftTree:
         """Draw a tree from logits [B, D, V] that depend on nothing but the depth of the node before a token."""
+        if not self.coupled:
 
-        def advance(tree: DraftTree, nodes: np.ndarray) -> Array:
-            depth = self.shape.depth[nodes[0]]
-            return jnp.repeat(logits[:, depth : depth + 1], len(nodes), axis=1)
+            def advance(fed: DraftTree, num_new: int, depth: int) -> tuple[Array, int]:
+                return jnp.repeat(logits[:, depth : depth + 1], num_new, axis=1), depth + 1
 
-        return self.grow(logits[:, :1], advance)
+            return self.grow(logits[:, :1], advance, 1)[0]
+        last = last_token(self.context)
+        rows = self._row(logits, self._fed(last, [-1], [0]), np.zeros(self.max_depth, int))
+        found = self._children(0, rows, min(self.num_nodes - 1, MOST_SIBLINGS, logits.shape[-1]))
+        return growing.best_first(last[:, 0], found, self.num_nodes)
 
-    def _tree(self, tokens: Array) -> DraftTree:
-        """Return the first nodes of the tree, with these tokens."""
-        first = (np.array(x, np.int32)[: tokens.shape[1]] for x in (self.shape.parents, self.shape.depth))
-        parents, depth = (jnp.broadcast_to(jnp.asarray(x)[None], tokens.shape) for x in first)
-        return DraftTree(tokens, parents, depth)
+    def _expand(self, last: Array, first: Categorical, advance: Advance, carry: Any) -> tuple[DraftTree, Any]:
+        """Grow the best tree of match; the nodes that are expanded are fed, as many in each level."""
+        width = min(max(2, self.num_nodes // 4), first.logits.shape[-1])
+        while 1 + width + (self.max_depth - 1) * width**2 < self.num_nodes:
+            width += 1
 
-    def _row(self, logits: Array, tree: DraftTree, nodes: np.ndarray) -> Categorical:
-        """Return the distributions [B, W] of the children of nodes, given their logits."""
+        def level(tokens: Array, place: Array, depth: int, state: Any) -> tuple[Categorical, Any]:
+            so_far, carry = state
+            above = place + (0 if depth == 1 else so_far.tokens.shape[1] - width)
+            fed = DraftTree(
+                jnp.concatenate([so_far.tokens, tokens], axis=1),
+                jnp.concatenate([so_far.parents, above], axis=1),
+                jnp.pad(so_far.depth, ((0, 0), (0, width)), constant_values=depth),
+            )
+            logits, carry = advance(fed, width, carry)
+            return self._row(logits, fed, width), (fed, carry)
+
+        sizes = {"num_nodes": self.num_nodes, "width": width, "max_depth": self.max_depth}
+        state = self._fed(last, [-1], [0]), carry
+        tree, (_, carry) = growing.expand(last[:, 0], first, level, state, choose=self._children, **sizes)
+        return tree, carry
+
+    def _children(self, depth: int, rows: Categorical, width: int) -> growing.Children:
+        """Return the best tokens after nodes of one depth [B, T]; of T depths from `depth` on where T is D."""
+        if self.is_greedy:
+            return growing.top(rows, width)
+        keys = stream(self.keys, TARGET)
+        num_rows = rows.logits.shape[1]
+        own = keys[:, :num_rows] if depth == 0 else jnp.repeat(keys[:, depth : depth + 1], num_rows, axis=1)
+        return growing.coupled(own, rows, width)
+
+    def _fed(self, tokens: Array, parents: list[int], depth: list[int]) -> DraftTree:
+        """Return nodes with the same parents and depths in each row."""
+        above, level = (jnp.broadcast_to(jnp.asarray([x], jnp.int32), tokens.shape) for x in (parents, depth))
+        return DraftTree(tokens, above, level)
+
+    def _row(self, logits: Array, fed: DraftTree, nodes: int | np.ndarray) -> Categorical:
+        """Return the distributions [B, T] of the children of T nodes of a tree, the last ones or those given."""
         logits = widen(logits, self.reduced)
         if reads_token_ids(self.sampling):
-            logits = tree_steps.adjust_nodes(self.sampling, logits, self.context, tree, nodes)
+            if isinstance(nodes, int):
+                nodes = np.arange(fed.tokens.shape[1])[-nodes:]
+            logits = tree_steps.adjust_nodes(self.sampling, logits, self.context, fed, nodes)
         return with_cut(self.sampling, logits)
-
-    def _siblings(self, row: Categorical, nodes: np.ndarray, depth: int, most: int) -> Array:
-        """Return the first `most` children [B, W, most] of nodes of a depth, -1 after the possible ones."""
-        scores = distributions.kept_logits(row)
-        if not self.is_greedy:
-            temperature = jnp.ones(len(scores)) if row.temperature is None else row.temperature
-            temperature = temperature[:, None, None]
-            scaled = scores / jnp.where(temperature > 0, temperature, 1).astype(scores.dtype)
-            if not self.coupled:
-                keys = stream(self.keys[:, :1], DRAFT, jnp.asarray(nodes, jnp.int32)[None])
-                noisy = scaled + gumbel(keys, (scores.shape[-1],)).astype(scores.dtype)
-            else:
-                noisy = _with_noise_of_draw(stream(self.keys[:, depth : depth + 1], TARGET), scaled)
-            scores = jnp.where(temperature > 0, noisy, scores)
-        values, ids = jax.lax.top_k(scores, min(most, scores.shape[-1]))
-        ids = jnp.where(values > -jnp.inf, ids.astype(jnp.int32), -1)
-        return jnp.pad(ids, ((0, 0), (0, 0), (0, most - ids.shape[-1])), constant_values=-1)
-
-    def _distribution(self, rows: list[Categorical]) -> Categorical:
-        """Return the distributions of all nodes, packed; a leaf gets some row."""
-        inner = self.shape.inner
-        place = np.minimum(np.searchsorted(inner, np.arange(len(self.shape.parents))), len(inner) - 1)
-        fields = [
-            jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *(row._replace(temperature=None) for row in rows))
-        ]
-        packed = distributions.pack(fields[0])
-        assert packed.rows is not None, "packed logits have rows"
-        return packed._replace(rows=packed.rows[:, place], temperature=rows[0].temperature)
-
-
-def _with_noise_of_draw(keys: Array, logits: Array) -> Array:
-    """Return scores [B, W, V] of tokens, of which the token that `distributions.draw` draws with `keys` is the largest.
-
-    A draw chooses a block of the vocabulary and then a token in it. The score of a token is minus the distance of its
-    block from the chosen one, and of the token from the first of its block.
-
-    Args:
-        keys: [B, 1].
-        logits: [B, W, V], divided by the temperature.
-    """
-    size = logits.shape[-1]
-    block = min(BLOCK_SIZE, size)
-    num_blocks = -(-size // block)
-    noise = gumbel(keys, (block + num_blocks,)).astype(logits.dtype)
-    if num_blocks == 1:
-        return logits + noise[..., :block]
-    padded = jnp.pad(logits, ((0, 0), (0, 0), (0, num_blocks * block - size)), constant_values=-jnp.inf)
-    blocks = padded.reshape(*logits.shape[:2], num_blocks, block)
-    of_blocks = jax.nn.logsumexp(blocks, axis=-1) + noise[..., block:]
-    inside = blocks + noise[:, :, None, :block]
-    first = jnp.max(inside, axis=-1, keepdims=True)
-    inside = jnp.where(jnp.isfinite(first), inside - first, -jnp.inf)
-    scores = (of_blocks - jnp.max(of_blocks, axis=-1, keepdims=True))[..., None] + inside
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    return scores.reshape(*logits.shape[:2], -1)[..., :size]
 
 
 Trees = TypeVar("Trees", bound="InTrees")
@@ -211,16 +173,14 @@ def tree_drawer_of(
     """Return the drawer of the trees of a step, given the arguments of `Proposer.propose`.
 
     Args:
-        proposer: has `tree`, `coupled` and `num_draft_tokens`, and `temperature` and `is_greedy` as `draft_options`
-            returns them.
+        proposer: has `tree` and `coupled`, and `temperature` and `is_greedy` as `draft_options` returns them.
         keys: [B, D+1], as `propose` gets them.
         context: the tokens before the drafts.
         sampling: the parameters of the requests.
         reduced: the draft vocabulary; None is the target's.
     """
     own = draft_sampling(sampling, proposer.temperature, proposer.is_greedy)
-    shape = shape_of(proposer.tree, proposer.num_draft_tokens)
-    return TreeDrawer(shape, keys, context, own, proposer.coupled, proposer.is_greedy, reduced)
+    return TreeDrawer(proposer.tree, keys, context, own, proposer.coupled, proposer.is_greedy, reduced)
 
 
 def in_tree(proposer: Trees, tree: int | None, coupled: bool) -> Trees:

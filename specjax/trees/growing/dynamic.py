@@ -22,6 +22,7 @@ def expand(
     num_nodes: int,
     width: int,
     max_depth: int,
+    choose: Callable[[int, Categorical, int], Children] | None = None,
 ) -> tuple[DraftTree, Any]:
     """Grow the tree of EAGLE-2 and EAGLE-3: the best nodes of each level are expanded, then the best of all are kept.
 
@@ -39,6 +40,9 @@ def expand(
         num_nodes: N, at most 1 + width + (max_depth - 1) * width ** 2.
         width: number of nodes of a level that are expanded.
         max_depth: D, number of levels.
+        choose: function of the depth of some nodes, which is static, of the distribution after each of them and of
+            `width`, which returns their children; None is `children.top`. With `children.coupled` the tree is for
+            `trees.match` alone.
 
     Returns:
         The tree without a distribution, and the last carry.
@@ -54,14 +58,15 @@ def expand(
         if not (is_integer(value) and value >= 1 and (limit is None or value <= limit)):
             range_ = ">= 1" if limit is None else f"in [1, {limit}], where so many are grown"
             raise ValueError(f"{name} must be an integer {range_}, got {value!r}")
-    found = children.top(first, width)
+    choose = choose or (lambda depth, distribution, width: children.top(distribution, width))
+    found = choose(0, first, width)
     tokens, scores = found.tokens[:, 0], found.log_probs[:, 0]
     all_tokens, all_scores, all_parents = [tokens], [scores], [jnp.full_like(tokens, -1)]
     beam = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)  # among all candidates
     place = jnp.zeros_like(beam)
     for level in range(1, max_depth):
         distribution, carry = advance(jnp.maximum(tokens, 0), place, level, carry)
-        found = children.top(distribution, width)
+        found = choose(level, distribution, width)
         candidates = (scores[..., None] + found.log_probs).reshape(tokens.shape[0], -1)
         start = sum(each.shape[1] for each in all_tokens)
         all_tokens.append(found.tokens.reshape(candidates.shape))
