@@ -131,16 +131,14 @@ def generated(model, proposer, verifier, params=PARAMS, rows=None, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, verifier, in_pages", [(4, verifiers.rejection, False), (2, verifiers.block, True)])
-def test_tokens_of_one_device(number, verifier, in_pages):
+def test_tokens_of_one_device():
+    """Four devices, two for each head of keys and values, which lie in pages; caches without pages share rows below."""
     model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
-    pages = None
-    if in_pages:
-        table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
-        pages = Pages(jnp.asarray(table), 24, 4)
-    expected = generated(model, proposer, verifier, num_logprobs=2)
-    shared = tensor_parallel(model, mesh_of(number))
-    check_same(generated(shared, proposer, verifier, pages=pages, num_logprobs=2), expected)
+    table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
+    pages = Pages(jnp.asarray(table), 24, 4)
+    expected = generated(model, proposer, verifiers.block, num_logprobs=2)
+    shared = tensor_parallel(model, mesh_of(4))
+    check_same(generated(shared, proposer, verifiers.block, pages=pages, num_logprobs=2), expected)
 
 
 def check_same(got, expected):

@@ -425,8 +425,7 @@ def run_and_compare(
 
 EVERY_END = {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
 # Each with pages and dense, together with the fast tests; the fallback drafts n-grams, too.
-SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("reduced", "block", False)]
-SLOW += [("fallback", "match", True)]
+SLOW = [("draft_model", "block", False), ("none", "rejection", True), ("fallback", "match", True)]
 
 
 def test_any_schedule_gives_each_request_its_tokens(target, draft):
