@@ -10,7 +10,7 @@ import pytest
 from families import write
 
 from specjax import decode, proposers, sampling
-from specjax.models import load
+from specjax.models import cached_attention, load
 from specjax.models.vocabulary import resize_vocabulary
 from specjax.pages import read_slots, write_slots
 from specjax.sampling import SamplingParams
@@ -275,6 +275,29 @@ class TestPages:
         wrong = Model(jnp.zeros((VOCAB, VOCAB)), right, heads_before_slots, VOCAB, takes_pages=True)
         with pytest.raises(AssertionError, match=r"must be \[num_pages, page_size, ...\]: init_cache\(2, 12\) gives"):
             assert_model(wrong)
+
+
+def attends_to_pieces(params, inputs, cache):
+    heads = params["embedding"][inputs.tokens][:, :, None]
+    attended, cache = cached_attention(heads, heads, heads, cache, inputs)
+    return ModelOutput((heads + attended)[:, :, 0] @ params["head"]), cache
+
+
+def takes_the_first_piece_for_all(params, inputs, cache):
+    if inputs.pieces is not None:
+        inputs = inputs._replace(pieces=None, pages=inputs.pages[:1])
+    return attends_to_pieces(params, inputs, cache)
+
+
+def keys_and_values(num_pages, page_size):
+    return dict.fromkeys(("key", "value"), jnp.zeros((num_pages, page_size, 1, SIZE)))
+
+
+def test_packed_calls():
+    model = replace(paged(), apply=attends_to_pieces, init_cache=keys_and_values, takes_groups=True)
+    assert_model(model)
+    with pytest.raises(AssertionError, match=r"with inputs.pieces, each token .* set takes_groups to False"):
+        assert_model(replace(model, apply=takes_the_first_piece_for_all))
 
 
 def bare_array(table, inputs, cache):

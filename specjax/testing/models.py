@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding.calls import check_result
+from specjax.testing.packed import logits_of_pieces
 from specjax.testing.recurrent import check_states
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
@@ -27,9 +28,9 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
     The model is run on a few random tokens. One call over all of them gives the expected logits. The calls that a
     decoding loop makes must give the same logits: chunks, rows at different lengths, padded prompts, tokens that are
     fed again, rejected drafts that are overwritten, calls that pass the end of the cache, trees if the model reads
-    `ModelInput.mask`, and a pool of pages if it takes pages. A model with `commit` gets other calls: after each of them
-    its state must be the state of plain decoding, whatever the calls before kept. Matrices are multiplied with
-    precision "highest" for these calls, so that rounding is not taken for a mistake.
+    `ModelInput.mask`, a pool of pages if it takes pages, and packed calls if it takes these. A model with `commit` gets
+    other calls: after each of them its state must be the state of plain decoding, whatever the calls before kept.
+    Matrices are multiplied with precision "highest" for these calls, so that rounding is not taken for a mistake.
 
     Args:
         model: the model, with or without a cache; its `max_length` is None or at least 12.
@@ -72,6 +73,8 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
         _check_tree(trial)
         if model.takes_pages:
             _check_pages(trial)
+        if model.takes_pages and model.takes_groups:
+            _check_packed_calls(trial)
     _check_closure(model)
     _check_identity(model)
 
@@ -420,6 +423,21 @@ def _check_pages(trial: _Trial) -> None:
                     "the table, in which the number of pages, larger numbers and negative ones stand for no page. "
                     f"{promise.remedy}."
                 )
+
+
+def _check_packed_calls(trial: _Trial) -> None:
+    """Feed pieces of the rows side by side, to a pool with NaN elsewhere."""
+    promise = _Promise(
+        "with inputs.pieces, each token of a packed call sees its own sequence alone, the earlier tokens of its piece "
+        "in this call included",
+        "Attend with models.cached_attention, which finds the tiles of the pieces, or set takes_groups to False",
+    )
+    order = np.random.default_rng(2).permutation(NUM_PAGES).astype(np.int32)
+    pages = order[: BATCH_SIZE * NUM_TOKENS // PAGE_SIZE].reshape(BATCH_SIZE, -1)
+    paged = trial._replace(pages=pages)
+    cache = _poisoned(paged.new_cache(), ~np.isin(np.arange(NUM_PAGES), pages))
+    for row, first, logits in logits_of_pieces(trial.model, _call, trial.tokens, pages, cache):
+        paged.compare(promise, logits, first, np.array([row]))
 
 
 def _poisoned(cache: PyTree, pages: np.ndarray) -> PyTree:

@@ -1,0 +1,45 @@
+"""A check of packed calls, for a model that says that it takes them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import Model, ModelInput, ModelOutput, PyTree
+
+TILE, NUM_TILES = 2, 6
+# Pieces (row, first position, count) of two calls: they end in and at a tile, and go on where others of a row ended.
+CALLS = ([(2, 0, 3), (0, 0, 4)], [(0, 4, 5), (1, 0, 1), (2, 3, 4)])
+
+
+def logits_of_pieces(
+    model: Model,
+    call: Callable[[Model, ModelInput, PyTree], tuple[ModelOutput, PyTree]],
+    tokens: np.ndarray,
+    pages: np.ndarray,
+    cache: PyTree,
+):
+    """Yield the row, the first position and the logits [1, count, V] of each piece of two packed calls.
+
+    Args:
+        model: the model.
+        call: runs `model.apply`.
+        tokens: [B, N] int32, the tokens of B >= 3 rows.
+        pages: [B, P] int32, their pages.
+        cache: a pool, which does not change.
+    """
+    num_rows, no_page = len(tokens), jax.tree.leaves(cache)[0].shape[0]
+    for pieces in CALLS:
+        fed, positions = np.zeros((2, 1, TILE * NUM_TILES), np.int32)
+        places = np.tile(np.array([num_rows, 0, 0], np.int32), (NUM_TILES, 1))
+        table, begin = np.full((NUM_TILES, pages.shape[1]), no_page, np.int32), 0
+        for i, (row, first, count) in enumerate(pieces):
+            end = begin + -(-count // TILE) * TILE
+            fed[0, begin : begin + count] = tokens[row, first : first + count]
+            positions[0, begin:end] = np.arange(first, first + end - begin)
+            places[i], table[i], begin = (row, begin, count), pages[row], end
+        inputs = jax.tree.map(jnp.asarray, ModelInput(fed, positions, pages=table, pieces=places))
+        output, cache = call(model, inputs, cache)
+        for (row, first, count), (_, begin, _) in zip(pieces, places, strict=False):
+            yield row, first, np.asarray(output.logits, np.float64)[:, begin : begin + count]
