@@ -1,6 +1,7 @@
 """Hybrids, whose recurrent layers keep a state that no rejected draft enters."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,15 @@ import pytest
 from families import GOLDENS
 from hybrids import CONFIGS, HYBRID, NUM_TOKENS, SMALL, tokens, write
 from jax.sharding import Mesh
+from test_quantized_models import rounded
 from wrong_recurrent import MISTAKES, recurrent
 
 from specjax import SamplingParams, proposers, sampling, testing
 from specjax.decode import generate, prefill
-from specjax.models import load, tensor_parallel
+from specjax.models import load, tensor_parallel, with_cache_dtype
 from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
+from specjax.models.quantized import Quantized
 from specjax.testing.recurrent import WIDTH, _Trial
 from specjax.types import ModelInput
 
@@ -166,6 +169,19 @@ def test_devices_share_the_heads(case, goldens, tmp_path):
         start += count
     with pytest.raises(ValueError, match="num_key_heads of gated delta nets must be a multiple of the 4 devices"):
         tensor_parallel(load(tmp_path / case), Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)))
+
+
+def test_matrices_and_caches_of_few_bits(hybrid):
+    """Codes give the logits of the floats for which they stand; states stay float32 beside a cache in float8."""
+    few, floats = rounded(hybrid.params, "int8", transposed=False)
+    layer = few["layers"][0]
+    assert all(isinstance(layer[name], Quantized) for name in ("delta_in", "delta_rates", "delta_out"))
+    inputs = inputs_at(0, 9)
+    got, expected = (call(replace(hybrid, params=params), inputs, None)[0].logits for params in (few, floats))
+    assert np.abs(got - expected).max() / np.abs(expected).max() <= TOLERANCE
+    memory = with_cache_dtype(hybrid, "fp8").init_memory(1, 1, 16)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(memory.pools)} == {"float8_e4m3fn"}
+    assert memory.rows["layers"][0]["state"].dtype == jnp.float32
 
 
 def test_steps_that_are_refused(hybrid):
