@@ -85,6 +85,7 @@ class TestBodies:
             USER,
             {"role": "assistant", "content": [thought, {"type": "text", "text": "so"}, use]},
             {"role": "user", "content": [result | {"is_error": False}, {"type": "text", "text": "and"}]},
+            {"role": "assistant", "content": [thought]},
             {"role": "user", "content": "then"},
         ]
         system = [
@@ -96,7 +97,7 @@ class TestBodies:
         expected = [
             {"role": "system", "content": "be\nkind"},
             USER,
-            {"role": "assistant", "content": "so", "tool_calls": [made]},
+            {"role": "assistant", "content": "so", "tool_calls": [made], "reasoning": "hm"},
             {"role": "tool", "tool_call_id": "a", "content": "sun"},
             {"role": "user", "content": "and\nthen"},
         ]

@@ -107,12 +107,14 @@ class TestBodies:
         given = [
             {"role": "user", "content": "hi"},
             {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": each} for each in ("hm", "so")]},
             *output,
             *(
                 {"type": "function_call_output", "call_id": each["call_id"], "output": "sun", "status": None}
                 for each in output[1:]
             ),
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": each} for each in "ab"]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "alone"}]},
         ]
         tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
         made = [
@@ -126,7 +128,7 @@ class TestBodies:
         expected = [
             {"role": "system", "content": "be"},
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "so:", "tool_calls": made},
+            {"role": "assistant", "content": "so:", "tool_calls": made, "reasoning": "hm\nso"},
             *({"role": "tool", "tool_call_id": each["id"], "content": "sun"} for each in made),
             {"role": "user", "content": "a\nb"},
         ]

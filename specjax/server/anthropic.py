@@ -55,7 +55,7 @@ def contents(**kinds: Object) -> Either:
     return Either((Text(MAX_TEXT_LENGTH), ListOf(block, MAX_CONTENT_PARTS, noun="blocks")))
 
 
-THOUGHT = Object({}, is_open=True, about="Taken, and not used.")
+THOUGHT = Object({"thinking": Text(MAX_TEXT_LENGTH)}, is_open=True, about="For templates that show it.")
 TOOL_USE = Object({"id": NAME, "name": NAME, "input": Free()}, ["id", "name", "input"], is_open=True)
 TOOL_RESULT = Object(
     {
@@ -210,7 +210,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "system" in given:
         messages.append({"role": "system", "content": _text(given["system"])})
     for each in given["messages"]:
-        content = each["content"]
+        content, thought = each["content"], ""
         for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             match block["type"]:
                 case "text":
@@ -218,6 +218,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
                     last["content"] = "\n".join(
                         [last["content"], block["text"]] if "content" in last else [block["text"]]
                     )
+                case "thinking":
+                    thought = block.get("thinking", "")
                 case "tool_use":
                     made = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
                     calls = _last(messages, "assistant").setdefault("tool_calls", [])
@@ -225,6 +227,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
                 case "tool_result":
                     content = _text(block.get("content", ""))
                     messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+            if thought and block["type"] in ("text", "tool_use"):
+                _last(messages, "assistant")["reasoning"], thought = thought, ""
     return messages
 
 

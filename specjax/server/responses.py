@@ -6,13 +6,12 @@ completions.
 
 import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from specjax.engine.requests import Completion, Piece, Result
-from specjax.server import answers, bodies, protocol
+from specjax.engine.requests import Piece, Result
+from specjax.server import answers, bodies, items, protocol
 from specjax.server.bodies import ANSWER_FIELDS, LABEL, MAX_TOP_LOGPROBS, MODEL, SCHEMA
 from specjax.server.errors import ApiError
 from specjax.server.fields import (
@@ -62,6 +61,7 @@ CONTENT = Either(
         ),
     )
 )
+THOUGHTS = ListOf(Object({"text": Text(MAX_TEXT_LENGTH)}, ["text"], is_open=True), MAX_CONTENT_PARTS, noun="parts")
 ROLE = Choice(["user", "assistant", "system", "developer"])
 ITEMS: dict[str, Object] = {  # open, because items of answers come back with their ids and more
     "message": Object({"role": ROLE, "content": CONTENT}, ["role", "content"], is_open=True),
@@ -71,7 +71,7 @@ ITEMS: dict[str, Object] = {  # open, because items of answers come back with th
         is_open=True,
     ),
     "function_call_output": Object({"call_id": NAME, "output": CONTENT}, ["call_id", "output"], is_open=True),
-    "reasoning": Object({}, is_open=True, about="Taken, and not used."),
+    "reasoning": Object({"content": THOUGHTS, "summary": THOUGHTS}, is_open=True, about="For templates that show it."),
 }
 INPUT = Either(
     (
@@ -218,11 +218,14 @@ def parse_response(body: Any, served: Served) -> Call:
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return instructions and input as the messages of a chat."""
-    messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
-    items = given["input"]
-    if isinstance(items, str):
-        items = [{"type": "message", "role": "user", "content": items}]
-    for i, item in enumerate(items):
+    messages: list[dict[str, Any]] = []
+    if "instructions" in given:
+        messages.append({"role": "system", "content": given["instructions"]})
+    given_items: Any = given["input"]
+    if isinstance(given_items, str):
+        given_items = [{"type": "message", "role": "user", "content": given_items}]
+    thoughts = ""  # before a message or call of the assistant
+    for i, item in enumerate(given_items):
         match item["type"]:
             case "message":
                 messages.append({"role": item["role"], "content": _text(item["content"])})
@@ -233,6 +236,11 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             case "function_call_output":
                 content = _text(item["output"])
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            case "reasoning":
+                thoughts = "\n".join(part["text"] for part in item.get("content") or item.get("summary") or ())
+        if thoughts and item["type"] in ("message", "function_call"):
+            messages[-1] |= {"reasoning": thoughts} if messages[-1]["role"] == "assistant" else {}
+            thoughts = ""
     if not messages:
         raise BadRequest("input must have an item that is no reasoning", "input")
     return messages
@@ -282,7 +290,7 @@ class ResponseAnswer:
 
     def __init__(self, call: Call, served: Served):
         self._call, self._served = call, served
-        self._id, self._created = _new_id("resp", call.request_id), int(time.time())
+        self._id, self._created = items.new_id("resp", call.request_id), int(time.time())
         self._parts = call.parts(call.tools)
         self._num_events = 0
         self._output: list[dict[str, Any]] = []  # items of a stream that are complete
@@ -299,13 +307,15 @@ class ResponseAnswer:
         completion = result.completions[0]
         reasoning, text, calls = self._call.parts(self._call.tools).whole(completion.text)
         self._all_reasoning = reasoning
-        output = [_function_call(_new_id("fc"), made) for made in calls]
+        output = [items.function_call(items.new_id("fc"), made) for made in calls]
         if text or not calls:
             self._list(completion.token_ids, completion.logprobs)
-            message = _message(_new_id("msg"), _message_status(completion, calls), [_part(text, self._entries)])
+            message = items.message(
+                items.new_id("msg"), items.message_status(completion, calls), [items.part(text, self._entries)]
+            )
             output.insert(0, message)
         if reasoning:
-            output.insert(0, _thought(_new_id("rs"), "completed", reasoning))
+            output.insert(0, items.thought(items.new_id("rs"), "completed", reasoning))
         return self._ended(result, output)
 
     def start(self) -> bytes:
@@ -328,7 +338,7 @@ class ResponseAnswer:
         has_message = self._message is not None or any(item["type"] == "message" for item in self._output)
         events += self._add_text(text) if text or not (calls or has_message) else b""
         if self._message is not None:
-            events += self._end_message(_message_status(completion, calls))
+            events += self._end_message(items.message_status(completion, calls))
         events += b"".join(map(self._add_call, calls))
         response = self._ended(result, self._output)
         return events + self._event(f"response.{response['status']}", response=response)
@@ -352,7 +362,7 @@ class ResponseAnswer:
             return b""
         events = b"" if self._message is None else self._end_message("completed")
         if self._thought is None:
-            self._thought = _thought(_new_id("rs"), "in_progress", "")
+            self._thought = items.thought(items.new_id("rs"), "in_progress", "")
             events += self._event("response.output_item.added", output_index=len(self._output), item=self._thought)
         self._reasoning += reasoning
         self._all_reasoning += reasoning
@@ -367,7 +377,7 @@ class ResponseAnswer:
         self._thought, self._reasoning = None, ""
         place = {"item_id": thought["id"], "output_index": len(self._output), "content_index": 0}
         events = self._event("response.reasoning_text.done", **place, text=text)
-        return events + self._end_item(_thought(thought["id"], "completed", text))
+        return events + self._end_item(items.thought(thought["id"], "completed", text))
 
     def _place(self) -> dict[str, Any]:
         """Return where the item is that is written now."""
@@ -378,9 +388,11 @@ class ResponseAnswer:
         """Return the events of more text of the message, which the first opens."""
         events = self._end_thought()
         if self._message is None:
-            self._message = _message(_new_id("msg"), "in_progress", [])
+            self._message = items.message(items.new_id("msg"), "in_progress", [])
             events += self._event("response.output_item.added", output_index=len(self._output), item=self._message)
-            events += self._event("response.content_part.added", **self._place(), content_index=0, part=_part("", []))
+            events += self._event(
+                "response.content_part.added", **self._place(), content_index=0, part=items.part("", [])
+            )
         self._text += text
         new, self._num_entries = self._entries[self._num_entries :], len(self._entries)
         if not text:
@@ -391,11 +403,11 @@ class ResponseAnswer:
 
     def _end_message(self, status: str) -> bytes:
         assert self._message is not None, "text opens it"
-        part = _part(self._text, self._entries)
+        part = items.part(self._text, self._entries)
         place = self._place() | {"content_index": 0}
         events = self._event("response.output_text.done", **place, text=self._text, logprobs=self._entries)
         events += self._event("response.content_part.done", **place, part=part)
-        item = _message(self._message["id"], status, [part])
+        item = items.message(self._message["id"], status, [part])
         self._message, self._text = None, ""
         self._entries, self._num_entries = [], 0
         return events + self._end_item(item)
@@ -405,7 +417,7 @@ class ResponseAnswer:
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _add_call(self, made: ToolCall) -> bytes:
-        item = _function_call(_new_id("fc"), made)
+        item = items.function_call(items.new_id("fc"), made)
         place = {"item_id": item["id"], "output_index": len(self._output)}
         begun = item | {"arguments": "", "status": "in_progress"}
         events = self._event("response.output_item.added", output_index=len(self._output), item=begun)
@@ -458,38 +470,6 @@ class ResponseAnswer:
             **self._call.repeated,
             **fields,
         }
-
-
-def _new_id(kind: str, name: str = "") -> str:
-    return f"{kind}_{name or uuid.uuid4().hex}"
-
-
-def _message(id: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-
-def _thought(id: str, status: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}] if text else []
-    return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
-
-
-def _message_status(completion: Completion, calls: Sequence[ToolCall]) -> str:
-    return "incomplete" if completion.finish_reason == "length" and not calls else "completed"
-
-
-def _part(text: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(entries)}
-
-
-def _function_call(id: str, made: ToolCall) -> dict[str, Any]:
-    return {
-        "id": id,
-        "type": "function_call",
-        "status": "completed",
-        "call_id": _new_id("call"),
-        "name": made.name,
-        "arguments": made.arguments,
-    }
 
 
 def _usage(call: Call, result: Result, num_thoughts: int) -> dict[str, Any]:
