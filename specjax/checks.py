@@ -4,11 +4,13 @@ Verifiers check shapes and dtypes. They cannot check values, which are traced.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from specjax.distributions import as_categorical
-from specjax.types import Array, Categorical, Draft
+from specjax.distributions import as_categorical, take
+from specjax.trees.verifier import check_tree
+from specjax.types import Array, Categorical, Draft, DraftTree
 from specjax.validation import check_bonus_tokens, check_shapes, is_traced
 
 __all__ = ["validate"]
@@ -17,7 +19,7 @@ TOLERANCE = 1e-3  # the error of a log-normaliser that passes; a float32 sum ove
 
 
 def validate(
-    draft: Draft, target: Categorical | Array, bonus_tokens: Array | None = None, *, strict: bool = False
+    draft: Draft | DraftTree, target: Categorical | Array, bonus_tokens: Array | None = None, *, strict: bool = False
 ) -> None:
     """Check the values that a verifier cannot check. This is slow, because it reads all logits on the host.
 
@@ -31,7 +33,8 @@ def validate(
 
     Args:
         draft: the tokens [B, K] in [0, V), then -1; ids past num_tokens [B] may be anything. Each token must have a
-            positive probability under its distribution.
+            positive probability under its distribution. In a tree every node stands after its parent, one deeper than
+            it. Where it has a distribution, siblings differ, and -1 follows the last of them.
         target: a Categorical, or logits [B, K+1, V], finite or -inf, with at least one kept token in each row. Its
             temperatures must be finite and >= 0, and its log_normalizer must agree with the logits. With `rows`, all
             sequences that read a row in memory must have the same temperature.
@@ -52,12 +55,16 @@ def validate(
         ValueError: draft.tokens[0, 1] must be -1 or in [0, V = 2), got 5
     """
     scored = as_categorical(target)
+    if isinstance(draft, DraftTree):
+        _validate_tree(draft, scored)
+        return
     check_shapes(draft, scored, bonus_tokens)
     if is_traced(draft, scored, bonus_tokens):
         raise ValueError("draft, target and bonus_tokens must be concrete arrays, got traced ones: call outside jit")
-    draft, scored = jax.tree.map(np.asarray, (draft, scored))
-    vocab_size, reported = scored.logits.shape[-1], draft.distribution
-    is_draft = _validate_tokens(draft, vocab_size, strict)
+    chain: Draft
+    chain, scored = jax.tree.map(np.asarray, (draft, scored))
+    vocab_size, reported = scored.logits.shape[-1], chain.distribution
+    is_draft = _validate_tokens(chain, vocab_size, strict)
     check_bonus_tokens(bonus_tokens, vocab_size)
     if strict:
         _validate_numbers("target", scored)
@@ -70,7 +77,45 @@ def validate(
         is_sampled = is_draft
         if reported.temperature is not None:
             is_sampled = is_draft & (np.asarray(reported.temperature) != 0)[:, None]
-        _validate_categorical("draft.distribution", reported, is_sampled, draft.tokens)
+        _validate_categorical("draft.distribution", reported, is_sampled, chain.tokens)
+
+
+def _validate_tree(tree: DraftTree, target: Categorical) -> None:
+    """Raise ValueError for a wrong value of a tree or of its target."""
+    check_tree(tree, target)
+    if is_traced(tree, target):
+        raise ValueError("draft and target must be concrete arrays, got traced ones: call outside jit")
+    tree, target = jax.tree.map(np.asarray, (tree, target))
+    tokens, parents, depth = (np.asarray(field) for field in tree[:3])
+    (batch_size, size), vocab_size = tokens.shape, target.logits.shape[-1]
+    count = np.full(batch_size, size) if tree.num_nodes is None else np.asarray(tree.num_nodes)
+    _require("tree.num_nodes", count, (count >= 1) & (count <= size), f"in [1, N = {size}]")
+    node, is_read = np.arange(size), np.arange(size) < count[:, None]
+    is_first = (node == 0) & is_read
+    _require("tree.parents", parents, ~is_first | (parents == -1), "-1, as node 0 has no parent")
+    is_inner = is_read & ~is_first
+    _require("tree.parents", parents, ~is_inner | ((parents >= 0) & (parents < node)), "the index of an earlier node")
+    above = np.where(is_inner, parents, 0)
+    expected = np.where(is_first, 0, np.take_along_axis(depth, above, axis=1) + 1)
+    _require("tree.depth", depth, ~is_read | (depth == expected), "the depth of its parent plus 1, or 0 of node 0")
+    is_valid = (tokens >= np.where(is_first, 0, -1)) & (tokens < vocab_size)
+    _require("tree.tokens", tokens, ~is_read | is_valid, f"in [0, V = {vocab_size}), or -1 after node 0")
+    exists = is_read.copy()
+    for n in range(1, size):
+        exists[:, n] &= (tokens[:, n] >= 0) & np.take_along_axis(exists, above[:, n : n + 1], axis=1)[:, 0]
+    _validate_categorical("target", target, exists)
+    if tree.distribution is None:
+        return
+    is_sibling = (above[:, :, None] == above[:, None]) & is_inner[:, None] & (node < node[:, None])
+    follows_none = np.any(is_sibling & (tokens < 0)[:, None], axis=2)
+    _require("tree.tokens", tokens, ~exists | is_first | ~follows_none, "-1 after a sibling that is -1")
+    is_repeated = np.any(is_sibling & (tokens[:, :, None] == tokens[:, None]), axis=2)
+    is_drawn = exists & ~is_first
+    _require("tree.tokens", tokens, ~is_drawn | ~is_repeated, "another token than its earlier siblings")
+    if tree.distribution.temperature is not None:
+        is_drawn &= (np.asarray(tree.distribution.temperature) != 0)[:, None]
+    of_parents = jax.tree.map(np.asarray, take(tree.distribution, jnp.asarray(above)))
+    _validate_categorical("tree.distribution", of_parents, is_drawn, tokens)
 
 
 def _validate_tokens(draft: Draft, vocab_size: int, strict: bool) -> np.ndarray:
@@ -98,7 +143,7 @@ def _validate_numbers(name: str, distribution: Categorical) -> None:
 
 
 def _validate_categorical(
-    name: str, distribution: Categorical, is_read: np.ndarray, tokens: Array | None = None
+    name: str, distribution: Categorical, is_read: np.ndarray, tokens: ArrayLike | None = None
 ) -> None:
     """Raise ValueError for wrong parameters, or wrong values in the rows where `is_read` [B, T] is true.
 
@@ -125,8 +170,9 @@ def _validate_categorical(
             _require(f"{name}.min_logit", cut, cut <= row.max(), f"at most the greatest logit, {row.max()}", at)
             row = np.where(row >= cut, row, -np.inf)
         if tokens is not None:
-            token = tokens[b, t]
-            _require("draft.tokens", token, row[token] > -np.inf, f"of positive probability under {name}", (b, t))
+            token = np.asarray(tokens)[b, t]
+            owner = name.partition(".")[0]
+            _require(f"{owner}.tokens", token, row[token] > -np.inf, f"of positive probability under {name}", (b, t))
         if log_normalizer is not None and temperature[b] > 0:
             expected = np.logaddexp.reduce(row / temperature[b])
             is_valid = abs(log_normalizer[at] - expected) <= TOLERANCE * max(1, abs(expected) / 100)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax import checks, proposers, ragged, sampling, testing, verifiers
-from specjax.types import Categorical, Context, Draft
+from specjax.types import Categorical, Context, Draft, DraftTree
 
 B, K, V = 2, 2, 5
 
@@ -244,3 +244,40 @@ def test_rows():
         checks.validate(draft, target._replace(rows=rows.at[1].set(2)))
     with pytest.raises(ValueError, match=r"target.rows\[0, 0\] must be a row that sequences of one temperature read"):
         checks.validate(draft, target._replace(rows=rows.at[0].set(1)))
+
+
+def drawn_tree():
+    """Two rows: node 3 of the first and nodes 3 and 4 of the second are none."""
+    logits = np.random.default_rng(2).normal(size=(B, 5, V)).astype(np.float32)
+    logits[0, 0, 2] = -np.inf
+    distribution = Categorical(logits, np.array([1.0, 0.0], np.float32))
+    nodes = np.array([[0, 1, 3, -1, 4]] * B), np.array([[-1, 0, 0, 0, 2]] * B), np.array([[0, 1, 1, 1, 2]] * B)
+    return DraftTree(*nodes, np.array([5, 3]), distribution), Categorical(-logits.clip(-9))
+
+
+def test_right_trees_pass():
+    tree, target = drawn_tree()
+    checks.validate(tree, target)
+    checks.validate(edited(tree, "tokens", (1, 4), 99), target)  # past num_nodes
+    checks.validate(edited(tree, "tokens", (0, 2), 1)._replace(distribution=None), target.logits)
+
+
+@pytest.mark.parametrize(
+    "path, index, value, message",
+    [
+        ("num_nodes", 0, 6, r"tree.num_nodes\[0\] must be in \[1, N = 5\], got 6"),
+        ("parents", (1, 0), 0, r"tree.parents\[1, 0\] must be -1, as node 0 has no parent, got 0"),
+        ("parents", (0, 2), 2, r"tree.parents\[0, 2\] must be the index of an earlier node, got 2"),
+        ("depth", (0, 4), 1, r"tree.depth\[0, 4\] must be the depth of its parent plus 1, or 0 of node 0, got 1"),
+        ("tokens", (0, 0), -1, r"tree.tokens\[0, 0\] must be in \[0, V = 5\), or -1 after node 0, got -1"),
+        ("tokens", (0, 1), 5, r"tree.tokens\[0, 1\] must be in \[0, V = 5\), or -1 after node 0, got 5"),
+        ("tokens", (0, 2), 1, r"tree.tokens\[0, 2\] must be another token than its earlier siblings, got 1"),
+        ("tokens", (0, 1), -1, r"tree.tokens\[0, 2\] must be -1 after a sibling that is -1, got 3"),
+        ("tokens", (0, 1), 2, r"tree.tokens\[0, 1\] must be of positive probability under tree.distribution, got 2"),
+        ("distribution.logits", (0, 2), np.nan, r"tree.distribution.logits\[2, 0\] must be finite or -inf, got nan"),
+    ],
+)
+def test_a_wrong_value_of_a_tree_is_named(path, index, value, message):
+    tree, target = drawn_tree()
+    with pytest.raises(ValueError, match=message):
+        checks.validate(edited(tree, path, index, value), target)

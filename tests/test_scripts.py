@@ -184,6 +184,7 @@ def run_measuring_nothing(script, run, monkeypatch):
             },
             "bench_quantized": {"measure": stand_in((1e-6, 0.0)), "copy_bandwidth": lambda: 1e12},
             "bench_proposers": {"device_seconds": stand_in(1e-6), "SHAPES": [(1, 64)] * 3},
+            "bench_trees": {"device_seconds": stand_in(1e-6), "inputs": lambda *_: (), "rows_of": lambda *_: ()},
             "bench_verify": {"device_seconds": stand_in(1e-6), "inputs": lambda *_: (), "CUT_ROWS": 1},
         }
         for attribute, value in stand_ins[name].items():
@@ -204,6 +205,7 @@ BRIEF = {
     "bench_proposers": (),
     "bench_experts": ("--parts", "products", "--mixtures", "qwen3-bf16", "--rows", "1", "4", "16"),
     "bench_quantized": ("--matrices", "64x32", "--formats", "bf16", "int4", "--rows", "1", "3"),
+    "bench_trees": ("--vocabs", "1000"),
     "bench_verify": (*VERIFY, "1000"),
 }
 

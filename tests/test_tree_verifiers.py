@@ -37,15 +37,71 @@ def distances(laws, target=TARGET):
     return 0.5 * np.abs(laws - exact).sum(axis=-1)
 
 
+def dropped(drawn, *masks):
+    """The trees without some nodes, by pairs of a node and the trees [R] bool that lack it."""
+    tokens = drawn.tokens.copy()
+    for node, mask in masks:
+        tokens[mask, node] = -1
+    return drawn._replace(tokens=tokens)
+
+
+def growths():
+    """Ways to grow trees, those that `traversal` takes and those that it does not take."""
+    drawn = draw_trees((-1, 0, 0, 1, 2), PROBS)
+    everywhere, tokens = np.ones(len(drawn.weight), bool), drawn.tokens
+    chance = np.where(tokens < 0, -1, PROBS[0][tokens])
+    is_first = chance[:, 1] > chance[:, 2]  # whether the first child of node 0 is the likelier one
+    two = dropped(drawn, (3, everywhere), (4, everywhere))
+    likeliest = np.argsort(-PROBS[0])
+    top = DrawnTrees(np.array([[0, *likeliest[:2], -1, -1]], np.int32), drawn.parents[:1], np.ones(1))
+    repeats = [(0, *pair, -1, -1) for pair in product(range(V), repeat=2)]
+    chances = np.array([PROBS[0][first] * PROBS[0][second] for _, first, second, *_ in repeats])
+    right = {
+        "two children": two,
+        "only the likelier child has a child": dropped(drawn, (3, ~is_first), (4, is_first)),
+        "a child by its cousin": dropped(drawn, (4, tokens[:, 3] != 0)),
+        "children by their number": dropped(drawn, (4, tokens[:, 1] == 1), (2, tokens[:, 1] == 0)),
+    }
+    right["children by their number"] = dropped(right["children by their number"], (4, tokens[:, 1] == 0))
+    wrong = {
+        "siblings by probability": two._replace(
+            tokens=np.where(~is_first[:, None], tokens[:, [0, 2, 1, 3, 4]], tokens) * (np.arange(5) < 3)
+            - (np.arange(5) > 2)
+        ),
+        "only the likelier child": dropped(two, (1, ~is_first), (2, is_first)),
+        "the less likely child after its brother has grown": dropped(
+            drawn, (3, ~is_first), (4, is_first), (1, ~is_first), (2, is_first)
+        ),
+        "a child by itself": dropped(drawn, (4, tokens[:, 4] == 0)),
+        "likeliest tokens": top,
+        "equal siblings": DrawnTrees(
+            np.array(repeats, np.int32), np.repeat(drawn.parents[:1], len(repeats), 0), chances
+        ),
+    }
+    return right, wrong
+
+
+RIGHT, WRONG = growths()
+
+
 @pytest.fixture(scope="module")
 def traversed():
-    """The distributions and the mean numbers of accepted drafts of `trees.traversal` on every shape."""
-    return tree_laws(trees.traversal, TARGET, DRAFT, [draw_trees(shape, PROBS) for shape in SHAPES])
+    """The distances and the mean numbers of accepted drafts of `trees.traversal` on every shape and growth."""
+    shapes = [draw_trees(shape, PROBS) for shape in SHAPES]
+    laws, accepted = tree_laws(trees.traversal, TARGET, DRAFT, [*shapes, *RIGHT.values(), *WRONG.values()])
+    return distances(laws), accepted
 
 
 def test_traversal_is_exact_on_every_shape(traversed):
     """Siblings are drawn without replacement; where the support ends before the siblings, -1 follows."""
-    assert distances(traversed[0]).max() < 1e-6
+    assert traversed[0][: len(SHAPES)].max() < 1e-6
+
+
+def test_traversal_is_exact_where_drawn_nodes_stay(traversed):
+    """A shape may depend on the tokens that were drawn before, but a drawn node stays."""
+    found = dict(zip([*RIGHT, *WRONG], traversed[0][len(SHAPES) :], strict=True))
+    assert max(found[name] for name in RIGHT) < 1e-6, found
+    assert min(found[name] for name in WRONG) > 2e-3, found
 
 
 def test_traversal_accepts_no_less_than_rejection_from_the_root(traversed):
@@ -67,7 +123,7 @@ def unordered():
 
 
 def test_match_is_exact_on_every_tree():
-    """All trees of at most 5 nodes, equal siblings included. Their order has no meaning; -1 is no node."""
+    """All trees of at most 5 nodes, however grown, and equal siblings. Their order has no meaning; -1 is no node."""
     shapes = unordered()
     assert len(shapes) == 9
     cases = [
@@ -75,7 +131,7 @@ def test_match_is_exact_on_every_tree():
         for shape in shapes
         for tokens in product(range(-1, V), repeat=4)
     ]
-    laws, _ = tree_laws(trees.match, TARGET, DRAFT, cases)
+    laws, _ = tree_laws(trees.match, TARGET, DRAFT, [*cases, *RIGHT.values(), *WRONG.values()])
     assert distances(laws).max() < 1e-6
 
 
@@ -163,55 +219,6 @@ def test_a_chain_has_the_output_of_the_verifier_of_chains(of_trees, of_chains):
     np.testing.assert_array_equal(tree.path, np.where(index <= tree.num_accepted[:, None], index, 0))
 
 
-def dropped(drawn, *masks):
-    """The trees without some nodes, by pairs of a node and the trees [R] bool that lack it."""
-    tokens = drawn.tokens.copy()
-    for node, mask in masks:
-        tokens[mask, node] = -1
-    return drawn._replace(tokens=tokens)
-
-
-def test_which_ways_to_grow_are_lossless():
-    """A shape may depend on what was drawn before, but a drawn node stays; `match` takes any tree."""
-    drawn = draw_trees((-1, 0, 0, 1, 2), PROBS)
-    everywhere, tokens = np.ones(len(drawn.weight), bool), drawn.tokens
-    chance = np.where(tokens < 0, -1, PROBS[0][tokens])
-    is_first = chance[:, 1] > chance[:, 2]  # whether the first child of node 0 is the likelier one
-    two = dropped(drawn, (3, everywhere), (4, everywhere))
-    likeliest = np.argsort(-PROBS[0])
-    top = DrawnTrees(np.array([[0, *likeliest[:2], -1, -1]], np.int32), drawn.parents[:1], np.ones(1))
-    repeats = [(0, *pair, -1, -1) for pair in product(range(V), repeat=2)]
-    chances = np.array([PROBS[0][first] * PROBS[0][second] for _, first, second, *_ in repeats])
-    right = {
-        "two children": two,
-        "only the likelier child has a child": dropped(drawn, (3, ~is_first), (4, is_first)),
-        "a child by its cousin": dropped(drawn, (4, tokens[:, 3] != 0)),
-        "children by their number": dropped(drawn, (4, tokens[:, 1] == 1), (2, tokens[:, 1] == 0)),
-    }
-    right["children by their number"] = dropped(right["children by their number"], (4, tokens[:, 1] == 0))
-    wrong = {
-        "siblings by probability": two._replace(
-            tokens=np.where(~is_first[:, None], tokens[:, [0, 2, 1, 3, 4]], tokens) * (np.arange(5) < 3)
-            - (np.arange(5) > 2)
-        ),
-        "only the likelier child": dropped(two, (1, ~is_first), (2, is_first)),
-        "the less likely child after its brother has grown": dropped(
-            drawn, (3, ~is_first), (4, is_first), (1, ~is_first), (2, is_first)
-        ),
-        "a child by itself": dropped(drawn, (4, tokens[:, 4] == 0)),
-        "likeliest tokens": top,
-        "equal siblings": DrawnTrees(
-            np.array(repeats, np.int32), np.repeat(drawn.parents[:1], len(repeats), 0), chances
-        ),
-    }
-    cases = [*right.values(), *wrong.values()]
-    found = distances(tree_laws(trees.traversal, TARGET, DRAFT, cases)[0])
-    by_name = dict(zip([*right, *wrong], found, strict=True))
-    assert max(by_name[name] for name in right) < 1e-6, by_name
-    assert min(by_name[name] for name in wrong) > 2e-3, by_name
-    assert distances(tree_laws(trees.match, TARGET, DRAFT, cases)[0]).max() < 1e-6
-
-
 @pytest.mark.parametrize("name", WRONG_CORES)
 def test_a_wrong_core_is_found(name):
     cases = [draw_trees((-1, 0, 0), PROBS)]
@@ -254,3 +261,14 @@ def test_a_wrong_shape_is_named(change, message):
     with pytest.raises(ValueError, match="max_depth must be None or an integer >= 0, got -1"):
         trees.match(jax.random.key(0), tree, jnp.zeros((2, 3, V)), max_depth=-1)
     assert distributions.shape_of(tree.distribution) == (2, 3, V)
+
+
+@pytest.mark.slow
+def test_the_verdict_passes_a_lossless_verifier():
+    """The example in its docstring is `match`."""
+    testing.assert_tree_lossless(trees.traversal, num_samples=20_000)
+
+
+def test_the_verdict_finds_a_lossy_verifier():
+    with pytest.raises(AssertionError, match="not lossless on 'two children, then one': total variation"):
+        testing.assert_tree_lossless(trees.typical)

@@ -13,6 +13,7 @@ from specjax.testing.enumeration import (
 from specjax.testing.models import assert_model
 from specjax.testing.statistics import ChiSquare, chi_square, sampled_tokens
 from specjax.testing.toys import BigramProposer, bigram_model, sample_draft
+from specjax.testing.tree_verdict import assert_tree_lossless
 from specjax.testing.verdicts import (
     assert_lossless,
     assert_permutation_equivariant,
@@ -31,6 +32,7 @@ __all__ = [
     "assert_permutation_equivariant",
     "assert_proposer_lossless",
     "assert_rows_independent",
+    "assert_tree_lossless",
     "bigram_model",
     "chi_square",
     "completed_law",

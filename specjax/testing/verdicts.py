@@ -165,12 +165,12 @@ def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], toleranc
         mass = (case.weight[:, None] * weight[rows]).reshape(-1)
         repeated = jax.tree.map(lambda x: np.repeat(np.asarray(x), weight.shape[1], axis=0), (case.draft, case.target))
         _assert_form(case.name, own, repeated[0], mass)
-        _assert_distribution(case.name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
+        assert_distribution(case.name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
         if own.log_probs is None:
             if options.get("log_probs", True):
                 raise AssertionError(f"{case.name!r}: log_probs=True must fill Verified.log_probs, got None")
             continue
-        _assert_log_probs(case.name, own.tokens, own.log_probs, repeated[1], mass)
+        assert_log_probs(case.name, own.tokens, own.log_probs, row_probabilities(repeated[1]), mass)
 
 
 def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, tolerance: float, options: dict) -> None:
@@ -199,7 +199,7 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
         own = jax.tree.map(lambda x: np.asarray(x)[outputs], verified)  # noqa: B023
         mass = ((np.repeat(case.weight, size) * chance[rows])[:, None] * weight[rows]).reshape(-1)
         name = f"{case.name}, with bonus tokens"
-        _assert_distribution(name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
+        assert_distribution(name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
         full = (own.num_accepted == np.repeat(num_tokens[rows], weight.shape[1])) & (mass > 0)
         last = own.tokens[np.arange(len(mass)), own.num_accepted]
         if not np.array_equal(last[full], np.repeat(bonus[rows], weight.shape[1])[full]):
@@ -228,7 +228,8 @@ def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) 
         )
 
 
-def _assert_distribution(name: str, found: np.ndarray, expected: list[Table], tolerance: float) -> None:
+def assert_distribution(name: str, found: np.ndarray, expected: list[Table], tolerance: float) -> None:
+    """Raise AssertionError unless a joint distribution is the target's, whose conditional probabilities are given."""
     exact = product_law(expected)
     distance = total_variation(found, exact)
     if not distance <= tolerance:
@@ -238,11 +239,9 @@ def _assert_distribution(name: str, found: np.ndarray, expected: list[Table], to
         )
 
 
-def _assert_log_probs(name: str, tokens: Array, log_probs: Array, target: Categorical, mass: np.ndarray) -> None:
-    """Raise AssertionError unless `log_probs` are the log-probabilities of the tokens under their target rows."""
-    expected = np.take_along_axis(
-        row_probabilities(target), np.clip(tokens, 0, cases.VOCAB_SIZE - 1)[..., None], axis=-1
-    )[..., 0]
+def assert_log_probs(name: str, tokens: Array, log_probs: Array, target: np.ndarray, mass: np.ndarray) -> None:
+    """Raise AssertionError unless `log_probs` are those of the tokens, given the probabilities of the target's rows."""
+    expected = np.take_along_axis(target, np.clip(tokens, 0, target.shape[-1] - 1)[..., None], axis=-1)[..., 0]
     error = np.abs(np.exp(np.asarray(log_probs)) - expected)
     wrong = np.argwhere((tokens >= 0) & (mass > 0)[:, None] & ~(error < 1e-5))
     if wrong.size:
@@ -266,9 +265,18 @@ def assert_rows_independent(verifier: Callable[..., Verified], **options: Any) -
     Raises:
         AssertionError: the message names the row and both results.
     """
-    verify = _on_key_data(verifier, options)
-    _assert_equivariant(verify)
-    keys, draft, target = _mixed_batch()
+    assert_independent(on_key_data(verifier, options), _mixed_batch())
+
+
+def assert_independent(verify: Callable[..., Verified], batch: tuple[np.ndarray, Any, Categorical]) -> None:
+    """Raise AssertionError if the result of a row of a batch depends on its place or on the other rows.
+
+    Args:
+        verify: function of key words [B, K+1, 2], of drafts or trees, and of a target, as `on_key_data` makes it.
+        batch: its arguments as NumPy arrays.
+    """
+    _assert_equivariant(verify, batch)
+    keys, draft, target = batch
     batch_size, _, vocab_size = target.logits.shape
     for seed in range(4):
         keys = np.random.default_rng(seed).integers(1 << 32, size=keys.shape, dtype=np.uint32)
@@ -296,11 +304,11 @@ def assert_permutation_equivariant(verifier: Callable[..., Verified], **options:
     Raises:
         AssertionError: the message names the field of `Verified` and both results.
     """
-    _assert_equivariant(_on_key_data(verifier, options))
+    _assert_equivariant(on_key_data(verifier, options), _mixed_batch())
 
 
-def _assert_equivariant(verify: Callable[..., Verified]) -> None:
-    keys, *arguments = _mixed_batch()
+def _assert_equivariant(verify: Callable[..., Verified], batch: tuple[np.ndarray, Any, Categorical]) -> None:
+    keys, *arguments = batch
     permutation = np.random.default_rng(1).permutation(keys.shape[0])
     straight = jax.tree.map(lambda x: np.asarray(x)[permutation], verify(keys, *arguments))
     permuted = verify(keys[permutation], *jax.tree.map(lambda x: x[permutation], arguments))
@@ -311,11 +319,11 @@ def _assert_equivariant(verify: Callable[..., Verified]) -> None:
             raise AssertionError(f"{name} depends on the order of the batch: {first} became {second}")
 
 
-def _on_key_data(verifier: Callable[..., Verified], options: dict) -> Callable[..., Verified]:
+def on_key_data(verifier: Callable[..., Verified], options: dict) -> Callable[..., Verified]:
     """Return the verifier as a compiled function that takes keys as raw words [B, K+1, 2], which NumPy can hold."""
 
     @jax.jit
-    def verify(key_data: Array, draft: Draft, target: Categorical) -> Verified:
+    def verify(key_data: Array, draft: Any, target: Categorical) -> Verified:
         return verifier(jax.random.wrap_key_data(key_data, impl="threefry2x32"), draft, target, **options)
 
     return verify
