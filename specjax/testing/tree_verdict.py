@@ -165,7 +165,7 @@ def _assert_form(case: _Case, verified: Verified, tree: DraftTree, mass: np.ndar
     if wrong.size:
         row = wrong[0]
         raise AssertionError(
-            f"{case.name!r}: tokens must be the tokens on the path from node 0, one more in [0, V = {VOCAB_SIZE}), then "
+            f"{case.name!r}: tokens must be the tokens of a path from node 0, one more in [0, V = {VOCAB_SIZE}), then "
             f"-1; got {tokens[row].tolist()} with path {path[row].tolist()} and num_accepted {count[row]} for nodes "
             f"{np.asarray(tree.tokens)[row].tolist()} with parents {np.asarray(tree.parents)[row].tolist()}"
         )

@@ -240,7 +240,7 @@ def assert_distribution(name: str, found: np.ndarray, expected: list[Table], tol
 
 
 def assert_log_probs(name: str, tokens: Array, log_probs: Array, target: np.ndarray, mass: np.ndarray) -> None:
-    """Raise AssertionError unless `log_probs` are those of the tokens, given the probabilities of the target's rows."""
+    """Raise AssertionError unless `log_probs` belong to the tokens, given the probabilities of the target's rows."""
     expected = np.take_along_axis(target, np.clip(tokens, 0, target.shape[-1] - 1)[..., None], axis=-1)[..., 0]
     error = np.abs(np.exp(np.asarray(log_probs)) - expected)
     wrong = np.argwhere((tokens >= 0) & (mass > 0)[:, None] & ~(error < 1e-5))
