@@ -25,7 +25,8 @@ FEW_TRIALS = 2.0  # trials that the first assumption weighs, and that an old est
 MEMORY = 64.0  # rows and steps after which a trial weighs 1/e, but at least MEMORY_STEPS steps
 MEMORY_STEPS = 8.0
 PROBE_SHARE = 0.01  # of the time, for steps with drafts while plain decoding is faster
-FED_IN_PROBE = 64.0  # tokens that a drafter, left behind by plain steps, is fed in about the time that drafts take
+HELD = 64  # tokens of a sequence whose features may wait for a drafter
+FED_IN_PROBE = 16.0  # tokens that a drafter, left behind by plain steps, is fed in about the time that drafts take
 
 
 def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict[int, Proposer]:
@@ -212,10 +213,10 @@ def choices(proposer: Proposer) -> tuple[int, ...]:
 def _most_behind(proposer: Proposer) -> float:
     """Return the most tokens of plain steps that must be fed before drafts are made.
 
-    A draft model waits for all of them, while features are fed after some steps in any case.
+    A draft model is fed all of them, while features are fed after some steps in any case.
     """
 
     def is_model(part: Any) -> bool:
         return isinstance(part, DraftModel)
 
-    return math.inf if any(map(is_model, jax.tree.leaves(proposer, is_leaf=is_model))) else FED_IN_PROBE
+    return math.inf if any(map(is_model, jax.tree.leaves(proposer, is_leaf=is_model))) else HELD

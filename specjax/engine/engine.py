@@ -213,9 +213,11 @@ class Engine:
             prompt_sizes = tuple(size for size in prompt_sizes if size <= chunk_size)
         log_caches(device, pool)
         self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
-        device.compile(chunk_size, prompt_sizes, None if warm_up is None else {self._use_of(each) for each in warm_up})
+        uses = None if warm_up is None else {self._use_of(each) for each in warm_up}
+        device.compile(chunk_size, prompt_sizes, uses)
         if draft_length is None and draft_lengths is not None and len(device.draft_lengths) > 1:
-            draft_length = ByStepTimes(step_times_of(device, device.step_sizes), draft_lengths, proposer)
+            use = max((use for use, log_probs in uses or () if not log_probs), default=Needs.EVERYTHING)
+            draft_length = ByStepTimes(step_times_of(device, device.step_sizes, use), draft_lengths, proposer)
         self._scheduler = Scheduler(
             device,
             tables,

@@ -16,13 +16,12 @@ import numpy as np
 from specjax import decode
 from specjax.decoding import state_rows
 from specjax.decoding.drafters import InMemory, commit_of, in_memory
+from specjax.engine.draft_length import HELD
 from specjax.engine.slot_calls import Output, step
 from specjax.parallel import OnMesh
 from specjax.proposers.fallback import Fallback
 from specjax.proposers.none import NoDrafts, Paused
 from specjax.types import NO_PAGE, Array, Context, Draft, Memory, Model, ModelInput, Proposer, PyTree, Verified
-
-HELD = 64  # tokens of a row
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])

@@ -1,8 +1,10 @@
 """The seconds of an engine's steps, measured once for a kind of device, a model and a version, and kept in a file."""
 
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -16,13 +18,13 @@ import numpy as np
 from specjax.engine import compilation_cache
 from specjax.engine.slot_rows import request
 from specjax.engine.slots import Slots
-from specjax.sampling.capacities import neutral
+from specjax.sampling.capacities import Needs, neutral
 from specjax.theory import StepTimes
 from specjax.types import PyTree
 from specjax.version import __version__
 
 CONTEXT = 256  # tokens of a sequence before the steps that are measured, where there is room
-STEPS, REPEATS = 6, 2  # steps that are measured at a time, and how often; the fastest counts
+STEPS, REPEATS = 6, 3  # steps that are measured at a time, and how often, in turn; the fastest counts
 
 logger = logging.getLogger(__name__)
 _known: dict[str, StepTimes] = {}  # of this process, by the name of the file
@@ -42,7 +44,7 @@ def as_step_times(given: StepTimes | str | Path | None) -> StepTimes | None:
     return StepTimes.load(given)
 
 
-def step_times_of(device: Slots, sizes: Sequence[int]) -> StepTimes:
+def step_times_of(device: Slots, sizes: Sequence[int], use: int = Needs.EVERYTHING) -> StepTimes:
     """Return the seconds of the steps of a device whose slots are all vacant, for each of its K.
 
     They are read from a file in the folder of compiled programs. Where there is none they are measured, and written.
@@ -50,6 +52,7 @@ def step_times_of(device: Slots, sizes: Sequence[int]) -> StepTimes:
     Args:
         device: the device.
         sizes: the sizes of steps that will be taken, of `device.step_sizes`.
+        use: the sampling features that measured steps of all slots compute, as `Slots.step` takes it.
     """
     name = _name_of(device, sizes)
     folder = compilation_cache.used_folder()
@@ -61,24 +64,22 @@ def step_times_of(device: Slots, sizes: Sequence[int]) -> StepTimes:
             logger.warning("the seconds of steps are measured anew: %s", error)
     if name not in _known:
         start = time.perf_counter()
-        _known[name] = measure(device, sizes)
+        _known[name] = measure(device, sizes, use)
         kept = "not kept" if path is None else _keep(_known[name], path)
         logger.info("measured the seconds of steps in %.1f s, %s", time.perf_counter() - start, kept)
     return _known[name]
 
 
-def measure(device: Slots, sizes: Sequence[int]) -> StepTimes:
+def measure(device: Slots, sizes: Sequence[int], use: int = Needs.EVERYTHING) -> StepTimes:
     """Measure the steps of some sizes of a device whose slots are all vacant, for each of its K."""
     length = max(min(CONTEXT, device.max_length // 2), 1)
-    return StepTimes(
-        {
-            size: {k: min(_seconds(device, size, k, length) for _ in range(REPEATS)) for k in device.draft_lengths}
-            for size in sizes
-        }
-    )
+    found: dict[int, dict[int, float]] = {size: dict.fromkeys(device.draft_lengths, math.inf) for size in sizes}
+    for _, size, k in itertools.product(range(REPEATS), sizes, device.draft_lengths):
+        found[size][k] = min(found[size][k], _seconds(device, size, k, length, use))
+    return StepTimes(found)
 
 
-def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int) -> float:
+def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int, use: int) -> float:
     """Return the seconds of a step with K drafts of `size` sequences of `length` tokens, whose caches hold anything."""
     tokens = np.random.default_rng(0).integers(0, device.model.vocab_size, length, np.int32)
     sampling = neutral(device.capacities)._replace(max_tokens=np.int32(device.max_length))
@@ -94,7 +95,7 @@ def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int) -> fl
 
     def steps(count: int) -> float:
         start = time.perf_counter()
-        outputs = [device.step(num_draft_tokens=num_draft_tokens, rows=rows) for _ in range(count)]
+        outputs = [device.step(use, num_draft_tokens=num_draft_tokens, rows=rows) for _ in range(count)]
         jax.block_until_ready(outputs[-1].tokens)
         return (time.perf_counter() - start) / count
 
