@@ -1,5 +1,6 @@
 """Hybrids over many steps: their exact distribution, their tokens in an engine, and long sequences."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -11,6 +12,7 @@ from test_steps import serve
 
 from specjax import decode, proposers, sampling, testing
 from specjax.decoding.calls import run
+from specjax.engine import memory
 from specjax.engine.slots import Slots
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.delta_net import DeltaNet
@@ -107,3 +109,16 @@ def test_an_engine_gives_the_tokens_of_plain_decoding():
         assert job.tokens[len(job.prompt) :] == row[len(job.prompt) - 1 : len(job.tokens) - 1]
     kinds = [kind for job in jobs for kind in job.kinds]
     assert min(kinds.count(kind) for kind in ("accepted", "recovered")) > 5
+
+
+def test_kept_states_count_as_memory(monkeypatch):
+    """The device has room for the states of four slots, for as many copies of them, and for ten pages."""
+    target, num_slots = hybrid(29), 4
+    shapes = jax.eval_shape(lambda: (target.init_rows(2 * num_slots), target.init_cache(10, 8)))
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    calls = memory.COPIES * 4 * 16 * target.vocab_size
+    monkeypatch.setattr(memory, "free_bytes", lambda: needed + calls)
+    sizes = {"num_slots": num_slots, "max_length": 64, "page_size": 8, "chunk_size": 16}
+    given = target, proposers.none()
+    assert memory.num_pages_that_fit(*given, **sizes, num_kept=num_slots) == 10
+    assert memory.num_pages_that_fit(*given, **sizes) > 10
