@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import Ref, call
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, Ref, call
 from pallas_kernels.triton import plgpu
 
 CHUNK = 64  # tokens of a chunk
@@ -45,8 +45,8 @@ class Replayed(NamedTuple):
 class StepTiling(NamedTuple):
     """How the states are split among programs."""
 
-    columns: int = 16  # columns of a state that a program holds, a power of two
-    num_warps: int = 1
+    columns: int  # columns of a state that a program holds, a power of two
+    num_warps: int
 
 
 class ChunkTiling(NamedTuple):
@@ -54,6 +54,13 @@ class ChunkTiling(NamedTuple):
 
     columns: int = 32  # a power of two from 16 on
     num_warps: int = 4
+
+
+def step_tiling(heads: Heads, num_rows: int) -> StepTiling:
+    """Choose a tiling: four warps for each program of a few sequences, and one where programs fill the device."""
+    columns = min(32, heads.value_size)
+    num_programs = num_rows * heads.num_value_heads * heads.value_size // columns
+    return StepTiling(columns, 4 if num_programs < 4 * NUM_MULTIPROCESSORS else 1)
 
 
 def unsupported(heads: Heads) -> str | None:
@@ -82,15 +89,14 @@ def step(
         rates: [R, T, 2, H] float32, their beta and g.
         weight: [C, 1, W], of the convolution.
         heads: the sizes of the layer.
-        tiling: how the states are split; None is a tiling that suits an H100.
+        tiling: how the states are split; None chooses it by the sizes.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
         The outputs of the new tokens [R, T, H, value size] float32, and the states after the kept inputs.
     """
     num_rows, num_tokens = inputs.shape[:2]
-    columns, num_warps = tiling or StepTiling()
-    columns = min(columns, heads.value_size)
+    columns, num_warps = tiling or step_tiling(heads, num_rows)
     output = jax.ShapeDtypeStruct((num_rows, num_tokens, heads.num_value_heads, heads.value_size), jnp.float32)
     state = jax.ShapeDtypeStruct(replayed.state.shape, jnp.float32)
     rest = replayed._replace(state=None)
