@@ -555,7 +555,7 @@ def test_the_thread_computes_with_the_settings_of_its_maker(elsewhere, monkeypat
     """Others would compile the programs anew, or put what they compute on another device."""
     seen = []
 
-    def choose(num_running, rate):
+    def choose(active):
         seen.append((jax.config.jax_default_device, jax.config.jax_default_matmul_precision))
         return 0
 
