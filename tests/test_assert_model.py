@@ -293,6 +293,7 @@ def keys_and_values(num_pages, page_size):
     return dict.fromkeys(("key", "value"), jnp.zeros((num_pages, page_size, 1, SIZE)))
 
 
+@pytest.mark.slow
 def test_packed_calls():
     model = replace(paged(), apply=attends_to_pieces, init_cache=keys_and_values, takes_groups=True)
     assert_model(model)
