@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import quantized_matmul
 from pallas_kernels.launch import Ref, call
-from pallas_kernels.quantized import Quantized, unsupported_codes
+from pallas_kernels.quantized import Quantized, arranged, unsupported_codes
 from pallas_kernels.triton import plgpu
 
 MIN_TILE, MAX_TILE = 16, 128  # rows of a tile; the smallest product of the tensor cores has 16
@@ -61,9 +61,9 @@ def default_tiling(weight: Array | Quantized, num_parts: int, num_rows: int) -> 
     is_few = num_rows == MIN_TILE
     if isinstance(weight, Quantized):
         words = 128 // weight.places  # a step of 128 inputs keeps to a group of checkpoints
-        if is_few and weight.bits == 4:
-            return Tiling(64, words, 2, 4)
-        return Tiling(64 // num_parts, words, 4, 4) if is_few else Tiling(128 // num_parts, words, 8, 3)
+        if is_few:
+            return Tiling(64 // num_parts, words, 4, 4)
+        return Tiling(128 // num_parts, words // 2 if num_rows == MAX_TILE else words, 4, 3)
     return Tiling(32 // num_parts, 256, 2, 4) if is_few else Tiling(128 // num_parts, 64, 8, 3)
 
 
@@ -100,6 +100,8 @@ def product(
     num_parts = 1 if gate is None else 2
     num_outputs = weight.shape[1] // num_parts
     tiling = tiling or default_tiling(weight, num_parts, tiles.num_rows)
+    if isinstance(weight, Quantized):
+        x = arranged(x, weight, pl.cdiv(weight.values.shape[-1], tiling.width) * tiling.width * weight.places)
     return call(
         partial(
             _expert_kernel,
@@ -170,19 +172,22 @@ def _expert_kernel(
     num_steps = pl.cdiv(size, width) * jnp.minimum(count, 1)  # none where the tile is not used
     of_expert = jax.tree.map(lambda ref: _Matrix(ref, expert), weight)
     if isinstance(weight, Quantized):
-        totals = quantized_matmul.sums(
+        half, in_half = quantized_matmul.halves_of(outputs, len(parts))
+        in_half += pl.program_id(0) * outputs
+        total = quantized_matmul.sums(
             x_ref,
             of_expert,
             row,
             has_row,
-            parts,
-            has_output,
+            2 * in_half + half if is_interleaved else half * num_outputs + in_half,
+            None if has_output is None else in_half < num_outputs,
             width=width,
             first_step=0,
             num_steps=num_steps,
             is_ragged=size % width != 0,
             interpret=interpret,
         )
+        totals = jnp.split(total, len(parts))
     else:
         totals = _sums(x_ref, of_expert, row, has_row, parts, has_output, width=width, num_steps=num_steps)
     exists = has_row.T if has_output is None else has_row.T & has_output

@@ -6,6 +6,7 @@ from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.launch import Leaf
 from pallas_kernels.triton import plgpu
@@ -195,74 +196,138 @@ def as_scale(scale: jax.Array) -> jax.Array:
 
 
 def has_pairs(weight: Quantized, dtype: Any) -> bool:
-    """Return whether `decode_pairs` makes operands of a dtype: of 4 bits or e4m3, with integers as zeros."""
-    if dtype != jnp.bfloat16 or weight.minimum is not None or (weight.bits, weight.code) == (8, "int"):
+    """Return whether `decode_pairs` makes operands of a dtype: bfloat16, with integers as zeros and no minimum."""
+    if dtype != jnp.bfloat16 or weight.minimum is not None:
         return False
     return weight.zero is None or (weight.code == "int" and jnp.issubdtype(weight.zero.dtype, jnp.integer))
 
 
-def decode_pairs(
-    weight: Quantized, words: jax.Array, zero: jax.Array | None, scales: list[jax.Array], interpret: bool
-) -> list[jax.Array]:
-    """Return the numbers in each place of words in bfloat16, with a third to a half of the instructions of `decode`.
+def arranged(x: jax.Array, weight: Quantized, size: int) -> jax.Array:
+    """Return inputs [..., K] in the order in which `joined` gives the codes, with zeros up to `size` inputs."""
+    *outer, inputs = x.shape
+    x = jnp.pad(x, [(0, 0)] * len(outer) + [(0, size - inputs)])
+    x = x.reshape(*outer, -1, 2, weight.places // 2, WORDS_IN_BLOCK)
+    return jnp.moveaxis(x, -3, -1).reshape(*outer, size)
 
-    Each instruction works on two numbers: two words give their lower halves to one register and their upper halves to
-    another one. An integer q becomes 128 + q, from which an exact difference is taken. A scale of more bits than
-    bfloat16 has comes as a sum of two, so that only the product is rounded.
+
+def joined(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Return the numbers of all places of words [N, ..., W] side by side, [N, inputs].
+
+    A block of words gives, for each pair of places in turn, the two numbers of each word. So the threads that read
+    words have the numbers that the tensor cores want from them.
+    """
+
+    def join(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.concatenate([x[..., None], y[..., None]], axis=-1)
+
+    def stack(xs: list[jax.Array]) -> jax.Array:
+        return xs[0] if len(xs) == 1 else join(stack(xs[::2]), stack(xs[1::2]))
+
+    first = pairs[0][0]
+    y = stack([join(*pair) for pair in pairs])  # outputs, words, the two of a pair, bits of the number of a pair
+    y = y.reshape(first.shape[0], -1, WORDS_IN_BLOCK, 2, len(pairs))
+    return y.transpose(0, 1, 4, 2, 3).reshape(first.shape[0], -1)
+
+
+def as_pair(x: jax.Array | float) -> jax.Array | int:
+    """Return numbers, rounded to bfloat16, twice in each int32; for one number that is known, an integer of 32 bits."""
+    if isinstance(x, float):
+        return int(np.asarray(x, jnp.bfloat16).view(np.uint16)) * 0x10001
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.int16).astype(jnp.int32) & 0xFFFF
+    return bits | bits << 16
+
+
+def decode_pairs(
+    weight: Quantized,
+    words: jax.Array,
+    zero: jax.Array | int | None,
+    scales: list[jax.Array | int],
+    interpret: bool,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the numbers in the places of words in bfloat16, by pairs: place i and the place half a word after it.
+
+    Each instruction works on two numbers, a half of a word each. An integer q of 4 bits becomes 128 + q, from which an
+    exact difference is taken, and one of 8 bits a sum of its lower 7 bits and its highest one. A scale of more bits
+    than bfloat16 has comes as a sum of two, so that only the product is rounded.
 
     Args:
-        weight: of codes of 4 bits or e4m3.
+        weight: of codes that `has_pairs` knows.
         words: int32.
-        zero: bfloat16 of the shape of `words`: -128 less the zeros of integers; None for other codes.
-        scales: bfloat16 of the shape of `words`: none for integers without a scale, one, or two that are summed. The
-            scales of e4m3 and e2m1 have the factor that the bits of these numbers lack (`field_of`).
+        zero: `as_pair`, of the shape of `words` or an integer, added to integers: for 4 bits -128 less their zeros,
+            for 8 bits the negative zeros, or None for none; None for other codes.
+        scales: `as_pair`, of the shape of `words` or integers: none for integers without a scale, one, or two that are
+            summed. The scales of e4m3 and e2m1 have the factor that the bits of these numbers lack (`field_of`).
         interpret: whether the kernel is interpreted, which knows no assembly.
     """
-    operands = ([] if zero is None else [zero]) + scales
+    half = weight.places // 2
     if interpret:
-        return [_number(decode(weight, words, place, interpret), zero, scales) for place in range(weight.places)]
+        each = [_number(weight, words, place, zero, scales) for place in range(weight.places)]
+        return list(zip(each[:half], each[half:], strict=True))
+    operands = [x for x in (zero, *scales) if isinstance(x, jax.Array)]
     found = []
-    for place in range(weight.places):
-        (numbers,) = plgpu.elementwise_inline_asm(
-            assembly(weight.code, place, zero is not None, len(scales)),
+    for place in range(half):
+        (pair,) = plgpu.elementwise_inline_asm(
+            assembly(weight.code, weight.bits, place, zero, scales),
             args=[words, *operands],
-            constraints=",".join(["=r", "r", "r"] + ["r"] * len(operands)),
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+            constraints=",".join(["=r", "r"] + ["r"] * len(operands)),
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
         )
-        found.append(numbers)
+        halves = pair, jax.lax.shift_right_logical(pair, jnp.full_like(pair, 16))
+        lower, upper = (jax.lax.bitcast_convert_type(x.astype(jnp.int16), jnp.bfloat16) for x in halves)
+        found.append((lower, upper))
     return found
 
 
-def _number(code: jax.Array, zero: jax.Array | None, scales: list[jax.Array]) -> jax.Array:
+def _number(
+    weight: Quantized, words: jax.Array, place: int, zero: jax.Array | int | None, scales: list[jax.Array | int]
+) -> jax.Array:
     """Return what `assembly` computes of a code in float32."""
-    number = code if zero is None else code + zero.astype(jnp.float32)
+
+    def value(pair: jax.Array | int) -> jax.Array:
+        bits = pair << 16 if isinstance(pair, jax.Array) else np.array(pair << 16 & 0xFFFFFFFF, np.uint32)
+        return jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32)
+
+    number = decode(weight, words, place, True)
+    if (weight.code, weight.bits) == ("int", 8):
+        number -= offset_of(weight)
+    number = number if zero is None else number + value(zero)
     if scales:
-        of_lower = [(number * scale.astype(jnp.float32)).astype(jnp.bfloat16) for scale in scales[1:]]
-        number = sum(of_lower, number * scales[0].astype(jnp.float32))
+        of_lower = [(number * value(scale)).astype(jnp.bfloat16) for scale in scales[1:]]
+        number = sum(of_lower, number * value(scales[0]))
     return number.astype(jnp.bfloat16)
 
 
-def assembly(code: str, place: int, has_zero: bool, num_scales: int) -> str:
-    """Return the PTX that turns the codes in one place of the words $1 and $2 into the two numbers $0."""
-    half, low = divmod((8 if code == "e4m3" else 4) * place, 16)  # of words, and the lowest bit in it
-    lines = [f"prmt.b32 h, $1, $2, {('0x5410', '0x7632')[half]};"]
-    if code == "int":
-        lines += [_shift("t", -low), "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"]  # (t & a) | b
+def assembly(code: str, bits: int, place: int, zero: Any, scales: list[Any]) -> str:
+    """Return the PTX that turns the codes in a place of the word $1, and half a word after it, into two numbers $0.
+
+    The zero and the scales are integers, or else the next operands, $2 and so on.
+    """
+    low = bits * place  # the lowest bit of a code in its half of the word
+    if (code, bits) == ("int", 8):
+        # 128 and the lower 7 bits, and -128 where the highest bit is set, else -256: words hold 128 more than a code.
+        lines = [_shift("t", -low), "lop3.b32 u, t, 0x00800080, 0xc380c380, 0x6a;"]  # (t & a) ^ b
+        lines += ["lop3.b32 t, t, 0x007f007f, 0x43004300, 0xea;", "fma.rn.bf16x2 t, t, one, u;"]  # (t & a) | b
+    elif code == "int":
+        lines = [_shift("t", -low), "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"]
     else:
         top, right, mask = (8, 4, "0x07f007f0") if code == "e4m3" else (12, 6, "0x01c001c0")
-        lines += [_shift("t", top - right - low), f"and.b32 t, t, {mask};", _shift("u", top - low)]
+        lines = [_shift("t", top - right - low), f"and.b32 t, t, {mask};", _shift("u", top - low)]
         lines += ["lop3.b32 t, u, 0x80008000, t, 0xea;"]
+    number = iter(range(2, 5))
+    z, s, lower = (
+        "none" if x is None else f"{x:#010x}" if isinstance(x, int) else f"${next(number)}"
+        for x in (zero, *scales, None, None)[:3]
+    )
     # GPUs before Hopper have no other arithmetic on pairs in bfloat16 than this; `none` is a pair of -0.
-    first = 3 + has_zero  # the number of the operand with the scale
-    lines += ["fma.rn.bf16x2 t, t, one, $3;"] * has_zero
-    lines += [f"fma.rn.bf16x2 u, t, ${first + 1}, none;"] * (num_scales > 1)
-    lines += [f"fma.rn.bf16x2 t, t, ${first}, {'u' if num_scales > 1 else 'none'};"] * (num_scales > 0)
+    lines += [f"mov.b32 v, {z};", "fma.rn.bf16x2 t, t, one, v;"] * (zero is not None)
+    lines += [f"mov.b32 v, {lower};", "fma.rn.bf16x2 u, t, v, none;"] * (len(scales) > 1)
+    lines += [f"mov.b32 v, {s};", f"fma.rn.bf16x2 t, t, v, {'u' if len(scales) > 1 else 'none'};"] * (len(scales) > 0)
     constants = ["mov.b32 one, 0x3f803f80;", "mov.b32 none, 0x80008000;"]
-    return " ".join(["{ .reg .b32 h, t, u, one, none;", *constants, *lines, "mov.b32 $0, t; }"])
+    return " ".join(["{ .reg .b32 t, u, v, one, none;", *constants, *lines, "mov.b32 $0, t; }"])
 
 
 def _shift(result: str, left: int) -> str:
-    """Return the PTX that shifts the register h to the left, or to the right by a negative number."""
+    """Return the PTX that shifts the word $1 to the left, or to the right by a negative number."""
     operation = "shl" if left > 0 else "shr"
-    return f"{operation}.b32 {result}, h, {abs(left)};" if left else f"mov.b32 {result}, h;"
+    return f"{operation}.b32 {result}, $1, {abs(left)};" if left else f"mov.b32 {result}, $1;"

@@ -5,8 +5,8 @@ its threads share the inputs, so that a thread prepares an input once for all of
 together once. The codes of a thread's load are of one group of inputs: its scale multiplies their sum.
 
 Codes of 4 bits save instructions in two ways. Where a thread has few inputs, it keeps them, and the program goes on to
-other outputs, whose codes it loads before it finishes these. Integers are multiplied as integers, four at a time: the
-inputs of a thread's load become integers of 23 bits with a common exponent, in three parts of 8 bits.
+other outputs, whose codes it loads before it finishes these. Codes are multiplied as integers, four at a time: the
+inputs of a thread's load become integers of 22 or 23 bits with a common exponent, in three parts of 8 bits.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,9 @@ from pallas_kernels.triton import plgpu
 
 _WARP = 32  # threads in a warp
 _KEPT_INPUTS = 64  # the most inputs that a thread keeps
-_INPUT_BITS = 22  # of an integer that stands for an input, with which sums of 32 products with codes fit in int32
+# Bits of an integer that stands for an input, without its sign: sums of 32 products with codes fit in int32.
+_INPUT_BITS = {"int": 22, "e2m1": 21}
+_MIDDLE_OF_E2M1 = 12  # added to twice the numbers e2m1, so that bytes hold no negative ones
 _ROUND = 1.5 * 2.0**23  # added to a smaller number in float32, it leaves a rounded integer in the lower bits
 
 
@@ -108,7 +110,7 @@ def _keeps_inputs(weight: Quantized, num_warps: int) -> bool:
 
 def _has_dots(weight: Quantized) -> bool:
     """Return whether codes are multiplied as integers."""
-    return weight.bits == 4 and weight.code == "int"
+    return weight.code in _INPUT_BITS and weight.bits == 4
 
 
 def linear(
@@ -169,7 +171,7 @@ def _quantized_linear_kernel(
     num_steps, num_groups = pl.cdiv(num_loads, lanes), pl.cdiv(num_outputs, outputs)
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
-    is_raised = field_of(weight, interpret) != 1
+    is_raised = field_of(weight, interpret) != 1 and not _has_dots(weight)
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
     group_refs = weight.scale, weight.zero, weight.minimum
@@ -200,21 +202,32 @@ def _quantized_linear_kernel(
 
         return _Codes(words, [tuple(of_group(ref, half) for ref in group_refs) for half in halves])
 
-    def load_inputs(step) -> _Inputs:
-        """Load the inputs of the threads in a step, and prepare them for the codes."""
-        squares, xs = jnp.zeros((1, lanes), jnp.float32), []
+    def load_inputs(step) -> list[tuple[Array, Array | None]]:
+        """Load the inputs of the threads in a step, and the numbers of the norm that scale them, of each place."""
+        found = []
         for place in range(weight.places):
             column = (step * lanes + lane[None, :, None]) * block + place * WORDS_IN_BLOCK + word[None, None]
             exists = column < size if size % (block * lanes) else None
-            x = load(x_ref, column, exists=exists).astype(jnp.float32)
-            if norm_ref is not None:
+            scale = None if norm_ref is None else load(norm_ref, column, exists=exists)
+            found.append((load(x_ref, column, exists=exists), scale))
+        return found
+
+    def prepare(inputs: list[tuple[Array, Array | None]]) -> _Inputs:
+        """Prepare inputs for the codes."""
+        squares, xs = jnp.zeros((1, lanes), jnp.float32), []
+        for x, scale in inputs:
+            x = x.astype(jnp.float32)
+            if scale is not None:
                 squares += jnp.sum(x * x, axis=-1)
-                x *= load(norm_ref, column, exists=exists).astype(jnp.float32)
+                x *= scale.astype(jnp.float32)
             xs.append(x)
         total = jnp.sum(reduce(jnp.add, xs), axis=-1)
         if _has_dots(weight):
+            integers, one = _as_integers(xs, weight.code)
+            if weight.code == "e2m1":
+                return _Inputs(integers, one / 2, total, _MIDDLE_OF_E2M1 / 2 * total, squares)
             middle = MIDDLE if weight.zero is None and weight.minimum is None else 0
-            return _Inputs(*_as_integers(xs), total, middle * total, squares)
+            return _Inputs(integers, one, total, middle * total, squares)
         if weight.code == "int":
             return _Inputs(xs, None, total, offset_of(weight) * total, squares)
         return _Inputs([x * RAISE for x in xs] if is_raised else xs, None, total / unit, 0.0, squares)
@@ -222,7 +235,7 @@ def _quantized_linear_kernel(
     def contribution(words: Array, of_group: tuple[Array | None, ...], x: _Inputs) -> Array:
         """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
         if x.unit is not None:
-            y = jnp.sum(_dots(words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
+            y = jnp.sum(_dots(weight.code, words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
         else:
             codes = [decode(weight, words, place, interpret) for place in range(weight.places)]
             y = jnp.sum(sum(code * one for code, one in zip(codes, x.numbers, strict=True)), axis=-1) - x.added
@@ -270,7 +283,7 @@ def _quantized_linear_kernel(
     if keeps_inputs:
         steps = range(num_steps)
         codes = [load_codes(program, step) for step in steps]
-        kept = [load_inputs(step) for step in steps]
+        kept = [prepare(load_inputs(step)) for step in steps]
         factor = factor_of(reduce(jnp.add, [x.squares for x in kept]))
         total = jnp.sum(reduce(jnp.add, [x.total for x in kept]))
 
@@ -284,56 +297,98 @@ def _quantized_linear_kernel(
         jax.lax.fori_loop(0, pl.cdiv(num_groups, num_programs), next_group, codes)
         return
 
-    def add(step, codes: _Codes, sums: _Sums) -> _Sums:
-        x = load_inputs(step)
+    def load_ahead(step) -> list[tuple[Array, Array | None]] | None:
+        """Load inputs with the codes of a step, or None for codes of 8 bits, which leave too few registers."""
+        return load_inputs(step) if weight.bits == 4 else None
+
+    def add(step, loaded: tuple[_Codes, list | None], sums: _Sums) -> _Sums:
+        codes, inputs = loaded
+        x = prepare(load_inputs(step) if inputs is None else inputs)
         added = [y + one for y, one in zip(sums.outputs, contributions(codes, x), strict=True)]
         return _Sums(added, sums.squares + x.squares, sums.inputs + x.total)
 
     def next_step(step, carry):
-        codes, sums = carry
-        following = load_codes(program, step + 1)  # in flight while this step is summed
-        return following, add(step, codes, sums)
+        loaded, sums = carry
+        following = load_codes(program, step + 1), load_ahead(step + 1)  # in flight while this step is summed
+        return following, add(step, loaded, sums)
 
     none = jnp.zeros((1, lanes), jnp.float32)
     sums = _Sums([jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none)
-    codes = load_codes(program, 0)
+    loaded = load_codes(program, 0), load_ahead(0)
     if num_steps > 1:
-        codes, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (codes, sums))
-    sums = add(num_steps - 1, codes, sums)
+        loaded, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (loaded, sums))
+    sums = add(num_steps - 1, loaded, sums)
     finish(program, sums.outputs, factor_of(sums.squares), jnp.sum(sums.inputs))
 
 
-def _as_integers(xs: list[Array]) -> tuple[list[Array], Array]:
-    """Return inputs as integers, whose parts of 8 bits lie in words like codes of 4 bits.
+def _as_integers(xs: list[Array], code: str) -> tuple[list[Array], Array]:
+    """Return inputs as integers, whose parts of 8 bits lie in words as `_bytes` leaves the codes.
 
     Args:
         xs: float32 [1, lanes, 4] of each of 8 places.
+        code: of the codes that multiply them.
 
     Returns:
-        int32 [1, lanes, 4] of each part, the lowest first, and in it of the even and of the odd places; and float32
+        int32 [1, lanes, 4] of each part, the lowest first, and in it of both halves of the places; and float32
         [1, lanes], the number for which 1 stands. A lane with an input that is not finite gives any numbers.
     """
+    halves = (slice(0, 4), slice(4, 8)) if code == "e2m1" else (slice(0, 8, 2), slice(1, 8, 2))
     largest = jnp.max(reduce(jnp.maximum, [jnp.abs(x) for x in xs]), axis=-1)
     exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 32, 254)  # of float32
 
     def power(n) -> Array:
         return jax.lax.bitcast_convert_type(n << 23, jnp.float32)
 
-    to_integer = _INPUT_BITS + 126 - exponent  # inputs times 2 to this power are below 2 ** _INPUT_BITS
+    to_integer = _INPUT_BITS[code] + 126 - exponent  # inputs times 2 to this power have so many bits
     factor = power(127 + to_integer)[:, :, None]
     integers = [jax.lax.bitcast_convert_type(x * factor + _ROUND, jnp.int32) for x in xs]
     integers = [x - jnp.int32(0x4B400000) for x in integers]  # the bits of _ROUND
     numbers = []
     for part in range(3):
-        for parity in range(2):
-            bytes_ = [(x >> 8 * part) & 0xFF for x in integers[parity::2]]
+        for half in halves:
+            bytes_ = [(x >> 8 * part) & 0xFF for x in integers[half]]
             numbers.append(reduce(jnp.bitwise_or, [byte << 8 * i for i, byte in enumerate(bytes_)]))
     return numbers, power(127 - to_integer)
 
 
-def _dots(words: Array, inputs: list[Array], interpret: bool) -> Array:
+def bytes_of_e2m1(first: int) -> str:
+    """Return the PTX from 4 codes e2m1 in the word $1, from a place on, to the bytes $0: 12 + twice a number.
+
+    prmt looks four codes up in a table of 8 bytes by their lower 3 bits; where the sign is set it gives 0, the highest
+    bit of the byte, repeated. The second table is for codes with the sign, which is turned around before.
+    """
+    lines = [f"shr.b32 w, $1, {4 * first};", "xor.b32 v, w, 0x88888888;"]
+    lines += ["mov.b32 a, 0x0f0e0d0c;", "mov.b32 b, 0x18141210;", "mov.b32 c, 0x090a0b0c;", "mov.b32 d, 0x00040608;"]
+    lines += ["prmt.b32 p, a, b, w;", "prmt.b32 q, c, d, v;", "or.b32 $0, p, q;"]
+    return " ".join(["{ .reg .b32 w, v, p, q, a, b, c, d;", *lines, "}"])
+
+
+def _bytes(code: str, words: Array, interpret: bool) -> list[Array]:
+    """Return the codes in words in two words of 4 bytes: integers as they are, e2m1 as 12 + twice the number."""
+    if code == "int":  # even places, odd places
+        return [words & 0x0F0F0F0F, jax.lax.shift_right_logical(words, jnp.full_like(words, 4)) & 0x0F0F0F0F]
+    found = []
+    for first in (0, 4):  # places
+        if interpret:
+            codes = [(words >> 4 * place) & 15 for place in range(first, first + 4)]
+            sizes = [jnp.where(c & 4 == 0, c & 3, (2 | c & 1) << ((c >> 1 & 3) - (c >> 2 & 1))) for c in codes]
+            numbers = [_MIDDLE_OF_E2M1 + jnp.where(c & 8 == 0, n, -n) for c, n in zip(codes, sizes, strict=True)]
+            found.append(reduce(jnp.bitwise_or, [number << 8 * i for i, number in enumerate(numbers)]))
+            continue
+        (some,) = plgpu.elementwise_inline_asm(
+            bytes_of_e2m1(first),
+            args=[words],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
+        )
+        found.append(some)
+    return found
+
+
+def _dots(code: str, words: Array, inputs: list[Array], interpret: bool) -> Array:
     """Return the sums of products of the 8 codes in each word with inputs of `_as_integers`, int32 like `words`."""
-    codes = [words & 0x0F0F0F0F, jax.lax.shift_right_logical(words, jnp.full_like(words, 4)) & 0x0F0F0F0F]
+    codes = _bytes(code, words, interpret)
     y = jnp.zeros_like(words)
     for part, kind in enumerate(("u32", "u32", "s32")):
         dot = jnp.zeros_like(words)

@@ -1,11 +1,12 @@
-"""The product of a few rows with a quantised matrix, with the gate or the sum after it.
+"""The product of up to some hundred rows with a quantised matrix, with the gate or the sum after it.
 
-The kernel is bound by memory: it reads the matrix once, by copies to shared memory that run several tiles ahead of the
-tensor cores, which get the codes as numbers of 16 bits. Scales and zeros are read one tile ahead. Where a matrix has
-few outputs, several programs share the inputs of an output, and XLA adds their sums.
+The kernel reads the matrix once for a block of rows, by copies to shared memory that run several tiles ahead of the
+tensor cores, which get the codes of a tile as one operand of numbers of 16 bits. The threads that read words have all
+numbers that the tensor cores want from them, because the inputs are put in the order of the codes first. Scales and
+zeros are read one tile ahead. Where a matrix has few outputs, several programs share the inputs of an output, and XLA
+adds their sums.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -20,26 +21,31 @@ from pallas_kernels.launch import NUM_MULTIPROCESSORS, Ref, call
 from pallas_kernels.quantized import (
     WORDS_IN_BLOCK,
     Quantized,
+    arranged,
+    as_pair,
     as_scale,
     decode,
     decode_pairs,
     field_of,
     has_pairs,
+    joined,
     offset_of,
     unsupported_weight,
 )
 from pallas_kernels.triton import plgpu
 
 MAX_ROWS = 512
-_MOST_ROWS = 64  # XLA multiplies more rows faster, after it has turned the matrix into floats
+_MOST_ROWS = 256  # XLA multiplies more rows faster, after it has turned the matrix into floats
+_FEW_ROWS = 64  # the same for numbers that are not decoded by pairs, and for small groups with other scales than powers
 _MIN_ROWS = 16  # in the smallest product of the tensor cores
+_MOST_SCALED = 16  # rows of a program up to which the product of each step is scaled
 
 
 class Tiling(NamedTuple):
     """How the matrix is split: among programs, and by each program over time."""
 
     outputs: int  # outputs of a program, a power of two
-    words: int  # words that it reads for each output at a time, a power of two from 16 on
+    words: int  # words that it reads for each output at a time, a power of two from 8 on
     num_warps: int  # warps of a program
     num_stages: int  # tiles that a program has in flight
     num_splits: int = 1  # programs that share the inputs of an output
@@ -65,25 +71,31 @@ def unsupported(x: Array, weight: Quantized) -> str | None:
 
 def is_worthwhile(x: Array, weight: Quantized) -> bool:
     """Return whether the kernel is faster than XLA, which turns a matrix into floats first: for few rows."""
-    return x.size <= _MOST_ROWS * x.shape[-1]
+    is_fast = has_pairs(weight, x.dtype) and (weight.scale.dtype == jnp.uint8 or weight.inputs_of_scale % 64 == 0)
+    return x.size <= (_MOST_ROWS if is_fast else _FEW_ROWS) * x.shape[-1]
 
 
 def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DTypeLike = jnp.bfloat16) -> Tiling:
-    """Choose a tiling whose steps keep to a group of inputs where groups are large, and that fills the device."""
+    """Choose a tiling whose steps keep to a group of inputs where groups are large, and that fills the device.
+
+    On the fast tensor cores the left factor of a product, here the outputs of all halves, has at least 64 rows.
+    """
     halves = weight.shape[0] // num_outputs
-    words = 16 if weight.group[1] == 16 * weight.places else 32
-    tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
-    if has_pairs(weight, dtype) and num_rows <= 16:
-        # Two warps use the tensor cores without a barrier between places, and each warp has 32 outputs or more: with 16
-        # the compiler passes the numbers on through shared memory.
-        few = 3 * NUM_MULTIPROCESSORS // (1 if weight.bits == 4 else 2)
-        tiling, programs_wanted = Tiling(64, 16 if weight.bits == 4 else 32, 2, 4), few
-    elif has_pairs(weight, dtype):
-        # On the fast tensor cores the left factor of a product, here some outputs, has at least 64 rows.
-        is_wide = words == 16 or weight.bits == 8
-        tiling = Tiling(128 // halves if is_wide else 64, words, 4, 3)
-        programs_wanted = NUM_MULTIPROCESSORS if words == 16 else 3 * NUM_MULTIPROCESSORS // 2
-    programs = pl.cdiv(num_outputs, tiling.outputs)
+    words = 128 // weight.places
+    if not has_pairs(weight, dtype):
+        words = 16 if weight.group[1] == 16 * weight.places else 32
+        tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
+    elif num_rows > 64:
+        tiling, programs_wanted = Tiling(128 // halves, words // 2, 4, 3, rows=128), 3 * NUM_MULTIPROCESSORS // 4
+    elif weight.code == "e2m1":
+        is_few = num_rows <= 16
+        tiling, programs_wanted = Tiling(64 // halves if is_few else 64, words, 4, 4), NUM_MULTIPROCESSORS
+    elif num_rows <= 16:
+        num_warps, half_programs = (2 * halves, 6) if weight.bits == 4 else (2, 3)
+        tiling, programs_wanted = Tiling(64, words, num_warps, 4), half_programs * NUM_MULTIPROCESSORS // 2
+    else:
+        tiling, programs_wanted = Tiling(128 // halves, words, 4, 3), NUM_MULTIPROCESSORS
+    programs = pl.cdiv(num_outputs, tiling.outputs) * pl.cdiv(num_rows, tiling.rows)
     num_steps = pl.cdiv(weight.values.shape[1], tiling.words)
     num_splits = 1
     while num_splits < 8 and programs * num_splits < programs_wanted and num_steps >= 16 * num_splits:
@@ -119,6 +131,8 @@ def matmul(
     num_rows, dtype = x.shape[0], dtype or x.dtype
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs, num_rows, x.dtype)
+    num_steps = pl.cdiv(pl.cdiv(weight.values.shape[1], tiling.words), tiling.num_splits)
+    size = num_steps * tiling.num_splits * tiling.words * weight.places  # of the inputs that all programs ask for
     padded_rows = min(tiling.rows, max(_MIN_ROWS, pl.next_power_of_2(num_rows)))
     is_split = tiling.num_splits > 1
     num_parts = 1 if activation is None or not is_split else 2
@@ -132,7 +146,7 @@ def matmul(
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else dtype),
-        (x, weight, None if is_split else residual),
+        (arranged(x, weight, size), weight, None if is_split else residual),
         # Programs of the same outputs run at the same time, so that the cache serves all but one of them.
         grid=(pl.cdiv(num_rows, padded_rows), pl.cdiv(num_outputs, tiling.outputs), tiling.num_splits),
         num_warps=tiling.num_warps,
@@ -155,21 +169,25 @@ def _quantized_matmul_kernel(
     outputs, width, padded_rows = tile
     row = pl.program_id(0) * padded_rows + jax.lax.iota(jnp.int32, padded_rows)[:, None]
     output = pl.program_id(1) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
-    halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
-    num_steps = pl.cdiv(pl.cdiv(num_words, width), num_splits)
-    totals = sums(
+    # The rows of both halves of the matrix are multiplied as one: the tensor cores want many.
+    num_halves = 1 if activation is None else 2
+    half, place = halves_of(outputs, num_halves)
+    place += pl.program_id(1) * outputs
+    num_steps = x_ref.shape[1] // (width * weight.places * num_splits)
+    total = sums(
         x_ref,
         weight,
         row,
-        row < num_rows,
-        [half + output for half in halves],
-        None if num_outputs % outputs == 0 else output < num_outputs,
+        None if num_rows % padded_rows == 0 else row < num_rows,
+        half * num_outputs + place,
+        None if num_outputs % outputs == 0 else place < num_outputs,
         width=width,
         first_step=pl.program_id(2) * num_steps,
         num_steps=num_steps,
         is_ragged=num_words != width * num_steps * num_splits,
         interpret=interpret,
     )
+    totals = jnp.split(total, num_halves)
     at = row.T, output
     exists = (at[0] < num_rows) & (at[1] < num_outputs)
     if num_splits > 1:
@@ -182,12 +200,19 @@ def _quantized_matmul_kernel(
     plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=exists)
 
 
+def halves_of(outputs: int, num_halves: int) -> tuple[Array, Array]:
+    """Return the half and the place in it, [num_halves outputs, 1] each, of rows that are multiplied as one."""
+    row = jax.lax.iota(jnp.int32, num_halves * outputs)[:, None]
+    size = jnp.full_like(row, outputs)
+    return jax.lax.div(row, size), jax.lax.rem(row, size)
+
+
 def sums(
     x_ref: Ref,
     weight: Quantized,
     row: Array,
-    has_row: Array,
-    parts: list[Array],
+    has_row: Array | None,
+    output: Array,
     has_output: Array | None,
     *,
     width: int,
@@ -195,15 +220,15 @@ def sums(
     num_steps: Array | int,
     is_ragged: bool,
     interpret: bool,
-) -> list[Array]:
-    """Return the products of rows with parts of a quantised matrix, inside a kernel.
+) -> Array:
+    """Return the products of rows with some outputs of a quantised matrix, inside a kernel.
 
     Args:
-        x_ref: reference to [T, K].
+        x_ref: reference to [T, K'], which `arranged` gave.
         weight: references, of a matrix [N, K].
         row: [R, 1] int32, rows of x.
-        has_row: [R, 1], which of them to read.
-        parts: rows of the matrix, [outputs, 1] int32 each.
+        has_row: [R, 1], which of them to read; None is all.
+        output: [outputs, 1] int32, rows of the matrix.
         has_output: [outputs, 1], which of them to read; None is all.
         width: words of a step.
         first_step: step to begin with.
@@ -212,52 +237,62 @@ def sums(
         interpret: whether the kernel is interpreted.
 
     Returns:
-        For each part [outputs, R] float32.
+        [outputs, R] float32.
     """
-    size, outputs = x_ref.shape[1], parts[0].shape[0]
+    outputs, num_rows = output.shape[0], row.shape[0]
     places, num_words = weight.places, weight.values.shape[1]
     per_group, group = weight.inputs_of_scale, width * places  # inputs that share a scale, and inputs of a step
     all_inputs = weight.group[1] == 0
     one_group = all_inputs or (per_group % group == 0 and weight.minimum is None)
+    # The product of a step is scaled, or where it meets several scales, or has too many numbers, the codes are. Scales
+    # of more bits than bfloat16 has cost two operations on codes.
+    most_rows = _MOST_SCALED if weight.scale.dtype in (jnp.uint8, jnp.bfloat16) else 4 * _MOST_SCALED
+    scales_codes = not all_inputs and (not one_group or num_rows > most_rows)
     field, offset = field_of(weight, interpret), offset_of(weight)
     is_paired = has_pairs(weight, x_ref.dtype)
     # Numbers e4m3 and e2m1 times the scales of groups are left small enough for bfloat16 with this factor.
-    unit = 2.0**63 if is_paired and weight.code != "int" and not one_group else 1.0
-    span = min(group, math.gcd(per_group, group))  # inputs of a step that share a scale for certain
+    unit = 2.0**63 if is_paired and field != 1 and scales_codes else 1.0
+    # Groups of a step; a group is met twice where the groups of the matrix do not fit the steps.
+    num_groups = 1 if one_group else width // WORDS_IN_BLOCK
+    if group % per_group == 0:
+        num_groups = min(num_groups, group // per_group)
+    # Words stand in an array [outputs, width], or [outputs, groups, width] for several groups, which have an axis then.
+    shape = (outputs, width) if num_groups == 1 else (outputs, num_groups, width // num_groups)
+    at_group, word = jnp.zeros((1, 1), jnp.int32), jax.lax.iota(jnp.int32, shape[-1])[None]
+    if num_groups > 1:
+        at_group = jax.lax.iota(jnp.int32, num_groups)[None, :, None]
+        word = at_group * shape[-1] + word[None]
+
+    def beside_words(x: Array) -> Array:
+        return x if num_groups == 1 else x[:, :, None]
+
     group_refs = _Groups(weight.scale, weight.zero, weight.minimum)
     of_outputs = [] if has_output is None else [has_output]
-
-    # Where the inputs of place 0 of words stand among the inputs of a step, in runs of a block's words.
-    word = jax.lax.iota(jnp.int32, width)[None]
-    in_block = jnp.full_like(word, WORDS_IN_BLOCK)
-    in_step = jax.lax.div(word, in_block) * (WORDS_IN_BLOCK * places) + jax.lax.rem(word, in_block)
+    of_rows = [] if has_row is None else [has_row]
 
     def load(ref, *index, masks: list[Array]) -> Array:
         mask = reduce(jnp.logical_and, masks) if masks else None
         return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
-    def load_groups(part: Array, at: Array | int) -> _Groups:
-        """Load the numbers of the groups of a step as they are: [outputs] for one group, else [outputs, groups]."""
-        output, column, masks = part[:, 0], jnp.full((outputs,), at * group), [mask[:, 0] for mask in of_outputs]
-        if not one_group:
-            output, masks = part, of_outputs
-            column = at * group + span * jax.lax.iota(jnp.int32, group // span)[None]
-        masks = [*masks, column < weight.shape[1]]  # the step after the last one is asked for too
-        return jax.tree.map(
-            lambda ref: load(ref, output // weight.group[0], column // per_group, masks=masks), group_refs
-        )
+    def load_groups(at: Array | int) -> _Groups:
+        """Load the numbers of the groups of a step as they are: [outputs] of one, or [outputs, groups, 1]."""
+        column = at * group + at_group * (group // num_groups)
+        masks = [*map(beside_words, of_outputs), column < weight.shape[1]]  # a step after the last one is asked for too
+        index = beside_words(output) // weight.group[0], jax.lax.div(column, jnp.full_like(column, per_group))
+        if num_groups == 1:
+            index = index[0][:, 0], jnp.broadcast_to(index[1][:, 0], (outputs,))
+            masks = [mask[:, 0] for mask in masks]
+        return jax.tree.map(lambda ref: load(ref, *index, masks=masks), group_refs)
 
     def spread(x: Array) -> Array:
-        """Repeat numbers of groups for each word, [outputs, width], or [outputs, 1] for one group."""
-        if one_group:
-            return x[:, None]
-        repeated = jnp.broadcast_to(x[:, :, None], (*x.shape, width // x.shape[1]))
-        return repeated.reshape(outputs, width)
+        """Give numbers of groups the axis of words."""
+        return x[:, None] if num_groups == 1 else x
 
-    def numbers(words: Array, groups: _Groups) -> list[Array]:
-        """Return the operands of the tensor cores, [outputs, width] for each place, without scales of a whole step."""
+    def numbers(words: Array, groups: _Groups) -> Array:
+        """Return the operand of the tensor cores, [outputs, group], without scales that the product gets."""
         if is_paired:
-            return decode_pairs(weight, words, *operands_of(groups), interpret)
+            return joined(decode_pairs(weight, words, *operands_of(groups), interpret))
+        groups = jax.tree.map(spread, groups)
         subtracted: Array | float = offset
         if groups.zero is not None:
             subtracted = groups.zero.astype(jnp.float32) + offset
@@ -265,58 +300,50 @@ def sums(
         codes = [code - subtracted if weight.code == "int" else code * field for code in codes]
         if weight.code != "int" and groups.zero is not None:
             codes = [code - subtracted for code in codes]
-        if not one_group:
+        if scales_codes:
             codes = [code * as_scale(groups.scale) for code in codes]
             if groups.minimum is not None:
                 codes = [code + groups.minimum.astype(jnp.float32) for code in codes]
-        return [code.astype(x_ref.dtype) for code in codes]
+        codes = [code.astype(x_ref.dtype) for code in codes]
+        return joined(list(zip(codes[: places // 2], codes[places // 2 :], strict=True)))
 
-    def operands_of(groups: _Groups) -> tuple[Array | None, list[Array]]:
-        """Return the zeros and the scales for `decode_pairs`, each [outputs, width]."""
+    def operands_of(groups: _Groups) -> tuple[Array | int | None, list[Array | int]]:
+        """Return the zeros and the scales for `decode_pairs`."""
 
         def of_words(x: Array) -> Array:
-            return jnp.broadcast_to(x.astype(jnp.bfloat16), (outputs, width))
+            return jnp.broadcast_to(spread(jnp.asarray(as_pair(x))), shape)
 
         zero = None
-        if weight.code == "int":
-            zero = of_words(jnp.float32(-offset) - (0 if groups.zero is None else groups.zero.astype(jnp.float32)))
-        if one_group:
-            return zero, [] if field == 1 else [of_words(jnp.float32(field))]
+        subtracted = offset if weight.bits == 4 else 0.0
+        if weight.code == "int" and groups.zero is not None:
+            zero = of_words(-subtracted - groups.zero.astype(jnp.float32))
+        elif weight.code == "int" and subtracted:
+            zero = as_pair(-subtracted)
+        if not scales_codes:
+            return zero, [] if field == 1 else [as_pair(field)]
         scale = as_scale(groups.scale) * jnp.float32(field / unit)
-        scales = [of_words(scale)]
+        scales: list[Array | int] = [of_words(scale)]
         if weight.scale.dtype not in (jnp.uint8, jnp.bfloat16):
             scales.append(of_words(scale - scale.astype(jnp.bfloat16).astype(jnp.float32)))
         return zero, scales
 
     def step(index, carry):
-        totals, groups = carry
+        total, groups = carry
         at = first_step + index
-        following = [load_groups(part, at + 1) for part in parts]
-        column = at * width + jax.lax.iota(jnp.int32, width)[None]
+        following = load_groups(at + 1)
+        column = at * width + word
         in_row = [column < num_words] if is_ragged else []
-        # Where places of words stand among the inputs; codes after the last input multiply nothing.
-        first = at * group + in_step
-        columns = [first + WORDS_IN_BLOCK * place for place in range(places)]
-        in_x = [[x_column < size] if is_ragged or weight.padding else [] for x_column in columns]
-        xs = [load(x_ref, row, *at, masks=[has_row, *masks]) for *at, masks in zip(columns, in_x, strict=True)]
-        found = []
-        for part, total, loaded in zip(parts, totals, groups, strict=True):
-            of_words = jax.tree.map(spread, loaded)
-            words = load(weight.values, part, column, masks=in_row + of_outputs)
-            pairs = zip(numbers(words, of_words), xs, strict=True)
-            scaled_here = one_group and not all_inputs
-            product = jnp.zeros_like(total) if scaled_here else total
-            for w, x_of_place in pairs:
-                product += plgpu.dot(w, x_of_place.T)  # the tensor cores add to the sum
-            found.append(total + product * as_scale(of_words.scale) if scaled_here else product)
-        return found, following
+        x = load(x_ref, row, at * group + jax.lax.iota(jnp.int32, group)[None], masks=of_rows)
+        words = load(weight.values, beside_words(output), column, masks=[*in_row, *map(beside_words, of_outputs)])
+        product = plgpu.dot(numbers(words, groups), x.T)
+        if not (scales_codes or all_inputs):
+            product *= as_scale(groups.scale[:, None])
+        return total + product, following  # the tensor cores add to the sum
 
-    totals = [jnp.zeros((outputs, row.shape[0]), jnp.float32)] * len(parts)
-    groups = [load_groups(part, first_step) for part in parts]
-    totals, _ = jax.lax.fori_loop(0, num_steps, step, (totals, groups))
+    total = jnp.zeros((outputs, num_rows), jnp.float32)
+    total, _ = jax.lax.fori_loop(0, num_steps, step, (total, load_groups(first_step)))
     if unit != 1:
-        totals = [total * unit for total in totals]
+        total *= unit
     if all_inputs:
-        for i, part in enumerate(parts):
-            totals[i] *= as_scale(load(weight.scale, part // weight.group[0], jnp.zeros_like(part), masks=of_outputs))
-    return totals
+        total *= as_scale(load(weight.scale, output // weight.group[0], jnp.zeros_like(output), masks=of_outputs))
+    return total
