@@ -99,9 +99,9 @@ def run(target, proposer, **options):
     return np.asarray(generate(target, proposer, state).context.tokens)
 
 
-@pytest.mark.parametrize("scales", [SCALES, pytest.param(None, marks=pytest.mark.slow)], ids=["scales", "one"])
-def test_tokens_depend_on_neither_drafts_nor_chunks_nor_pages(scales):
-    target = model_of(scales=scales)
+def test_tokens_depend_on_neither_drafts_nor_chunks_nor_pages():
+    """With scales; test_an_llm_decodes compares drafts with plain decoding without scales."""
+    target = model_of(scales=SCALES)
     plain = run(target, proposers.none())
     drafter = proposers.draft_model(model_of(replace(CONFIG, num_layers=1), 1), num_draft_tokens=3)
     for proposer in (drafter, proposers.draft_model(target, 4)):

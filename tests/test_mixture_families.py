@@ -73,7 +73,7 @@ def test_calls_do_not_change_logits_of_latents():
 
 @pytest.mark.slow
 def test_the_distribution_is_exact():
-    """Of a mixture whose tokens choose different experts, with groups, a shared MLP and latents."""
+    """The tokens of a mixture choose different experts, with groups, a shared MLP and latents."""
     mixer = LatentAttention(rank=12, rope_size=4, key_size=6, value_size=10, scale=0.3, query_rank=8)
     ffn = Experts(SigmoidTopK(6, 2, scale=2.0, num_groups=3, num_chosen_groups=2), shared=Shared())
     config = DecoderConfig(3, 16, 2, 2, 2, 4, 16, 64, layers=(LayerConfig(mixer, ffn),), expert_size=8, shared_size=8)
