@@ -54,7 +54,7 @@ def coupled(keys: Array, distribution: Categorical, width: int) -> Children:
         The tokens, with the logarithms of weights that sum to 1, and are lower the more is missing.
     """
     masses, _, num_blocks = _block_masses(distribution)
-    noise = gumbel(keys, (_block_size(distribution) + num_blocks,))
+    noise = gumbel(keys, (_block_size(distribution) + num_blocks,)).astype(masses.dtype)
     block_noise, inner_noise = noise[..., -num_blocks:], noise[..., : _block_size(distribution)]
     scores = jnp.where(masses > 0, jnp.log(masses) + block_noise, -jnp.inf)
     blocks = largest(scores, min(width, num_blocks))
@@ -83,7 +83,7 @@ def sampled(keys: Array, distribution: Categorical, width: int) -> Children:
     masses, shift, num_blocks = _block_masses(distribution)
     block_size, tokens = _block_size(distribution), []
     for number in range(width):
-        noise = gumbel(numbered(keys, number), (block_size + num_blocks,))
+        noise = gumbel(numbered(keys, number), (block_size + num_blocks,)).astype(masses.dtype)
         scores = jnp.where(masses > 0, jnp.log(masses) + noise[..., block_size:], -jnp.inf)
         block = jnp.argmax(scores, axis=-1).astype(jnp.int32)[..., None]
         ids, logits = (x[..., 0, :] for x in _blocks(distribution, block))

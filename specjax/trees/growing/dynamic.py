@@ -133,7 +133,7 @@ def best_first(last_tokens: Array, found: Children, num_nodes: int) -> DraftTree
         raise ValueError(f"num_nodes must be an integer >= 1, got {num_nodes!r}")
     batch_size, max_depth, width = found.tokens.shape
     size = num_nodes - 1
-    scores, places = jnp.zeros((batch_size, 1)), jnp.full((batch_size, 1), -1, jnp.int32)
+    scores, places = jnp.zeros((batch_size, 1), jnp.float32), jnp.full((batch_size, 1), -1, jnp.int32)
     columns: list[tuple[Array, Array, Array]] = []
     start, depth = 0, []
     for level in range(max_depth):
