@@ -1,5 +1,7 @@
 """Drafters that grow trees: their reports at every node, and the text, which stays the target's."""
 
+from dataclasses import replace
+
 import heads
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,10 @@ from test_eagle import write_eagle3
 from test_engine import FEW, Tokenizer
 from test_medusa import authors
 
-from specjax import Context, Engine, SamplingParams, models, proposers, testing, trees, verifiers
+from specjax import LLM, Context, Engine, SamplingParams, models, proposers, testing, trees, verifiers
+from specjax.decoding import tree_steps
 from specjax.decoding.binding import as_pytree, of_draft
+from specjax.engine.trees import as_trees
 from specjax.proposers.tree_drawing import shape_of
 from specjax.types import ModelInput
 
@@ -167,3 +171,26 @@ def test_bad_trees():
     assert of_draft(verifiers.match, tree).func is trees.match
     options = Partial(verifiers.typical, posterior_alpha=0.5)
     assert of_draft(as_pytree(options), tree).keywords == {"posterior_alpha": 0.5}
+
+
+def test_trees_of_an_llm():
+    """Its verifier chooses the trees; what takes none is refused before anything is compiled."""
+    target = testing.bigram_model(jnp.eye(3))
+    drafter, ngram = proposers.draft_model(target, 2), proposers.ngram(2)
+    assert as_trees(drafter, target, verifiers.match, None) is drafter
+    for verifier, coupled in ((verifiers.match, True), (verifiers.typical, True), (verifiers.block, False)):
+        proposer = as_trees(drafter, target, verifier, 4)
+        assert (proposer.tree, proposer.coupled) == (4, coupled)
+    assert as_trees(ngram, target, verifiers.match, 4).tree == 4
+    with pytest.raises(ValueError, match="have no distribution and must be verified by match"):
+        as_trees(ngram, target, verifiers.rejection, 4)
+    with pytest.raises(ValueError, match="a target with a recurrent state takes no trees"):
+        as_trees(drafter, replace(target, commit=tree_steps.compact), verifiers.match, 4)
+    with pytest.raises(
+        ValueError, match="tree must be None for a draft without the method with_tree, got 4 and Fallback"
+    ):
+        as_trees(proposers.fallback(ngram, drafter), target, verifiers.match, 4)
+    with pytest.raises(ValueError, match="num_draft_tokens must be an integer where tree is given, got 'auto'"):
+        LLM(tree=8, num_draft_tokens="auto")
+    with pytest.raises(ValueError, match="tree must be None or an integer >= 2, the nodes of a tree, got 1"):
+        LLM(tree=1)
