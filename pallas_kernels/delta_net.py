@@ -146,8 +146,8 @@ def _step_kernel(refs, out, *, heads: Heads, columns: int):
         beta, g = (plgpu.load(rates.at[row, t, jnp.int32(i), head]) for i in range(2))
         new = [plgpu.load(inputs.at[row, t, channel]).astype(jnp.float32) for channel in channels]
         lines = [(*before, x) for before, x in zip(window, new, strict=True)]
-        mixed = [_silu(sum(x * w for x, w in zip(*pair, strict=True))) for pair in zip(lines, weights, strict=True)]
-        query, key, value = _unit(mixed[0]) * heads.key_size**-0.5, _unit(mixed[1]), mixed[2]
+        query, key, value = (_convolved(line, own) for line, own in zip(lines, weights, strict=True))
+        query, key = _unit(query) * heads.key_size**-0.5, _unit(key)
         state *= jnp.exp(g)
         change = beta * (value - jnp.sum(key[:, None] * state, axis=0))
         return query, [line[1:] for line in lines], state + key[:, None] * change[None]
@@ -175,7 +175,10 @@ def _channels(heads: Heads, head: Array, entry: Array, column: Array) -> tuple[A
     return of_key, width + of_key, 2 * width + head * heads.value_size + column
 
 
-def _silu(x: Array) -> Array:
+def _convolved(line: tuple[Array, ...], weights: list[Array]) -> Array:
+    """Return a token's numbers after the convolution and SiLU, from the inputs that the convolution reads."""
+    products = [x * weight for x, weight in zip(line, weights, strict=True)]
+    x = sum(products[1:], products[0])
     return x / (1 + jnp.exp(-x))
 
 

@@ -231,7 +231,7 @@ def joined(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
 
 def as_pair(x: jax.Array | float) -> jax.Array | int:
     """Return numbers, rounded to bfloat16, twice in each int32; for one number that is known, an integer of 32 bits."""
-    if isinstance(x, float):
+    if isinstance(x, (int, float)):
         return int(np.asarray(x, jnp.bfloat16).view(np.uint16)) * 0x10001
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.int16).astype(jnp.int32) & 0xFFFF
     return bits | bits << 16

@@ -141,8 +141,9 @@ def _run_chunk(
     if not takes_packed(model, proposer) or slots.shape[0] == 1:
         inputs = by_tile(inputs)
         following = in_tiles(inputs, following)
-    *states, logits = run_chunk(model, proposer, inputs, following, chunk.previous, cache, proposer_state)
-    return *states, logits.reshape(1, -1, logits.shape[-1])
+    of_call = inputs, following, chunk.previous
+    cache, proposer_state, last, logits = run_chunk(model, proposer, *of_call, cache, proposer_state)
+    return cache, proposer_state, last, logits.reshape(1, -1, logits.shape[-1])
 
 
 def takes_packed(model: Model, proposer: Proposer) -> bool:

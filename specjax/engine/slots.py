@@ -338,10 +338,10 @@ class Slots:
         for slot in slots:
             self._check(slot)
         sizes = [chunk.following.shape[1] for chunk in chunks]
-        size = sizes[0] if size is None else size
-        if sum(sizes) > num_tiles * size or len(chunks) != len(slots) or any(each % size for each in sizes):
+        width = sizes[0] if size is None else size
+        if sum(sizes) > num_tiles * width or len(chunks) != len(slots) or any(each % width for each in sizes):
             raise ValueError(
-                f"chunks must fill at most {num_tiles} tiles of {size} tokens, one chunk for each slot, got chunks of "
+                f"chunks must fill at most {num_tiles} tiles of {width} tokens, one chunk for each slot, got chunks of "
                 f"{sizes} tokens for {len(slots)} slots"
             )
         no = {"no_slot": self.num_slots, "no_features": self.no_features}
@@ -349,7 +349,7 @@ class Slots:
             self.model,
             self.proposer,
             self.state,
-            packed(slots, chunks, num_tiles, size, **no),
+            packed(slots, chunks, num_tiles, width, **no),
             num_logprobs=self.capacities.logprobs if log_probs else None,
         )
         return features, entries

@@ -39,7 +39,8 @@ def logits_of_pieces(
             fed[0, begin : begin + count] = tokens[row, first : first + count]
             positions[0, begin:end] = np.arange(first, first + end - begin)
             places[i], table[i], begin = (row, begin, count), pages[row], end
-        inputs = jax.tree.map(jnp.asarray, ModelInput(fed, positions, pages=table, pieces=places))
+        fed, positions, table, given = map(jnp.asarray, (fed, positions, table, places))
+        inputs = ModelInput(fed, positions, pages=table, pieces=given)
         output, cache = call(model, inputs, cache)
         for (row, first, count), (_, begin, _) in zip(pieces, places, strict=False):
             yield row, first, np.asarray(output.logits, np.float64)[:, begin : begin + count]

@@ -131,7 +131,7 @@ def _check_options(config: "DecoderConfig") -> None:
     first = config.layers[0]
     has_bias, has_norms = first.mixer.has_bias, first.mixer.has_head_norms
     mixer = Attention(has_bias=has_bias, has_out_bias=has_bias, has_head_norms=has_norms)
-    plain = LayerConfig(mixer, GatedMLP(has_bias=first.ffn.has_bias and not has_norms))
+    plain = LayerConfig(mixer, GatedMLP(has_bias=_has_mlp_bias(first) and not has_norms))
     others = {
         "norm_offset": 0.0,
         "embedding_factor": 1.0,
@@ -206,6 +206,10 @@ def layer_tensors(config: "DecoderConfig", params: Mapping[str, Array], name: st
     return {key: np.ascontiguousarray(value) for key, value in tensors.items()}
 
 
+def _has_mlp_bias(layer: LayerConfig) -> bool:
+    return isinstance(layer.ffn, GatedMLP) and layer.ffn.has_bias
+
+
 def layer_config(config: "DecoderConfig", vocab_size: int) -> dict[str, Any]:
     """Return the fields that config.json of a Llama has for these layers, or of a Qwen3 where heads have norms.
 
@@ -227,7 +231,7 @@ def layer_config(config: "DecoderConfig", vocab_size: int) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "attention_bias": layer.mixer.has_bias,
-        "mlp_bias": layer.ffn.has_bias,
+        "mlp_bias": _has_mlp_bias(layer),
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
