@@ -241,12 +241,12 @@ def test_typical_takes_the_longest_path_that_passes():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"tokens": jnp.zeros((2, 3))}, r"tree.tokens must be of integer dtype, got float32"),
-        ({"parents": jnp.zeros((2, 4), jnp.int32)}, r"tree.parents must have shape \[B, N\] = \(2, 3\), got \(2, 4\)"),
-        ({"depth": jnp.zeros(3, jnp.int32)}, r"tree.depth must have shape \[B, N\] = \(2, 3\), got \(3,\)"),
-        ({"num_nodes": jnp.ones(3, jnp.int32)}, r"tree.num_nodes must have shape \[B\] = \(2,\), got \(3,\)"),
+        ({"tokens": np.zeros((2, 3), np.float32)}, r"tree.tokens must be of integer dtype, got float32"),
+        ({"parents": np.zeros((2, 4), np.int32)}, r"tree.parents must have shape \[B, N\] = \(2, 3\), got \(2, 4\)"),
+        ({"depth": np.zeros(3, np.int32)}, r"tree.depth must have shape \[B, N\] = \(2, 3\), got \(3,\)"),
+        ({"num_nodes": np.ones(3, np.int32)}, r"tree.num_nodes must have shape \[B\] = \(2,\), got \(3,\)"),
         ({"distribution": None}, r"tree.distribution must be the Categorical that .* got None: trees.match"),
-        ({"distribution": Categorical(jnp.zeros((2, 2, V)))}, r"tree.distribution must have shape \[B, N, V\]"),
+        ({"distribution": Categorical(np.zeros((2, 2, V)))}, r"tree.distribution must have shape \[B, N, V\]"),
     ],
 )
 def test_a_wrong_shape_is_named(change, message):

@@ -2,9 +2,10 @@
 
     specjax serve --dtype float32 --port 8000
     specjax serve --dtype float32 --port 8001 --num-draft-tokens 0
-    FOLDER/lm-eval/bin/python scripts/clients/compare_scores.py http://127.0.0.1:8000 http://127.0.0.1:8001
+    python scripts/clients/compare_scores.py http://127.0.0.1:8000 http://127.0.0.1:8001
 
-`scripts/check_clients.py` makes the environment of lm-eval in FOLDER. Texts must be equal, and log-likelihoods equal to
+The last command needs an environment with lm-eval, such as `scripts/check_clients.py` makes. Texts must be equal, and
+log-likelihoods equal to
 1e-3: calls of other sizes round otherwise. The exit code is 1 where an answer differs.
 """
 
