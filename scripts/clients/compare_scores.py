@@ -5,8 +5,7 @@
     python scripts/clients/compare_scores.py http://127.0.0.1:8000 http://127.0.0.1:8001
 
 The last command needs an environment with lm-eval, such as `scripts/check_clients.py` makes. Texts must be equal, and
-log-likelihoods equal to
-1e-3: calls of other sizes round otherwise. The exit code is 1 where an answer differs.
+log-likelihoods equal to 1e-3: calls of other sizes round otherwise. The exit code is 1 where an answer differs.
 """
 
 import argparse

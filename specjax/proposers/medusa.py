@@ -107,7 +107,8 @@ def medusa(
         num_draft_tokens: K, how many of the heads to use; None is all.
         token_ids: [D] integers, the target's id of each token of the heads, where these have fewer than V.
         temperature: the temperature of drafts, as `draft_model` takes it.
-        tree, coupled: as `draft_model` takes them.
+        tree: number of nodes of a tree of drafts, as `draft_model` takes it.
+        coupled: how the tree grows, as `draft_model` takes it.
 
     Returns:
         A proposer. Its drafts are drawn from exactly the distribution that it reports, so lossless verifiers stay
