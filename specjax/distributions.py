@@ -74,7 +74,12 @@ def take(distribution: Categorical, index: Array) -> Categorical:
     """Return the rows `index` [B] or [B, T] of each sequence, as a packed distribution over the same logits."""
     packed = pack(distribution)
     assert packed.rows is not None, "packed logits have rows"
-    return packed._replace(rows=jnp.take_along_axis(packed.rows, index.reshape(index.shape[0], -1), axis=1))
+    return packed._replace(rows=jnp.take_along_axis(packed.rows, _columns(index), axis=1))
+
+
+def _columns(index: Array) -> Array:
+    """Return numbers [B] as [B, 1], and [B, T] as they are."""
+    return index[:, None] if index.ndim == 1 else index
 
 
 def kept_logits(distribution: Categorical, ids: Array | None = None) -> Array:
@@ -180,7 +185,7 @@ def take_row(normalized: Normalized, index: Array) -> Normalized:
     """Return the rows `index` [B] or [B, T] of each sequence; [B] gives T = 1."""
 
     def row(field: Array) -> Array:
-        return jnp.take_along_axis(field, index.reshape(index.shape[0], -1), axis=1)
+        return jnp.take_along_axis(field, _columns(index), axis=1)
 
     best = None if normalized.argmax is None else row(normalized.argmax)
     return Normalized(
@@ -302,7 +307,7 @@ def residual_mass(target: Normalized, draft: Normalized, scale: Array) -> Array:
 def is_among(ids: Array, tokens: Array) -> Array:
     """Return which ids [B, V] or [1, V] are among the tokens [B] or [B, N] of a row, as [B, V] bool."""
     found = jnp.zeros((tokens.shape[0], ids.shape[-1]), bool)
-    for token in jnp.moveaxis(tokens.reshape(tokens.shape[0], -1), 1, 0):  # as many compares fuse into one pass
+    for token in jnp.moveaxis(_columns(tokens), 1, 0):  # as many compares fuse into one pass
         found |= ids == token[:, None]
     return found
 

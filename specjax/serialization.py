@@ -11,6 +11,7 @@ from specjax.proposers.drawing import Reduced
 from specjax.proposers.p_eagle import Pending
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.guided.tables import Guide
+from specjax.trees.growing.children import Children
 from specjax.types import (
     Categorical,
     Chunk,
@@ -27,7 +28,7 @@ from specjax.types import (
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, DraftTree, Features, ModelInput, ModelOutput, Verified),
     *(Normalized, Residual, LogProbs, Totals, Sampling, Guide),
-    *(Info, State, Fed, Pending, Reduced),
+    *(Info, State, Fed, Pending, Reduced, Children),
 )
 
 for record in RECORDS:

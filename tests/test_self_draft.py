@@ -184,7 +184,7 @@ def test_parameters_are_shared_where_they_are_not_quantised():
 
 def test_in_slots_beside_requests_of_every_use():
     target = test_slots.make(0)
-    test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=3)
+    test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=6)
 
 
 @pytest.mark.parametrize("rows, parts", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])

@@ -444,7 +444,7 @@ def test_a_known_normalizer_changes_nothing(name):
 
 @pytest.mark.parametrize("name", [n for n in LOSSLESS if n != "match"])
 def test_a_uniform_of_zero_does_not_accept_an_impossible_draft(name, monkeypatch):
-    monkeypatch.setattr(verifiers.core, "uniform", lambda keys, shape=(): jnp.zeros((*keys.shape, *shape)))
+    monkeypatch.setattr(verifiers.draws, "uniform", lambda keys, shape=(): jnp.zeros((*keys.shape, *shape)))
     target = Categorical(jnp.zeros((1, 2, 4)).at[0, 0, 2].set(-jnp.inf))
     draft = Draft(jnp.array([[2]]), Categorical(jnp.zeros((1, 1, 4))))
     verified = jax.jit(partial(getattr(verifiers, name)))(jax.random.key(0), draft, target)  # traced with this uniform

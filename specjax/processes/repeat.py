@@ -12,7 +12,7 @@ from specjax.processes.leader import Calls, Leader
 from specjax.types import Model, Proposer, Scorer, Verifier
 
 # The methods that change the state, or whose results are arguments of these.
-REPEATED = ("insert", "evict", "kept", "put_back", "set_pages", "set_grammars", "prefill", "step")
+REPEATED = ("insert", "evict", "kept", "put_back", "set_pages", "set_grammars", "prefill", "feed", "step")
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -89,4 +89,5 @@ class Repeated(Slots):
     set_pages = sent(Slots.set_pages)
     set_grammars = sent(Slots.set_grammars)
     prefill = sent(Slots.prefill)
+    feed = sent(Slots.feed)
     step = sent(Slots.step)
