@@ -96,7 +96,7 @@ class DeltaNet:
         if memory.held is None:
             nothing = self.rows(num_rows, inputs.dtype)
             count = jnp.full(num_rows, num_tokens, jnp.int32)
-            attended, _ = self._run(params, (nothing["state"], nothing["window"]), inputs, rates, count)
+            attended, _ = self._run(params["delta_conv"], (nothing["state"], nothing["window"]), inputs, rates, count)
             kept = None
         else:
             kept = dict(memory.held)
@@ -105,8 +105,8 @@ class DeltaNet:
                 kept["inputs"] = kept["inputs"].at[:, :num_tokens].set(inputs.astype(kept["inputs"].dtype))
                 kept["rates"] = kept["rates"].at[:, :num_tokens].set(rates)
             else:
-                before = _unless(memory.begins, self._replayed(params, memory))
-                attended, after = self._run(params, before, inputs, rates, memory.num_tokens)
+                before = _unless(memory.begins, self._replayed(params["delta_conv"], memory))
+                attended, after = self._run(params["delta_conv"], before, inputs, rates, memory.num_tokens)
             kept["state"], kept["window"] = after
         normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
@@ -161,9 +161,9 @@ class DeltaNet:
         def by_xla(
             memory: DeltaMemory, inputs: Array, rates: Array, weight: Array
         ) -> tuple[Array, tuple[Array, Array]]:
-            checkpoint = self._replayed({"delta_conv": weight}, memory)
+            checkpoint = self._replayed(weight, memory)
             before = _unless(memory.begins, checkpoint)
-            return self._run({"delta_conv": weight}, before, inputs, rates, memory.num_tokens)[0], checkpoint
+            return self._run(weight, before, inputs, rates, memory.num_tokens)[0], checkpoint
 
         def by_kernel(
             memory: DeltaMemory, inputs: Array, rates: Array, weight: Array, *, interpret: bool
@@ -184,22 +184,22 @@ class DeltaNet:
             implementation=implementation,
         )
 
-    def _replayed(self, params: Params, memory: DeltaMemory) -> tuple[Array, Array]:
+    def _replayed(self, weight: Array, memory: DeltaMemory) -> tuple[Array, Array]:
         """Return the state and the window after the kept inputs of the last step."""
         held = memory.held
         assert held is not None, "only a call that keeps its rows replays"
         checkpoint = _unless(memory.from_nothing, (held["state"], held["window"]))
-        return self._run(params, checkpoint, held["inputs"], held["rates"], memory.count)[1]
+        return self._run(weight, checkpoint, held["inputs"], held["rates"], memory.count)[1]
 
     def _run(
-        self, params: Params, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array | None
+        self, weight: Array, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array | None
     ) -> tuple[Array, tuple[Array, Array]]:
         """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state and window after."""
         assert count is not None, "calls that keep rows have it"
         state, window = before
         num_rows, num_tokens = inputs.shape[:2]
         line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
-        weight = params["delta_conv"][:, 0].astype(jnp.float32)
+        weight = weight[:, 0].astype(jnp.float32)
         taps = [line[:, i : i + num_tokens] * weight[None, None, :, i] for i in range(self.conv_size)]
         mixed = jax.nn.silu(sum(taps[1:], taps[0]))
         width = self.num_key_heads * self.key_size

@@ -135,7 +135,16 @@ def load_mtp(
     config.ignore("sliding_window", "max_window_layers")  # which are then not used
     config.check_computation()
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=sizes.rope_theta if rope_theta is None else rope_theta))
-    params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
+    name = "model.mtp_layers.0"
+    norms = {"token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "final_norm": "final_layernorm"}
+    params = read_params(
+        head,
+        tensors,
+        weights,
+        norms={param: f"{name}.{norm}" for param, norm in norms.items()},
+        projection=f"{name}.input_proj.weight",
+        layer=name,
+    )
     return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)
 
 
@@ -148,12 +157,33 @@ def check_sizes(config: "ConfigFile", sizes: "DecoderConfig", weights: TargetWei
         )
 
 
-def _params(head: MTPHead, tensors: "Tensors") -> PyTree:
+def read_params(
+    head: MTPHead,
+    tensors: "Tensors",
+    weights: TargetWeights,
+    *,
+    norms: Mapping[str, str],
+    projection: str,
+    layer: str,
+    **options: Any,
+) -> PyTree:
+    """Read the parameters of a module, with the embedding and the head of the target.
+
+    Args:
+        head: sizes of the module.
+        tensors: of the checkpoint.
+        weights: of the target.
+        norms: for each norm of the module, the name of its tensor without ".weight".
+        projection: name of the tensor of the projection.
+        layer: the name before the tensors of the layer.
+        options: as `llama.layer_params` takes them.
+    """
     from specjax.models.families import llama
 
-    hidden, name = head.hidden_size, "model.mtp_layers.0"
-    norms = {"token_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "final_norm": "final_layernorm"}
-    return {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
-        "fc": tensors.matrices(2 * hidden, {f"{name}.input_proj.weight": hidden}, transposed=head.config.transposed),
-        "layer": llama.layer_params(head.config, head.config.layers[0], tensors, name),
+    hidden, config = head.hidden_size, head.config
+    return {param: tensors.vectors({f"{name}.weight": hidden}) for param, name in norms.items()} | {
+        "fc": tensors.matrices(2 * hidden, {projection: hidden}, transposed=config.transposed),
+        "layer": llama.layer_params(config, config.layers[0], tensors, layer, **options),
+        "embedding": weights.embedding,
+        "lm_head": weights.head,
     }

@@ -3,17 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specjax.models.directory import Checkpoint
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.files import num_drafts, open_directory, target_weights
-from specjax.proposers.mtp import MTPHead, check_sizes, mtp
-from specjax.types import Array, Model, PyTree
-
-if TYPE_CHECKING:
-    from specjax.models.decoder import DecoderConfig
-    from specjax.models.tensors import Tensors
+from specjax.proposers.mtp import MTPHead, check_sizes, mtp, read_params
+from specjax.types import Array, Model
 
 PROJECTION = ".eh_proj.weight"  # end of the name of a tensor that every such layer has
 
@@ -67,18 +63,15 @@ def load_mtp_layer(
     config.check_computation()
     theta = sizes.rope_theta if rope_theta is None else rope_theta
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=theta), is_token_first=True)
-    params = _params(head, tensors, f"model.layers.{sizes.num_layers}")
-    params |= {"embedding": weights.embedding, "lm_head": weights.head}
-    return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)
-
-
-def _params(head: MTPHead, tensors: "Tensors", name: str) -> PyTree:
-    from specjax.models.families import llama, mixtures
-
-    config: DecoderConfig = head.config
-    hidden = head.hidden_size
+    name = f"model.layers.{sizes.num_layers}"
     norms = {"token_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "shared_head.norm"}
-    return {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()} | {
-        "fc": tensors.matrices(2 * hidden, {f"{name}{PROJECTION}": hidden}, transposed=config.transposed),
-        "layer": llama.layer_params(config, config.layers[0], tensors, name, mixture=mixtures.Names()),
-    }
+    params = read_params(
+        head,
+        tensors,
+        weights,
+        norms={param: f"{name}.{norm}" for param, norm in norms.items()},
+        projection=f"{name}{PROJECTION}",
+        layer=name,
+        mixture=mixtures.Names(),
+    )
+    return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)

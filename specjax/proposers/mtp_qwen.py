@@ -3,20 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specjax.models.directory import Checkpoint
 from specjax.models.layer import GatedMLP, LayerConfig
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.proposers.files import num_drafts, open_directory, target_weights
-from specjax.proposers.mtp import MTPHead, check_sizes, mtp
-from specjax.types import Array, Model, PyTree
-
-if TYPE_CHECKING:
-    from specjax.models.tensors import Tensors
+from specjax.proposers.mtp import MTPHead, check_sizes, mtp, read_params
+from specjax.types import Array, Model
 
 LAYER, PROJECTION = "mtp.layers.0", "mtp.fc.weight"
-NORMS = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "final_norm": "norm"}
+NORMS = {
+    "token_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "final_norm": "mtp.norm",
+}
 
 
 def is_qwen_mtp(names: list[str]) -> bool:
@@ -69,15 +70,7 @@ def load_qwen_mtp(
     config.check_computation()
     theta = sizes.rope_theta if rope_theta is None else rope_theta
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=theta), is_token_first=True)
-    params = _params(head, tensors) | {"embedding": weights.embedding, "lm_head": weights.head}
+    params = read_params(
+        head, tensors, weights, norms=NORMS, projection=PROJECTION, layer=LAYER, mixture=qwen3_next.MIXTURE
+    )
     return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)
-
-
-def _params(head: MTPHead, tensors: "Tensors") -> PyTree:
-    from specjax.models.families import llama, qwen3_next
-
-    hidden, config = head.hidden_size, head.config
-    return {param: tensors.vectors({f"mtp.{norm}.weight": hidden}) for param, norm in NORMS.items()} | {
-        "fc": tensors.matrices(2 * hidden, {PROJECTION: hidden}, transposed=config.transposed),
-        "layer": llama.layer_params(config, config.layers[0], tensors, LAYER, mixture=qwen3_next.MIXTURE),
-    }
