@@ -15,9 +15,10 @@ from wrong_recurrent import MISTAKES, recurrent
 
 from specjax import SamplingParams, proposers, sampling, testing
 from specjax.decode import generate, prefill
-from specjax.models import load, tensor_parallel, with_cache_dtype
+from specjax.models import Checkpoint, load, tensor_parallel, with_cache_dtype
 from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
+from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized
 from specjax.testing.recurrent import WIDTH, _Trial
 from specjax.types import ModelInput
@@ -182,6 +183,16 @@ def test_matrices_and_caches_of_few_bits(hybrid):
     memory = with_cache_dtype(hybrid, "fp8").init_memory(1, 1, 16)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(memory.pools)} == {"float8_e4m3fn"}
     assert memory.rows["layers"][0]["state"].dtype == jnp.float32
+
+
+def test_rates_stay_floats(tmp_path, hybrid):
+    """When others are rounded: by loading, and in the files that are written."""
+    directory = write(tmp_path / "floats", "qwen3_5_text", SMALL)
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    for model in (load(directory, quantization="int8"), load(tmp_path / "codes")):
+        layer = model.params["layers"][0]
+        np.testing.assert_array_equal(layer["delta_rates"], hybrid.params["layers"][0]["delta_rates"])
+        assert all(isinstance(layer[name], Quantized) for name in ("delta_in", "delta_out"))
 
 
 def test_steps_that_are_refused(hybrid):

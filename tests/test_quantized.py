@@ -154,6 +154,13 @@ def test_formats_of_matrices_of_few_inputs():
     assert [format_of(name, inputs, "int4") for inputs in (1023, 1024)] == ["int8", "int4"]
     assert format_of("model.layers.0.self_attn.o_proj", 64, "int4") == "int4"
     assert format_of(name, 64, "fp8") == "fp8"
+    inner = "model.layers.0.linear_attn.in_proj"
+    assert [format_of(f"{inner}_{part}.weight", 64, "fp8") for part in ("a", "b", "ba", "z")] == [
+        None,
+        None,
+        None,
+        "fp8",
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"norm": True}, {"activation": jax.nn.silu}, {"residual": True}])

@@ -31,8 +31,8 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
     The files are in the format compressed-tensors: int8 and int4 as "pack-quantized", fp8 as "float-quantized". Loaded
     again, the checkpoint has the codes and scales that `models.load(directory, quantization=format)` makes. A stack of
     the matrices of experts becomes matrices with the names that other engines know. Embeddings, head, routers and
-    norms, and matrices whose inputs are no multiple of 32, are copied, and so are stacks that have biases, as
-    gpt-oss has.
+    norms, the projections to the rates of gated delta nets, and matrices whose inputs are no multiple of 32, are
+    copied, and so are stacks that have biases, as gpt-oss has.
 
     Args:
         model: the checkpoint, whose weights are floats in safetensors files.
@@ -109,11 +109,11 @@ class Rounding(NamedTuple):
 
 def _rounding_of(name: str, inputs: int, format: str) -> Rounding | None:
     """Return how a matrix is rounded where others are rounded to `format`; None where it stays as it is."""
-    format = format_of(name, inputs, format)
-    if format != "int4":
-        return Rounding(format, 0)
+    own = format_of(name, inputs, format)
+    if own != "int4":
+        return None if own is None else Rounding(own, 0)
     group = next((size for size in GROUPS if inputs % size == 0), None)
-    return None if group is None else Rounding(format, group)
+    return None if group is None else Rounding(own, group)
 
 
 def _config(rounded: dict[str, Rounding], ignored: list[str]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ SHARES = (1.0, 0.93, 0.86, 0.79)  # of the range of a group that codes may cover
 GROUPS = (128, 64, 32)  # sizes that `quantize` tries for integers of 4 bits
 NARROW = 1024  # inputs; with fewer a step takes no longer for a matrix of 8 bits than for one of 4
 OF_ATTENTION = re.compile(r"(?:.*\.)?[qkv]_proj(?:\.weight)?")  # names of what makes queries, keys and values
+RATES = re.compile(r"(?:.*\.)?in_proj_(?:a|b|ba)(?:\.weight)?")  # names of what makes the rates of gated delta nets
 
 
 def pack(
@@ -329,17 +330,21 @@ def _with_zero(weight: Quantized) -> Quantized:
     return weight.replace(zero=np.full(weight.scale.shape, middle, np.uint8))
 
 
-def format_of(name: str, inputs: int, format: str) -> str:
+def format_of(name: str, inputs: int, format: str) -> str | None:
     """Return the format to which a matrix of a network is rounded where the others are rounded to `format`.
 
     It is the same one, but for "int4" where a matrix with few inputs makes queries, keys and values: it gets "int8".
-    In a small model 4 bits there cost as much quality as in several other matrices, and 8 bits cost no time.
+    In a small model 4 bits there cost as much quality as in several other matrices, and 8 bits cost no time. None: the
+    matrix stays as it is. It makes the rates of a gated delta net, by which a state decays at every token, and has
+    few outputs. The releases in FP8 leave it so, too.
 
     Args:
         name: of the matrix, as the files have it.
         inputs: its number of inputs.
         format: "int8", "int4" or "fp8".
     """
+    if RATES.fullmatch(name):
+        return None
     return "int8" if format == "int4" and inputs < NARROW and OF_ATTENTION.fullmatch(name) else format
 
 

@@ -210,7 +210,8 @@ class Tensors:
             transposed: whether to return [sum of outputs, inputs], which is the orientation in the files.
         """
         shapes = {name: (size, inputs) for name, size in outputs.items()}
-        if self._quantization or any(self._is_quantized(self._linear(*item)) for item in shapes.items()):
+        is_rounded = self._quantization is not None and format_of(next(iter(shapes)), inputs, self._quantization)
+        if is_rounded or any(self._is_quantized(self._linear(*item)) for item in shapes.items()):
             return self._matrix(shapes, transposed)
         return self._read(shapes, transpose=not transposed)
 
@@ -404,6 +405,7 @@ class Tensors:
         if not any(map(self._is_quantized, linears)):
             assert self._quantization is not None, "only then are floats read here"
             format = format_of(linears[0].name, linears[0].shape[1], self._quantization)
+            assert format is not None, "only then are they read here"
             return [quantize(self._floats(linears), format)]
         scheme = self._scheme
         assert scheme is not None, "only then is a matrix quantised"
