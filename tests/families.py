@@ -249,6 +249,17 @@ VARIANTS = {
         },
     },
     "gemma4_values": GEMMA4,
+    "gemma4_small": GEMMA4
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": 2 * ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 64,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 8.0,
+    },
     "gemma4_moe": GEMMA4
     | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20},
     "glm4_moe": GLM,

@@ -4,9 +4,12 @@ from families import ALL, LLAMA3_SCALING, PARTIAL
 
 from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
-from specjax.models.rope import Llama3Scaling, LongRopeScaling, QueryScaling, Rope, YarnScaling
+from specjax.models.layer_input import LayerInput
+from specjax.models.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, QueryScaling, Rope, YarnScaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
+SLIDING = {"window": 512}  # layers of Gemma 4
+FULL = {"rope": Rope(1e6, ProportionalScaling(3)), "head_size": 24}
 # The case of `families.ALL` that has the same tensors, the fields, and the differences of the network from the case.
 RELEASED = {
     "Llama 3.1 8B Instruct": (
@@ -296,6 +299,50 @@ RELEASED = {
             * 2,
         },
     ),
+    "Gemma 4 E2B, text part": (
+        "gemma4_small",
+        {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attention_k_eq_v": False,
+            "bos_token_id": 2,
+            "dtype": "bfloat16",
+            "enable_moe_block": False,
+            "eos_token_id": 1,
+            "expert_intermediate_size": None,
+            "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "initializer_range": 0.02,
+            "model_type": "gemma4_text",
+            "num_experts": None,
+            "num_global_key_value_heads": None,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "top_k_experts": None,
+            "use_bidirectional_attention": None,
+            "use_cache": True,
+            "use_double_wide_mlp": True,
+        },
+        {
+            "logit_softcap": 30.0,
+            "layers": tuple(
+                LayerConfig(
+                    Attention(scale=1.0, has_head_norms=True, has_value_norm=True, keys_of=lender, **kind),
+                    GatedMLP("gelu_tanh", size=None if lender is None else 96),
+                    has_post_norms=True,
+                    has_scale=True,
+                    input=LayerInput(6, "gelu_tanh"),
+                )
+                for lender, kind in zip((None, None, None, 1, 1, 2), 2 * (SLIDING, SLIDING, FULL), strict=True)
+            ),
+        },
+    ),
     "Phi-4-mini, with short lists of divisors": (
         "phi4_mini",
         {
@@ -526,6 +573,11 @@ SIZES = {
     "num_experts_per_tok",
     "num_local_experts",
     "max_position_embeddings",
+    "layer_types",
+    "global_head_dim",
+    "num_kv_shared_layers",
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
     "ffn_dim",
     "word_embed_proj_dim",
 }

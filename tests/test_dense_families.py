@@ -52,11 +52,21 @@ def test_a_text_part_without_its_defaults(tmp_path):
     ("case", "change", "message"),
     [
         (
-            "gemma4",
-            {"hidden_size_per_layer_input": 256},
-            "hidden_size_per_layer_input in .* must be 0, because .* got 256",
+            "gemma4_small",
+            {"vocab_size_per_layer_input": 65},
+            "vocab_size_per_layer_input in .* must be vocab_size = 64",
         ),
-        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers in .* must be 0, because .* got 1"),
+        (
+            "gemma4_small",
+            {"num_kv_shared_layers": 4},
+            "must leave keys and values to a layer of the type full",
+        ),
+        ("gemma4_small", {"num_kv_shared_layers": 7}, r"num_kv_shared_layers in .* must be in \[0, 6\], got 7"),
+        (
+            "gemma4_small",
+            {"hidden_size_per_layer_input": 5},
+            r"input_gate.weight in .* must have shape \(5, 32\)",
+        ),
         ("gemma4", {"enable_moe_block": True}, "must have the field num_experts"),
         ("granite4", {"num_local_experts": 8}, "num_local_experts in .* must be 0, because .*, got 8"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, "layer_types in .* must be 2 times 'attention'"),

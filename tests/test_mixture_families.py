@@ -130,7 +130,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
-        ("gemma4_moe", {"hidden_size_per_layer_input": 8}, "must be 0, because specjax does not have this part, got 8"),
+        ("gemma4_moe", {"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input in .* must be vocab_size = 64"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 2 times 'dense' or 'sparse'"),
         ("glm4_moe_lite", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
         ("deepseek_v3", {"q_lora_rank": 16}, r"q_a_proj.weight in .* must have shape \(16, 32\), got \(20, 32\)"),

@@ -4,6 +4,7 @@ Families that vary it describe their layers and set options of `DecoderConfig`; 
 separate file.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,11 @@ from specjax.models import delta_net, network
 from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.delta_net import DeltaNet
 from specjax.models.latent_attention import InitLatents, latent_mixer
-from specjax.models.layer import Attention, LayerConfig, norm_of, run_layer
+from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer
+from specjax.models.layer_input import LayerInput
 from specjax.models.linear import linear, rms_norm
 from specjax.models.rope import QueryScaling, Rope, RopeScaling, Rotation, rotation
+from specjax.models.shared_keys import Borrowed, Lender
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 
@@ -84,9 +87,21 @@ class DecoderConfig:
 
     @property
     def has_own_sizes(self) -> bool:
-        """Whether a layer has heads of another size or number than the config says."""
+        """Whether a layer has heads of another size or number, or an MLP of another width, than the config says."""
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
-        return any(mixer.sized(self) != self for mixer in mixers)
+        mlps = [layer.ffn for layer in self.layers if isinstance(layer.ffn, GatedMLP)]
+        return any(mixer.sized(self) != self for mixer in mixers) or any(mlp.size is not None for mlp in mlps)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The layer whose memory each layer reads: its own, or an earlier one with its keys and values."""
+        lenders = [getattr(layer.mixer, "keys_of", None) for layer in self.each_layer]
+        return tuple(i if lender is None else lender for i, lender in enumerate(lenders))
+
+    @property
+    def input(self) -> LayerInput | None:
+        """The numbers that tokens give to the layers; None for none."""
+        return self.layers[0].input
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -97,12 +112,12 @@ class DecoderConfig:
 def _init(config: DecoderConfig, seed: int) -> PyTree:
     """Return random parameters: normal matrices, norms that scale by 1, and biases of zeros."""
     hidden, key = config.hidden_size, jax.random.key(seed)
-    num_drawn = iter(range(2 * config.num_layers + 2))
+    num_drawn = itertools.count()
 
     def draw() -> Array:
         return jax.random.fold_in(key, next(num_drawn))
 
-    def layer(one: LayerConfig) -> PyTree:
+    def drawn(shapes: Shapes) -> dict[str, Array]:
         inner, outer = draw(), draw()
 
         def param(name: str, shape: tuple[int, ...]) -> Array:
@@ -114,13 +129,15 @@ def _init(config: DecoderConfig, seed: int) -> PyTree:
                 return 0.02 / (2 * config.num_layers) ** 0.5 * jax.random.normal(outer, shape)
             return 0.02 * jax.random.normal(inner, shape)
 
-        return {name: param(name, shape) for name, shape in one.shapes(config).items()}
+        return {name: param(name, shape) for name, shape in shapes.items()}
 
     params = {"embedding": 0.02 * jax.random.normal(draw(), (config.vocab_size, hidden))}
-    params |= {"layers": {i: layer(one) for i, one in enumerate(config.each_layer)}}
+    params |= {"layers": {i: drawn(one.shapes(config)) for i, one in enumerate(config.each_layer)}}
     params |= {"norm": jnp.full((hidden,), 1 - config.norm_offset, jnp.float32)}
     if not config.tie_embeddings:
         params |= {"head": 0.02 * jax.random.normal(draw(), (config.vocab_size, hidden))}
+    if config.input is not None:
+        params |= drawn(config.input.shapes_of_all(config))
     return params
 
 
@@ -152,15 +169,21 @@ def _apply(
         x = network.embed(embedding, inputs.tokens, config.axis_name)
         if config.embedding_factor != 1:
             x = x * jnp.asarray(config.embedding_factor, x.dtype)
-        new_cache, taps = [], network.Taps(feature_layers)
+        taps = network.Taps(feature_layers)
         taps.collect(0, x)
-        each = zip(config.each_layer, _memories(config, params, inputs, cache), strict=True)
+        found, new_cache = _memories(config, params, inputs, cache), [{}] * config.num_layers
+        lent: dict[int, Borrowed] = {}
         turns = _rotations(config, inputs, cache)
         factor = None if config.query_scaling is None else config.query_scaling(inputs.positions)
-        for i, (layer, memory) in enumerate(each):
-            of_layer = turns[_turning(config, layer)]
-            x, kept = run_layer(config, layer, params["layers"][i], x, of_layer, memory, query_factor=factor)
-            new_cache.append(kept)
+        given = None if config.input is None else config.input.of_all(config, params, inputs.tokens, x)
+        for i, layer in enumerate(config.each_layer):
+            owner, of_layer = config.owners[i], turns[_turning(config, layer)]
+            memory = lent.get(owner, found[i])
+            own = None if given is None else given[:, :, i]
+            x, kept = run_layer(config, layer, params["layers"][i], x, of_layer, memory, None, factor, own)
+            if isinstance(kept, Borrowed):
+                lent[owner], kept = kept, kept.kept
+            new_cache[owner] = kept
             taps.collect(i + 1, x)
         norm = norm_of(params["norm"], config)
         features = taps.beside(rms_norm(x, norm))
@@ -200,10 +223,10 @@ def _rotations(
 
 
 def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:
-    """Return the memory of each layer in a call."""
-    recurrent = dict(config.delta_nets)
+    """Return the memory of each layer in a call; None of a layer that borrows another one's."""
+    recurrent, owners = dict(config.delta_nets), config.owners
     pools = cache.pools if isinstance(cache, Memory) else cache
-    attends = [i for i in range(config.num_layers) if i not in recurrent]
+    attends = [i for i in range(config.num_layers) if i not in recurrent and owners[i] == i]
     windows = [config.windows[i] for i in attends]
     scales = [cache_scales(params["layers"][i]) for i in attends]
     own = None if pools is None else [pools[i] for i in attends]
@@ -211,7 +234,9 @@ def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: 
     if recurrent:
         assert cache is None or isinstance(cache, Memory), "such a model has init_rows"
         found |= delta_net.memories(inputs, cache, tuple(recurrent))
-    return [found[i] for i in range(config.num_layers)]
+    lenders = {owner for i, owner in enumerate(owners) if owner != i}
+    found |= {i: Lender(found[i]) for i in lenders}
+    return [found.get(i) for i in range(config.num_layers)]
 
 
 def _kept(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None, new: list) -> list | Memory | None:
@@ -252,7 +277,8 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
             return model
         sized = [layer.mixer.sized(config) for layer in config.each_layer]
         sizes = tuple((one.num_kv_heads, one.head_size) for one in sized)
-        return replace(model, init_cache=network.InitCache(config, str(params["embedding"].dtype), sizes=sizes))
+        owns = tuple(owner == i for i, owner in enumerate(config.owners))
+        return replace(model, init_cache=network.InitCache(config, str(params["embedding"].dtype), owns, sizes))
     recurrent = {i for i, _ in config.delta_nets}
     if len(recurrent) == config.num_layers:
         raise ValueError("config.layers must have a layer that attends beside gated delta nets, got none")

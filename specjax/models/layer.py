@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from specjax.models.beside_mlp import BesideMLP
     from specjax.models.decoder import DecoderConfig
     from specjax.models.experts import Experts
+    from specjax.models.layer_input import LayerInput
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
+NO_KEYS: tuple[Any, Any] = None, None  # the keys and values that a layer with another one's memory gives it
 Params = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -78,6 +80,7 @@ class Attention:
     num_kv_heads: int | None = None  # number of key heads; None is the config's
     has_values: bool = True  # whether values have a projection; otherwise they are keys before norm and rotation
     has_value_norm: bool = False  # whether each value head is scaled to unit root mean square
+    keys_of: int | None = None  # index of the earlier layer whose keys and values it attends to; None: its own
 
     @property
     def query_parts(self) -> int:
@@ -88,7 +91,8 @@ class Attention:
         """Return the shapes of the parameters by name, for attention that reads `inputs` numbers of a token."""
         config = self.sized(config)
         size = config.head_size
-        width = (self.query_parts * config.num_heads + (1 + self.has_values) * config.num_kv_heads) * size
+        num_own = 0 if self.keys_of is not None else 1 + self.has_values
+        width = (self.query_parts * config.num_heads + num_own * config.num_kv_heads) * size
         shapes: Shapes = {
             "qkv": matrix_shape(config, inputs, width),
             "attention_out": matrix_shape(config, config.num_heads * size, config.hidden_size),
@@ -98,7 +102,7 @@ class Attention:
         if self.has_out_bias:
             shapes["attention_out_bias"] = (config.hidden_size,)
         if self.has_head_norms:
-            shapes |= {"query_norm": (size,), "key_norm": (size,)}
+            shapes |= {"query_norm": (size,)} | ({} if self.keys_of is not None else {"key_norm": (size,)})
         if self.has_wide_norms:
             shapes |= {"query_norm": (config.num_heads * size,), "key_norm": (config.num_kv_heads * size,)}
         if self.has_sinks:
@@ -114,19 +118,24 @@ class Attention:
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
         rows = call.x.shape[:2]
         qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
-        query, key, *values = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
-        value = values[0] if values else key
-        if self.has_value_norm:
-            value = rms_norm(value, (jnp.ones(size, jnp.float32), config.norm_eps))
+        query, *own = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
-        query, key = self._normed(config, params, "query", query), self._normed(config, params, "key", key)
+        query = self._normed(config, params, "query", query)
         if call.query_factor is not None:
             query = times(query, call.query_factor[..., None, None])
-        query, key = (in_pairs(self._rope(config), heads) for heads in (query, key))
+        query = in_pairs(self._rope(config), query)
+        key, value = self._own(config, params, *own) if own else NO_KEYS
         attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
         if gate:
             attended = attended * jax.nn.sigmoid(gate[0])
         return join(config, params, "attention_out", attended.reshape(*rows, heads * size), call), kept
+
+    def _own(self, config: "DecoderConfig", params: Params, key: Array, value: Array | None = None) -> tuple[Any, Any]:
+        """Return the keys and values of the layer [B, T, kv heads, D], given the projections of its input."""
+        value = key if value is None else value
+        if self.has_value_norm:
+            value = rms_norm(value, (jnp.ones(value.shape[-1], jnp.float32), config.norm_eps))
+        return in_pairs(self._rope(config), self._normed(config, params, "key", key)), value
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
         """Return the rotated keys and the values [B, T, kv heads, head size] of tokens, without their queries."""
@@ -162,10 +171,15 @@ class GatedMLP:
 
     activation: str = "silu"  # of the gate, one of ACTIVATIONS
     has_bias: bool = False  # whether the three projections have biases
+    size: int | None = None  # width; None is the config's
+
+    def width(self, config: "DecoderConfig") -> int:
+        """Return the number of outputs of the gate."""
+        return config.mlp_size if self.size is None else self.size
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name."""
-        hidden, size = config.hidden_size, config.mlp_size
+        hidden, size = config.hidden_size, self.width(config)
         shapes: Shapes = {
             "gate_up": matrix_shape(config, hidden, 2 * size),
             "mlp_out": matrix_shape(config, size, hidden),
@@ -194,6 +208,7 @@ class LayerConfig:
     residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms
     has_scale: bool = False  # whether the residual stream after the layer is multiplied by a number
     around: Around | None = None  # changes the input and the output of both; None for no change
+    input: "LayerInput | None" = None  # a third sublayer, of the numbers that tokens give to layers; None for none
 
     def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
         """Return the shapes of the parameters by name.
@@ -211,6 +226,8 @@ class LayerConfig:
             names += ["attention_post_norm", "mlp_post_norm"]
         if self.has_scale:
             shapes["layer_scale"] = (1,)
+        if self.input is not None:
+            shapes |= self.input.shapes(config)
         return shapes | dict.fromkeys(names, (hidden,)) | ({} if self.around is None else self.around.shapes(config))
 
 
@@ -224,6 +241,7 @@ def run_layer(
     memory: KeyValues,
     residual: Array | None = None,
     query_factor: Array | None = None,
+    given: Array | None = None,
 ) -> tuple[Array, Any]:
     """Run a decoder layer.
 
@@ -236,6 +254,7 @@ def run_layer(
         memory: the keys and values that the mixer attends to.
         residual: [B, T, h], the residual stream; None: it is `x`.
         query_factor: [B, T] float32, which multiplies the queries; None for none.
+        given: [B, T, size], the numbers of the tokens for this layer; None for a layer without `input`.
 
     Returns:
         The residual stream after the layer [B, T, h], and the layer's cache afterwards.
@@ -243,6 +262,9 @@ def run_layer(
     call = _enter(config, layer, params, "attention", x, x if residual is None else residual)
     stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
     stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream))
+    if layer.input is not None:
+        assert given is not None, "the decoder gives each layer its numbers"
+        stream = layer.input(config, params, stream, given)
     return stream * params["layer_scale"].astype(stream.dtype)[None, None] if layer.has_scale else stream, kept
 
 

@@ -1,10 +1,11 @@
 """Gemma 4: changes Gemma 3 by larger heads in full layers, by norms of values, and by experts beside the MLP.
 
-Checkpoints that also take images or audio are read without their tensors. The small releases, whose layers have
-embeddings of their own and share keys and values, are refused.
+In the small releases each token also gives some numbers to every layer, and the last layers attend to the keys and
+values of earlier ones. Checkpoints that also take images or audio are read without their tensors.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.models.beside_mlp import BesideMLP
@@ -15,6 +16,7 @@ from specjax.models.families import gemma, llama, mixtures, ropes
 from specjax.models.families.gemma import ACTIVATIONS, NORMS
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.layer_input import LayerInput
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -29,8 +31,9 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma 4 checkpoint."""
     text, tensors = text_part(config, tensors)
     text = text.with_defaults(rope_parameters=TURNS)
-    _refuse(text)
-    activation = text.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")
+    if text.fields.get("use_bidirectional_attention") == "vision":
+        text.fields["use_bidirectional_attention"] = None  # text is causal
+    activation = ACTIVATIONS[text.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")]
     *types, _ = llama.layer_types(text, lambda i: (i + 1) % 6 != 0)
     types.append(FULL)  # the last layer always attends to all positions
     sizes = {FULL: text.size("global_head_dim", 512), SLIDING: text.size("head_dim", 256)}
@@ -54,22 +57,37 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         ),
         SLIDING: Attention(window=text.size("sliding_window", 512), **shared),
     }
-    ffn: Any = GatedMLP(ACTIVATIONS[activation])
-    options: dict[str, Any] = {}
+    mlp, options = GatedMLP(activation), {}
+    wide = (
+        replace(mlp, size=2 * text.size("intermediate_size")) if text.get("use_double_wide_mlp", bool, False) else mlp
+    )
+    ffns: tuple[Any, Any] = mlp, wide  # of layers with their own keys and values, and of the others
     if text.get("enable_moe_block", bool, False):
-        ffn = BesideMLP(ffn, _experts(text, ACTIVATIONS[activation]))
+        experts = _experts(text, activation)
+        ffns = BesideMLP(mlp, experts), BesideMLP(wide, experts)
         options |= {"expert_size": text.size("moe_intermediate_size"), "mixture": Names()}
     else:
         text.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+    lenders, given = _lenders(text, types), _input(text, activation)
+    layers = tuple(
+        LayerConfig(
+            replace(mixers[kind], keys_of=lender),
+            ffns[lender is not None],
+            has_post_norms=True,
+            has_scale=True,
+            input=given,
+        )
+        for kind, lender in zip(types, lenders, strict=True)
+    )
     return gemma.decoder(
         text,
         tensors,
-        tuple(LayerConfig(mixers[kind], ffn, has_post_norms=True, has_scale=True) for kind in types),
+        layers,
         norms=NORMS,
         norm_offset=0.0,
         logit_softcap=text.number("final_logit_softcapping", None),
         rope=turns[SLIDING],
-        ignored=OTHERS,
+        ignored=(*OTHERS, *_unused(lenders)),
         **options,
     )
 
@@ -103,11 +121,31 @@ class Names:
         }
 
 
-def _refuse(config: ConfigFile) -> None:
-    """Raise ValueError for the parts of small releases: embeddings of layers, and shared keys and values."""
-    for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-        if (found := config.get(name, int, default)) != 0:
-            raise ValueError(f"{config.where(name)} must be 0, because specjax does not have this part, got {found}")
-    if config.fields.get("use_bidirectional_attention") == "vision":
-        config.fields["use_bidirectional_attention"] = None  # text is causal
-    config.ignore("use_double_wide_mlp")
+def _input(config: ConfigFile, activation: str) -> LayerInput | None:
+    """Return the numbers that tokens give to the layers; None for none."""
+    size = config.size("hidden_size_per_layer_input", 256, least=0)
+    if not size:
+        return None
+    vocab_size, found = config.size("vocab_size"), config.size("vocab_size_per_layer_input", 262144)
+    if found != vocab_size:
+        raise ValueError(f"{config.where('vocab_size_per_layer_input')} must be vocab_size = {vocab_size}, got {found}")
+    return LayerInput(size, activation)
+
+
+def _lenders(config: ConfigFile, types: Sequence[str]) -> list[int | None]:
+    """Return for each layer the last earlier one of its type, whose keys and values it has; None for its own."""
+    num_own = len(types) - config.size("num_kv_shared_layers", 0, least=0, most=len(types))
+    last = {kind: i for i, kind in enumerate(types[:num_own])}
+    if missing := [kind for kind in types[num_own:] if kind not in last]:
+        raise ValueError(
+            f"{config.where('num_kv_shared_layers')} must leave keys and values to a layer of the type {missing[0]}, "
+            f"got {len(types) - num_own} of {len(types)} layers"
+        )
+    return [None if i < num_own else last[kind] for i, kind in enumerate(types)]
+
+
+def _unused(lenders: Sequence[int | None]) -> list[str]:
+    """Return the names of the tensors of keys and values that files have of layers without their own."""
+    parts = "k_proj.weight", "v_proj.weight", "k_norm.weight"
+    layers = [i for i, lender in enumerate(lenders) if lender is not None]
+    return [f"model.layers.{i}.self_attn.{part}" for i in layers for part in parts]

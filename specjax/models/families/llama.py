@@ -237,6 +237,11 @@ def layer_params(
         params |= mixture.params(config, layer.ffn, tensors, name)
     if layer.has_scale:
         params["layer_scale"] = tensors.vectors({f"{name}.layer_scalar": 1})
+    if layer.input is not None:
+        size, matrices = layer.input.size, partial(tensors.matrices, transposed=config.transposed)
+        params["input_gate"] = matrices(hidden, {f"{name}.per_layer_input_gate.weight": size})
+        params["input_out"] = matrices(size, {f"{name}.per_layer_projection.weight": hidden})
+        params["input_norm"] = tensors.vectors({f"{name}.post_per_layer_input_norm.weight": hidden})
     return params
 
 
@@ -248,8 +253,8 @@ def _attention_params(
     size, matrices = config.head_size, partial(tensors.matrices, transposed=config.transposed)
     query, key_value = config.num_heads * size, config.num_kv_heads * size
     widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": key_value}
-    if not mixer.has_values:
-        widths.pop("v_proj")
+    absent = ["k_proj", "v_proj"] if mixer.keys_of is not None else [] if mixer.has_values else ["v_proj"]
+    widths = {part: width for part, width in widths.items() if part not in absent}
     widths = _stored(tensors, name, widths, "qkv_proj")
     params = {
         "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
@@ -263,7 +268,8 @@ def _attention_params(
         params["sinks"] = tensors.vectors({f"{name}.sinks": config.num_heads})
     if mixer.has_head_norms:
         params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": size})
-        params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": size})
+        if mixer.keys_of is None:
+            params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": size})
     if mixer.has_wide_norms:
         params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": query})
         params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": key_value})
@@ -331,7 +337,7 @@ def mlp_params(
     config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames = MLP
 ) -> dict[str, Array]:
     """Read the parameters of the MLP of a layer, whose name is the prefix of the names of its tensors."""
-    hidden, size, turned, block = config.hidden_size, config.mlp_size, config.transposed, f"{name}.{names.block}"
+    hidden, size, turned, block = config.hidden_size, ffn.width(config), config.transposed, f"{name}.{names.block}"
     gate_up = _stored(tensors, block, dict.fromkeys(names.parts, size), names.whole)
     params = {
         "gate_up": tensors.matrices(hidden, {f"{one}.weight": n for one, n in gate_up.items()}, transposed=turned),
@@ -365,5 +371,11 @@ def _params(
         tensors.check_same("lm_head.weight", *embedding)
     else:
         params["head"] = tensors.table("lm_head.weight", config.vocab_size, config.hidden_size)
+    if config.input is not None:
+        width = config.num_layers * config.input.size
+        names = {"model.per_layer_model_projection.weight": width}
+        params["input_embedding"] = tensors.table("model.embed_tokens_per_layer.weight", config.vocab_size, width)
+        params["input_projection"] = tensors.matrices(config.hidden_size, names, transposed=config.transposed)
+        params["input_projection_norm"] = tensors.vectors({"model.per_layer_projection_norm.weight": config.input.size})
     tensors.check_all_read("*.rotary_emb.inv_freq", *ignored)  # old checkpoints store these constants
     return params
