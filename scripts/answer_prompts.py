@@ -5,10 +5,14 @@
 `--prompts` is a file of JSONL with "prompt", a question to which the chat template of the target is applied. The target
 answers the prompts in their order, at each of `--temperatures` in turn, and when it has answered all of them it begins
 again at the next temperature, until the time is over. `specjax train --data answers.npz` reads the file.
+
+With `--own N` the target first writes N questions: it continues its chat template where the user would begin. They join
+the prompts in random order.
 """
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +30,18 @@ from specjax.training.corpus import write_documents
 from specjax.types import Model
 
 PLACE = "\ufffc"  # stands for the question in the rendered template
+QUESTION = SamplingParams(temperature=1.0, max_tokens=64)  # of the target's own questions; longer ones are left out
+
+
+def around(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the chat template before a question, and after it up to where the answer begins."""
+    before, after = chat.render(checkpoint, [{"role": "user", "content": PLACE}]).split(PLACE)
+    return before, after
 
 
 def encode(checkpoint: Checkpoint, questions: Sequence[str]) -> list[list[int]]:
     """Return the token ids of questions in the chat template, up to where the answer begins."""
-    before, after = chat.render(checkpoint, [{"role": "user", "content": PLACE}]).split(PLACE)
+    before, after = around(checkpoint)
     tokenizer = checkpoint.tokenizer()
     texts = [before + question.strip() + after for question in questions]
     return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -61,11 +72,26 @@ def answer(
 _prefill = jax.jit(decode.prefill, static_argnames="max_length")
 
 
+def ask(target: Model, checkpoint: Checkpoint, count: int, key: jax.Array, batch: int) -> list[str]:
+    """Return about `count` different questions that the target wrote where its template has the user's text."""
+    tokenizer = checkpoint.tokenizer()
+    start = tokenizer.encode(around(checkpoint)[0], add_special_tokens=False).ids
+    eos, asked = checkpoint.eos_token_ids(target.vocab_size), {}
+    for number in range(-(-count // batch)):
+        given = {"width": len(start), "eos_token_ids": eos}
+        some = answer(target, [start] * batch, [QUESTION] * batch, jax.random.fold_in(key, number), **given)
+        written = [[int(token) for token in document.tokens[document.learn_from :]] for document in some]
+        ended = [ids[:-1] for ids in written if ids[-1] in eos]
+        asked |= dict.fromkeys(text.strip() for text in tokenizer.decode_batch(ended) if text.strip())
+    return list(asked)[:count]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="checkpoint or name of the target, which has a chat template")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--own", type=int, default=0, metavar="N", help="questions that the target writes itself")
     parser.add_argument("--minutes", type=float, default=2.0, help="after which no new batch begins")
     parser.add_argument("--batch", type=int, default=512, help="prompts that are answered at a time")
     parser.add_argument("--prompt-length", type=int, default=256, help="tokens of a prompt; longer ones are left out")
@@ -79,6 +105,12 @@ def main() -> None:
     target = models.load(checkpoint, dtype=jnp.dtype(args.dtype))
     eos = checkpoint.eos_token_ids(target.vocab_size)
     questions = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
+    key, began = jax.random.key(args.seed), time.monotonic()
+    if args.own:
+        own = ask(target, checkpoint, args.own, jax.random.fold_in(key, 2**31), args.batch)
+        questions += own
+        random.Random(args.seed).shuffle(questions)
+        print(f"{len(own)} own questions in {time.monotonic() - began:.0f} s, such as {own[:3]}", flush=True)
     prompts = [ids for ids in encode(checkpoint, questions) if len(ids) <= args.prompt_length]
     if len(prompts) < args.batch:
         raise ValueError(f"--prompts must hold at least {args.batch} prompts of at most {args.prompt_length} tokens")
@@ -87,7 +119,7 @@ def main() -> None:
         flush=True,
     )
 
-    key, made, number, began = jax.random.key(args.seed), [], 0, time.monotonic()
+    made, number, began = [], 0, time.monotonic()
     per_round = len(prompts) // args.batch
     while time.monotonic() - began < 60 * args.minutes:
         turn, place = divmod(number, per_round)

@@ -17,7 +17,7 @@ from specjax import LLM, SamplingParams, models, proposers, training
 from specjax.cli import _parser, main
 from specjax.cli.train import CORPUS, check_arguments
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.training import corpus, drafter, loop
+from specjax.training import corpus, drafter, loop, unroll
 
 pytestmark = pytest.mark.slow  # each trains for some steps
 
@@ -124,6 +124,27 @@ def test_a_target_that_can_be_copied_is_copied(kind, cycle):
     proposer = made.proposer(jax.device_get(params | frozen))
     found = corpus.measure(target, proposer, [[*range(4, 14)], [3, 4, 5]], max_tokens=20)
     assert min(each.tokens_per_step for each in found.values()) > 3.7, found
+
+
+def test_one_token_stands_for_all_outside_a_draft_vocabulary(cycle):
+    """The losses and rates are those against the whole vocabulary of the target."""
+    target = models.with_feature_layers(jax.tree.map(jnp.asarray, cycle), drafter.layers_of(2, "dflash"))
+    vocab = training.vocabulary([5, 0, 7, 2] * 4, 9)
+    kind, params, frozen = drafter.new_drafter("dflash", target, 2, 4, 0, vocab, jax.random.key(0))
+    rows = training.pack([np.random.default_rng(i).integers(0, 16, 12) for i in range(4)], 24)
+
+    def values(rows, is_whole):
+        batch = unroll.features(target, jax.tree.map(jnp.asarray, rows), target.feature_layers)
+        batch = batch._replace(features=jax.tree.map(lambda x: 0.1 * x, batch.features))  # less certain tokens
+        steps = kind.unroll(params | frozen, batch, jax.random.key(1))
+        others = None if is_whole else drafter.logit_of_others(target, batch.features.hidden, vocab)
+        given = params | frozen, target, steps, 1, kind
+        return [drafter.of_step(*given, loss, others) for loss in ("lk_hybrid", "text_and_variation")]
+
+    given, whole = (jax.jit(partial(values, is_whole=x))(rows) for x in (False, True))
+    assert float(whole[0][1].max()) > 0
+    for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind, arguments", [("p_eagle", ("--regenerate", "2")), ("dspark", ())])

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,10 +158,11 @@ def new_drafter(
     return Kind(kind, num_draft_tokens, head, num_anchors, vocab=vocab), trunk.random_params(head.shapes(), key), frozen
 
 
-def target_logits(target: Model) -> Callable[[Array], Array]:
-    """Return the function that makes logits [N, V] of final hidden states [N, H]."""
+def target_logits(target: Model, ids: Array | None = None) -> Callable[[Array], Array]:
+    """Return the function that makes logits [N, V], or [N, D] of the tokens `ids`, of final hidden states [N, H]."""
     softcap, divisor = (getattr(target.apply.config, name, None) for name in ("logit_softcap", "logit_divisor"))
     head = target_weights(target).head
+    head = head if ids is None else head[ids]
 
     def logits(hidden: Array) -> Array:
         values = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
@@ -194,10 +195,12 @@ def loss_of(
 ) -> tuple[Array, Array]:
     """Return the loss of a batch, a weighted mean over steps, and the mean acceptance rate of each step [K]."""
     params = jax.tree.map(lambda x: x.astype(plan.dtype), params | frozen)
-    steps = kind.unroll(params, unroll.features(target, rows, target.feature_layers), key)
+    batch = unroll.features(target, rows, target.feature_layers)
+    steps = kind.unroll(params, batch, key)
+    others = None if kind.vocab is None else logit_of_others(target, batch.features.hidden, kind.vocab)
     values, rates = [], []
     for j, mask in enumerate(steps.masks):
-        value, rate = of_step(params, target, steps, j, kind, plan.loss)
+        value, rate = of_step(params, target, steps, j, kind, plan.loss, others)
         count = jnp.maximum(mask.sum(), 1)
         # EAGLE-3 and Medusa learn at every token, and best with a mean over all, masked or not.
         values.append(value.sum() / (mask.size if kind.name in ("eagle3", "medusa") else count))
@@ -206,9 +209,74 @@ def loss_of(
     return jnp.sum(weights * jnp.stack(values)) / weights.sum(), jnp.stack(rates)
 
 
-def of_step(params: PyTree, target: Model, steps: Steps, j: int, kind: Kind, loss: str) -> tuple[Array, Array]:
-    """Return the losses and the acceptance rates [B, N] of a step, which are 0 where its mask is false."""
+def logit_of_others(target: Model, hidden: Array, vocab: Vocabulary) -> Array:
+    """Return the logit that all tokens outside a draft vocabulary would have as one token.
+
+    So a step of the unroll needs the target's logits of the draft vocabulary alone.
+
+    Args:
+        target: the target.
+        hidden: [B, L, H], its final hidden states, constants for any gradient.
+        vocab: the draft vocabulary.
+
+    Returns:
+        [B, L] float32, the logarithm of the sum of exp(logit) over the tokens that the vocabulary lacks.
+    """
+    is_held = jnp.asarray(vocab.t2d)
+
+    def logit(_: Array, target_logits: Array) -> Array:
+        return jax.nn.logsumexp(jnp.where(is_held, -jnp.inf, target_logits), axis=-1)
+
+    mask = jnp.ones(hidden.shape[:-1], bool)
+    given = hidden, target_logits(target)
+    return losses.from_hidden(logit, hidden, lambda rows: rows, *given, mask=mask, chunk=_rows(mask, target.vocab_size))
+
+
+def _rows(mask: Array, size: int) -> int:
+    """Return how many rows of logits of this size exist at a time, of the rows of a mask."""
+    return min(mask.size, max(256, MOST_LOGITS // size))
+
+
+class _Labels(NamedTuple):
+    """The target of a step as `losses.from_hidden` takes it."""
+
+    hidden: PyTree
+    logits: Callable[[PyTree], Array]
+    tokens: Array  # [B, N] int32
+    size: int  # of the logits
+    vocab: Vocabulary | None
+
+
+def _labels(target: Model, steps: Steps, j: int, vocab: Vocabulary | None, others: Array | None) -> _Labels:
+    """Return the target of a step: over its whole vocabulary, or over the draft vocabulary and one token for others."""
+    hidden, tokens = steps.target_hidden[j], steps.labels[j]
+    if vocab is None or others is None:
+        return _Labels(hidden, target_logits(target), tokens, target.vocab_size, vocab)
+    ids = jnp.asarray(vocab.ids)
+    count = len(ids)
+    of_ids = target_logits(target, ids)
+
+    def logits(given: tuple[Array, Array]) -> Array:
+        hidden, others = given
+        return jnp.concatenate([of_ids(hidden), others[:, None]], axis=-1)
+
+    place = jnp.minimum(jnp.searchsorted(ids, tokens), count - 1)
+    tokens = jnp.where(ids[place] == tokens, place, count)
+    others = jnp.take_along_axis(unroll.shift(others, j), steps.rows[j], axis=1)
+    index = jnp.arange(count + 1, dtype=jnp.int32)
+    held = Vocabulary(index[:count], jnp.zeros(count, jnp.int32), index < count)
+    return _Labels((hidden, others), logits, tokens, count + 1, held)
+
+
+def of_step(
+    params: PyTree, target: Model, steps: Steps, j: int, kind: Kind, loss: str, others: Array | None
+) -> tuple[Array, Array]:
+    """Return the losses and the acceptance rates [B, N] of a step, which are 0 where its mask is false.
+
+    Where the kind has a draft vocabulary, `others` [B, L] is the `logit_of_others` of the batch.
+    """
     output, mask, previous = steps.outputs[j], steps.masks[j], steps.previous[j]
+    labels = _labels(target, steps, j, kind.vocab, others)
 
     def both(draft_logits: Array, target_logits: Array, *tokens: Array, vocab: Vocabulary | None = None):
         rate = losses.acceptance_rate(draft_logits, target_logits, vocab=vocab)
@@ -218,12 +286,12 @@ def of_step(params: PyTree, target: Model, steps: Steps, j: int, kind: Kind, los
         both,
         (output, previous),
         partial(kind.logits, params, j),
-        steps.target_hidden[j],
-        target_logits(target),
+        labels.hidden,
+        labels.logits,
         mask=mask,
-        tokens=steps.labels[j] if loss in READS_TEXT else None,
-        chunk=min(mask.size, max(256, MOST_LOGITS // target.vocab_size)),
-        vocab=kind.vocab,
+        tokens=labels.tokens if loss in READS_TEXT else None,
+        chunk=_rows(mask, labels.size),
+        vocab=labels.vocab,
     )
     if kind.name == "dspark":
         confidence = kind.head.confidence_logits(params, output, previous)

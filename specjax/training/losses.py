@@ -363,8 +363,8 @@ def from_hidden(
     loss: Loss,
     hidden: PyTree,
     head: Array | Callable[[PyTree], Array],
-    target_hidden: Array,
-    target_head: Array | Callable[[Array], Array],
+    target_hidden: PyTree,
+    target_head: Array | Callable[[PyTree], Array],
     *,
     mask: Array,
     tokens: Array | None = None,
@@ -381,7 +381,8 @@ def from_hidden(
             `(draft_logits [chunk, D], target_logits [chunk, V], vocab=) -> arrays [chunk]`, one or a pytree of them.
         hidden: [..., h], input of the drafter's head; or a pytree of arrays [..., *] that `head` takes.
         head: [V, h], or [D, h] with `vocab`; or a function of rows [chunk, h] that returns their logits.
-        target_hidden: [..., H], input of the target's head. It is a constant for the gradient.
+        target_hidden: [..., H], input of the target's head; or a pytree of arrays [..., *] that `target_head` takes. It
+            is a constant for the gradient.
         target_head: [V, H], or a function of rows [chunk, H] that returns their logits; a constant too.
         mask: [...] bool, the rows that count. The loss of the others is 0. Its first axis is the batch, if it has two.
         tokens: [...] integers for a loss that reads them, which gets the integers of a chunk as its third argument; or
