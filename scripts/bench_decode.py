@@ -49,6 +49,7 @@ from specjax.proposers import BlockHead, trunk
 from specjax.proposers.block_draft import BlockDraft, check_block
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.feature_draft import FeatureDraft
+from specjax.proposers.files import target_weights
 from specjax.proposers.ngram import NGram
 from specjax.proposers.self_draft import SelfDraft
 from specjax.sampling import SamplingParams
@@ -121,7 +122,8 @@ def random_head(target: Model) -> FeatureDraft:
     """Return an EAGLE-3 head of random bfloat16 weights, with the embedding of the target and 32,000 of its tokens."""
     head = proposers.Eagle3Head(EAGLE, EAGLE.hidden_size, len(EAGLE_LAYERS))
     shapes = head.shapes() | {"lm_head": (EAGLE.vocab_size, EAGLE.hidden_size)}
-    params = trunk.random_params(shapes, jax.random.key(1), jnp.bfloat16) | {"embedding": target.params["embedding"]}
+    params = trunk.random_params(shapes, jax.random.key(1), jnp.bfloat16)
+    params |= {"embedding": target_weights(target).embedding}
     reduced = reduced_vocabulary(np.arange(EAGLE.vocab_size) * 4, target.vocab_size)
     return proposers.eagle3(head, params, 1, reduced=reduced)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_decode import SHAPES, measure, random_model
+from bench_decode import EAGLE_LAYERS, SHAPES, Drafter, measure, random_head, random_model
 from bench_prefill import prefill_seconds
 from bench_verify import CASES, inputs
 from jax.sharding import Mesh, NamedSharding
@@ -36,10 +36,11 @@ from timing import device_seconds
 from specjax import models, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.parallel import put, shards
-from specjax.types import Model
+from specjax.parallel.links import links_of
+from specjax.types import Categorical, Draft, Model
 
 AXIS = "tensor"
-PRESETS = ("8b", "8b-1b", "70b", "70b-1b", "embedded")
+PRESETS = ("8b", "8b-1b", "8b-eagle3", "70b", "70b-1b", "70b-eagle3", "embedded")
 SIZES = SHAPES | {
     "70b": replace(SHAPES["8b"], hidden_size=8192, num_layers=80, num_heads=64, mlp_size=28672),
 }
@@ -61,17 +62,23 @@ def shared_model(config: DecoderConfig, mesh: Mesh) -> Model:
     leaves, tree = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(config.hidden_size), len(leaves))
     made = zip(keys, leaves, model.apply.param_specs, strict=True)
-    return tree.unflatten([weights(key, leaf.shape, spec) for key, leaf, spec in made])
+    model = tree.unflatten([weights(key, leaf.shape, spec) for key, leaf, spec in made])
+    links = links_of(mesh, AXIS)
+    return model if links is None else replace(model, params=model.params | {"links": links})
 
 
-def load(preset: str, mesh: Mesh | None) -> list[Model]:
-    """Return the target and, where the preset has one, the draft; None is one device."""
+def load(preset: str, mesh: Mesh | None) -> tuple[Model, Drafter | None]:
+    """Return the target and, where the preset has one, the draft, which each device has whole; None is one device."""
     if preset == "embedded":
-        found = [models.load(models.EMBEDDED / "target", mesh=mesh), models.load(models.EMBEDDED / "draft")]
+        target, draft = models.load(models.EMBEDDED / "target", mesh=mesh), models.load(models.EMBEDDED / "draft")
     else:
-        target, *draft = (SIZES[name] for name in preset.split("-"))
-        found = [random_model(target) if mesh is None else shared_model(target, mesh), *map(random_model, draft)]
-    return found if mesh is None else [found[0], *(put(draft, NamedSharding(mesh, P())) for draft in found[1:])]
+        name, _, kind = preset.partition("-")
+        target = random_model(SIZES[name]) if mesh is None else shared_model(SIZES[name], mesh)
+        draft = random_model(SIZES[kind]) if kind in SIZES else None
+        if kind == "eagle3":
+            target = models.with_feature_layers(target, EAGLE_LAYERS)
+            draft = random_head(target)
+    return target, draft if mesh is None else put(draft, NamedSharding(mesh, P()))
 
 
 def verify_seconds(mesh: Mesh | None, implementation: str, batch: int, num_drafts: int, vocab: int) -> float:
@@ -94,10 +101,11 @@ def verify_seconds(mesh: Mesh | None, implementation: str, batch: int, num_draft
             leaf = jnp.pad(leaf, ((0, 0), (0, 0), (0, size - vocab)), constant_values=-jnp.inf)
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
-    shared = jax.shard_map(
-        lambda *args: verify(*args, axis_name=AXIS).tokens, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
-    )
-    return device_seconds(shared, *jax.tree.map(spread, operands, specs))
+    def of_parts(keys: jax.Array, draft: Draft, target: Categorical, links: jax.Array | None) -> jax.Array:
+        return verify(keys, draft, target._replace(links=links), axis_name=AXIS).tokens
+
+    operands, specs = (*jax.tree.map(spread, operands, specs), links_of(mesh, AXIS)), (*specs, P(AXIS))
+    return device_seconds(jax.shard_map(of_parts, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False), *operands)
 
 
 def time_verification(args: argparse.Namespace, mesh: Mesh) -> Iterator[dict]:
@@ -115,7 +123,7 @@ def time_verification(args: argparse.Namespace, mesh: Mesh) -> Iterator[dict]:
             yield row | {"batch": batch, "num_drafts": args.num_drafts, "vocab": args.vocab, "seconds": seconds}
 
 
-def time_steps(args: argparse.Namespace, devices: int, target: Model, draft: Model | None) -> Iterator[dict]:
+def time_steps(args: argparse.Namespace, devices: int, target: Model, draft: Drafter | None) -> Iterator[dict]:
     """Print rows of steps without drafts and, where there is a draft, with them; yield the rows."""
     print(f"\n| devices | B | K | ms a step after {args.context} tokens | compile, s |\n|---|---|---|---|---|")
     for batch in args.batches:
@@ -137,9 +145,9 @@ def time_prompt(args: argparse.Namespace, devices: int, target: Model) -> Iterat
 def time_model(args: argparse.Namespace, mesh: Mesh | None) -> Iterator[dict]:
     """Print the tables of steps and of the prompt and yield their rows; a mesh of None is one device."""
     devices = 1 if mesh is None else mesh.size
-    target, *draft = load(args.preset, mesh)
+    target, draft = load(args.preset, mesh)
     if "steps" in args.tables:
-        yield from time_steps(args, devices, target, draft[0] if draft else None)
+        yield from time_steps(args, devices, target, draft)
     if "prompt" in args.tables:
         yield from time_prompt(args, devices, target)
 

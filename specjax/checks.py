@@ -149,7 +149,7 @@ def _validate_categorical(
 
     The tokens [B, T], if given, must have been drawn from these rows.
     """
-    logits, temperature, min_logit, log_normalizer, rows = distribution
+    logits, temperature, min_logit, log_normalizer, rows, _ = distribution
     temperature = np.ones(is_read.shape[:1]) if temperature is None else np.asarray(temperature)
     is_valid = np.isfinite(temperature) & (temperature >= 0)
     _require(f"{name}.temperature", temperature, is_valid, "finite and >= 0")

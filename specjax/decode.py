@@ -18,6 +18,7 @@ from specjax.decoding.log_probs import LogProbs
 from specjax.keys import of_requests, positions
 from specjax.pages import Pages, check_pages, check_pages_of_prompts
 from specjax.parallel import WHOLE, OnMesh, on_devices, shards
+from specjax.parallel.links import links_in
 from specjax.parallel.loops import as_carry
 from specjax.sampling import Sampling, guided, num_generated
 from specjax.types import (
@@ -222,7 +223,7 @@ def step(
     output, cache = scorer(model, context, draft, cache)
     width = proposer.num_draft_tokens
     target = tree_steps.process(state.sampling, output.logits, context, draft, width, axis_name=model.axis_name)
-    verified = _verify(of_draft(verifier, draft), keys, draft, target, model.axis_name)
+    verified = _verify(of_draft(verifier, draft), keys, draft, target, model)
     features, target = tree_steps.of_path(output.features, target, verified)
     proposer_state = proposer.update(context, verified, features, proposer_state)
     cache, proposer_state = keep(model, proposer, context, draft, verified, cache, proposer_state)
@@ -293,11 +294,13 @@ def _step_on_mesh(
     return rest._replace(cache=cache), info
 
 
-def _verify(verifier: Verifier, keys: Array, draft: Any, target: Categorical, axis_name: str | None) -> Verified:
+def _verify(verifier: Verifier, keys: Array, draft: Any, target: Categorical, model: Model) -> Verified:
     """Call a verifier, which need not know of axes where devices have the whole vocabulary."""
+    axis_name = model.axis_name
     if axis_name is None:
         verified = verifier(keys, draft, target)
     else:
+        target = target._replace(links=links_in(model.params))
         verified = verifier(keys, shards.own_draft(draft, axis_name), target, axis_name=axis_name)
     if not isinstance(verified, Verified):
         raise ValueError(f"verifier must return a Verified, got {type(verified).__name__}")

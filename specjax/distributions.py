@@ -61,13 +61,13 @@ def shape_of(distribution: Categorical) -> tuple[int, ...]:
 
 def pack(distribution: Categorical) -> Categorical:
     """Return the same distribution with packed logits, which are not copied."""
-    logits, temperature, min_logit, log_normalizer, rows = distribution
+    logits, temperature, min_logit, log_normalizer, rows, links = distribution
     if rows is not None:
         return distribution
     batch_size, num_rows, vocab_size = logits.shape
     rows = jnp.arange(batch_size * num_rows, dtype=jnp.int32).reshape(batch_size, num_rows)
     min_logit, log_normalizer = (f if f is None else f.reshape(-1) for f in (min_logit, log_normalizer))
-    return Categorical(logits.reshape(-1, vocab_size), temperature, min_logit, log_normalizer, rows)
+    return Categorical(logits.reshape(-1, vocab_size), temperature, min_logit, log_normalizer, rows, links)
 
 
 def take(distribution: Categorical, index: Array) -> Categorical:

@@ -32,6 +32,7 @@ class Categorical(NamedTuple):
     min_logit: Array | None = None  # [B, T] float32: the smallest kept logit of the row
     log_normalizer: Array | None = None  # [B, T] float32: logsumexp of the kept logits / temperature
     rows: Array | None = None  # [B, T] int32 index into the packed logits; None means that they are not packed
+    links: Array | None = None  # [2 n + 1] int32: the memory of the n GPUs that share the vocabulary; None is unknown
 
     @classmethod
     def from_probs(cls, probs: Array) -> "Categorical":

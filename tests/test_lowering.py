@@ -1,5 +1,6 @@
 """Every verifier, and the cut, lowers to Triton kernels that compile for an H200 without spilling registers."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from lowering import H200, compile_for_sm90, triton_kernels
 
+from pallas_kernels import all_reduce
 from specjax import (
     Categorical,
     Draft,
@@ -134,6 +136,21 @@ def test_a_shared_model_is_verified_by_kernels():
     state = jax.tree.map(shape, jax.eval_shape(prefill, target, proposer, *prompts, jax.random.key(0)))
     names = [kernel.name for kernel in triton_kernels(decode.step, target, proposer, state, mesh=gpus)]
     assert names == list(OF_PARTS["match"])
+
+
+@pytest.mark.parametrize("size, dtype, number", [(4096, jnp.bfloat16, 2), (100, jnp.float32, 8)])
+def test_sums_over_devices_compile(size, dtype, number, tmp_path):
+    """The instructions that write to another device stand once each, in the order of the code."""
+    pytest.importorskip("triton")
+    x, links = (jax.ShapeDtypeStruct((1, 1, size), dtype), jax.ShapeDtypeStruct((2 * number + 1,), jnp.int32))
+    (kernel,) = triton_kernels(lambda x, links: all_reduce.all_reduce(x, links, residual=x), x, links)
+    resources = compile_for_sm90(kernel, tmp_path)
+    assert resources.spilled_bytes == 0 and resources.stack_bytes == 0 and resources.shared_bytes == 0, resources
+    text = (tmp_path / "kernel.ptx").read_text()
+    accesses = re.findall(r"(?:ld|st)\.volatile\.global[.\w]*", text)
+    next_number = ["ld.volatile.global.u32", "st.volatile.global.u32"]
+    expected = next_number + ["st.volatile.global.v2.u32"] * (number - 1) + ["ld.volatile.global.v2.u32"] * (number - 1)
+    assert accesses == expected
 
 
 def test_draws_of_a_draft_model_lower_to_triton():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -256,6 +257,41 @@ def test_padding_is_never_drawn():
     )
     assert whole.shape == (1, 1, 38)
     np.testing.assert_array_equal(np.isfinite(whole[0, 0]), np.arange(38) < 37)
+
+
+def exchanges_in(jaxpr):
+    """The sums over devices in a program, each as the name of what does it and the number of its operand's entries.
+
+    Where platforms differ, the program of CUDA counts.
+    """
+    for equation in jaxpr.eqns:
+        name, size = equation.primitive.name, sum(x.aval.size for x in equation.invars[:1])
+        if "psum" in name or name in ("all_gather", "all_to_all", "ppermute", "pmax", "pmin"):
+            yield name.partition("_")[0], size
+        elif name == "pallas_call":
+            if "all_reduce" in equation.params["jaxpr"].debug_info.func_name:
+                yield "kernel", size
+        else:
+            inner = jaxprs_in_params(equation.params)
+            for one in list(inner)[:1] if name == "cond" else inner:
+                yield from exchanges_in(one)
+
+
+@pytest.mark.parametrize("by", ["psum", "kernel"])
+def test_two_sums_a_layer_and_two_exchanges(by, monkeypatch):
+    """A step sums a small array for the embedding, two for each layer, and what verification exchanges."""
+    links = jnp.zeros((2, 5), jnp.int32) if by == "kernel" else None
+    monkeypatch.setattr("specjax.models.sharding.links_of", lambda mesh, axis_name: links)
+    proposer = proposers.draft_model(decoder(1, num_layers=1, vocab_size=8192), 3)
+    shared = tensor_parallel(decoder(vocab_size=8192, transposed=True), mesh_of(2))
+    given = jnp.zeros((2, 4), jnp.int32), jnp.array([4, 3]), sampling.batch([SamplingParams()] * 2)
+    begin = partial(decode.prefill, max_length=16)
+    state = jax.eval_shape(begin, shared, proposer, *given, jax.random.key(0))
+    found = list(exchanges_in(jax.make_jaxpr(decode.step)(shared, proposer, state).jaxpr))
+    of_model = 1 + 2 * CONFIG.num_layers
+    assert found[:of_model] == [(by, 2 * 4 * CONFIG.hidden_size)] * of_model  # rows, tokens, numbers
+    assert [name for name, _ in found[of_model:]] == [by] * 2
+    assert max(size for _, size in found[of_model:]) <= 2 * 4 * 64  # of 8192 logits in each row
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def _apply(
     # By default a GPU multiplies float32 in TF32, and logits then depend visibly on the number of tokens in a call.
     precision = "highest" if embedding.dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
-        x = network.embed(embedding, inputs.tokens, config.axis_name)
+        x = network.embed(embedding, inputs.tokens, config.axis_name, params.get("links"))
         if config.embedding_factor != 1:
             x = x * jnp.asarray(config.embedding_factor, x.dtype)
         taps = network.Taps(feature_layers)
@@ -175,12 +175,14 @@ def _apply(
         lent: dict[int, Borrowed] = {}
         turns = _rotations(config, inputs, cache)
         factor = None if config.query_scaling is None else config.query_scaling(inputs.positions)
+        links = {name: params[name] for name in {"links"} & params.keys()}  # of the devices that share the model
         given = None if config.input is None else config.input.of_all(config, params, inputs.tokens, x)
         for i, layer in enumerate(config.each_layer):
+            weights = params["layers"][i] | links
             owner, of_layer = config.owners[i], turns[_turning(config, layer)]
             memory = lent.get(owner, found[i])
             own = None if given is None else given[:, :, i]
-            x, kept = run_layer(config, layer, params["layers"][i], x, of_layer, memory, None, factor, own)
+            x, kept = run_layer(config, layer, weights, x, of_layer, memory, None, factor, own)
             if isinstance(kept, Borrowed):
                 lent[owner], kept = kept, kept.kept
             new_cache[owner] = kept

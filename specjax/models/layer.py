@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specjax.models.attention import KeyValues
 from specjax.models.linear import Norm, linear, outputs_from, rms_norm
 from specjax.models.rope import Rope, Rotation, rotate
+from specjax.parallel.links import sum_over
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -310,15 +311,15 @@ def join(config: "DecoderConfig", params: Params, name: str, y: Array, call: Sub
     weight, bias = params[name], params.get(f"{name}_bias")
     bias = None if bias is None else bias[None, None]
     if call.finish is not None:
-        return call.residual + call.finish(_sum_of_parts(config, y, weight, bias))
-    return _sum_of_parts(config, y, weight, call.residual if bias is None else call.residual + bias)
+        return call.residual + call.finish(_sum_of_parts(config, params, y, weight, bias))
+    return _sum_of_parts(config, params, y, weight, call.residual if bias is None else call.residual + bias)
 
 
-def _sum_of_parts(config: "DecoderConfig", y: Array, weight: Array, residual: Array | None) -> Array:
+def _sum_of_parts(config: "DecoderConfig", params: Params, y: Array, weight: Array, residual: Array | None) -> Array:
     if config.axis_name is None:
         return linear(y, weight, transposed=config.transposed, residual=residual)
-    total = jax.lax.psum(linear(y, weight, transposed=config.transposed), config.axis_name)
-    return total if residual is None else residual + total
+    own = linear(y, weight, transposed=config.transposed)
+    return sum_over(own, config.axis_name, params.get("links"), residual)
 
 
 def product(config: "DecoderConfig", params: Params, name: str, x: Array, **options: Any) -> Array:

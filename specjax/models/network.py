@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax.models.linear import lookup
 from specjax.models.quantized import Quantized
 from specjax.parallel import OnMesh, of_one_device, shards
+from specjax.parallel.links import sum_over
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
 
@@ -158,14 +159,15 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
     return replace(model, apply=apply, feature_layers=layers)
 
 
-def embed(table: Array | Quantized, tokens: Array, axis_name: str | None) -> Array:
+def embed(table: Array | Quantized, tokens: Array, axis_name: str | None, links: Array | None = None) -> Array:
     """Return the rows [B, T, D] of an embedding table [V, D] for tokens [B, T]; devices may share the vocabulary."""
     if axis_name is None:
         return lookup(table, tokens)
     size = table.shape[0]
     index = tokens - shards.first_id(size, axis_name)
     is_own = (index >= 0) & (index < size)
-    return jax.lax.psum(jnp.where(is_own[..., None], lookup(table, jnp.where(is_own, index, 0)), 0), axis_name)
+    own = jnp.where(is_own[..., None], lookup(table, jnp.where(is_own, index, 0)), 0)
+    return sum_over(own, axis_name, links)
 
 
 def without_padding(logits: Array, num_padding: int, axis_name: str | None) -> Array:

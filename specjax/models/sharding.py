@@ -26,6 +26,7 @@ from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
 from specjax.models.tensors import Stored, StoredMatrix, place
 from specjax.parallel import InitOnMesh, InitRowsOnMesh, OnMesh, check_axis, put, shards
+from specjax.parallel.links import links_of
 from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
@@ -85,6 +86,10 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         spec = P() if cut is None else P(*[None] * cut.axis, axis_name)
         split.append(_split(leaf, cut, NamedSharding(mesh, spec)))
         specs += specs_of(leaf, spec) if isinstance(leaf, Quantized) else [spec]
+    params = jax.tree.unflatten(structure, split)
+    if isinstance(whole, DecoderConfig) and (links := links_of(mesh, axis_name)) is not None:
+        spread = jax.tree.unflatten(jax.tree.structure(params), specs) | {"links": P(*mesh.axis_names)}
+        params, specs = params | {"links": links}, jax.tree.leaves(spread)
     on_mesh = OnMesh(
         apply=replace(apply, config=part),
         init_cache=replace(init_cache, config=part),
@@ -105,7 +110,6 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
     if isinstance(whole, DecoderConfig):
         with_copies = replace(whole, num_kv_heads=part.num_kv_heads * number)
     init_cache = InitOnMesh(replace(init_cache, config=with_copies), on_mesh.of_cache)
-    params = jax.tree.unflatten(structure, split)
     return replace(model, params=params, apply=on_mesh, init_cache=init_cache, init_rows=init_rows)
 
 

@@ -105,5 +105,5 @@ def is_partitioned(operands: Any) -> bool:
 
 def as_rows(distribution: Categorical) -> Rows:
     """Return a distribution as the kernels read it."""
-    logits, temperature, min_logit, log_normalizer, rows = distribution
+    logits, temperature, min_logit, log_normalizer, rows, _ = distribution
     return Rows(logits, temperature, min_logit, log_normalizer, rows)

@@ -18,6 +18,7 @@ import numpy as np
 
 from pallas_kernels.launch import Joined
 from pallas_kernels.rows import BLOCK_SIZE
+from specjax.parallel.links import sum_over
 from specjax.types import Array, Draft, PyTree
 
 MAX_IDS = 1 << 24  # ids are exchanged as float32, which has every integer below
@@ -81,13 +82,14 @@ def table(values: Array, axis_name: str) -> Array:
     return jax.lax.psum(jnp.where(device == jax.lax.axis_index(axis_name), values[None], 0), axis_name)
 
 
-def join(own: PyTree, once: PyTree, axis_name: str) -> tuple[PyTree, PyTree]:
+def join(own: PyTree, once: PyTree, axis_name: str, links: Array | None = None) -> tuple[PyTree, PyTree]:
     """Exchange arrays of float32, all at once, and return them as kernels read them, the same on every device.
 
     Args:
         own: arrays [..., N], of which every device has others.
         once: arrays of whose numbers at most one device has one that is not 0.
         axis_name: the axis of the devices.
+        links: as `links.sum_over` takes them.
 
     Returns:
         The arrays `own` of all n devices side by side, [..., n N], and the sums of `once`.
@@ -98,7 +100,7 @@ def join(own: PyTree, once: PyTree, axis_name: str) -> tuple[PyTree, PyTree]:
     flat = [jnp.where(is_own, part.reshape(1, -1), 0).reshape(-1) for part in parts]
     flat += [value.reshape(-1) for value in sums]
     starts = np.cumsum([0, *(x.size for x in flat)]).tolist()
-    summed = jax.lax.psum(jnp.concatenate([*flat, jnp.zeros(-starts[-1] % WIDTH, jnp.float32)]), axis_name)
+    summed = sum_over(jnp.concatenate([*flat, jnp.zeros(-starts[-1] % WIDTH, jnp.float32)]), axis_name, links)
     shapes = [*((x.shape, num_parts) for x in parts), *((x.shape, 1) for x in sums)]
     views = [Joined(summed, start, *shape) for start, shape in zip(starts, shapes, strict=False)]
     return own_structure.unflatten(views[: len(parts)]), once_structure.unflatten(views[len(parts) :])

@@ -75,13 +75,14 @@ class TreeVerifier(CoreVerifier):
 
     def _by_core(self, options: dict[str, Any], keys: Array, draft: Any, target: Categorical, *others: Any) -> Verified:
         keys = of_step(keys, draft.tokens.shape[0], options["max_depth"])
-        return self.with_draw(KeyDraw(keys, options.get("axis_name")), draft, target, **options)
+        return self.with_draw(KeyDraw(keys, options.get("axis_name")), draft, target._replace(links=None), **options)
 
     def _by_kernel(
         self, options: dict[str, Any], keys: Array, draft: Any, target: Categorical, *others: Any, interpret: bool
     ) -> Verified:
         assert self.kernel is not None, "without a kernel there is a reason against it"
         keys = of_step(keys, draft.tokens.shape[0], options["max_depth"])
+        target = target._replace(links=None)
         return self.kernel(keys, canonical(draft, options["max_depth"]), target, interpret=interpret, **options)
 
 

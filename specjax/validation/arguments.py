@@ -73,7 +73,7 @@ def check_categorical(
     name: str, distribution: Categorical, rows: str, shape: tuple[int | None, ...], vocab_size: int | None = None
 ) -> int:
     """Raise ValueError unless the fields describe rows of this shape, where None is any size; return V."""
-    logits, temperature, min_logit, log_normalizer, row_index = distribution
+    logits, temperature, min_logit, log_normalizer, row_index, _ = distribution
     if row_index is None:
         check_array(name, logits, f"[B, {rows}, V]", (*shape, vocab_size), jnp.floating)
         field_axes, field_shape, shape = f"[B, {rows}]", logits.shape[:2], logits.shape[:2]

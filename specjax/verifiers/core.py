@@ -155,7 +155,7 @@ class CoreVerifier:
 
     def _by_core(self, options: dict[str, Any], keys: Array, draft: Any, target: Categorical, *others: Any) -> Verified:
         draw = KeyDraw(of_step(keys, *draft.tokens.shape), options.get("axis_name"))
-        return self.with_draw(draw, draft, target, *others, **options)
+        return self.with_draw(draw, draft, target._replace(links=None), *others, **options)
 
     def _by_kernel(
         self,

@@ -81,7 +81,7 @@ def by_sample(
         num_blocks = -(-batch.target.vocab_size // BLOCK_SIZE)
         first_block = jnp.reshape(shards.first_id(num_blocks, axis_name), 1)
         own = draws(jax.random.key_data(keys), batch, first_block, **options)
-        parts, _ = shards.join(own, (), axis_name)
+        parts, _ = shards.join(own, (), axis_name, target.links)
         tokens, num_accepted, log_prob = choose_draws(without_logits(batch), parts, interpret=interpret)
     if num_accepted is None:
         num_accepted = jnp.zeros(draft.tokens.shape[:1], jnp.int32)
@@ -110,7 +110,8 @@ def by_residual(
     batch = as_batch(draft, target, bonus_tokens)
     if axis_name is not None:
         batch = with_first_id(batch, axis_name)
-        return _by_residual_of_parts(keys, batch, rule, axis_name, log_probs=log_probs, interpret=interpret)
+        where = axis_name, target.links
+        return _by_residual_of_parts(keys, batch, rule, where, log_probs=log_probs, interpret=interpret)
     statistics = decision = None
     ranges = [(0, draft.tokens.shape[1])] if rule.probability is None else in_parts(batch.target, draft.tokens.shape[1])
     for first, end in ranges:
@@ -127,21 +128,28 @@ def by_residual(
 
 
 def _by_residual_of_parts(
-    keys: Array, batch: Batch[Array], rule: Rule, axis_name: str, *, log_probs: bool, interpret: bool
+    keys: Array,
+    batch: Batch[Array],
+    rule: Rule,
+    where: tuple[str, Array | None],
+    *,
+    log_probs: bool,
+    interpret: bool,
 ) -> Verified:
     """Do as `by_residual` does where each device has a part of the vocabulary, with two exchanges.
 
     All devices decide from equal tables alone. The kernels that decide get no logits, so they cannot do otherwise.
+    `where` is the axis of the devices, and their links, as `shards.join` takes them.
     """
     own = row_statistics(
         jax.random.key_data(keys), batch, streams=STREAMS, entropy=rule.has_entropy, interpret=interpret
     )
-    statistics = _joined(own, batch, axis_name)
+    statistics = _joined(own, batch, *where)
     whole = without_logits(batch)
     decision = accept(whole, statistics, rule.options, rule=rule.probability, in_parts=True, interpret=interpret)
     options = {"recover_best": rule.recover_best, "interpret": interpret}
     found = candidates(batch, statistics.uniforms, decision, log_probs=log_probs, **options)
-    found, _ = shards.join(found, (), axis_name)
+    found, _ = shards.join(found, (), *where)
     part_size = batch.target.vocab_size
     verdict = recover_candidate(whole, statistics.uniforms, decision, found, part_size=part_size, **options)
     tokens, num_accepted, log_prob = verdict
@@ -149,7 +157,7 @@ def _by_residual_of_parts(
     return Verified(tokens, num_accepted, log_prob)
 
 
-def _joined(own: Statistics[Array], batch: Batch[Array], axis_name: str) -> Statistics[Any]:
+def _joined(own: Statistics[Array], batch: Batch[Array], axis_name: str, links: Array | None) -> Statistics[Any]:
     """Return the statistics of all parts."""
     assert batch.tokens is not None, "statistics are those of drafts"
     device = jax.lax.axis_index(axis_name)
@@ -157,7 +165,7 @@ def _joined(own: Statistics[Array], batch: Batch[Array], axis_name: str) -> Stat
     token = jnp.where(jnp.tile(owner == device, (1, 2)), own.token, 0)
     uniforms = jnp.where(device == 0, own.uniforms, 0)  # which all have
     (top, mass, weighted), (token, uniforms) = shards.join(
-        (own.top, own.mass, own.weighted), (token, uniforms), axis_name
+        (own.top, own.mass, own.weighted), (token, uniforms), axis_name, links
     )
     return Statistics(top, mass, weighted, token, uniforms)
 

@@ -1,0 +1,96 @@
+"""Sums over devices of small arrays: between the GPUs of one process through each other's memory, else by XLA.
+
+A sum by XLA ends a graph of CUDA and starts another, which costs a decoding step of a few rows more than the sum
+itself. The kernel of `pallas_kernels.all_reduce` is one more node of the graph.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import all_reduce
+from pallas_kernels.triton import plgpu
+from specjax.types import Array, PyTree
+
+MAX_DEVICES = 8  # that sum through their memory; the memory that each needs grows with their number
+
+
+def sum_over(x: Array, axis_name: str, links: Array | None = None, residual: Array | None = None) -> Array:
+    """Return the sum of x [...] over the devices along an axis, plus a residual [...], the same on every device.
+
+    Sums with links must follow one another: each needs an input that depends on the sum before.
+
+    Args:
+        x: floats.
+        axis_name: the axis of the `jax.shard_map` around the call.
+        links: this device's part of `links_of` the mesh; None: XLA sums.
+        residual: [...], or what broadcasts to it, which is added to the sum; None for none.
+    """
+    if links is not None and all_reduce.unsupported(x) is None:
+        fits = residual is not None and residual.shape == x.shape
+        total = all_reduce.all_reduce(x, links.ravel(), residual=residual if fits else None)
+        return total if fits or residual is None else residual + total
+    total = jax.lax.psum(x, axis_name)
+    return total if residual is None else residual + total
+
+
+def links_in(params: PyTree) -> Array | None:
+    """Return the links [2 n + 1] among one device's part of the parameters of a model; None where it has none."""
+    own = params.get("links") if isinstance(params, Mapping) else None
+    return None if own is None else own.ravel()
+
+
+@cache  # which keeps the memory until the process ends: programs know its addresses
+def links_of(mesh: Mesh, axis_name: str) -> Array | None:
+    """Return the links of all devices of a mesh along one of its axes, as `pallas_kernels.all_reduce` takes them.
+
+    Returns:
+        [*sizes of the mesh, 2 n + 1] int32, of which every device has its own row; None where XLA must sum: on other
+        devices than CUDA GPUs of this process that reach each other's memory, or where there are more than
+        `MAX_DEVICES` along the axis.
+    """
+    number, axis = mesh.shape[axis_name], mesh.axis_names.index(axis_name)
+    if plgpu is None or not 2 <= number <= MAX_DEVICES or not _reach_each_other(mesh, axis):
+        return None
+    each = NamedSharding(mesh, P(*mesh.axis_names))
+    with jax.ensure_compile_time_eval():
+        shape = (*mesh.devices.shape, all_reduce.mailbox_words(number))
+        mailboxes = jax.block_until_ready(jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=each)(shape, "int32"))
+        _kept.append(mailboxes)
+        address = {part.device: part.data.unsafe_buffer_pointer() for part in mailboxes.addressable_shards}
+        rows = np.zeros((*mesh.devices.shape, 2 * number + 1), np.uint32)
+        for place in np.ndindex(mesh.devices.shape):
+            group = np.moveaxis(mesh.devices, axis, -1)[*place[:axis], *place[axis + 1 :]]
+            halves = [(address[device] & 0xFFFFFFFF, address[device] >> 32) for device in group]
+            rows[place] = [*np.ravel(halves), place[axis]]
+        return jax.device_put(rows.view(np.int32), each)
+
+
+_kept: list[Array] = []  # the mailboxes, to which addresses point
+
+
+def _reach_each_other(mesh: Mesh, axis: int) -> bool:
+    """Return whether the devices along an axis of a mesh are GPUs of this process that read each other's memory."""
+    devices = list(mesh.devices.flat)
+    if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
+        return False
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    can = ctypes.c_int()
+    for group in np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis]):
+        for a in group:
+            for b in group:
+                if a is not b and (
+                    cuda.cuDeviceCanAccessPeer(ctypes.byref(can), a.local_hardware_id, b.local_hardware_id)
+                    or not can.value
+                ):
+                    return False
+    return True
