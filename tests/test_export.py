@@ -13,9 +13,10 @@ import pytest
 from jax import export
 from jax.sharding import use_abstract_mesh
 from lowering import ONE_DEVICE
+from test_hybrid_steps import hybrid
 
 import specjax
-from specjax import Categorical, Draft, Pages, decode, distributions, serialization, testing, verifiers
+from specjax import Categorical, Draft, Pages, decode, distributions, sampling, serialization, testing, verifiers
 from specjax.models.linear import linear
 from specjax.sampling import Sampling
 from specjax.sampling.cut import min_logit
@@ -144,3 +145,18 @@ def test_prompts_of_any_batch():
     expected = jax.nn.log_softmax(bigram.params)[prompts[:, :-1], prompts[:, 1:]]
     is_fed = np.arange(1, 5) < given[1][:, None]
     np.testing.assert_allclose(chosen[:, 1:5], np.where(is_fed, expected, 0), rtol=1e-5)
+
+
+def test_steps_of_a_hybrid():
+    """Its state has the rows of recurrent layers."""
+    pytest.importorskip("flatbuffers")
+    target = hybrid(7)
+    rows = sampling.batch([sampling.SamplingParams(temperature=0)] * 2)
+    state = decode.prefill(
+        target, None, np.array([[1, 2], [3, 4]]), np.array([2, 1]), rows, jax.random.key(0), max_length=8
+    )
+    step = partial(decode.step, target, None)
+    restored = export.deserialize(exported(step, state).serialize())
+    (state, _), (expected, _) = restored.call(state), jax.jit(step)(state)
+    (state, _), (expected, _) = restored.call(state), jax.jit(step)(expected)
+    assert_equal(state.context.tokens, expected.context.tokens)

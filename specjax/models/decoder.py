@@ -245,9 +245,9 @@ def _kept(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None
     """Return the cache after a call, given the records of all layers."""
     if not isinstance(cache, Memory):
         return None if cache is None else new
-    rows = {i: new[i] for i, _ in config.delta_nets}
-    pools = [{} if i in rows else one for i, one in enumerate(new)]
-    return delta_net.after_call(inputs, cache, pools, rows)
+    recurrent = dict(config.delta_nets)
+    pools = [{} if i in recurrent else one for i, one in enumerate(new)]
+    return delta_net.after_call(inputs, cache, pools, [new[i] for i in recurrent])
 
 
 DECODER = network.Network(_init, _apply)

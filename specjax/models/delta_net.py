@@ -348,7 +348,7 @@ class InitRows:
         return {
             "count": jnp.zeros(batch_size, jnp.int32),  # inputs of the last step that the sequence keeps
             "start": jnp.zeros(batch_size, jnp.int32),  # position of the first of them
-            "layers": {layer: mixer.rows(batch_size, self.dtype) for layer, mixer in self.mixers},
+            "layers": [mixer.rows(batch_size, self.dtype) for _, mixer in self.mixers],
         }
 
 
@@ -388,11 +388,11 @@ def memories(inputs: ModelInput, memory: Memory | None, layers: Sequence[int]) -
         num_tokens=inputs.counts,
         is_step=is_step,
     )
-    return {layer: replace(of_call, held=part["layers"][layer]) for layer in layers}
+    return {layer: replace(of_call, held=held) for layer, held in zip(layers, part["layers"], strict=True)}
 
 
-def after_call(inputs: ModelInput, memory: Memory, pools: PyTree, layers: Mapping[int, Any]) -> Memory:
-    """Return the memory after a call, given the pools and the rows of each layer; nothing is pending until `commit`."""
+def after_call(inputs: ModelInput, memory: Memory, pools: PyTree, layers: Sequence[Any]) -> Memory:
+    """Return the memory after a call, given pools and rows of recurrent layers; nothing is pending until `commit`."""
     part = memory.take(inputs.rows).rows
-    rows = part | {"count": jnp.zeros_like(part["count"]), "layers": dict(layers)}
+    rows = part | {"count": jnp.zeros_like(part["count"]), "layers": list(layers)}
     return memory.put(inputs.rows, Memory(pools, rows))

@@ -116,7 +116,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 def _specs_of_rows(init_rows: InitRows, axis_name: str) -> tuple[P, ...]:
     """Return how devices share the leaves of rows: the heads, and the channels of the convolution."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(init_rows, 1)))
-    axes = [HEAD_AXES.get(_name(path)) for path, _ in leaves]
+    axes = [HEAD_AXES.get(path[-1].key) for path, _ in leaves]
     return tuple(P() if axis is None else P(*[None] * axis, axis_name) for axis in axes)
 
 
