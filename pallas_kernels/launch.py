@@ -161,6 +161,11 @@ def shared_bytes() -> int:
     return 1024 * kilobytes.get(capability, 99)
 
 
+def num_multiprocessors() -> int:
+    """Return the number of multiprocessors of this machine's GPU; without a GPU, of an H200."""
+    return getattr(jax.devices()[0], "core_count", None) or NUM_MULTIPROCESSORS
+
+
 def has_float8() -> bool:
     """Return whether this machine's GPUs convert float8_e4m3fn; without a GPU, as an H200 does."""
     try:

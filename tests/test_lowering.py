@@ -15,6 +15,7 @@ from pallas_kernels import all_reduce
 from specjax import (
     Categorical,
     Draft,
+    DraftTree,
     ModelInput,
     SamplingParams,
     decode,
@@ -22,6 +23,7 @@ from specjax import (
     models,
     proposers,
     sampling,
+    trees,
     verifiers,
 )
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
@@ -84,6 +86,22 @@ def test_kernels_compile_without_spilling(verifier, batch_size, dtype, shaped, t
     for kernel in kernels:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
+
+
+def test_verifiers_of_trees_lower_to_triton(tmp_path):
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((8, *shape), dtype)
+
+    nodes, rows = array(64, dtype=jnp.int32), Categorical(array(64, 128256, dtype=jnp.bfloat16), array())
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    tree = DraftTree(nodes, nodes, nodes, distribution=rows)
+    kernels = triton_kernels(partial(trees.match, max_depth=7), keys, tree, rows)
+    assert [kernel.name for kernel in kernels] == KERNELS["match"]
+    (kernel,) = triton_kernels(partial(trees.traversal, max_depth=7), keys, tree, rows)
+    assert kernel.name == "_traverse_kernel"
+    pytest.importorskip("triton")
+    resources = compile_for_sm90(kernel, tmp_path)
+    assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, resources
 
 
 OF_PARTS = dict.fromkeys(KERNELS, ("_statistics_kernel", "_accept_kernel", "_candidate_kernel", "_choice_kernel"))

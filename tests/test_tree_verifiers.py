@@ -226,6 +226,34 @@ def test_a_wrong_core_is_found(name):
     assert distances(laws, TARGET[:2]).max() > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["traversal", "match"])
+def test_the_kernels_give_the_tokens_of_xla(verifier):
+    """Greedy rows, deterministic drafts, cuts, NaN, ids past the vocabulary, and nodes that are none."""
+    rng = np.random.default_rng(3)
+    batch_size, num_nodes, vocab_size = 24, 9, 700
+    tree, temperature = random_batch(rng, batch_size, num_nodes, 4)
+    likely = np.arange(vocab_size) < 4
+    table = (rng.normal(size=(7, vocab_size)) + 7 * likely).astype(np.float32)
+    target = (table + rng.normal(size=table.shape)).astype(np.float32)
+    tokens = np.maximum(tree.tokens, 0)
+    logits, min_logit = target[tokens], np.where(np.arange(batch_size) % 3 == 0, 0.5, -9.0)
+    logits[5, 0, 3:9], logits[6, 1] = np.nan, -np.inf
+    target = Categorical(logits, temperature, np.broadcast_to(min_logit[:, None], tokens.shape).astype(np.float32))
+    draft_temperature = np.where(np.arange(batch_size) % 5 == 0, 0, 1).astype(np.float32)
+    tree = tree._replace(
+        tokens=tree.tokens.at[7, 2].set(vocab_size), distribution=Categorical(table[tokens], draft_temperature)
+    )
+    keys = jax.random.split(jax.random.key(4), batch_size)
+    kernel, xla = (
+        jax.jit(partial(getattr(trees, verifier), implementation=name))(keys, tree, target)
+        for name in ("pallas" if jax.default_backend() == "gpu" else "interpret", "xla")
+    )
+    for found, expected in zip(jax.tree.leaves(kernel), jax.tree.leaves(xla), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert len(set(xla.num_accepted.tolist())) >= 3, xla.num_accepted
+
+
 def test_typical_takes_the_longest_path_that_passes():
     """Node 4 is reached by way of node 2; nodes 1 and 2 are as likely, and node 3 is not likely enough."""
     tree = DraftTree(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[-1, 0, 0, 1, 2]]), jnp.array([[0, 1, 1, 2, 2]]))

@@ -34,6 +34,7 @@ def relations(tree):
         "depths": trees.depths(tree.parents),
         "first": trees.first_children(tree.parents, exists),
         "next": trees.next_siblings(tree.parents, exists),
+        "previous": arrays.previous_siblings(tree.parents, exists),
         "order": arrays.post_order(tree.parents, exists, ancestors),
     }
 
@@ -61,6 +62,7 @@ def test_the_relations_of_random_trees():
             if exists[n] and n:
                 siblings = children[parents[n]]
                 assert found["next"][b, n] == [*siblings, -1][siblings.index(n) + 1]
+                assert found["previous"][b, n] == [-1, *siblings][siblings.index(n)]
 
 
 def test_a_chain_is_a_tree():

@@ -89,6 +89,11 @@ def siblings_after(parents: Array, exists: Array) -> Array:
     return (parents[:, None, :] == parents[:, :, None]) & is_later & exists[:, None, :] & (node > 0)[None, :, None]
 
 
+def siblings_before(parents: Array, exists: Array) -> Array:
+    """Return for node n which nodes m [B, N, N] bool are earlier siblings that exist."""
+    return jnp.swapaxes(siblings_after(parents, exists), 1, 2) & exists[:, None, :]
+
+
 def first_children(parents: Array, exists: Array) -> Array:
     """Return the first child [B, N] int32 of each node that exists, -1 where it has none."""
     node = jnp.arange(parents.shape[1], dtype=jnp.int32)[None, :, None]
@@ -98,6 +103,13 @@ def first_children(parents: Array, exists: Array) -> Array:
 def next_siblings(parents: Array, exists: Array) -> Array:
     """Return the next sibling [B, N] int32 of each node that exists, -1 where it is the last."""
     return _first(siblings_after(parents, exists))
+
+
+def previous_siblings(parents: Array, exists: Array) -> Array:
+    """Return the previous sibling [B, N] int32 of each node that exists, -1 where it is the first."""
+    earlier = siblings_before(parents, exists)
+    node = jnp.arange(parents.shape[1], dtype=jnp.int32)
+    return jnp.max(jnp.where(earlier, node[None, None], -1), axis=-1)
 
 
 def _first(found: Array) -> Array:
@@ -131,7 +143,7 @@ def post_order(parents: Array, exists: Array, ancestors: Array) -> Array:
     num_nodes = parents.shape[1]
     real = ancestors & exists[..., None]
     size = jnp.sum(real, axis=1, dtype=jnp.int32)  # of the part of the tree that hangs on each node, itself included
-    earlier = jnp.swapaxes(siblings_after(parents, exists), 1, 2) & exists[:, None, :]
+    earlier = siblings_before(parents, exists)
     before = jnp.sum(jnp.where(earlier, size[:, None, :], 0), axis=-1, dtype=jnp.int32)
     place = size - 1 + jnp.sum(jnp.where(ancestors, before[:, None, :], 0), axis=-1, dtype=jnp.int32)
     is_there = (place[:, None, :] == jnp.arange(num_nodes, dtype=jnp.int32)[None, :, None]) & exists[:, None, :]

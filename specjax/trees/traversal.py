@@ -1,43 +1,100 @@
 """Traversal verification, which tests the nodes of a sampled tree from the leaves to the root."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rules import Evidence, accept_prefix, log_ratio
+from pallas_kernels.rules import Evidence, NodeState, enter_sibling, log_ratio, note_failure
+from pallas_kernels.traverse import Density, Nodes, traverse
 from specjax import distributions
 from specjax.distributions import Normalized, Residual
+from specjax.keys import ACCEPT, stream, uniform
+from specjax.operations.dispatch import as_rows
 from specjax.parallel import shards
-from specjax.trees.arrays import all_above, ancestor_mask, by_parent, first_children, next_siblings, post_order
+from specjax.trees.arrays import (
+    all_above,
+    ancestor_mask,
+    by_parent,
+    first_children,
+    next_siblings,
+    post_order,
+    previous_siblings,
+)
 from specjax.trees.verifier import emit, exists, from_core
 from specjax.types import Array, Categorical, DraftTree, Verified
-from specjax.verifiers.core import Draw, is_deterministic
+from specjax.verifiers.core import Draw, KeyDraw, is_deterministic
 
 
-class _States(NamedTuple):
-    """The four numbers [B, N] of each node, and the ratio of two of them.
+class _Plan(NamedTuple):
+    """The facts about the nodes that the walk reads, arrays [B, N] but for `one_hot`."""
 
-    The residual of a node after its first failed children is max(scale * target - subtracted * draft, 0).
-    """
+    tokens: Array  # int32
+    parents: Array  # int32, not negative
+    exists: Array  # bool, as `trees.verifier.exists` returns it
+    order: Array  # int32, the nodes in post-order, then -1
+    next_sibling: Array  # int32, -1 for the last
+    head: Array  # int32, the first of the nodes that are entered together, each but the first a first child
+    log_ratio: Array  # log(target / draft probability) of the node's token
+    log_cap: Array  # a node is entered with min(exp(log_cap), a * exp(log_run)), where its head is entered with a
+    log_run: Array
+    one_hot: Array  # [B] bool: drafts have probability 1, and the draft's rows are not read
 
-    accept: Array  # the probability of accepting the node when it is tested
-    scale: Array  # factor of the target row in the residual
-    subtracted: Array  # factor of the draft row in the residual
-    ratio: Array  # scale / subtracted, before both are divided by the mass of the residual
-    mass: Array  # the draft's mass without the failed children; 1 where drafts are deterministic
+
+# The accepted node [B] of each row, and the ratio of the factors of its residual [B].
+_Accepted = tuple[Array, Array]
 
 
 class _Walk(NamedTuple):
-    """The state of the walk through the nodes."""
+    """The state of the walk through the nodes, whose numbers are [B, N]."""
 
     step: Array  # [] int32, index in the post-order
     tested: Array  # [B] int32, the node whose test failed and that its parent has not noted; -1: the row is done
     node: Array  # [B] int32, the accepted node; 0 where there is none yet
-    states: _States
+    states: NodeState
 
 
-@from_core
+def _kernel(
+    keys: Array,
+    tree: DraftTree,
+    target: Categorical,
+    *,
+    max_depth: int,
+    interpret: bool,
+    log_probs: bool = False,
+) -> Verified:
+    index = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None]
+    uniforms = uniform(stream(keys[:, :1], ACCEPT, jnp.maximum(index - 1, 0)))
+
+    def walk(plan: _Plan, target: Normalized, draft: Normalized) -> _Accepted:
+        nodes = Nodes(
+            plan.tokens,
+            plan.parents,
+            plan.order,
+            plan.next_sibling,
+            previous_siblings(plan.parents, plan.exists),
+            plan.head,
+            plan.log_ratio,
+            plan.log_cap,
+            plan.log_run,
+            uniforms,
+            plan.one_hot.astype(jnp.int32),
+        )
+        return traverse(nodes, _density(target), _density(draft), interpret=interpret)
+
+    return _verify(KeyDraw(keys), walk, tree, target, max_depth=max_depth, log_probs=log_probs)
+
+
+def _density(normalized: Normalized) -> Density:
+    """Return normalised rows as the kernel reads them."""
+    log_mass = jnp.where(normalized.log_mass == -jnp.inf, 0, normalized.log_mass)
+    rows = as_rows(normalized.distribution._replace(log_normalizer=None))
+    return Density(rows, normalized.shift, log_mass, normalized.argmax)
+
+
+@partial(from_core, kernel=_kernel)
 def traversal(
     draw: Draw,
     tree: DraftTree,
@@ -76,8 +133,22 @@ def traversal(
     References:
         Weng et al., Traversal Verification for Speculative Tree Decoding, arXiv:2505.12398, Algorithm 1.
     """
-    num_nodes = tree.tokens.shape[1]
-    if tree.distribution is None and num_nodes > 1:
+    walk = partial(_walk, draw)
+    return _verify(draw, walk, tree, target, max_depth=max_depth, log_probs=log_probs, axis_name=axis_name)
+
+
+def _verify(
+    draw: Draw,
+    walk: Callable[[_Plan, Normalized, Normalized], _Accepted],
+    tree: DraftTree,
+    target: Categorical,
+    *,
+    max_depth: int,
+    log_probs: bool,
+    axis_name: str | None = None,
+) -> Verified:
+    """Verify a tree, given the function that walks through its nodes."""
+    if tree.distribution is None and tree.tokens.shape[1] > 1:
         raise ValueError(
             "tree.distribution must be the Categorical that the nodes were drawn from, got None: trees.match takes "
             "trees without a distribution"
@@ -90,7 +161,9 @@ def traversal(
         residual = Residual(distributions.take_row(normalized, node))
     else:
         drafted = distributions.normalize_drafts(tree.distribution, axis_name)
-        node, residual = _traverse(draw, tree, ancestors, normalized, drafted, max_depth)
+        plan = _plan(tree, ancestors, normalized, drafted, max_depth)
+        node, ratio = walk(plan, normalized, drafted)
+        residual = _residual(plan, node, ratio, normalized, drafted)
     token = draw.pick(residual)
     return emit(tree, node, token, normalized if log_probs else None, max_depth=max_depth, ancestors=ancestors)
 
@@ -104,71 +177,79 @@ def _reachable(tree: DraftTree, target: Normalized) -> DraftTree:
     return tree._replace(tokens=jnp.where(keep | (tree.parents < 0), tree.tokens, -1))
 
 
-def _traverse(
-    draw: Draw, tree: DraftTree, ancestors: Array, target: Normalized, draft: Normalized, max_depth: int
-) -> tuple[Array, Residual]:
-    """Return the accepted node [B] of each row and the residual of the token after it."""
-    there, num_nodes = exists(tree), tree.tokens.shape[1]
-    index = jnp.arange(num_nodes, dtype=jnp.int32)[None]
+def _plan(tree: DraftTree, ancestors: Array, target: Normalized, draft: Normalized, max_depth: int) -> _Plan:
+    """Return the facts about the nodes that the walk reads."""
+    there = exists(tree)
+    index = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None]
     parents = jnp.maximum(tree.parents, 0)
     one_hot = is_deterministic(tree)
     if target.distribution.temperature is not None:
         one_hot |= target.distribution.temperature == 0
     ratio = _log_ratios(tree, parents, one_hot, target, draft)
-    following = next_siblings(tree.parents, there)
     is_first = index == jnp.take_along_axis(first_children(tree.parents, there), parents, axis=1)
-    # Nodes that are entered together: a node, its first child, the first child of that, and so on, from the head on.
     head = jnp.max(jnp.where(ancestors & ~is_first[:, None], index[:, None], 0), axis=-1)
     log_cap, log_run = _along_first_children(ratio, parents, head, max_depth)
-    order = post_order(tree.parents, there, ancestors)
+    order, following = post_order(tree.parents, there, ancestors), next_siblings(tree.parents, there)
+    return _Plan(tree.tokens, parents, there, order, following, head, ratio, log_cap, log_run, one_hot)
 
-    def of(rows: Array, node: Array) -> Array:
-        return jnp.take_along_axis(rows, jnp.maximum(node, 0)[:, None], axis=1)[:, 0]
 
-    def test(step: Array, node: Array, is_open: Array, states: _States) -> tuple[Array, Array]:
+def _of(rows: Array, node: Array) -> Array:
+    """Return the entry [B] of one node of each row in `rows` [B, N]; -1 gets the entry of node 0."""
+    return jnp.take_along_axis(rows, jnp.maximum(node, 0)[:, None], axis=1)[:, 0]
+
+
+def _walk(draw: Draw, plan: _Plan, target: Normalized, draft: Normalized) -> _Accepted:
+    """Walk through the nodes by XLA, which takes one pass over two rows of each sequence for each failed node."""
+    num_nodes, one_hot = plan.tokens.shape[1], plan.one_hot
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None]
+
+    def test(step: Array, node: Array, is_open: Array, states: NodeState) -> tuple[Array, Array]:
         """Flip the coin of the next node: return the node if it failed, else -1, and the accepted node."""
-        tested = jnp.where(step < num_nodes, of(order, jnp.broadcast_to(step, node.shape)), 0)
-        coin = draw.flip(of(states.accept, tested)[:, None], node=tested[:, None])[:, 0]
+        tested = jnp.where(step < num_nodes, _of(plan.order, jnp.broadcast_to(step, node.shape)), 0)
+        coin = draw.flip(_of(states.accept, tested)[:, None], node=tested[:, None])[:, 0]
         is_accepted = (tested <= 0) | coin  # the root is accepted always
         node = jnp.where(is_open & is_accepted, jnp.maximum(tested, 0), node)
         return jnp.where(is_open & ~is_accepted, tested, -1), node
 
     def fail(walk: _Walk) -> _Walk:
-        child, states = walk.tested, walk.states
-        parent = of(parents, child)
-        siblings = (parents == parent[:, None]) & (index <= child[:, None]) & there & (index > 0)
-        failed = jnp.where(siblings, tree.tokens, -1)
-        own = jax.tree.map(lambda field: of(field, parent), states)
-        scale = own.accept * own.scale
-        inverse = jnp.where(own.mass > 0, 1 / jnp.where(own.mass > 0, own.mass, 1), 0)
-        subtracted = jnp.where(one_hot, 0, own.accept * own.subtracted + inverse)
+        child = walk.tested
+        parent = _of(plan.parents, child)
+        siblings = (plan.parents == parent[:, None]) & (index <= child[:, None]) & plan.exists & (index > 0)
+        failed = jnp.where(siblings, plan.tokens, -1)
+        own = jax.tree.map(lambda field: _of(field, parent), walk.states)
+        scale, subtracted = own.after_failure(one_hot)
         wanted, drafted = distributions.take_row(target, parent), distributions.take_row(draft, parent)
         residual, rest = _masses(wanted, drafted, scale, subtracted, failed, one_hot)
-        new = _noted(own.accept, scale, subtracted, residual, jnp.where(one_hot, 1, rest))
-        sibling = of(following, child)
-        log_accept = jnp.log(_entered(new, jnp.exp(of(ratio, sibling))))
+        new = note_failure(own.accept, scale, subtracted, residual, jnp.where(one_hot, 1, rest))
+        sibling = _of(plan.next_sibling, child)
+        log_accept = jnp.log(enter_sibling(new, jnp.exp(_of(plan.log_ratio, sibling))))
         is_parent = (index == parent[:, None]) & (child >= 0)[:, None]
-        is_entered = (head == sibling[:, None]) & (child >= 0)[:, None]
-        states = jax.tree.map(lambda field, value: jnp.where(is_parent, value[:, None], field), states, new)
-        accept = jnp.exp(jnp.minimum(log_cap, log_accept[:, None] + log_run))
+        is_entered = (plan.head == sibling[:, None]) & (child >= 0)[:, None]
+        states = jax.tree.map(lambda field, value: jnp.where(is_parent, value[:, None], field), walk.states, new)
+        accept = jnp.exp(jnp.minimum(plan.log_cap, log_accept[:, None] + plan.log_run))
         states = states._replace(accept=jnp.where(is_entered, accept, states.accept))
         tested, node = test(walk.step + 1, walk.node, child >= 0, states)
         return _Walk(walk.step + 1, tested, node, states)
 
-    one = jnp.ones_like(log_cap)
-    states = _States(jnp.exp(log_cap), one, 0 * one, one, one)
-    step, node = jnp.zeros((), jnp.int32), jnp.zeros(tree.tokens.shape[0], jnp.int32)
+    one = jnp.ones_like(plan.log_cap)
+    states = NodeState(jnp.exp(plan.log_cap), one, 0 * one, one, one)
+    step, node = jnp.zeros((), jnp.int32), jnp.zeros(one.shape[0], jnp.int32)
     tested, node = test(step, node, jnp.ones(node.shape, bool), states)
     walk = _Walk(step, tested, node, states)
     walk = draw.loop(lambda walk: jnp.any(walk.tested >= 0), fail, walk, num_nodes - 1)
-    node = walk.node
-    children = (parents == node[:, None]) & there & (index > 0)
-    return node, Residual(
+    return walk.node, _of(walk.states.ratio, walk.node)
+
+
+def _residual(plan: _Plan, node: Array, ratio: Array, target: Normalized, draft: Normalized) -> Residual:
+    """Return the residual that the token after the accepted node is drawn from."""
+    index = jnp.arange(plan.tokens.shape[1], dtype=jnp.int32)[None]
+    children = (plan.parents == node[:, None]) & plan.exists & (index > 0)
+    return Residual(
         distributions.take_row(target, node),
         distributions.take_row(draft, node),
-        has_draft=jnp.any(children, axis=1) & ~one_hot,
-        scale=of(walk.states.ratio, node),
-        without=jnp.where(children & one_hot[:, None], tree.tokens, -1),
+        has_draft=jnp.any(children, axis=1) & ~plan.one_hot,
+        scale=ratio,
+        without=jnp.where(children & plan.one_hot[:, None], plan.tokens, -1),
     )
 
 
@@ -212,23 +293,3 @@ def _masses(
     sums = jnp.sum(jnp.maximum(difference, 0), axis=-1), jnp.sum(drafted, axis=-1)
     residual, rest = shards.total(jnp.stack(sums), target.axis_name)
     return residual, rest
-
-
-def _noted(accept: Array, scale: Array, subtracted: Array, residual: Array, mass: Array) -> _States:
-    """Return the numbers [B] of a node one of whose children failed, given the residual's mass S as `residual`."""
-    has_mass = residual > 0
-    norm = jnp.where(has_mass, residual, 1)
-    is_scaled = has_mass & (subtracted > 0)
-    return _States(
-        accept_prefix(residual, accept),
-        jnp.where(has_mass, scale / norm, 1),  # without mass the row stands for itself
-        jnp.where(has_mass, subtracted / norm, 0),
-        jnp.where(is_scaled, scale / jnp.where(is_scaled, subtracted, 1), 1),
-        mass,
-    )
-
-
-def _entered(parent: _States, ratio: Array) -> Array:
-    """Return the probability [B] with which a later sibling is entered, given target / draft of its token."""
-    residual = jnp.maximum(parent.scale * ratio - parent.subtracted, 0) * parent.mass
-    return jnp.where((parent.accept > 0) & (ratio > 0), jnp.minimum(parent.accept * residual, 1), 0)
