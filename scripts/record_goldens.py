@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import assistants
 import families
 import hybrids
 import recorded_heads
@@ -31,6 +32,7 @@ def main() -> None:
 
 def record_models() -> None:
     import reference
+    import reference_assistants
     import transformers
 
     shapes, logits = {"transformers": {transformers.__version__: []}}, {}
@@ -39,6 +41,10 @@ def record_models() -> None:
         shapes[case] = {name: list(tensor.shape) for name, tensor in reference.stored_tensors(model).items()}
         logits[case] = reference.logits(model, families.tokens(), families.LENGTHS)
         print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, transformers {transformers.__version__}")
+    for case in assistants.CASES:
+        stored = reference_assistants.stored_tensors(reference_assistants.make_model(case))
+        shapes[f"assistant_{case}"] = {name: list(tensor.shape) for name, tensor in stored.items()}
+        logits[f"assistant_{case}"] = reference_assistants.logits(case)
     (families.GOLDENS / "shapes.json").write_text(json.dumps(shapes, indent=0) + "\n")
     np.savez_compressed(families.GOLDENS / "logits.npz", **logits)
     models = {case: reference.make_model(families.ALL[case]) for case in families.MTP}

@@ -162,14 +162,14 @@ class Tensors:
             return self._scheme.shape(linear)
         return self._headers[self._find(name)][0]
 
-    def integers(self, name: str, size: int) -> np.ndarray:
-        """Read a vector of whole numbers, or of truth values, as it is stored."""
+    def integers(self, name: str, *shape: int) -> np.ndarray:
+        """Read a tensor of whole numbers, or of truth values, as it is stored."""
         path = self._paths[self._find(name)]
         with opened(path) as file:
             values = np.asarray(file.get_slice(self._find(name))[:])
-        if values.shape != (size,) or values.dtype.kind not in "iub":
+        if values.shape != shape or values.dtype.kind not in "iub":
             raise ValueError(
-                f"tensor {name} in {path} must be of integers of shape ({size},), got {values.dtype} {values.shape}"
+                f"tensor {name} in {path} must be of integers of shape {shape}, got {values.dtype} {values.shape}"
             )
         self._mark_read(name)
         return values

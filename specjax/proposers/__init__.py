@@ -1,5 +1,6 @@
 """Proposers, which make drafts: pytree dataclasses with the pure methods of `specjax.types.Proposer`."""
 
+from specjax.proposers.assistant import Assistant
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.checkpoint import feature_layers, kind_of, load
 from specjax.proposers.dflash import dflash
@@ -18,6 +19,7 @@ from specjax.proposers.p_eagle import p_eagle
 from specjax.proposers.self_draft import SelfDraft, self_draft
 
 __all__ = [
+    "Assistant",
     "BlockHead",
     "DraftModel",
     "Eagle3Head",

@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax.models.directory import Checkpoint
 from specjax.proposers import block_files, eagle_files, files
+from specjax.proposers.assistant import is_assistant, load_assistant
 from specjax.proposers.medusa import is_medusa, load_medusa
 from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_speculator
 from specjax.proposers.mtp import is_mtp, load_mtp
@@ -53,6 +54,7 @@ FORMATS = (  # the first one that knows the files reads them
     Format(lambda fields, names: block_files.kind_of(names), block_files.load_block, block_files.feature_layers),
     Format(_of_names(is_medusa, "medusa"), load_medusa, has_attention=False),
     Format(_of_names(is_mlp_speculator, "mlp_speculator"), load_mlp_speculator, has_attention=False),
+    Format(_of_names(is_assistant, "assistant"), load_assistant),
     Format(_of_names(is_mtp, "mtp"), load_mtp),
     Format(_of_names(is_mtp_layer, "mtp"), load_mtp_layer),
     Format(_of_names(is_qwen_mtp, "mtp"), load_qwen_mtp),
@@ -77,9 +79,9 @@ def load(
     """Load a drafter that reads the features of a target.
 
     These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2 and DSpark, the layers for
-    multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next or Qwen3.5, Medusa heads and MLP
-    speculators. The names of its tensors and its config.json tell the kind of a drafter. The embedding and the head of
-    the drafter are the target's where the files have none.
+    multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next or Qwen3.5, assistants of Gemma 4,
+    Medusa heads and MLP speculators. The names of its tensors and its config.json tell the kind of a drafter. The
+    embedding and the head of the drafter are the target's where the files have none.
 
     Args:
         directory: the `Checkpoint` of the drafter, or its directory, with config.json and its tensors.

@@ -17,6 +17,7 @@ from specjax.models.families.gemma import ACTIVATIONS, NORMS
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.layer_input import LayerInput
+from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -27,15 +28,22 @@ TURNS: dict[str, Any] = {
 }
 
 
-def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Gemma 4 checkpoint."""
-    text, tensors = text_part(config, tensors)
-    text = text.with_defaults(rope_parameters=TURNS)
+@dataclass(frozen=True)
+class Parts:
+    """The parts of layers, which the drafters of these models have too."""
+
+    types: tuple[str, ...]  # of each layer, one of `ropes.TYPES`
+    mixers: dict[str, Attention]  # of each type
+    mlp: GatedMLP
+    rope: Rope  # how the heads turn whose mixer does not say it
+
+
+def read_parts(text: ConfigFile) -> Parts:
+    """Read the parts of layers from the fields of the language model."""
     if text.fields.get("use_bidirectional_attention") == "vision":
         text.fields["use_bidirectional_attention"] = None  # text is causal
     activation = ACTIVATIONS[text.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")]
-    *types, _ = llama.layer_types(text, lambda i: (i + 1) % 6 != 0)
-    types.append(FULL)  # the last layer always attends to all positions
+    types = *llama.layer_types(text, lambda i: (i + 1) % 6 != 0)[:-1], FULL  # the last one always attends to all
     sizes = {FULL: text.size("global_head_dim", 512), SLIDING: text.size("head_dim", 256)}
     shares_values = text.get("attention_k_eq_v", bool, False)
     kv_heads = text.size("num_global_key_value_heads", None)
@@ -57,27 +65,33 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         ),
         SLIDING: Attention(window=text.size("sliding_window", 512), **shared),
     }
-    mlp, options = GatedMLP(activation), {}
-    wide = (
-        replace(mlp, size=2 * text.size("intermediate_size")) if text.get("use_double_wide_mlp", bool, False) else mlp
-    )
-    ffns: tuple[Any, Any] = mlp, wide  # of layers with their own keys and values, and of the others
+    return Parts(types, mixers, GatedMLP(activation), turns[SLIDING])
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Gemma 4 checkpoint."""
+    text, tensors = text_part(config, tensors)
+    text = text.with_defaults(rope_parameters=TURNS)
+    parts, options = read_parts(text), {}
+    is_wide = text.get("use_double_wide_mlp", bool, False)
+    wide = replace(parts.mlp, size=2 * text.size("intermediate_size")) if is_wide else parts.mlp
+    ffns: tuple[Any, Any] = parts.mlp, wide  # of layers with their own keys and values, and of the others
     if text.get("enable_moe_block", bool, False):
-        experts = _experts(text, activation)
-        ffns = BesideMLP(mlp, experts), BesideMLP(wide, experts)
+        experts = _experts(text, parts.mlp.activation)
+        ffns = BesideMLP(parts.mlp, experts), BesideMLP(wide, experts)
         options |= {"expert_size": text.size("moe_intermediate_size"), "mixture": Names()}
     else:
         text.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
-    lenders, given = _lenders(text, types), _input(text, activation)
+    lenders, given = _lenders(text, parts.types), _input(text, parts.mlp.activation)
     layers = tuple(
         LayerConfig(
-            replace(mixers[kind], keys_of=lender),
+            replace(parts.mixers[kind], keys_of=lender),
             ffns[lender is not None],
             has_post_norms=True,
             has_scale=True,
             input=given,
         )
-        for kind, lender in zip(types, lenders, strict=True)
+        for kind, lender in zip(parts.types, lenders, strict=True)
     )
     return gemma.decoder(
         text,
@@ -86,7 +100,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         norms=NORMS,
         norm_offset=0.0,
         logit_softcap=text.number("final_logit_softcapping", None),
-        rope=turns[SLIDING],
+        rope=parts.rope,
         ignored=(*OTHERS, *_unused(lenders)),
         **options,
     )
