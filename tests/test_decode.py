@@ -631,8 +631,11 @@ class TestSeveralSteps:
 
     @pytest.mark.slow
     def test_lossless(self):
-        """Block verification reads noise past the last accepted token. Match is equal to plain sampling."""
-        testing.assert_lossless(one_of("block"), drafter=testing.sample_draft, num_samples=200_000)
+        """Block verification reads noise past the last accepted token. Match is equal to plain sampling.
+
+        The tests below show what as many samples find.
+        """
+        testing.assert_lossless(one_of("block"), drafter=testing.sample_draft, num_samples=60_000)
 
     @pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
     def test_draft_model_reports_what_it_sampled(self, name):
@@ -693,7 +696,7 @@ class TestSeveralSteps:
     def test_an_own_verifier_without_a_core_gets_a_verdict(self):
         """By samples too, the drafts sampled as above; and ragged and deterministic ones."""
         assert not hasattr(REJECTION, "core")
-        testing.assert_lossless(REJECTION, num_samples=50_000)  # its core is enumerated elsewhere
+        testing.assert_lossless(REJECTION, num_samples=20_000)  # its core is enumerated elsewhere
 
     @staticmethod
     def assert_fails(verifier, drafter):

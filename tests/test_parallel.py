@@ -131,17 +131,6 @@ def generated(model, proposer, verifier, params=PARAMS, rows=None, **options):
     return decode.generate(model, proposer, state, verifier=verifier)
 
 
-@pytest.mark.slow
-def test_tokens_of_one_device():
-    """Four devices, two for each head of keys and values, which lie in pages; caches without pages share rows below."""
-    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
-    table = np.random.default_rng(1).permutation(24).reshape(3, 8).astype(np.int32)
-    pages = Pages(jnp.asarray(table), 24, 4)
-    expected = generated(model, proposer, verifiers.block, num_logprobs=2)
-    shared = tensor_parallel(model, mesh_of(4))
-    check_same(generated(shared, proposer, verifiers.block, pages=pages, num_logprobs=2), expected)
-
-
 def check_same(got, expected):
     np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
     np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
@@ -162,17 +151,37 @@ def test_rows_that_devices_share():
     assert got.cache.rows[0]["key"].addressable_shards[0].data.shape[0] == 2
 
 
+LISTED = {"num_logprobs": 2, "prompt_logprobs": True, "rows": np.array([0, 1, 1, 0])}  # prompts of four requests
+
+
+def models_and_requests(**last):
+    """A target, a drafter, and requests with parameters of every kind; among them grammars, which all rows share."""
+    params = [*PARAMS, SamplingParams(max_tokens=8, guided_decoding=GRAMMAR, **last)]
+    return decoder(), proposers.draft_model(decoder(1, num_layers=1), 3), verifiers.block, params
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return generated(*models_and_requests(logit_bias={7: 9.0}), **LISTED)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, parts, prompts", [(2, 2, None), (4, 1, np.array([0, 1, 1, 0]))])
-def test_tokens_where_devices_share_the_rows(rows, parts, prompts):
-    """Parameters of every kind occur; parameters of all rows, such as grammars, are whole on each device."""
-    model, proposer = decoder(), proposers.draft_model(decoder(1, num_layers=1), 3)
-    processors = [Partial(add_to_id, jnp.float32(9))] if parts == 1 else None  # they take whole rows
-    params = [*PARAMS, SamplingParams(max_tokens=8, guided_decoding=GRAMMAR, logits_processors=processors)]
-    options = {"num_logprobs": 2, "prompt_logprobs": True, "rows": prompts}
-    expected = generated(model, proposer, verifiers.rejection, params, **options)
-    got = generated(with_shared_rows(model, rows, parts), proposer, verifiers.rejection, params, **options)
-    check_same(got, expected)
+def test_tokens_of_one_device(one_device):
+    """Four devices, two for each head of keys and values, which lie in pages; caches without pages share rows below."""
+    model, *given = models_and_requests(logit_bias={7: 9.0})
+    table = np.random.default_rng(1).permutation(32).reshape(4, 8).astype(np.int32)
+    pages = Pages(jnp.asarray(table), 32, 4)
+    check_same(generated(tensor_parallel(model, mesh_of(4)), *given, pages=pages, **LISTED), one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, parts", [(2, 2), (4, 1)])
+def test_tokens_where_devices_share_the_rows(one_device, rows, parts):
+    """Whole rows take a logits processor, which here does the same as a bias."""
+    processor = {"logits_processors": [Partial(add_to_id, jnp.float32(9))]}
+    model, *given = models_and_requests(**(processor if parts == 1 else {"logit_bias": {7: 9.0}}))
+    got = generated(with_shared_rows(model, rows, parts), *given, **LISTED)
+    check_same(got, one_device)
     for leaf in jax.tree.leaves((got.cache, got.proposer)):
         assert leaf.addressable_shards[0].data.shape[0] == 4 // rows
     ids = got.context.tokens[3, got.context.prompt_length[3] : got.context.length[3]]
@@ -194,21 +203,17 @@ def test_slots_where_devices_share_the_rows():
 
 
 def in_an_engine(model, proposer):
-    """The tokens that an engine gives some requests, by programs that are compiled once."""
+    """The tokens that an engine gives some requests, by programs that are compiled once, as they are of one use."""
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
     sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "prompt_sizes": [4]}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [
-        SamplingParams(
-            temperature=t, seed=i, max_tokens=12, top_k=k, logprobs=n, logit_bias={5: 2.0} if i == 3 else None
-        )
-        for i, (t, k, n) in enumerate([(0, -1, None), (0.9, 40, 2), (1.2, -1, None), (0.7, 9, None), (0, -1, 1)])
+        SamplingParams(temperature=t, seed=i, max_tokens=12, top_k=k, logprobs=2, logit_bias={5: float(i)})
+        for i, (t, k) in enumerate([(0, -1), (0.9, 40), (1.2, -1), (0.7, 9), (0, -1)], 1)
     ]
-    with (
-        Engine(model, proposer, tokenizer=Tokenizer(), capacities=capacities, **sizes) as engine,
-        Compilations() as later,
-    ):
+    sizes |= {"capacities": capacities, "warm_up": requests}
+    with Engine(model, proposer, tokenizer=Tokenizer(), **sizes) as engine, Compilations() as later:
         submitted = [engine.submit(*each) for each in zip(prompts, requests, strict=True)]
         found = [request.result(timeout=120).token_ids for request in submitted]
     assert later.number == 0
