@@ -18,6 +18,8 @@ from specjax.cli import models as cli_models
 from specjax.engine import step_times
 from specjax.engine.draft_length import (
     CHOICES,
+    FED_IN_PROBE,
+    HELD,
     PROBE_SHARE,
     ByStepTimes,
     RecentAcceptance,
@@ -94,15 +96,55 @@ def test_is_about_as_fast_as_the_best_fixed_number(num_rows):
         assert tokens.sum() / taken.sum() / num_rows >= 0.97 * best, rate
 
 
-def test_a_probe_counts_what_a_draft_model_has_to_catch_up_with():
-    bad = np.full(1, 8), np.zeros(1, int)
-    probes = []
-    for proposer in (proposers.ngram(8), proposers.draft_model(bigram(1), 8)):
-        choice = choice_of(proposer)
-        for _ in range(50):
-            choice.count(*bad)
-        probes.append([i for i in range(1000) if choice.choose(1, i)])
-    assert len(probes[0]) > 2 and probes[1] == [], "the draft model would be fed all tokens since its last drafts"
+def stream(choice, rng, rate_of, num_tokens, most_behind):
+    """Decode one sequence; return the K of each step, and the seconds with those that feed the drafter its backlog.
+
+    Args:
+        rate_of: function of the number of tokens that there are, which returns the acceptance rate.
+        most_behind: the most tokens that wait for the drafter.
+    """
+    seconds, num_behind, total, found = TIMES.at(1), 0, 0, []
+    while total < num_tokens:
+        k = choice.choose(1, num_behind)
+        accepted = np.cumprod(rng.random((1, k)) < rate_of(total), axis=1).sum(axis=1)
+        choice.count(np.full(1, k), accepted)
+        fed = (seconds[2] - seconds[0]) * min(num_behind, most_behind) / FED_IN_PROBE if k else 0
+        num_behind, total = 0 if k else num_behind + 1, total + 1 + int(accepted[0])
+        found.append((total, k, seconds[k] + fed))
+    return [np.array(column) for column in zip(*found, strict=True)]
+
+
+DRAFTERS = {"features": (proposers.ngram(8), HELD), "model": (proposers.draft_model(bigram(1), 8), np.inf)}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_is_never_much_slower_than_plain_decoding(name):
+    """Over 2,000 tokens of a stream after the first 100, a step and the feeding of the drafter counted by the table."""
+    proposer, most_behind = DRAFTERS[name]
+    for rate in (0.0, 0.1, 0.2, 0.3, 0.5, 0.9):
+        choice, rng = choice_of(proposer), np.random.default_rng(0)
+        total, _, taken = stream(choice, rng, lambda _, rate=rate: rate, 2100, most_behind)
+        is_late = total > 100
+        assert taken[is_late].sum() <= 1.03 * (total[-1] - 100) * TIMES.at(1)[0], rate
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_come_back_within_a_stream(name):
+    """They are bad for 1,000 tokens and good after that."""
+    proposer, most_behind = DRAFTERS[name]
+    choice, rng = choice_of(proposer), np.random.default_rng(0)
+    total, num_drafts, _ = stream(choice, rng, lambda n: 0.95 if n > 1000 else 0.0, 3000, most_behind)
+    assert num_drafts[(total > 900) & (total < 1000)].mean() < 0.2
+    assert num_drafts[total > 2000].mean() > 4
+
+
+def test_an_expensive_draft_model_is_not_tried_again():
+    """Feeding it the tokens of plain steps would take more of their time than is set aside for it."""
+    times, bad = StepTimes({1: {0: 1.0, 2: 1.6}}), (np.full(1, 2), np.zeros(1, int))
+    choice = ByStepTimes(times, (0, 2), proposers.draft_model(bigram(1), 2))
+    for _ in range(50):
+        choice.count(*bad)
+    assert not any(choice.choose(1, i) for i in range(1000))
     assert choice.choose(1, 0) == 2
 
 

@@ -25,6 +25,7 @@ FEW_TRIALS = 2.0  # trials that the first assumption weighs, and that an old est
 MEMORY = 64.0  # rows and steps after which a trial weighs 1/e, but at least MEMORY_STEPS steps
 MEMORY_STEPS = 8.0
 PROBE_SHARE = 0.01  # of the time, for steps with drafts while plain decoding is faster
+FEED_SHARE = 0.015  # of the time, for feeding a drafter before such steps the tokens of the plain steps since
 HELD = 64  # tokens of a sequence whose features may wait for a drafter
 FED_IN_PROBE = 16.0  # tokens that a drafter, left behind by plain steps, is fed in about the time that drafts take
 
@@ -100,6 +101,8 @@ class ByStepTimes:
     """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
 
     While plain decoding is the fastest, the smallest other K is tried from time to time, for `PROBE_SHARE` of the time.
+    Before it a draft model is fed all tokens of the plain steps since, for which `FEED_SHARE` of their time is set aside.
+    A drafter that takes more for each token is not tried again for the sequences that it has been left behind in.
 
     Args:
         times: the seconds of steps.
@@ -143,8 +146,9 @@ class ByStepTimes:
 
     def _probe(self, length: int, seconds: Mapping[int, float], num_behind: int) -> int:
         """Return a K > 0 where the time that earlier plain steps have set aside allows it, and else 0."""
-        cost = max(seconds[length] - seconds[0], 0) * (1 + min(num_behind, self._most_behind) / FED_IN_PROBE)
-        if self._saved >= cost:
+        cost = max(seconds[length] - seconds[0], 0)
+        feeding = cost * min(num_behind, self._most_behind) / FED_IN_PROBE
+        if self._saved >= cost + max(feeding - FEED_SHARE * seconds[0] * num_behind, 0):
             self._saved = 0.0
             return length
         self._saved += PROBE_SHARE * seconds[0]
