@@ -101,8 +101,8 @@ class ByStepTimes:
     """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
 
     While plain decoding is the fastest, the smallest other K is tried from time to time, for `PROBE_SHARE` of the time.
-    Before it a draft model is fed all tokens of the plain steps since, for which `FEED_SHARE` of their time is set aside.
-    A drafter that takes more for each token is not tried again for the sequences that it has been left behind in.
+    Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of their time is set aside for
+    that. A drafter that takes more for each token is not tried again in sequences that it has been left behind in.
 
     Args:
         times: the seconds of steps.
