@@ -48,7 +48,7 @@ def unsupported(x: Array) -> str | None:
     return None
 
 
-def all_reduce(x: Array, links: Array, *, residual: Array | None = None) -> Array:
+def all_reduce(x: Array, links: Array, *, residual: Array | None = None, after: Array | None = None) -> Array:
     """Return the sum of x [...] over devices, added in float32 in the order of the devices, plus a residual [...].
 
     Args:
@@ -56,13 +56,14 @@ def all_reduce(x: Array, links: Array, *, residual: Array | None = None) -> Arra
         links: [2 n + 1] int32: for each of the n devices the low and the high half of the address of its mailbox, which
             is zero before the first exchange; last this device's place among them.
         residual: [...], which is added to the sum.
+        after: the result of the exchange before, where neither x nor the residual depends on it.
     """
     size, per_word = x.size, 4 // x.dtype.itemsize
     dtype = x.dtype if residual is None else residual.dtype
     y = call(
         partial(_all_reduce_kernel, num_devices=links.shape[0] // 2, per_word=per_word),
         jax.ShapeDtypeStruct((size,), dtype),
-        (x.reshape(size), links, None if residual is None else residual.reshape(size)),
+        (x.reshape(size), links, None if residual is None else residual.reshape(size), after),
         grid=(pl.cdiv(size // per_word, _THREADS),),
         num_warps=_NUM_WARPS,
         interpret=False,
@@ -71,7 +72,7 @@ def all_reduce(x: Array, links: Array, *, residual: Array | None = None) -> Arra
 
 
 def _all_reduce_kernel(inputs, out_ref, *, num_devices: int, per_word: int):
-    x_ref, links_ref, residual_ref = inputs
+    x_ref, links_ref, residual_ref, _ = inputs
     size = x_ref.shape[0]
     # One word a thread: the layout of a tile is then the only one, and no operation is done twice in another.
     word = pl.program_id(0) * _THREADS + jax.lax.iota(jnp.int32, _THREADS)

@@ -2,6 +2,7 @@
 
     python scripts/bench_devices.py
     python scripts/bench_devices.py --preset 8b-1b --one --json 8b.json
+    python scripts/bench_devices.py --preset 8b --one --batches 64 --tables engine
     python scripts/bench_devices.py --preset 70b-1b --batches 1 8 --tables steps prompt
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench_devices.py --preset embedded \\
         --batches 1 --num-drafts 2 --vocab 4096 --context 16 --prompt 64
@@ -12,12 +13,15 @@ The script prints each row as soon as it is measured; the last command is the qu
   all of them. On a GPU it runs by the kernels and, on all devices, also by XLA.
 * It times the steps and prompts of `bench_decode.py` and `bench_prefill.py`, with weights that the devices share. The
   random weights are made where they stay, so that a model may be larger than one device. The draft is whole on each.
-* With --one, steps and prompts of one device are measured too; the model must fit it.
+* The table "engine" has the tokens/s of an engine while all of its slots are active, without drafts.
+* With --one, steps, prompts and engines of one device are measured too; the model must fit it.
 """
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,13 +37,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import device_seconds
 
-from specjax import models, verifiers
+import specjax
+from specjax import SamplingParams, models, verifiers
+from specjax.models.checkpoint import Checkpoint
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.parallel import put, shards
 from specjax.parallel.links import links_of
 from specjax.types import Categorical, Draft, Model
 
 AXIS = "tensor"
+OUTPUTS = 32, 160  # tokens of the requests of an engine
 PRESETS = ("8b", "8b-1b", "8b-eagle3", "70b", "70b-1b", "70b-eagle3", "embedded")
 SIZES = SHAPES | {
     "70b": replace(SHAPES["8b"], hidden_size=8192, num_layers=80, num_heads=64, mlp_size=28672),
@@ -142,6 +149,32 @@ def time_prompt(args: argparse.Namespace, devices: int, target: Model) -> Iterat
     yield {"table": "prompt", "devices": devices, "tokens": args.prompt, "seconds": seconds}
 
 
+def time_engine(args: argparse.Namespace, devices: int, target: Model) -> Iterator[dict]:
+    """Print rows with the speed of a full engine without drafts and yield them: a slope over lengths of the output."""
+    print("\n| devices | streams of an engine | tokens/s | start, s |\n|---|---|---|---|")
+    tokenizer = Checkpoint(models.EMBEDDED / "target").tokenizer()
+    capacities = specjax.Capacities(0, 0, 0, 0, 0, logprobs=0)
+    for batch in args.batches:
+        sizes = {"num_slots": batch, "max_length": args.context + max(OUTPUTS), "step_sizes": []}
+        start = time.perf_counter()
+        with specjax.Engine(target, tokenizer=tokenizer, capacities=capacities, **sizes) as engine:
+
+            def seconds(length: int) -> float:
+                params = SamplingParams(temperature=1.0, max_tokens=length)
+                start = time.perf_counter()
+                requests = [engine.submit([1 + i] * args.context, params) for i in range(batch)]  # noqa: B023
+                for request in requests:
+                    assert len(request.result().token_ids) == length, "there are no stop tokens"
+                return time.perf_counter() - start
+
+            seconds(min(OUTPUTS))
+            started = time.perf_counter() - start
+            short, long = (statistics.median(seconds(length) for _ in range(3)) for length in OUTPUTS)
+        speed = batch * (OUTPUTS[1] - OUTPUTS[0]) / (long - short)
+        print(f"| {devices} | {batch} | {speed:.0f} | {started:.0f} |")
+        yield {"table": "engine", "devices": devices, "batch": batch, "tokens_per_s": speed}
+
+
 def time_model(args: argparse.Namespace, mesh: Mesh | None) -> Iterator[dict]:
     """Print the tables of steps and of the prompt and yield their rows; a mesh of None is one device."""
     devices = 1 if mesh is None else mesh.size
@@ -150,13 +183,15 @@ def time_model(args: argparse.Namespace, mesh: Mesh | None) -> Iterator[dict]:
         yield from time_steps(args, devices, target, draft)
     if "prompt" in args.tables:
         yield from time_prompt(args, devices, target)
+    if "engine" in args.tables:
+        yield from time_engine(args, devices, target)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="the models of steps and prompts, which need one")
     parser.add_argument(
-        "--tables", nargs="+", choices=("verify", "steps", "prompt"), default=["verify", "steps", "prompt"]
+        "--tables", nargs="+", choices=("verify", "steps", "prompt", "engine"), default=["verify", "steps", "prompt"]
     )
     parser.add_argument("--devices", type=int, help="how many devices share a model; the default is all")
     parser.add_argument("--one", action="store_true", help="also time the model on one device")

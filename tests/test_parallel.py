@@ -18,6 +18,7 @@ from test_slots import Compilations
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.experts import Experts, SoftmaxTopK
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.sharding import tensor_parallel
 from specjax.parallel import data_parallel, put
@@ -288,7 +289,9 @@ def test_two_sums_a_layer_and_two_exchanges(by, monkeypatch):
     links = jnp.zeros((2, 5), jnp.int32) if by == "kernel" else None
     monkeypatch.setattr("specjax.models.sharding.links_of", lambda mesh, axis_name: links)
     proposer = proposers.draft_model(decoder(1, num_layers=1, vocab_size=8192), 3)
-    shared = tensor_parallel(decoder(vocab_size=8192, transposed=True), mesh_of(2))
+    layers = LayerConfig(), LayerConfig(ffn=Experts(SoftmaxTopK(4, 2)))
+    target = decoder(vocab_size=8192, transposed=True, layers=layers, expert_size=16)
+    shared = tensor_parallel(target, mesh_of(2))
     given = jnp.zeros((2, 4), jnp.int32), jnp.array([4, 3]), sampling.batch([SamplingParams()] * 2)
     begin = partial(decode.prefill, max_length=16)
     state = jax.eval_shape(begin, shared, proposer, *given, jax.random.key(0))

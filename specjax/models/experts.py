@@ -20,6 +20,7 @@ from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_s
 from specjax.models.linear import linear, rms_norm
 from specjax.models.quantized import Quantized, dequantize
 from specjax.operations.dispatch import dispatch
+from specjax.parallel.links import sum_over
 from specjax.parallel.loops import as_carry
 from specjax.types import Array
 
@@ -258,7 +259,7 @@ class Experts:
         if self.shared is not None:
             y = y + self.shared(config, params, x)
         if config.axis_name is not None:
-            y = jax.lax.psum(y, config.axis_name)
+            y = sum_over(y, config.axis_name, params.get("links"), after=call.residual)
         if self.has_bias:
             biases = params["experts_out_bias"][experts].astype(jnp.float32)
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)

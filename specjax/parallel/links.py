@@ -21,7 +21,13 @@ from specjax.types import Array, PyTree
 MAX_DEVICES = 8  # that sum through their memory; the memory that each needs grows with their number
 
 
-def sum_over(x: Array, axis_name: str, links: Array | None = None, residual: Array | None = None) -> Array:
+def sum_over(
+    x: Array,
+    axis_name: str,
+    links: Array | None = None,
+    residual: Array | None = None,
+    after: Array | None = None,
+) -> Array:
     """Return the sum of x [...] over the devices along an axis, plus a residual [...], the same on every device.
 
     Sums with links must follow one another: each needs an input that depends on the sum before.
@@ -31,10 +37,11 @@ def sum_over(x: Array, axis_name: str, links: Array | None = None, residual: Arr
         axis_name: the axis of the `jax.shard_map` around the call.
         links: this device's part of `links_of` the mesh; None: XLA sums.
         residual: [...], or what broadcasts to it, which is added to the sum; None for none.
+        after: the result of the sum before, where neither x nor the residual depends on it; None for none.
     """
     if links is not None and all_reduce.unsupported(x) is None:
         fits = residual is not None and residual.shape == x.shape
-        total = all_reduce.all_reduce(x, links.ravel(), residual=residual if fits else None)
+        total = all_reduce.all_reduce(x, links.ravel(), residual=residual if fits else None, after=after)
         return total if fits or residual is None else residual + total
     total = jax.lax.psum(x, axis_name)
     return total if residual is None else residual + total
