@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 from families import ALL, write
-from jax.sharding import Mesh
 
-from specjax.models import load, tensor_parallel
+from specjax.models import load
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
     "old": lambda name: f"language_model.{name}",
@@ -30,12 +29,6 @@ def test_images_are_left_out(case, prefix, tmp_path):
     assert model.apply.config == alone.apply.config
     for one, other in zip(*map(jax.tree.leaves, (model.params, alone.params)), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_devices_do_not_share_heads_of_several_sizes(tmp_path):
-    model = load(write(tmp_path / "model", "gemma4"))
-    with pytest.raises(ValueError, match="model must have heads of one size and number in all layers"):
-        tensor_parallel(model, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
 
 
 def test_a_text_part_without_its_defaults(tmp_path):

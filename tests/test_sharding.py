@@ -16,7 +16,8 @@ from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, wh
 from specjax import proposers
 from specjax.models import data_parallel, load, tensor_parallel, tensors, with_feature_layers
 
-SHARED_NORMS = ("olmo3",)  # families whose devices share the numbers of a norm
+# Families whose devices share the numbers of a norm, and with heads of several sizes and numbers.
+OTHERS = "olmo3", "gemma4", "gemma4_small", "gemma4_moe"
 FAST = "llama_bias", "gemma2", "opt_post_norm"  # of the families
 
 
@@ -100,10 +101,7 @@ def test_the_host_holds_one_part_at_a_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, marks=() if c in (*FAST[2:], *SHARED_NORMS) else pytest.mark.slow)
-        for c in (*CONFIGS, *SHARED_NORMS)
-    ],
+    [pytest.param(c, marks=() if c in (*FAST[2:], *OTHERS[:2]) else pytest.mark.slow) for c in (*CONFIGS, *OTHERS)],
 )
 def test_logits_are_the_recorded_ones(case, tmp_path):
     """For every family, on two devices, for whole rows and from a cache."""

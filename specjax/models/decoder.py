@@ -93,6 +93,14 @@ class DecoderConfig:
         return any(mixer.sized(self) != self for mixer in mixers) or any(mlp.size is not None for mlp in mlps)
 
     @property
+    def cache_sizes(self) -> tuple[tuple[int, int], ...] | None:
+        """The number of key heads of each layer, and their size; None where all layers have the config's."""
+        if not self.has_own_sizes:
+            return None
+        sized = [layer.mixer.sized(self) for layer in self.each_layer]
+        return tuple((one.num_kv_heads, one.head_size) for one in sized)
+
+    @property
     def owners(self) -> tuple[int, ...]:
         """The layer whose memory each layer reads: its own, or an earlier one with its keys and values."""
         lenders = [getattr(layer.mixer, "keys_of", None) for layer in self.each_layer]
@@ -277,10 +285,10 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
     if not config.delta_nets:
         if not config.has_own_sizes:
             return model
-        sized = [layer.mixer.sized(config) for layer in config.each_layer]
-        sizes = tuple((one.num_kv_heads, one.head_size) for one in sized)
         owns = tuple(owner == i for i, owner in enumerate(config.owners))
-        return replace(model, init_cache=network.InitCache(config, str(params["embedding"].dtype), owns, sizes))
+        return replace(
+            model, init_cache=network.InitCache(config, str(params["embedding"].dtype), owns, config.cache_sizes)
+        )
     recurrent = {i for i, _ in config.delta_nets}
     if len(recurrent) == config.num_layers:
         raise ValueError("config.layers must have a layer that attends beside gated delta nets, got none")

@@ -20,7 +20,7 @@ from specjax.models.delta_net import HEAD_AXES, DeltaNet, InitRows
 from specjax.models.experts import Experts
 from specjax.models.families.opt import OPTConfig
 from specjax.models.latent_attention import InitLatents, LatentAttention, latent_mixer
-from specjax.models.layer import Attention
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
@@ -58,7 +58,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
 
     Raises:
         ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads or the MLP
-            equally, or the model is not one that specjax built or has heads of several sizes.
+            equally, or the model is not one that specjax built.
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
@@ -69,8 +69,6 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
     ):
         raise ValueError(f"model must be one that specjax built, to be shared by devices, got {model.apply!r}")
     whole, number = apply.config, mesh.shape[axis_name]
-    if isinstance(whole, DecoderConfig) and whole.has_own_sizes:
-        raise ValueError("model must have heads of one size and number in all layers, to be shared by devices")
     part = _part(whole, number, axis_name)
     leaves, structure = jax.tree_util.tree_flatten_with_path(
         model.params, is_leaf=lambda leaf: isinstance(leaf, Quantized)
@@ -82,7 +80,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
             leaf = dequantize(leaf, leaf.dtype)  # the inputs of a device would lie apart in the codes
             leaf = leaf if _is_transposed(whole) or leaf.ndim > 2 else leaf.T
         is_transposed = isinstance(leaf, Quantized) or _is_transposed(whole)
-        cut = _cut(_name(path), whole, part, number, is_transposed=is_transposed)
+        cut = _cut(_name(path), _of_layer(whole, path), _of_layer(part, path), number, is_transposed=is_transposed)
         spec = P() if cut is None else P(*[None] * cut.axis, axis_name)
         split.append(_split(leaf, cut, NamedSharding(mesh, spec)))
         specs += specs_of(leaf, spec) if isinstance(leaf, Quantized) else [spec]
@@ -92,7 +90,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         params, specs = params | {"links": links}, jax.tree.leaves(spread)
     on_mesh = OnMesh(
         apply=replace(apply, config=part),
-        init_cache=replace(init_cache, config=part),
+        init_cache=_init_cache(init_cache, part),
         mesh=mesh,
         axis_name=axis_name,
         param_specs=tuple(specs),
@@ -106,10 +104,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
             replace(on_mesh, init_rows=of_part, row_specs=specs),
             InitRowsOnMesh(init_rows, mesh, specs),
         )
-    with_copies = whole
-    if isinstance(whole, DecoderConfig):
-        with_copies = replace(whole, num_kv_heads=part.num_kv_heads * number)
-    init_cache = InitOnMesh(replace(init_cache, config=with_copies), on_mesh.of_cache)
+    init_cache = InitOnMesh(_init_cache(init_cache, _with_copies(whole, part, number)), on_mesh.of_cache)
     return replace(model, params=params, apply=on_mesh, init_cache=init_cache, init_rows=init_rows)
 
 
@@ -127,16 +122,13 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
         if getattr(whole, name) % number:
             got = getattr(whole, name)
             raise ValueError(f"{name} must be a multiple of the {number} devices that share it, got {got}")
-    kv_heads = whole.num_kv_heads
-    if kv_heads % number and number % kv_heads:
-        raise ValueError(f"num_kv_heads must be a multiple or a divisor of the {number} devices, got {kv_heads}")
+    kv_heads = _part_of_kv_heads(whole.num_kv_heads, number)
     size = shards.part_size(whole.vocab_size, number)
     own: dict[str, Any] = {}
     if isinstance(whole, DecoderConfig):
         if len({mixer for _, mixer in whole.delta_nets}) > 1:
             raise ValueError("model must have gated delta nets of one size in all layers, to be shared by devices")
-        own = {"num_kv_heads": max(1, kv_heads // number)}
-        own["layers"] = tuple(replace(layer, mixer=_part_of_mixer(layer.mixer, number)) for layer in whole.layers)
+        own = {"num_kv_heads": kv_heads, "layers": tuple(_part_of_layer(layer, number) for layer in whole.layers)}
     return replace(
         whole,
         vocab_size=size,
@@ -147,8 +139,22 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
     )
 
 
+def _part_of_layer(layer: LayerConfig, number: int) -> LayerConfig:
+    """Return one device's part of a layer. Sizes that the layer does not say are the config's."""
+    ffn = layer.ffn
+    mlp = getattr(ffn, "mlp", ffn)  # beside experts, too
+    if isinstance(mlp, GatedMLP) and mlp.size is not None:
+        if mlp.size % number:
+            raise ValueError(f"size of an MLP must be a multiple of the {number} devices that share it, got {mlp.size}")
+        own = replace(mlp, size=mlp.size // number)
+        ffn = own if mlp is ffn else replace(ffn, mlp=own)
+    return replace(layer, mixer=_part_of_mixer(layer.mixer, number), ffn=ffn)
+
+
 def _part_of_mixer(mixer: Any, number: int) -> Any:
-    """Return one device's part of a mixer; others than gated delta nets take their numbers of heads from the config."""
+    """Return one device's part of a mixer."""
+    if isinstance(mixer, Attention) and mixer.num_kv_heads is not None:
+        return replace(mixer, num_kv_heads=_part_of_kv_heads(mixer.num_kv_heads, number))
     if not isinstance(mixer, DeltaNet):
         return mixer
     if mixer.num_key_heads % number:
@@ -158,6 +164,45 @@ def _part_of_mixer(mixer: Any, number: int) -> Any:
         )
     heads = {name: getattr(mixer, name) // number for name in ("num_key_heads", "num_value_heads")}
     return replace(mixer, **heads)
+
+
+def _part_of_kv_heads(kv_heads: int, number: int) -> int:
+    """Return the number of key heads of a device, which several devices have where there are fewer than devices."""
+    if kv_heads % number and number % kv_heads:
+        raise ValueError(f"num_kv_heads must be a multiple or a divisor of the {number} devices, got {kv_heads}")
+    return max(1, kv_heads // number)
+
+
+def _with_copies(whole: Config, part: Config, number: int) -> Config:
+    """Return the sizes of the whole, with the key heads of all devices."""
+    if not isinstance(whole, DecoderConfig) or not isinstance(part, DecoderConfig):
+        return whole
+
+    def layer(own: LayerConfig, of_device: LayerConfig) -> LayerConfig:
+        if not isinstance(own.mixer, Attention) or own.mixer.num_kv_heads is None:
+            return own
+        return replace(own, mixer=replace(own.mixer, num_kv_heads=of_device.mixer.num_kv_heads * number))
+
+    layers = tuple(map(layer, whole.layers, part.layers))
+    return replace(whole, num_kv_heads=part.num_kv_heads * number, layers=layers)
+
+
+def _init_cache(init_cache: Any, config: Config) -> Any:
+    """Return the function that makes the cache of a config."""
+    if isinstance(init_cache, InitCache) and isinstance(config, DecoderConfig):
+        return replace(init_cache, config=config, sizes=config.cache_sizes)
+    return replace(init_cache, config=config)
+
+
+def _of_layer(config: Config, path: tuple) -> Config:
+    """Return the config with the sizes of the layer that a parameter belongs to."""
+    if not isinstance(config, DecoderConfig) or path[0].key != "layers":
+        return config
+    layer = config.each_layer[path[1].key]
+    ffn = getattr(layer.ffn, "mlp", layer.ffn)
+    sized = layer.mixer.sized(config) if isinstance(layer.mixer, Attention) else config
+    size = ffn.width(config) if isinstance(ffn, GatedMLP) else config.mlp_size
+    return replace(sized, num_layers=1, layers=(layer,), mlp_size=size)
 
 
 @dataclass(frozen=True)
@@ -238,7 +283,7 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         first_key = queries * whole.num_heads + first
         if name == "key_norm":
             return [(first * head, (first + part.num_kv_heads) * head)]
-        firsts = first_key, first_key + whole.num_kv_heads
+        firsts = [first_key + i * whole.num_kv_heads for i in range(_num_projected(whole))]
         return [own(queries * part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
 
@@ -250,14 +295,20 @@ def _latent_mixer(config: Config) -> LatentAttention | None:
 
 def _has_wide_norms(config: Config) -> bool:
     """Return whether norms of queries and keys go over all heads, of which a device has some."""
-    mixers = [layer.mixer for layer in config.layers] if isinstance(config, DecoderConfig) else []
-    return any(isinstance(mixer, Attention) and mixer.has_wide_norms for mixer in mixers)
+    mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else None
+    return isinstance(mixer, Attention) and mixer.has_wide_norms
 
 
 def _query_parts(config: Config) -> int:
     """Return the number of heads that each query head's projection has: the query, and maybe its gate."""
-    mixers = [layer.mixer for layer in config.layers] if isinstance(config, DecoderConfig) else []
-    return max((mixer.query_parts for mixer in mixers if isinstance(mixer, Attention)), default=1)
+    mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else None
+    return mixer.query_parts if isinstance(mixer, Attention) else 1
+
+
+def _num_projected(config: Config) -> int:
+    """Return how many of keys and values have a projection."""
+    mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else Attention()
+    return (1 + mixer.has_values) * (mixer.keys_of is None)
 
 
 def _runs_of_delta_net(name: str, device: int, part: Config, number: int) -> list[Run]:
