@@ -1,5 +1,6 @@
 """Assistants of Gemma 4: the drafts of transformers, the target's memory, which stays as it is, and other targets."""
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from families import GOLDENS, NUM_TOKENS, tokens
 from families import write as write_target
 from paged import poisoned, random_table
 
-from specjax import decode, proposers, sampling
+from specjax import proposers, sampling
 from specjax.decoding.calls import run
 from specjax.models import load
 from specjax.sampling import SamplingParams
@@ -65,16 +66,23 @@ def test_drafts_are_those_of_transformers(case, target, fed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("float32_products")
-def test_greedy_tokens_are_those_of_plain_decoding(target, tmp_path):
-    """Rows of different lengths, one of which has no token before the pending one at first."""
+def test_greedy_tokens_in_an_engine(tmp_path):
+    """Requests in pages, of which one has no token before the pending one at first, on layers that share keys."""
+    target = load(write_target(tmp_path / "small", "gemma4_small"))
     proposer = proposers.load(write(tmp_path / "groups", "groups"), target, num_draft_tokens=NUM_DRAFTS)
-    rows = sampling.batch([SamplingParams(temperature=0, max_tokens=12)] * 3)
-    given = jnp.asarray(tokens()[[0, 1, 0]]), jnp.array([12, 7, 1]), rows, jax.random.key(0)
-    found = []
-    for one in (proposer, proposers.none()):
-        state = decode.prefill(target, one, *given, max_length=24)
-        found.append(decode.generate(target, one, state))
-    np.testing.assert_array_equal(found[0].context.tokens, found[1].context.tokens)
+    found, rng = heads.in_slots(target, proposer), np.random.default_rng(3)
+    for number, length in enumerate((9, 1, 5, 12)):
+        rows = [*rng.integers(0, heads.VOCAB, length).tolist(), *found[number]]
+        ids = jnp.asarray([rows + [0] * (26 - len(rows))], jnp.int32)
+        likely = jnp.argmax(whole(target, ids), axis=-1)[0].tolist()
+        assert len(found[number]) == 14 and found[number] == likely[length - 1 : len(rows) - 1]
+
+
+@jax.jit
+def whole(target, ids):
+    """The logits of whole sequences."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    return target.apply(target.params, ModelInput(ids, positions), None)[0].logits
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import ALL, CONFIGS, GOLDENS, LENGTHS, NUM_TOKENS, tokens, write
+from paged import poisoned, random_table
 from released import RELEASED, fields_of
 
 from specjax.models import load
@@ -29,15 +30,20 @@ def whole_logits(model: Model) -> jax.Array:
     return jax.jit(model.apply)(model.params, ModelInput(jnp.asarray(tokens()), positions), None)[0].logits
 
 
-def incremental_logits(model: Model, num_slots: int = NUM_TOKENS + 1) -> np.ndarray:
-    """Logits of rows fed in three calls of four tokens: prompts of different lengths, then from where each row is."""
-    apply = jax.jit(model.apply)
+def incremental_logits(model: Model, num_slots: int = NUM_TOKENS + 1, in_pages: bool = False) -> np.ndarray:
+    """Logits of rows fed in three calls of four tokens: prompts of different lengths, then from where each row is.
+
+    In pages, the cache is a pool of NaN.
+    """
+    apply, pages = jax.jit(model.apply), None
     cache = model.init_cache(len(LENGTHS), num_slots)
+    if in_pages:
+        pages, cache = jnp.asarray(random_table((len(LENGTHS), 4), 20)), poisoned(model.init_cache(20, 4))
     logits = np.full((len(LENGTHS), NUM_TOKENS, model.vocab_size), np.nan, np.float32)
     for starts in ((0, 0), (4, 2), (8, 5)):
         columns = np.array(starts)[:, None] + np.arange(4)[None]
         rows = np.arange(len(LENGTHS))[:, None]
-        inputs = ModelInput(jnp.asarray(tokens()[rows, columns]), jnp.asarray(columns))
+        inputs = ModelInput(jnp.asarray(tokens()[rows, columns]), jnp.asarray(columns), pages=pages)
         output, cache = apply(model.params, inputs, cache)
         logits[rows, columns] = output.logits
     return logits
@@ -64,7 +70,8 @@ def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
     assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, shapes)
     assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
     if case != "llama_dynamic":  # a slot more turns the rows otherwise; test_ropes.py has a cache of their size
-        assert difference(incremental_logits(model), goldens[case]) <= TOLERANCE
+        in_pages = case not in CONFIGS  # those are fed in pages in test_paged.py
+        assert difference(incremental_logits(model, in_pages=in_pages), goldens[case]) <= TOLERANCE
 
 
 @pytest.mark.usefixtures("float32_products")
