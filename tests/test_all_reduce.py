@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import all_reduce
-from specjax.parallel.links import links_in, links_of, sum_over
+from specjax.parallel.links import _rows, links_in, links_of, sum_over
 
 
 def mesh_of(devices):
@@ -39,6 +39,15 @@ def test_what_the_kernel_takes(shape, dtype, message):
     found: list[str | None] = []
     jax.eval_shape(lambda x: found.append(all_reduce.unsupported(x)), jax.ShapeDtypeStruct(shape, dtype))
     assert found == [message]
+
+
+def test_links_of_a_mesh():
+    """Each device knows the mailboxes along the axis, its own included, and its place among them."""
+    addresses = np.array([[0x0, 0x1_0000_0010, 0x20], [0xFFFF_FFFF_0030, 0x40, 0x50]])
+    rows = _rows(addresses, 1).view(np.uint32)
+    np.testing.assert_array_equal(rows[0, 1], [0, 0, 0x10, 1, 0x20, 0, 1])
+    np.testing.assert_array_equal(rows[1, 2], [0xFFFF_0030, 0xFFFF, 0x40, 0, 0x50, 0, 2])
+    np.testing.assert_array_equal(_rows(addresses, 0).view(np.uint32)[1, 1], [0x10, 1, 0x40, 0, 1])
 
 
 def test_bits_of_numbers():

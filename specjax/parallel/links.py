@@ -71,12 +71,18 @@ def links_of(mesh: Mesh, axis_name: str) -> Array | None:
         mailboxes = jax.block_until_ready(jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=each)(shape, "int32"))
         _kept.append(mailboxes)
         address = {part.device: part.data.unsafe_buffer_pointer() for part in mailboxes.addressable_shards}
-        rows = np.zeros((*mesh.devices.shape, 2 * number + 1), np.uint32)
-        for place in np.ndindex(mesh.devices.shape):
-            group = np.moveaxis(mesh.devices, axis, -1)[*place[:axis], *place[axis + 1 :]]
-            halves = [(address[device] & 0xFFFFFFFF, address[device] >> 32) for device in group]
-            rows[place] = [*np.ravel(halves), place[axis]]
-        return jax.device_put(rows.view(np.int32), each)
+        return jax.device_put(_rows(np.vectorize(address.get)(mesh.devices), axis), each)
+
+
+def _rows(addresses: np.ndarray, axis: int) -> np.ndarray:
+    """Return the row of each device in `links_of`, given the addresses of all mailboxes [*sizes of the mesh]."""
+    number = addresses.shape[axis]
+    rows = np.zeros((*addresses.shape, 2 * number + 1), np.uint32)
+    for place in np.ndindex(addresses.shape):
+        for i, address in enumerate(np.moveaxis(addresses, axis, -1)[*place[:axis], *place[axis + 1 :]].tolist()):
+            rows[place][2 * i : 2 * i + 2] = address & 0xFFFFFFFF, address >> 32
+        rows[place][-1] = place[axis]
+    return rows.view(np.int32)
 
 
 _kept: list[Array] = []  # the mailboxes, to which addresses point
