@@ -127,13 +127,17 @@ def generate(target, proposer, **options):
     return [row[:n].tolist() for row, n in zip(context.tokens, context.length, strict=True)], state
 
 
-def in_slots(target, proposer):
-    """Greedy tokens of some requests, which come to two slots in pages and leave them for others."""
+def requests():
+    """The prompts of some requests, whose keys are made of their numbers."""
     rng = np.random.default_rng(3)
-    waiting = [(i, rng.integers(0, VOCAB, length).astype(np.int32)) for i, length in enumerate((9, 1, 5, 12))]
-    capacities = Capacities()
-    params = of_request(SamplingParams(temperature=0, max_tokens=14), capacities, (), VOCAB)
-    slots = Slots(target, proposer, num_slots=2, max_length=SIZE, capacities=capacities, pool=(32, 4))
+    return [rng.integers(0, VOCAB, length).astype(np.int32) for length in (9, 1, 5, 12)]
+
+
+def in_slots(target, proposer, temperature=0, **options):
+    """Tokens of `requests`, which come to two slots in pages and leave them for others."""
+    waiting, capacities = list(enumerate(requests())), Capacities()
+    params = of_request(SamplingParams(temperature=temperature, max_tokens=14), capacities, (), VOCAB)
+    slots = Slots(target, proposer, num_slots=2, max_length=SIZE, capacities=capacities, pool=(32, 4), **options)
     table = random_table((2, SIZE // 4), 32)
     running, done = {}, {}
     while waiting or running:
@@ -148,9 +152,9 @@ def in_slots(target, proposer):
             previous |= dict(zip(fed, features, strict=False))
             begin |= {slot: begin[slot] + size for slot, size in zip(fed, sizes, strict=True)}
         for slot, (number, prompt) in coming.items():
-            slots.insert(slot, request(slots.state, prompt, np.zeros(2, np.uint32), params))
+            slots.insert(slot, request(slots.state, prompt, np.array([0, number], np.uint32), params))
             running[slot], done[number] = number, []
-        output = jax.device_get(slots.step(Needs.GREEDY))
+        output = jax.device_get(slots.step(Needs.EVERYTHING if temperature else Needs.GREEDY))
         for slot, number in list(running.items()):
             done[number] += [token for token in output.tokens[slot].tolist() if token >= 0]
             if output.finished[slot] != decode.RUNNING:

@@ -14,7 +14,7 @@ from test_eagle import write_eagle3
 from test_engine import FEW, Tokenizer
 from test_medusa import authors
 
-from specjax import LLM, Context, Engine, SamplingParams, models, proposers, testing, trees, verifiers
+from specjax import LLM, Context, Engine, SamplingParams, decode, models, proposers, sampling, testing, trees, verifiers
 from specjax.decoding import tree_steps
 from specjax.decoding.binding import as_pytree, of_draft
 from specjax.engine.trees import as_trees
@@ -129,6 +129,24 @@ def test_in_an_engine_beside_neighbours(tmp_path):
             found.append([result.token_ids for result in results])
     assert found[0] == found[1]
     assert sum(result.metrics.num_accepted for result in results) > 0
+
+
+@pytest.mark.slow
+def test_sampled_trees_in_slots():
+    """A request gets the tokens of the loop with the same key, in which it has a dense cache and other neighbours."""
+    logits = np.random.default_rng(0).normal(size=(2, heads.VOCAB, heads.VOCAB)).astype(np.float32)
+    target, draft = (testing.bigram_model(jnp.asarray(2 * x)) for x in (logits[0], logits.sum(axis=0)))
+    drafter, prompts = proposers.draft_model(draft, 2, tree=5), heads.requests()
+    lengths, size = np.array([len(prompt) for prompt in prompts], np.int32), heads.SIZE
+    padded = np.stack([np.pad(prompt, (0, size - len(prompt))) for prompt in prompts])
+    keys = jax.random.wrap_key_data(jnp.array([[0, i] for i in range(4)], jnp.uint32), impl="threefry2x32")
+    params = sampling.batch([SamplingParams(temperature=0.7, max_tokens=14)] * 4)
+    state = heads.prefill(target, drafter, padded, lengths, params, keys, max_length=size)
+    state = decode.generate(target, drafter, state, verifier=verifiers.block)
+    found = heads.in_slots(target, drafter, temperature=0.7, verifier=verifiers.block)
+    for number, (row, length) in enumerate(zip(np.asarray(state.context.tokens), lengths, strict=True)):
+        assert found[number] == row[length : length + 14].tolist()
+    assert np.all(state.totals.accepted > 0)
 
 
 def test_shapes():
