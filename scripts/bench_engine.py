@@ -9,6 +9,9 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
   loop, or at the rates of --arrivals. Clients are streams: they see each token as its text becomes certain. With random
   weights they see ids alone, because most of their tokens have no text in the tokenizer of the embedded family.
+* together: the loads, by an engine with mixed steps, which feed prompts and decode in one program.
+* mixed: the time of a step, of a call that feeds prompts, and of a mixed step that does both, for each of the engine's
+  `mixed_sizes`.
 * sizes: closed loops of a few streams by an engine of as many slots as for loads, against an engine of as many slots as
   there are streams.
 * full: requests of equal lengths, as many as slots, against `specjax.generate` of the same batch: tokens/s while all
@@ -40,6 +43,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +57,8 @@ import specjax
 from specjax import SamplingParams, decode, models, sampling, verifiers
 from specjax.engine.engine import Stats
 from specjax.engine.sizes import default_sizes
+from specjax.engine.slot_calls import chunk_at
+from specjax.engine.step_times import occupied
 from specjax.models.directory import Checkpoint
 from specjax.server.loads import (
     COLUMNS,
@@ -316,12 +322,12 @@ class Static:
         return middle - start, time.perf_counter() - middle
 
 
-def loads(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield the rows of closed loops and of Poisson arrivals."""
+def loads(bench: Bench, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of closed loops and of Poisson arrivals, by an engine with these options."""
     setting, rate = bench.setting, math.nan
     works = make_works(setting.requests, setting.prompts, setting.outputs, bench.source)
     max_length = setting.prompts[1] + setting.outputs[1]
-    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate) as engine:
+    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate, **options) as engine:
         for concurrency in setting.concurrency:
             row: dict[str, Any] = {"load": f"closed loop, {concurrency}"}
             result = loop(bench, engine, works, concurrency, row)
@@ -340,6 +346,39 @@ def loop(bench: Bench, engine: specjax.Engine, works: Sequence[Work], concurrenc
     some = works[: max(concurrency * 2, setting.requests * concurrency // setting.concurrency[-1])]
     with bench.measured(engine, row):
         return asyncio.run(closed_loop(streams(engine, bench.has_text), some, concurrency))
+
+
+def mixed(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield rows with the seconds of steps, of calls that feed prompts, and of mixed steps."""
+    setting = bench.setting
+    max_length = setting.prompts[1] + setting.outputs[1]
+    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate, mixed_sizes=None) as engine:
+        device = engine._scheduler._device
+        for num_slots, num_tokens in device.mixed_sizes:
+            active = list(range(num_slots - 1))  # the last slot gets the prompt
+            tokens = np.arange(num_tokens, dtype=np.int32)
+            given = [num_slots - 1], [chunk_at(tokens, 0, num_tokens, device.no_features)]
+            filled = device.rows_of([*active, num_slots - 1])
+            calls = {
+                "step_s": lambda filled=filled: device.step(rows=filled).tokens,
+                "prompts_s": lambda given=given, size=num_tokens: device.prefill(*given, *device.tiles_of(size))[0],
+                "mixed_s": lambda size=(num_slots, num_tokens), slots=active, given=given: (
+                    device.mixed_step(size, slots, *given)[0].tokens
+                ),
+            }
+            length, count = max_length // 2, min(8, max_length // 8 // (setting.num_drafts + 1))
+            with occupied(device, active, length, max_length - length):
+                runs = [{name: seconds_of(call, count) for name, call in calls.items()} for _ in range(REPEATS)]
+            yield {"slots": num_slots, "tokens": num_tokens, "num_drafts": setting.num_drafts} | medians(runs)
+
+
+def seconds_of(call: Callable[[], Any], count: int) -> float:
+    """Return the seconds of a call, of `count` that follow each other."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    results = [call() for _ in range(count)]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / count
 
 
 def sizes(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -527,6 +566,12 @@ def sizes_row(row: dict[str, Any]) -> str:
     return table_row([row["streams"], row["slots"], f"{whole:.0f}", f"{own:.0f}", f"{whole / own:.2f}", *checks(row)])
 
 
+def mixed_row(row: dict[str, Any]) -> str:
+    times = [row[name] for name in ("step_s", "prompts_s", "mixed_s")]
+    shown = [f"{1e3 * seconds:.2f}" for seconds in times]
+    return table_row([row["slots"], row["num_drafts"], row["tokens"], *shown, f"{sum(times[:2]) / times[2]:.2f}"])
+
+
 def static_row(row: dict[str, Any]) -> str:
     ours, theirs = row["tokens_per_s"], row["static_tokens_per_s"]
     return table_row(
@@ -558,6 +603,8 @@ def checks(row: dict[str, Any]) -> list[Any]:
 CHECKS = ("compilations", "pages in use after")
 PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str], Callable[[dict[str, Any]], str]]] = {
     "loads": (loads, COLUMNS, load_row),
+    "together": (partial(loads, mixed_sizes=None), COLUMNS, load_row),
+    "mixed": (mixed, ("slots", "K", "tokens of prompts", "ms: step", "prompts", "mixed", "ratio"), mixed_row),
     "sizes": (
         sizes,
         ("streams", "slots", "tokens/s", "an engine of as many slots as streams", "ratio", *CHECKS),

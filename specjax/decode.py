@@ -15,6 +15,7 @@ from specjax.decoding.commits import keep
 from specjax.decoding.drafters import check_memory, in_memory, propose
 from specjax.decoding.feeding import feed_prompts
 from specjax.decoding.log_probs import LogProbs
+from specjax.decoding.mixed_steps import beside
 from specjax.keys import of_requests, positions
 from specjax.pages import Pages, check_pages, check_pages_of_prompts
 from specjax.parallel import WHOLE, OnMesh, on_devices, shards
@@ -30,6 +31,7 @@ from specjax.types import (
     DraftTree,
     Memory,
     Model,
+    ModelInput,
     Proposer,
     PyTree,
     Scorer,
@@ -60,6 +62,7 @@ class Info(NamedTuple):
     num_drafts: Array  # [R] int32, number of draft tokens of the row; of a tree, the depth of its deepest node
     num_accepted: Array  # [R] int32; at this index stands the recovered token, or the bonus token after all drafts
     log_probs: LogProbs | None = None  # of the committed tokens, fields [R, K+1, ...]; None if not asked for
+    features: Any = None  # the target's of the prompts beside the step, [1, C, ...]; None without any
 
 
 def prefill(
@@ -181,6 +184,7 @@ def step(
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
     num_logprobs: int | None = None,
+    prompts: ModelInput | None = None,
 ) -> tuple[State, Info]:
     """Propose, score, verify and commit once, which gives every active row between 1 and K+1 tokens.
 
@@ -198,21 +202,24 @@ def step(
         scorer: a scorer of `specjax.scorers` or your own.
         num_logprobs: how many of the most likely tokens `Info.log_probs` lists beside each committed one, static; None
             reports no log-probabilities.
+        prompts: a packed call, with the pages of other rows, that the target runs in the same call as the step; the
+            proposer does not get it. It needs a model with `takes_groups`, and `scorers.mqa`.
 
     Returns:
         The new state, and the record of the step.
 
     Raises:
         ValueError: the proposer makes more drafts than the one that the state was made with, `rows` are not integers
-            [R] or given where devices share the rows, or a function returns something else than its protocol says.
-            Outside jit also: a row is out of range, or stands twice.
+            [R] or given where devices share the rows, the target cannot run `prompts` beside a step, or a function
+            returns something else than its protocol says. Outside jit also: a row is out of range, or stands twice.
     """
     proposer = in_memory(proposer or proposers.none())
     check_num_draft_tokens(proposer, state.totals.drafted_at.shape[1])
-    if isinstance(model.apply, OnMesh):
-        return _step_on_mesh(model, proposer, state, rows, verifier, scorer, num_logprobs)
+    options: Any = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
+    if isinstance(model.apply, OnMesh) and prompts is None:
+        return _step_on_mesh(model, proposer, state, rows, **options)
     if rows is not None:
-        return _step_in_rows(model, proposer, state, rows, verifier, scorer, num_logprobs)
+        return _step_in_rows(model, proposer, state, rows, **options, prompts=prompts)
 
     context = _without_pages_of_ended_rows(state.context)
     keys = positions(state.keys, context.length, proposer.num_draft_tokens)
@@ -220,37 +227,24 @@ def step(
         model, proposer, keys, context, state.sampling, state.proposer, memory=state.cache
     )
     draft: Any = tree_steps.fit(context, draft)
-    output, cache = scorer(model, context, draft, cache)
+    output, cache = scorer(model if prompts is None else beside(model, prompts), context, draft, cache)
+    features, of_prompts = (output.features, None) if prompts is None else output.features
     width = proposer.num_draft_tokens
     target = tree_steps.process(state.sampling, output.logits, context, draft, width, axis_name=model.axis_name)
     verified = _verify(of_draft(verifier, draft), keys, draft, target, model)
-    features, target = tree_steps.of_path(output.features, target, verified)
+    features, target = tree_steps.of_path(features, target, verified)
     proposer_state = proposer.update(context, verified, features, proposer_state)
     cache, proposer_state = keep(model, proposer, context, draft, verified, cache, proposer_state)
     new_context, tokens, finished = _commit(state, verified)
     state = state._replace(context=new_context, cache=cache, proposer=proposer_state, finished=finished)
-    return _account(state, context, draft, target, verified, tokens, num_logprobs, model.axis_name)
+    state, info = _account(state, context, draft, target, verified, tokens, num_logprobs, model.axis_name)
+    return state, info._replace(features=of_prompts)
 
 
-def _step_in_rows(
-    model: Model,
-    proposer: Proposer,
-    state: State,
-    rows: Array,
-    verifier: Verifier,
-    scorer: Scorer,
-    num_logprobs: int | None,
-) -> tuple[State, Info]:
+def _step_in_rows(model: Model, proposer: Proposer, state: State, rows: Array, **options: Any) -> tuple[State, Info]:
     """Step as a batch of the given rows does."""
     rows = state_rows.check(rows, state.context.length.shape[0])
-    part, info = step(
-        model,
-        state_rows.take_temperatures(proposer, rows),
-        state_rows.take(state, rows),
-        verifier=verifier,
-        scorer=scorer,
-        num_logprobs=num_logprobs,
-    )
+    part, info = step(model, state_rows.take_temperatures(proposer, rows), state_rows.take(state, rows), **options)
     return state_rows.put(state, rows, part), info
 
 
@@ -259,6 +253,7 @@ def _step_on_mesh(
     proposer: Proposer,
     state: State,
     rows: Array | None,
+    *,
     verifier: Verifier,
     scorer: Scorer,
     num_logprobs: int | None,

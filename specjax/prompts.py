@@ -88,10 +88,22 @@ def run_chunk(
         Both memories, the features of the last token of each row or piece, and the logits [R, T, V].
     """
     output, cache = run(model, inputs if model.commit is None else without_pending(inputs, following), cache)
+    of_call = inputs, following, previous, output.features
+    return cache, *feed_proposer(proposer, *of_call, proposer_state), output.logits
+
+
+def feed_proposer(
+    proposer: Proposer, inputs: ModelInput, following: Array, previous: PyTree, features: PyTree, state: Memory
+) -> tuple[Memory, PyTree]:
+    """Feed a chunk to the proposer, given the target's features of it [R, T, ...]; see `feed_chunk`.
+
+    Returns:
+        The proposer's memory, and the features of the last token of each row or piece.
+    """
     if previous is None:
         num_sequences = inputs.counts.shape[0]
-        previous = jax.tree.map(lambda x: jnp.zeros((num_sequences, *x.shape[2:]), x.dtype), output.features)
-    proposer_state = in_memory(proposer).prefill(inputs, following, previous, output.features, proposer_state)
+        previous = jax.tree.map(lambda x: jnp.zeros((num_sequences, *x.shape[2:]), x.dtype), features)
+    state = in_memory(proposer).prefill(inputs, following, previous, features, state)
     counts = inputs.counts
     index = jnp.maximum(counts - 1, 0)
 
@@ -100,7 +112,7 @@ def run_chunk(
         has_any = (counts > 0).reshape(-1, *[1] * (fed.ndim - 1))
         return jnp.where(has_any, fed, previous)
 
-    return cache, proposer_state, jax.tree.map(last, output.features, previous), output.logits
+    return state, jax.tree.map(last, features, previous)
 
 
 def without_pending(inputs: ModelInput, following: Array) -> ModelInput:

@@ -104,6 +104,9 @@ class ModelInput(NamedTuple):
     index of its first token in the call, and the number of its tokens. That index is a multiple of C / S, and after the
     last token padding with consecutive positions goes on up to the next such multiple. A row of the batch has at most
     one piece. A place without a piece is (B, 0, 0), where B is no row. Row s of `pages` belongs to piece s.
+
+    A call of several `groups`, each of which could be a call, has the tokens and positions of all groups, [1, N]: row
+    by row, one group after another. Only the groups have the other fields. No group reads what another one writes.
     """
 
     tokens: Array  # [R, T] int32
@@ -113,6 +116,7 @@ class ModelInput(NamedTuple):
     num_tokens: Array | None = None  # [R] int32 in [0, T]: padding follows these tokens; None means T everywhere
     rows: Array | None = None  # [R] int32, the row of the batch that each row is; B is no row; None: the rows in order
     pieces: Array | None = None  # [S, 3] int32, row, index of the first token, and count; None: the call is not packed
+    groups: "tuple[ModelInput, ...] | None" = None  # calls that are made at a time; None: the call is one
 
     @property
     def counts(self) -> Array:
@@ -226,7 +230,8 @@ class Model:
     page_size)` makes a pool whose leaves are [num_pages, page_size, ...]. A dense cache is such a pool too, with one
     page for each row. Where `takes_pages` is false, the inputs of a call have neither pages nor rows.
 
-    Where `takes_groups` is true, too, `apply` takes packed calls, which have `inputs.pieces`.
+    Where `takes_groups` is true, too, `apply` takes packed calls, which have `inputs.pieces`, and calls with
+    `inputs.groups`.
 
     A model in pages that keeps more of a sequence than its slots, such as a recurrent state, has `init_rows`. Its
     `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.
@@ -256,7 +261,7 @@ class Model:
     # (memory, inputs of the call, path [R, D+1], count [R]) -> memory. The path has indices into the T tokens of the
     # call; index 0 is the pending token, and a chain is arange. The first `count` of a row are kept; 0: it did not run.
     commit: Callable[[Memory, ModelInput, Array, Array], Memory] | None = None
-    takes_groups: bool = False  # whether `apply` takes packed calls, in pages
+    takes_groups: bool = False  # whether `apply` takes packed calls, in pages, and groups of calls
 
     def __repr__(self) -> str:
         leaves = [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "dtype")]

@@ -289,6 +289,12 @@ def takes_the_first_piece_for_all(params, inputs, cache):
     return attends_to_pieces(params, inputs, cache)
 
 
+def takes_groups_for_a_sequence(params, inputs, cache):
+    if inputs.groups is not None:
+        inputs = inputs._replace(groups=None, pages=inputs.groups[0].pages)
+    return attends_to_pieces(params, inputs, cache)
+
+
 def keys_and_values(num_pages, page_size):
     return dict.fromkeys(("key", "value"), jnp.zeros((num_pages, page_size, 1, SIZE)))
 
@@ -299,6 +305,8 @@ def test_packed_calls():
     assert_model(model)
     with pytest.raises(AssertionError, match=r"with inputs.pieces, each token .* set takes_groups to False"):
         assert_model(replace(model, apply=takes_the_first_piece_for_all))
+    with pytest.raises(AssertionError, match=r"of the inputs.groups of a call"):
+        assert_model(replace(model, apply=takes_groups_for_a_sequence))
 
 
 def bare_array(table, inputs, cache):

@@ -36,11 +36,12 @@ from test_slots import (
     some_jobs,
 )
 
-from specjax import Capacities, SamplingParams, guided, verifiers
+from specjax import Capacities, SamplingParams, guided, proposers, verifiers
 from specjax.engine import grammar_compiler, memory
 from specjax.engine.draft_length import ByFunction
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
+from specjax.engine.mixed_sizes import mixed_sizes_of
 from specjax.engine.scheduler import NoTokenError
 from specjax.engine.slots import Slots
 from specjax.theory import StepTimes
@@ -516,12 +517,27 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
         ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
         ({"prompt_sizes": [4, 0]}, r"prompt_sizes must be integers >= 1, numbers of tokens, got \[4, 0\]"),
         ({"prompt_sizes": 4}, "prompt_sizes must be integers >= 1, numbers of tokens, got 4"),
+        ({"mixed_sizes": 8}, "mixed_sizes must be pairs of numbers, of slots of .*, got 8"),
+        ({"mixed_sizes": [(3, 3)]}, r"and tokens of \[.*\], up to chunk_size, got \(3, 3\)"),
         ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
     ],
 )
 def test_bad_sizes(target, options, message):
     with pytest.raises(ValueError, match=message):
         engine_of(target, make_proposer("ngram", None), **options)
+
+
+def test_mixed_steps_are_those_that_pay(target, monkeypatch):
+    """Where the rows that decode or the tokens of prompts are fewer than the ridge, and on GPUs alone."""
+    half = replace(target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
+    given = (1, 8, 32), 64, (128, 256)
+    assert mixed_sizes_of(half, proposers.none(), *given) == ()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    every = tuple((slots, tokens) for slots in (8, 64) for tokens in (128, 256))
+    assert mixed_sizes_of(half, proposers.none(), *given) == every
+    assert mixed_sizes_of(half, proposers.ngram(3), *given) == every[:-1]  # 256 rows decode
+    assert mixed_sizes_of(target, proposers.ngram(3), *given) == every  # whose weights take twice as long to read
+    assert mixed_sizes_of(replace(half, takes_groups=False), proposers.none(), *given) == ()
 
 
 @pytest.mark.slow

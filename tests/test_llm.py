@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import proposers, verifiers
-from specjax.engine import run, slots
+from specjax.engine import empty_slots, run, slots
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM, Completion, GenerationError, Piece
@@ -235,7 +235,8 @@ class TestGenerate:
     def test_few_compilations(self, llm):
         def num_programs():
             return [
-                f._cache_size() for f in (slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)
+                f._cache_size()
+                for f in (empty_slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)
             ]
 
         llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=40))

@@ -9,6 +9,7 @@ import pytest
 
 from specjax import testing
 from specjax.decoding.calls import run
+from specjax.operations.groups import join, split
 from specjax.operations.pieces import after, at_token, by_tile
 from specjax.types import NO_PAGE, ModelInput
 
@@ -57,3 +58,27 @@ def test_bad_calls_are_refused(changes, message):
     model = replace(testing.bigram_model(jnp.zeros((32, 32))), takes_groups=bool(changes))
     with pytest.raises(ValueError, match=message):
         run(model, CALL._replace(**changes), model.init_memory(10, 10, 8))
+
+
+STEP = ModelInput(jnp.ones((2, 3), jnp.int32), jnp.zeros((2, 3), jnp.int32))
+
+
+def test_groups_are_one_row_of_tokens(call):
+    both = join([STEP, call])
+    assert both.tokens.shape == both.positions.shape == (1, 14)
+    assert [part.tolist() for part in split(both, both.tokens)] == [[[1] * 6], TOKENS.tolist()]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, "inputs.groups must be None for a model whose takes_groups is False, got 2 groups"),
+        ({"tokens": STEP.tokens}, r"tokens of a call with groups must have shape \[1, N\] = \(1, 14\), got \(2, 3\)"),
+        ({"pieces": PIECES}, "inputs.pieces must be None in a call with groups"),
+        ({"groups": (STEP, CALL._replace(pieces=PIECES[:3]), STEP._replace(tokens=STEP.tokens[:0]))}, "S = 3 pieces"),
+    ],
+)
+def test_bad_groups_are_refused(call, changes, message):
+    model = replace(testing.bigram_model(jnp.zeros((32, 32))), takes_groups=bool(changes))
+    with pytest.raises(ValueError, match=message):
+        run(model, join([STEP, call])._replace(**changes), model.init_memory(10, 10, 8))

@@ -27,11 +27,13 @@ from specjax import SamplingParams, decode, keys, sampling, verifiers
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import ByFunction
 from specjax.engine.pages import PageTables
-from specjax.engine.scheduler import Job, Scheduler, _cheapest
+from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.sizes import cheapest
 from specjax.engine.slots import Slots
 from specjax.sampling.capacities import of_request
 
 SIZES = 4, 12  # tokens of calls that feed prompts, beside CHUNK
+MIXED = (2, CHUNK)  # slots and tokens of prompts of mixed steps
 PLENTY, FEW = 30, 9  # free pages: for all slots, and for the longest request and a little more
 REASONS = {decode.STOP: "stop", decode.MAX_TOKENS: "length", decode.BUFFER_FULL: "length"}
 
@@ -84,14 +86,14 @@ def slots_of(target, pool):
     return Device(target, make_proposer("reduced", replace(target, params=near)), **sizes)
 
 
-def scheduler_of(device):
+def scheduler_of(device, **options):
     tables = None
     if device.state.context.pages is not None:
         num_pages = jax.tree.leaves(device.state.cache)[0].shape[0]
         tables = PageTables(num_pages, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
         for num_pages in np.diff([*range(0, device.num_held, tables.pages_per_row), device.num_held]).tolist():
             assert tables.insert(np.zeros(1, np.int32), num_pages * PAGE_SIZE, salt=None)
-    return Scheduler(device, tables, CHUNK, EOS, prompt_sizes=SIZES), tables
+    return Scheduler(device, tables, CHUNK, EOS, prompt_sizes=SIZES, **options), tables
 
 
 def run(scheduler, jobs, seed, meanwhile=lambda: None):
@@ -530,7 +532,7 @@ def test_prompts_are_fed_together(device, monkeypatch, sizes, first):
     [(64, 128), (128, 128), (192, 256), (320, 256), (448, 512), (704, 512), (1088, 512), (1856, 2048), (9999, 2048)],
 )
 def test_calls_of_the_least_cost_feed_the_prompts(num_tokens, size):
-    assert _cheapest(num_tokens, (128, 256, 512, 2048), 64)[1] == size
+    assert cheapest(num_tokens, (128, 256, 512, 2048), 64)[1] == size
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
@@ -548,6 +550,46 @@ def test_calls_without_tiles_feed_one_prompt(device, monkeypatch):
     while scheduler.advance():
         pass
     assert [call for call in calls if call not in ("step", "evict")] == [(1, 2), (1, CHUNK), (1, 4), (1, CHUNK)]
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_no_schedule_changes_a_token(device, monkeypatch):
+    """Mixed steps or none, of all sizes, at random times, with few pages or many, preempted and cancelled jobs."""
+    requests = some_jobs(12, 7, [replace(params, logits_processors=None) for params in KINDS])
+    expected = [job_alone(device, request, job_of(request)) for request in requests]
+    tables, num_mixed = [], 0
+
+    def mixed_step(*args):
+        nonlocal num_mixed
+        num_mixed += 1
+        return Slots.mixed_step(device, *args)
+
+    monkeypatch.setattr(device, "mixed_step", mixed_step)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        monkeypatch.setattr(device, "mixed_sizes", [MIXED] if seed % 3 else [])
+        monkeypatch.setattr(device, "step_sizes", (2, NUM_SLOTS) if rng.random() < 0.7 else (NUM_SLOTS,))
+        monkeypatch.setattr(device, "num_held", PLENTY - FEW if rng.random() < 0.4 else 0)
+        scheduler, tables = scheduler_of(device, chunks_per_step=rng.choice([None, 1, 2]))
+        jobs = [job_of(request) for request in requests]
+        preempt, victims = preempting(scheduler), [job for job in jobs if rng.random() < 0.1]
+
+        def meanwhile(rng=rng, scheduler=scheduler, preempt=preempt, victims=victims, preempts=seed % 2):
+            if preempts:
+                preempt()
+            if victims and victims[0].number >= 0 and rng.random() < 0.2:
+                scheduler.cancel(victims.pop(0))
+
+        run(scheduler, jobs, seed, meanwhile)
+        assert_nothing_left(scheduler, tables)
+        for job, state in zip(jobs, expected, strict=True):
+            tokens = np.asarray(state.context.tokens)[0, len(job.prompt) : int(state.context.length[0])].tolist()
+            assert job.output.token_ids == tokens[: len(job.output.token_ids)]
+            if job.output.finish_reason is not None:
+                assert job.output.token_ids == tokens
+                totals = jax.tree.map(lambda x: np.asarray(x)[0], state.totals)
+                jax.tree.map(np.testing.assert_array_equal, job.totals, totals)
+    assert num_mixed > 40
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)

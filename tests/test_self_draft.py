@@ -19,7 +19,8 @@ from test_steps import LENGTHS, MAX_LENGTH, VOCAB, decoder, prompts, random_page
 from specjax import LLM, decode, metrics, models, proposers, sampling, testing, training, verifiers
 from specjax.cli import main
 from specjax.engine.draft_length import with_draft_lengths
-from specjax.engine.slots import Slots, empty
+from specjax.engine.slot_rows import empty
+from specjax.engine.slots import Slots
 from specjax.models.quantized import Quantized
 from specjax.models.sharding import tensor_parallel
 from specjax.pages import read_slots

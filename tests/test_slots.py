@@ -15,7 +15,8 @@ from jax._src import monitoring
 from specjax import decode, keys, proposers, sampling, verifiers
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables
-from specjax.engine.slots import Slots, chunk_at, empty, request
+from specjax.engine.slot_rows import empty, request
+from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.feature_draft import feature_draft
@@ -215,6 +216,7 @@ class Host:
         self.num_together = 0  # prompts whose chunks one call fed
         self.varies, self.uses = varies, []  # whether steps compute less than everything, and what each computed
         self.sizes = set()  # the numbers of slots that steps computed
+        self.num_mixed = 0  # steps beside prompts
 
     def run(self):
         while self.waiting or self.slot_of:
@@ -222,12 +224,15 @@ class Host:
             if self.waiting and vacant and self.rng.random() < 0.6:
                 self.admit(self.waiting.pop(0), int(self.rng.choice(vacant)))
             coming = [slot for slot, job in self.slot_of.items() if not job.is_active and not job.finished]
-            if self.slots.tile_size is not None:
-                self.feed_packed(coming)
-            else:
-                self.feed_rows(coming)
             self.leave([slot for slot, job in self.slot_of.items() if job.finished and self.rng.random() < 0.7])
-            self.step()
+            if self.slots.mixed_sizes and self.rng.random() < 0.7:
+                self.step(self.pieces(coming))
+            else:
+                if self.slots.tile_size is not None:
+                    self.feed(self.pieces(coming), NUM_TILES, TILE)
+                else:
+                    self.feed_rows(coming)
+                self.step()
             running = [slot for slot, job in self.slot_of.items() if job.is_active]
             if len(self.uses) % 3 == 0 and running:
                 slot = int(self.rng.choice(running))
@@ -259,7 +264,8 @@ class Host:
             if not self.slot_of[slot].is_active and self.rng.random() < (0.1 if slot in short else 0.7):
                 self.feed({slot: CHUNK}, 1, CHUNK)
 
-    def feed_packed(self, coming):
+    def pieces(self, coming):
+        """The sizes of pieces of prompts for a packed call, padding included."""
         sizes, num_left = {}, NUM_TILES
         for slot in self.rng.permutation(coming).tolist():
             job = self.slot_of[slot]
@@ -268,21 +274,26 @@ class Host:
             if num_tiles and self.rng.random() < 0.8:
                 sizes[slot] = num_tiles * TILE
                 num_left -= num_tiles
-        self.feed(sizes, NUM_TILES, TILE)
         self.num_together = max(self.num_together, len(sizes))
+        return sizes
 
     def feed(self, sizes, num_tiles, tile):
         """Feed chunks of these sizes, padding included, to slots."""
         if not sizes:
             return
-        slots = list(sizes)
-        jobs = [self.slot_of[slot] for slot in slots]
-        with self.only_writes_to(slots, lambda job: job.fed):
+        with self.only_writes_to(sizes, lambda job: job.fed):
             self.place()
-            each = zip(jobs, sizes.values(), strict=True)
-            chunks = [chunk_at(job.tokens, job.fed, size, job.previous) for job, size in each]
-            features, _ = self.slots.prefill(slots, chunks, num_tiles, tile)
-        for slot, job, job.previous in zip(slots, jobs, features, strict=False):
+            features, _ = self.slots.prefill(list(sizes), self.chunks(sizes), num_tiles, tile)
+        self.has_fed(sizes, features)
+
+    def chunks(self, sizes):
+        each = ((self.slot_of[slot], size) for slot, size in sizes.items())
+        return [chunk_at(job.tokens, job.fed, size, job.previous) for job, size in each]
+
+    def has_fed(self, sizes, features):
+        for slot, last in zip(sizes, features, strict=False):
+            job = self.slot_of[slot]
+            job.previous = last
             job.fed += sizes[slot]
             self.enter(slot, job)
 
@@ -297,9 +308,11 @@ class Host:
             self.slots.insert(slot, request(self.slots.state, tokens, job.key, job.row, **given))
             job.is_active = True
 
-    def step(self):
+    def step(self, prompts=()):
+        """Step, beside pieces of prompts of these sizes."""
         active = {slot: job for slot, job in self.slot_of.items() if job.is_active}
         if not active:
+            self.feed(prompts, NUM_TILES, TILE)
             return
         for job in active.values():
             if self.tables is not None:
@@ -313,9 +326,19 @@ class Host:
         slots = slots if rows is not None else sorted(active)
         self.sizes.add(self.slots.num_slots if rows is None else len(rows))
         use = use if rows is None else Needs.EVERYTHING
-        with self.only_writes_to(active, lambda job: max(len(job.tokens) - 2, 0)):
+        features = ()
+        with self.only_writes_to(
+            [*active, *prompts], lambda job: max(len(job.tokens) - 2, 0) if job.is_active else job.fed
+        ):
             self.place()
-            output = jax.device_get(self.slots.step(use, rows=rows))
+            if prompts:
+                self.num_mixed += 1
+                rows, slots = None, sorted(active)
+                size = NUM_SLOTS, NUM_TILES * TILE
+                output, features = self.slots.mixed_step(size, slots, list(prompts), self.chunks(prompts))
+            else:
+                output = self.slots.step(use, rows=rows)
+            output = jax.device_get(output)
         index = {slot: slot if rows is None else i for i, slot in enumerate(slots)}
         vacant = sorted(set(range(len(output.tokens))) - set(index.values()))
         assert (output.tokens[vacant] == -1).all() and not output.num_accepted[vacant].any()
@@ -328,6 +351,8 @@ class Host:
             job.finished = int(output.finished[row])
             job.totals = jax.tree.map(lambda x, row=row: x[row], output.totals)
             job.is_active = job.finished == decode.RUNNING
+        if prompts:
+            self.has_fed(prompts, features)
 
     def leave(self, slots):
         if slots:
@@ -388,15 +413,32 @@ def filled(state, value):
 
 
 def make_slots(
-    target, proposer, in_pages, verifier=verifiers.rejection, num_slots=NUM_SLOTS, step_sizes=(), tile_size=TILE
+    target,
+    proposer,
+    in_pages,
+    verifier=verifiers.rejection,
+    num_slots=NUM_SLOTS,
+    step_sizes=(),
+    tile_size=TILE,
+    mixed_sizes=(),
 ):
     pool = (NUM_PAGES, PAGE_SIZE) if in_pages else None
     sizes = {"num_slots": num_slots, "max_length": MAX_LENGTH, "capacities": CAPACITIES, "pool": pool}
-    return Slots(target, proposer, verifier=verifier, step_sizes=step_sizes, tile_size=tile_size, **sizes)
+    sizes |= {"step_sizes": step_sizes, "tile_size": tile_size, "mixed_sizes": mixed_sizes}
+    return Slots(target, proposer, verifier=verifier, **sizes)
 
 
 def run_and_compare(
-    target, proposer, name, in_pages, *, varies=True, kinds=(*KINDS[:2], *KINDS), seed=0, step_sizes=(2,)
+    target,
+    proposer,
+    name,
+    in_pages,
+    *,
+    varies=True,
+    kinds=(*KINDS[:2], *KINDS),
+    seed=0,
+    step_sizes=(2,),
+    is_mixed=False,
 ):
     """Run a random schedule with caches full of NaN, or in dense ones of large numbers, and compare each request.
 
@@ -404,12 +446,14 @@ def run_and_compare(
         The reasons why requests have ended.
     """
     verifier = getattr(verifiers, name)
-    slots = make_slots(target, proposer, in_pages, verifier, step_sizes=step_sizes)
+    mixed_sizes = [(NUM_SLOTS, NUM_TILES * TILE)] if is_mixed else []
+    slots = make_slots(target, proposer, in_pages, verifier, step_sizes=step_sizes, mixed_sizes=mixed_sizes)
     slots.state = filled(slots.state, np.nan if in_pages else 100)
     host = Host(slots, some_jobs(9, seed, kinds), seed, in_pages, varies)
     host.run()
     assert set(host.uses) == ({Needs.GREEDY, Needs.CUT, Needs.EVERYTHING} if varies else {Needs.EVERYTHING})
     assert host.sizes == {*step_sizes, NUM_SLOTS}
+    assert (host.num_mixed > 3) == is_mixed
     assert max(job.num_evictions for job in host.jobs) > 1
     assert seed or host.num_together > 1  # other schedules may never have two short prompts at a time
     if in_pages:
@@ -447,9 +491,12 @@ def test_a_model_without_pages(target):
 
 @pytest.mark.slow
 def test_a_fallback_and_blocks_without_pages(target, draft):
-    """A draft model or n-grams. With the three tests above, each kind of drafter, verifier and cache has run."""
+    """A draft model or n-grams, in mixed steps of all slots, too.
+
+    With the three tests above, each kind of drafter, verifier and cache has run.
+    """
     given = target, make_proposer("fallback", draft), "block", False
-    assert set.union(*(run_and_compare(*given, seed=seed) for seed in (1, 2))) == EVERY_END
+    assert set.union(*(run_and_compare(*given, seed=seed, is_mixed=True) for seed in (1, 2))) == EVERY_END
 
 
 class Compilations:

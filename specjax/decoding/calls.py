@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.operations.groups import check_groups
 from specjax.operations.pieces import check_pieces
 from specjax.parallel import shards
 from specjax.types import Memory, Model, ModelInput, ModelOutput, PyTree
@@ -24,12 +25,14 @@ def run(model: Model, inputs: ModelInput, memory: PyTree) -> tuple[ModelOutput, 
         The output, and the new memory or cache.
 
     Raises:
-        ValueError: the inputs have pages or pieces and the model takes none, or pieces of other shapes than
-            `ModelInput` says, or `apply` does not return (ModelOutput, cache), its
+        ValueError: the inputs have pages, pieces or groups and the model takes none, or pieces or groups of other
+            shapes than `ModelInput` says, or `apply` does not return (ModelOutput, cache), its
             logits are not floating numbers [R, T, V], or its cache has not the structure, dtypes and shapes of the one
             it was given. The error comes when the call is traced.
     """
-    check_pieces(inputs, model.takes_groups)
+    check_groups(inputs, model.takes_groups)
+    for call in inputs.groups or (inputs,):
+        check_pieces(call, model.takes_groups)
     if inputs.pages is not None:
         num_rows = (inputs.tokens if inputs.pieces is None else inputs.pieces).shape[0]
         check_array("inputs.pages", inputs.pages, "[R, P]", (num_rows, None), jnp.integer)

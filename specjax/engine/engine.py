@@ -23,6 +23,7 @@ from specjax.engine.draft_length import ByStepTimes, check_choice
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
+from specjax.engine.mixed_sizes import checked_mixed_sizes, mixed_sizes_of
 from specjax.engine.pages import PageTables
 from specjax.engine.pending import Pending, wake
 from specjax.engine.report import log_caches
@@ -130,6 +131,11 @@ class Engine:
             `draft_lengths`. None is (1, 8, 32) on GPUs and (1,) on CPUs; () always computes all slots. With parameters
             of 16 bits the number of slots may change the last bit of a logit, and then a seeded request may get other
             tokens beside other numbers of requests; () keeps them equal.
+        mixed_sizes: pairs (slots, tokens): where a step has at most that number of active slots, and the prompts that
+            wait would be fed by a call of that number of tokens, one program does both and reads the weights once. Each
+            pair is a program. None is the pairs for which that is less work on GPUs, with all slots and with 8, and no
+            pairs on CPUs, with `step_sizes=()`, or with several `draft_lengths`. () always feeds prompts by separate
+            calls.
         warm_up: parameters of requests to expect: the engine compiles the programs of these when it starts, and others
             when a request first needs them. None compiles all at the start, so that nothing is compiled later.
 
@@ -159,6 +165,7 @@ class Engine:
         step_times: StepTimes | str | Path | None = None,
         grammar_seconds: float = 10.0,
         step_sizes: Sequence[int] | None = None,
+        mixed_sizes: Sequence[tuple[int, int]] | None = (),
         warm_up: Sequence[SamplingParams] | None = None,
     ):
         defaults = default_sizes("server")
@@ -196,6 +203,13 @@ class Engine:
         self._capacities = capacities or Capacities()
         if step_sizes is None:
             step_sizes = [size for size in defaults.step_sizes if size < num_slots]
+        has_one_length = draft_lengths is None or len(set(draft_lengths)) == 1
+        sizes = step_sizes, num_slots, [size for size in prompt_sizes if size <= chunk_size]
+        if mixed_sizes is None:
+            mixed_sizes = mixed_sizes_of(model, proposer, *sizes) if step_sizes and has_one_length else ()
+        mixed_sizes = checked_mixed_sizes(mixed_sizes, *sizes)
+        if mixed_sizes and not has_one_length:
+            raise ValueError(f"mixed_sizes must be () with several draft_lengths, got {list(mixed_sizes)}")
         device = (Repeated if leads(model) else Slots)(
             model,
             proposer,
@@ -208,6 +222,7 @@ class Engine:
             chunk_size=chunk_size,
             step_sizes=step_sizes,
             tile_size=tile_size,
+            mixed_sizes=mixed_sizes,
         )
         if device.tile_size is None:  # a call has one chunk
             prompt_sizes = tuple(size for size in prompt_sizes if size <= chunk_size)

@@ -1,5 +1,6 @@
 """Samples of requests, from their arrival to their end, and their places on a device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,3 +132,19 @@ def seat_of(job: Job) -> Seat:
     """Return the seat of a job that has a slot."""
     assert job.seat is not None, "the job has a slot"
     return job.seat
+
+
+def first_of_row(log_probs: LogProbs, row: int, width: int) -> LogProbs:
+    """Return a copy of the first log-probabilities of a row."""
+    return jax.tree.map(lambda x: np.array(x[row, :width]), log_probs)
+
+
+def joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
+    """Return the log-probabilities of several chunks [1, T, ...] as one, cut to a length."""
+    return jax.tree.map(lambda *arrays: np.concatenate([array[0] for array in arrays])[:length], *parts)
+
+
+def kinds_of(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:
+    """Return how each committed token of a step came about, as in `Piece.kind`."""
+    last = "target" if num_drafts == 0 else "bonus" if num_accepted == num_drafts else "recovered"
+    return (["accepted"] * num_accepted + [last])[:num_committed]

@@ -8,7 +8,6 @@ the device has the next step when the host looks at the last one.
 import bisect
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import jax
@@ -19,9 +18,10 @@ from specjax.decoding.drafters import num_fed
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import DraftLength
 from specjax.engine.grammars import GrammarTables
-from specjax.engine.jobs import Counts, Job, NoTokenError, Seat, seat_of
+from specjax.engine.jobs import Counts, Job, NoTokenError, Seat, first_of_row, joined, kinds_of, seat_of
 from specjax.engine.pages import PageTables
-from specjax.engine.slot_calls import Output, chunk_at
+from specjax.engine.sizes import cheapest
+from specjax.engine.slot_calls import Chunk, Output, chunk_at
 from specjax.engine.slot_rows import request
 from specjax.engine.slots import Slots
 from specjax.sampling.capacities import Needs
@@ -125,9 +125,10 @@ class Scheduler:
         self.changed = []
         self._admit()
         num_left = self._chunks_between_steps() * self._chunk_size
-        while num_fed := self._feed(num_left):
-            num_left -= num_fed
-        self._step()
+        if not self._step_mixed(num_left):
+            while num_fed := self._feed(num_left):
+                num_left -= num_fed
+            self._step()
         while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
         return bool(self.waiting or self._in_flight or self.running)
@@ -204,25 +205,45 @@ class Scheduler:
         Returns:
             The tokens of the call, 0 where there is nothing to feed within `most`.
         """
-        jobs = sorted((job for job in self.running if not job.is_active), key=lambda job: job.rank)
+        jobs, num_tokens = self._next_prompts()
         if not jobs:
             return 0
+        if jobs[0].is_scored:
+            size = self._size_of_call(num_tokens, most)
+        else:
+            size = self._chunk_size if self._chunk_size <= most else 0
+        if not size:
+            return 0
+        self._send()
+        fed, counts, chunks = self._chunks(jobs, size)
+        log_probs = not jobs[0].is_scored
+        slots = [seat_of(job).slot for job in fed]
+        features, scores = self._device.prefill(slots, chunks, *self._device.tiles_of(size), log_probs=log_probs)
+        self._fed.append(features)
+        if len(self._fed) > CALLS_AHEAD:
+            last = self._fed.popleft()
+            if not self._active:
+                jax.block_until_ready(last)
+        self._count_fed(fed, counts, features, scores)
+        return size
+
+    def _size_of_call(self, num_tokens: int, most: int) -> int:
+        """Return the tokens of the first of the calls that feed so many at the least cost; 0 where `most` is less."""
+        sizes = tuple(size for size in self._sizes if size <= most)
+        return cheapest(num_tokens, sizes, self._device.tile_size or self._chunk_size)[1] if sizes else 0
+
+    def _next_prompts(self) -> tuple[list[Job], int]:
+        """Return the jobs that the next call may feed, in their order, and its tokens, padding of tiles included."""
+        jobs = sorted((job for job in self.running if not job.is_active), key=lambda job: job.rank)
+        if not jobs:
+            return [], 0
         for job in jobs:
             self._take(job)
         is_scored = jobs[0].is_scored
         if not is_scored or self._device.tile_size is None:
             jobs = jobs[:1]
         jobs = self._distinct([job for job in jobs if job.is_scored == is_scored])
-        num_tokens = sum(self._in_tiles(self._next(job)) for job in jobs)
-        sizes = tuple(size for size in self._sizes if size <= most) if is_scored else (self._chunk_size,)
-        if not sizes or min(sizes) > most:
-            return 0
-        size = _cheapest(num_tokens, sizes, self._device.tile_size or self._chunk_size)[1]
-        self._send()
-        for job in self._prefill(jobs, size):
-            if seat_of(job).num_computed == len(job.tokens):
-                self._activate(job)
-        return size
+        return jobs, sum(self._in_tiles(self._next(job)) for job in jobs)
 
     def _next(self, job: Job) -> int:
         """Return how many tokens of a job may be fed next: up to the end of its chunk, which others may share."""
@@ -248,10 +269,10 @@ class Scheduler:
                 keys.add(key)
         return kept
 
-    def _prefill(self, jobs: Sequence[Job], size: int) -> list[Job]:
-        """Dispatch a call of `size` tokens with the next tokens of jobs; return the jobs for which there is room."""
-        num_tiles, tile = self._device.tiles_of(size)
-        num_left, fed, counts, chunks = num_tiles, [], [], []
+    def _chunks(self, jobs: Sequence[Job], size: int) -> tuple[list[Job], list[int], list[Chunk]]:
+        """Return the jobs for whose next tokens a call of `size` tokens has room, the numbers of these, and chunks."""
+        num_left, tile = self._device.tiles_of(size)
+        fed, counts, chunks = [], [], []
         for job in jobs:
             if not num_left:
                 break
@@ -265,13 +286,12 @@ class Scheduler:
             fed.append(job)
             counts.append(count)
             num_left -= used
-        features, scores = self._device.prefill(
-            [seat_of(job).slot for job in fed],
-            chunks,
-            num_tiles,
-            tile,
-            log_probs=not all(job.is_scored for job in fed),
-        )
+        return fed, counts, chunks
+
+    def _count_fed(
+        self, fed: Sequence[Job], counts: Sequence[int], features: Sequence[Any], scores: LogProbs | None = None
+    ) -> None:
+        """Count the tokens that a call has fed; jobs become active after their last ones."""
         for job, count, last in zip(fed, counts, features, strict=False):  # places without a job are the last
             seat = seat_of(job)
             seat.num_computed, seat.features = seat.num_computed + count, last
@@ -282,12 +302,9 @@ class Scheduler:
             if self._tables.can_register(seat.pages, seat.num_computed):
                 kept = self._device.kept(seat.slot) if self._device.keeps_rows else None
                 self._tables.register(seat.pages, seat.num_computed, (seat.features, kept))
-        self._fed.append(features)
-        if len(self._fed) > CALLS_AHEAD:
-            last = self._fed.popleft()
-            if not self._active:
-                jax.block_until_ready(last)
-        return fed
+        for job in fed:
+            if seat_of(job).num_computed == len(job.tokens):
+                self._activate(job)
 
     def _take(self, job: Job) -> None:
         """Let a job take the chunks that others have computed since it came, instead of computing them."""
@@ -331,23 +348,63 @@ class Scheduler:
 
     def _step(self) -> None:
         """Dispatch a step of all active slots; where there are too few pages for it, some lose their slots."""
-        for job in sorted(self._active, key=lambda job: job.rank):
-            while job.is_active and not self._has_pages(job):
-                self._make_room()
-        active = self._active
+        active = self._with_pages()
         if not active:
             return
         self._send()
         wants_log_probs = any(job.wants_log_probs for job in active)
-        of_slots = [slot for slot, job in enumerate(self._slots) if job and job.is_active]
-        rows = self._device.rows_of(of_slots, wants_log_probs)
+        slots = self._active_slots()
+        rows = self._device.rows_of(slots, wants_log_probs)
         output = self._device.step(
             max(job.use for job in active) if rows is None else Needs.EVERYTHING,
             log_probs=wants_log_probs,
             num_draft_tokens=self._choose(active),
             rows=rows,
         )
-        jobs = [self._slots[slot] for slot in (range(len(self._slots)) if rows is None else of_slots)]
+        self._expect(output, slots)
+
+    def _step_mixed(self, most: int) -> bool:
+        """Dispatch a step of all active slots that also feeds prompts, where the device has a program for both.
+
+        Between more chunks than one they are fed by calls of their own, which are larger.
+
+        Args:
+            most: the most tokens of prompts, padding included.
+
+        Returns:
+            Whether it did.
+        """
+        if not self._device.mixed_sizes or most != self._chunk_size or not (active := self._with_pages()):
+            return False
+        jobs, num_tokens = self._next_prompts()
+        if not jobs or not jobs[0].is_scored or any(job.wants_log_probs for job in active):
+            return False
+        size = self._size_of_call(num_tokens, most)
+        sizes = [each for each in self._device.mixed_sizes if each[0] >= len(active) and each[1] == size]
+        if not sizes:
+            return False
+        self._send()
+        fed, counts, chunks = self._chunks(jobs, size)
+        slots = self._active_slots()
+        output, features = self._device.mixed_step(min(sizes), slots, [seat_of(job).slot for job in fed], chunks)
+        self._expect(output, slots)
+        self._count_fed(fed, counts, features)
+        return True
+
+    def _with_pages(self) -> list[Job]:
+        """Return the active jobs, which get pages for a step; where there are too few, some lose their slots."""
+        for job in sorted(self._active, key=lambda job: job.rank):
+            while job.is_active and not self._has_pages(job):
+                self._make_room()
+        return self._active
+
+    def _active_slots(self) -> list[int]:
+        return [slot for slot, job in enumerate(self._slots) if job and job.is_active]
+
+    def _expect(self, output: Output, slots: Sequence[int]) -> None:
+        """Note a step that was dispatched for these active slots, or for all."""
+        is_of_all = output.tokens.shape[0] == len(self._slots)
+        jobs = [self._slots[slot] for slot in (range(len(self._slots)) if is_of_all else slots)]
         self._in_flight.append((output, [job if job and job.is_active else None for job in jobs]))
 
     def _choose(self, active: Sequence[Job]) -> int | None:
@@ -417,12 +474,12 @@ class Scheduler:
             if job is None or job.is_done:
                 continue
             if job.scores:
-                job.scores, job.prompt_log_probs = [], _joined(scores[job.number], len(job.prompt) - 1)
+                job.scores, job.prompt_log_probs = [], joined(scores[job.number], len(job.prompt) - 1)
             committed = [token for token in row if token >= 0]
             job.counts = totals, index
-            job.kinds += _kinds(num_drafts, num_accepted, len(committed))
+            job.kinds += kinds_of(num_drafts, num_accepted, len(committed))
             if step.log_probs is not None and job.wants_log_probs:
-                job.log_probs.append(_take(step.log_probs, index, len(committed)))
+                job.log_probs.append(first_of_row(step.log_probs, index, len(committed)))
             self._extend(job, committed, reason)
 
     def _extend(self, job: Job, committed: list[int], finished: int) -> None:
@@ -465,37 +522,3 @@ def _go_on(seat: Seat) -> None:
     if seat.pages.value is not None:
         seat.features, seat.kept = seat.pages.value
         seat.pages.value = None  # large, and of no use any more
-
-
-@cache
-def _cheapest(num_tokens: int, sizes: tuple[int, ...], overhead: int) -> tuple[int, int]:
-    """Return the cost of the calls that feed so many tokens at the least cost, and the size of the first and largest.
-
-    Args:
-        num_tokens: the tokens, in whole tiles.
-        sizes: the tokens that a call may have, in ascending order.
-        overhead: how many tokens one more call costs as much as.
-    """
-    if num_tokens >= sizes[-1]:
-        return 0, sizes[-1]
-    costs = []
-    for size in reversed(sizes):
-        rest = num_tokens - size
-        costs.append((size + overhead + (_cheapest(rest, sizes, overhead)[0] if rest > 0 else 0), size))
-    return min(costs, key=lambda cost: cost[0])
-
-
-def _take(log_probs: LogProbs, row: int, width: int) -> LogProbs:
-    """Return a copy of the first log-probabilities of a row."""
-    return jax.tree.map(lambda x: np.array(x[row, :width]), log_probs)
-
-
-def _joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
-    """Return the log-probabilities of several chunks [1, T, ...] as one, cut to a length."""
-    return jax.tree.map(lambda *arrays: np.concatenate([array[0] for array in arrays])[:length], *parts)
-
-
-def _kinds(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:
-    """Return how each committed token of a step came about, as in `Piece.kind`."""
-    last = "target" if num_drafts == 0 else "bonus" if num_accepted == num_drafts else "recovered"
-    return (["accepted"] * num_accepted + [last])[:num_committed]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import jax
@@ -71,3 +72,21 @@ def checked_prompt_sizes(
         raise ValueError(f"prompt_sizes must be integers >= 1, numbers of tokens, got {sizes!r}")
     sizes = tuple(sorted({*sizes, chunk_size}))
     return sizes, None if defaults.tile is None else math.gcd(defaults.tile, *sizes)
+
+
+@cache
+def cheapest(num_tokens: int, sizes: tuple[int, ...], overhead: int) -> tuple[int, int]:
+    """Return the cost of the calls that feed so many tokens at the least cost, and the size of the first and largest.
+
+    Args:
+        num_tokens: the tokens, in whole tiles.
+        sizes: the tokens that a call may have, in ascending order.
+        overhead: how many tokens one more call costs as much as.
+    """
+    if num_tokens >= sizes[-1]:
+        return 0, sizes[-1]
+    costs = []
+    for size in reversed(sizes):
+        rest = num_tokens - size
+        costs.append((size + overhead + (cheapest(rest, sizes, overhead)[0] if rest > 0 else 0), size))
+    return min(costs, key=lambda cost: cost[0])

@@ -1,4 +1,4 @@
-"""The two calls that compute: a packed call with chunks of prompts, and a step of the active rows."""
+"""The calls that compute: a packed call with chunks of prompts, a step of the active rows, and both at a time."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from specjax.decoding.log_probs import LogProbs, logprobs
 from specjax.engine.slot_rows import of_host
 from specjax.operations.pieces import by_tile, in_tiles
 from specjax.parallel import WHOLE, OnMesh, on_devices
-from specjax.prompts import run_chunk
+from specjax.prompts import feed_proposer, run_chunk
 from specjax.sampling.capacities import Needs, keep_only
 from specjax.types import NO_PAGE, Array, Memory, Model, ModelInput, Proposer, PyTree, Scorer, Verifier
 
@@ -118,9 +118,13 @@ def prefill_chunk(
             proposer_state=state.proposer,
         )
         entries = None if num_logprobs is None else logprobs(logits, chunk.following, num_logprobs)
+    return state._replace(cache=cache, proposer=proposer_state), _of_pieces(chunk, last), entries
+
+
+def _of_pieces(chunk: Chunk, last: PyTree) -> tuple[PyTree, ...]:
+    """Return the features [1, ...] of each piece of a packed call, given all of them."""
     num_pieces = chunk.inputs.counts.shape[0]
-    features = tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], last) for row in range(num_pieces))
-    return state._replace(cache=cache, proposer=proposer_state), features, entries
+    return tuple(jax.tree.map(lambda x, row=row: x[row : row + 1], last) for row in range(num_pieces))
 
 
 def _run_chunk(
@@ -133,17 +137,22 @@ def _run_chunk(
     proposer_state: Memory,
 ) -> tuple[Memory, Memory, PyTree, Array]:
     """Run a packed call; see `run_chunk`. The logits are [1, C, V]."""
-    inputs, following = chunk.inputs, chunk.following
-    slots = inputs.sequences
-    assert slots is not None, "a packed call has pieces"
-    pages = slots[:, None] if table is None else table.at[slots].get(mode="fill", fill_value=NO_PAGE)
-    inputs = inputs._replace(pages=pages)
-    if not takes_packed(model, proposer) or slots.shape[0] == 1:
+    inputs, following = _with_pages(chunk.inputs, table), chunk.following
+    if not takes_packed(model, proposer) or inputs.counts.shape[0] == 1:
         inputs = by_tile(inputs)
         following = in_tiles(inputs, following)
     of_call = inputs, following, chunk.previous
     cache, proposer_state, last, logits = run_chunk(model, proposer, *of_call, cache, proposer_state)
     return cache, proposer_state, last, logits.reshape(1, -1, logits.shape[-1])
+
+
+def _with_pages(inputs: ModelInput, table: Array | None) -> ModelInput:
+    """Return a packed call with the pages of its slots."""
+    slots = inputs.sequences
+    assert slots is not None, "a packed call has pieces"
+    return inputs._replace(
+        pages=slots[:, None] if table is None else table.at[slots].get(mode="fill", fill_value=NO_PAGE)
+    )
 
 
 def takes_packed(model: Model, proposer: Proposer) -> bool:
@@ -226,16 +235,54 @@ def step(
         num_logprobs: how many of the most likely tokens to list beside each committed one, static; None reports no
             log-probabilities.
     """
+    options: Any = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
+    state, output, _ = _step(model, proposer, state, rows, use, **options)
+    return state, output
+
+
+def mixed_step(
+    model: Model,
+    proposer: Proposer | None,
+    state: decode.State,
+    chunk: Chunk,
+    rows: Array | None = None,
+    *,
+    verifier: Verifier = verifiers.rejection,
+    scorer: Scorer = scorers.mqa,
+) -> tuple[decode.State, Output, tuple[PyTree, ...]]:
+    """Take a step as `step` does, which computes everything, and feed chunks as `prefill_chunk` does.
+
+    The target reads its weights once for both. Where target or proposer take no packed calls, or the scorer is another
+    one than `scorers.mqa`, the calls follow each other.
+
+    Args:
+        model, proposer, state, rows, verifier, scorer: as `step` takes them.
+        chunk: as `prefill_chunk` takes it, for slots that are vacant.
+
+    Returns:
+        The state, the output of the step, and the features of the last token of each chunk, as `prefill_chunk` returns
+        them.
+    """
+    proposer = proposer or proposers.none()
+    options: Any = {"verifier": verifier, "scorer": scorer}
+    if not takes_packed(model, proposer) or getattr(scorer, "func", scorer) is not scorers.mqa:
+        state, output = step(model, proposer, state, rows, **options)
+        state, features, _ = prefill_chunk(model, proposer, state, chunk)
+        return state, output, features
+    inputs = _with_pages(chunk.inputs, state.context.pages)
+    previous = jax.tree.map(lambda *rows: jnp.concatenate(rows), *chunk.previous)
+    state, output, of_prompts = _step(model, proposer, state, rows, Needs.EVERYTHING, **options, prompts=inputs)
+    memory, last = feed_proposer(proposer, inputs, chunk.following, previous, of_prompts, state.proposer)
+    return state._replace(proposer=memory), output, _of_pieces(chunk, last)
+
+
+def _step(
+    model: Model, proposer: Proposer | None, state: decode.State, rows: Array | None, use: int, **options: Any
+) -> tuple[decode.State, Output, PyTree]:
+    """Take a step, given options of `decode.step`; return also the features of the prompts beside it."""
     sampling, active = state.sampling, state.context.active
-    state, info = decode.step(
-        model,
-        proposer,
-        state._replace(sampling=keep_only(sampling, use)),
-        rows=rows,
-        verifier=verifier,
-        scorer=scorer,
-        num_logprobs=num_logprobs,
-    )
+    computed = state._replace(sampling=keep_only(sampling, use))
+    state, info = decode.step(model, proposer, computed, rows=rows, **options)
     length, finished, totals = state.context.length, state.finished, state.totals
     if rows is not None:
         is_row = rows < active.shape[0]
@@ -252,4 +299,4 @@ def step(
         totals=totals,
         log_probs=info.log_probs,
     )
-    return state._replace(sampling=sampling), output
+    return state._replace(sampling=sampling), output, info.features

@@ -16,24 +16,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
 
 from specjax import decode, proposers, scorers, verifiers
-from specjax.decoding import state_rows
 from specjax.decoding.binding import as_pytrees
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import with_draft_lengths
+from specjax.engine.empty_slots import empty_on_devices
 from specjax.engine.held import Held, feed_held, hold_step, may_hold
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
-from specjax.engine.slot_calls import Chunk, Output, chunk_at, packed, prefill_chunk, step, takes_packed
-from specjax.engine.slot_rows import Row, empty, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
-from specjax.parallel import WHOLE, OnMesh, put
+from specjax.engine.slot_calls import Chunk, Output, chunk_at, mixed_step, packed, prefill_chunk, step, takes_packed
+from specjax.engine.slot_rows import Row, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
+from specjax.parallel import OnMesh, put
 from specjax.sampling.capacities import Capacities, Needs, neutral
 from specjax.types import Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
@@ -69,6 +68,7 @@ class StepProgram(NamedTuple):
     log_probs: bool = False
     num_draft_tokens: int | None = None
     rows: np.ndarray | None = None  # of which the size alone counts
+    prompts: Chunk | None = None  # of a mixed step, of which the sizes alone count
 
 
 class Slots:
@@ -85,12 +85,15 @@ class Slots:
         step_sizes: numbers of slots below `num_slots` that a step may compute in place of all; each is a program. There
             are none where devices share the rows.
         tile_size: tokens of a tile, of which chunks of prompts fill several in a call.
+        mixed_sizes: pairs of numbers, of the slots of a step, one of `step_sizes` or all, and of the tokens of prompts
+            that it feeds in the same program, in whole tiles.
 
     Attributes:
         state: the state. The next call reuses its arrays.
         draft_lengths: the numbers of draft tokens, the largest first.
         step_sizes: the numbers of slots of a step, the smallest first and `num_slots` last.
         tile_size: tokens of a tile; None where target or proposer take no packed calls, and a call has one chunk.
+        mixed_sizes: the sizes of mixed steps.
         no_features: features of the token before a prompt, for the first chunk.
         keeps_rows: whether target or proposer keep more of a prompt than its pages and its last features, which `kept`
             returns.
@@ -111,6 +114,7 @@ class Slots:
         chunk_size: int = 1,
         step_sizes: Sequence[int] = (),
         tile_size: int | None = None,
+        mixed_sizes: Sequence[tuple[int, int]] = (),
     ):
         self.model, self.proposer = model, proposer or proposers.none()
         self._proposers = {self.proposer.num_draft_tokens: self.proposer}
@@ -122,6 +126,7 @@ class Slots:
         self.num_slots, self.max_length, self.capacities = num_slots, max_length, capacities or Capacities()
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         self.tile_size = tile_size if takes_packed(model, self.proposer) else None
+        self.mixed_sizes = tuple(mixed_sizes)
         for each in self._proposers.values():
             self.verifier, self._scorer = as_pytrees(verifier, scorer, each)
         self._make_state(pool, chunk_size)
@@ -130,7 +135,7 @@ class Slots:
             self._held = Held(self.no_features, num_slots, self._sharding)
 
     def _make_state(self, pool: tuple[int, int] | None, chunk_size: int) -> None:
-        self.state, self._sharding = _empty_on_devices(
+        self.state, self._sharding = empty_on_devices(
             self.model,
             self.proposer,
             num_slots=self.num_slots,
@@ -157,8 +162,10 @@ class Slots:
         token = np.zeros(1, np.int32)
         row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
         steps = self._steps()
-        if uses is not None:  # steps of some slots have one program for all uses
-            steps = [step for step in steps if (step.use, step.log_probs) in uses or step.rows is not None]
+        if uses is not None:  # steps of some slots and mixed ones have one program for all uses
+            has_one = [step.rows is not None or step.prompts is not None for step in steps]
+            each = zip(steps, has_one, strict=True)
+            steps = [step for step, is_one in each if is_one or (step.use, step.log_probs) in uses]
         sizes_to_feed = () if self._held is None else self.step_sizes
         of_chunks = [(size, False) for size in prompt_sizes or (chunk_size,)]
         if uses is None or any(log_probs for _, log_probs in uses):
@@ -226,6 +233,9 @@ class Slots:
         """Run each program of `step` once."""
         for program in steps:
             with making(self._name_of(program)):
+                if program.prompts is not None:
+                    self.state, *_ = self._pass_to(program)
+                    continue
                 self.step(
                     program.use,
                     log_probs=program.log_probs,
@@ -236,7 +246,10 @@ class Slots:
     def _name_of(self, program: StepProgram) -> str:
         size = self.num_slots if program.rows is None else len(program.rows)
         k = self.draft_lengths[0] if program.num_draft_tokens is None else program.num_draft_tokens
-        return name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, k, self.draft_lengths)
+        name = name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, k, self.draft_lengths)
+        if program.prompts is None:
+            return name
+        return f"{name}, beside {name_of_chunks(program.prompts.following.size)}"
 
     def _steps(self) -> list[StepProgram]:
         """Return all programs of `step` that requests may need."""
@@ -245,6 +258,9 @@ class Slots:
             programs += [StepProgram(use, num_draft_tokens=k) for use in Needs]
             programs += [StepProgram(num_draft_tokens=k, rows=self._no_rows(size)) for size in self.step_sizes[:-1]]
             programs.append(StepProgram(num_draft_tokens=k, log_probs=True))
+        for size, num_tokens in self.mixed_sizes:
+            rows = self._no_rows(size) if size < self.num_slots else None
+            programs.append(StepProgram(rows=rows, prompts=self._packed([], [], *self.tiles_of(num_tokens))))
         return programs
 
     def _no_rows(self, size: int) -> np.ndarray:
@@ -257,7 +273,11 @@ class Slots:
         compute everything alone.
         """
         size = next(size for size in self.step_sizes if size >= len(slots))
-        if size == self.num_slots or log_probs:
+        return None if log_probs else self._filled(slots, size)
+
+    def _filled(self, slots: Sequence[int], size: int) -> np.ndarray | None:
+        """Return the argument `rows` of a step of `size` slots that computes these."""
+        if size == self.num_slots:
             return None
         rows = self._no_rows(size)
         rows[: len(slots)] = slots
@@ -335,24 +355,26 @@ class Slots:
         Returns:
             The features of the last token of each chunk, then others, and the log-probabilities [1, C, ...].
         """
+        self.state, features, entries = _prefill_chunk(
+            self.model,
+            self.proposer,
+            self.state,
+            self._packed(slots, chunks, num_tiles, chunks[0].following.shape[1] if size is None else size),
+            num_logprobs=self.capacities.logprobs if log_probs else None,
+        )
+        return features, entries
+
+    def _packed(self, slots: Sequence[int], chunks: Sequence[Chunk], num_tiles: int, width: int) -> Chunk:
+        """Return chunks as one packed call of tiles of `width` tokens, after checks."""
         for slot in slots:
             self._check(slot)
         sizes = [chunk.following.shape[1] for chunk in chunks]
-        width = sizes[0] if size is None else size
         if sum(sizes) > num_tiles * width or len(chunks) != len(slots) or any(each % width for each in sizes):
             raise ValueError(
                 f"chunks must fill at most {num_tiles} tiles of {width} tokens, one chunk for each slot, got chunks of "
                 f"{sizes} tokens for {len(slots)} slots"
             )
-        no = {"no_slot": self.num_slots, "no_features": self.no_features}
-        self.state, features, entries = _prefill_chunk(
-            self.model,
-            self.proposer,
-            self.state,
-            packed(slots, chunks, num_tiles, width, **no),
-            num_logprobs=self.capacities.logprobs if log_probs else None,
-        )
-        return features, entries
+        return packed(slots, chunks, num_tiles, width, no_slot=self.num_slots, no_features=self.no_features)
 
     def step(
         self,
@@ -380,6 +402,25 @@ class Slots:
         held.add(rows)
         return output
 
+    def mixed_step(
+        self, size: tuple[int, int], active: Sequence[int], slots: Sequence[int], chunks: Sequence[Chunk]
+    ) -> tuple[Output, tuple[PyTree, ...]]:
+        """Take a step in all active rows, and feed chunks to vacant slots; see `slot_calls.mixed_step`.
+
+        Args:
+            size: one of `mixed_sizes`.
+            active: the active slots, at most as many as the size says.
+            slots, chunks: as `prefill` takes them.
+
+        Returns:
+            The output for the active slots in their order, or for all slots where the step has so many, and the
+            features of the last token of each chunk, then others.
+        """
+        prompts = self._packed(slots, chunks, *self.tiles_of(size[1]))
+        program = StepProgram(rows=self._filled(active, size[0]), prompts=prompts)
+        self.state, output, features = self._pass_to(program)
+        return output, features
+
     def feed(self, rows: np.ndarray | None = None) -> None:
         """Give the drafter the features that plain steps have held for it; `rows` as `step` takes it."""
         held = self._held
@@ -390,12 +431,11 @@ class Slots:
     def _pass_to(self, program: StepProgram, form: Callable[[Any], Callable] = lambda function: function) -> Any:
         """Call the function of a program, in a form such as `function.lower`, with the arguments of the program."""
         rows, k, held = program.rows, program.num_draft_tokens, self._held
-        options: dict[str, Any] = {
-            "verifier": self.verifier,
-            "scorer": self._scorer,
-            "use": Needs.EVERYTHING if program.log_probs else program.use,
-            "num_logprobs": self.capacities.logprobs if program.log_probs else None,
-        }
+        options: dict[str, Any] = {"verifier": self.verifier, "scorer": self._scorer}
+        if program.prompts is not None:
+            return form(_mixed_step)(self.model, self.proposer, self.state, program.prompts, rows, **options)
+        options["use"] = Needs.EVERYTHING if program.log_probs else program.use
+        options["num_logprobs"] = self.capacities.logprobs if program.log_probs else None
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
             raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
         if held is not None and k == 0:
@@ -416,43 +456,6 @@ def _step_sizes(model: Model, num_slots: int, sizes: Sequence[int]) -> tuple[int
     return (*sorted(set(sizes)), num_slots)
 
 
-def _empty_on_devices(
-    model: Model,
-    proposer: Proposer,
-    *,
-    num_slots: int,
-    max_length: int,
-    capacities: Capacities,
-    pool: tuple[int, int] | None,
-) -> tuple[decode.State, Sharding]:
-    """Return the result of `empty`, and the sharding for arrays of the host.
-
-    Each array is where the calls leave it, and committed to be there, so that they are compiled once.
-    """
-    make = partial(empty, num_slots=num_slots, max_length=max_length, capacities=capacities, pool=pool)
-    if not isinstance(model.apply, OnMesh):
-        state = _empty(model, proposer, num_slots=num_slots, max_length=max_length, capacities=capacities, pool=pool)
-        sharding = _sharding_of_committed(model.params, proposer) or state.context.tokens.sharding
-        return jax.device_put(state, sharding), sharding
-    shared = model.apply
-    shapes = jax.eval_shape(make, model, proposer)
-    specs = state_rows.specs(shapes, shared.of_rows)
-    specs = specs._replace(cache=jax.tree.broadcast(shared.specs_of(shapes.cache), shapes.cache))
-    shardings = jax.tree.map(partial(NamedSharding, shared.mesh), specs)
-    return jax.jit(make, out_shardings=shardings)(model, proposer), shared.whole
-
-
-def _sharding_of_committed(*trees: PyTree) -> Sharding | None:
-    """Return the sharding that replicates an array on the devices of committed arrays; None without these."""
-    for leaf in jax.tree.leaves(trees):
-        if isinstance(leaf, jax.Array) and leaf.committed:
-            sharding = leaf.sharding
-            if isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
-                return NamedSharding(sharding.mesh, WHOLE)
-            return sharding
-    return None
-
-
 def _readable(function: Callable) -> Callable:
     """Replicate the results of a function of a model on every device, so that each process can read them."""
 
@@ -466,7 +469,6 @@ def _readable(function: Callable) -> Callable:
     return call
 
 
-_empty = jax.jit(empty, static_argnames=("num_slots", "max_length", "capacities", "pool"))
 _insert = jax.jit(insert, donate_argnums=0)
 _evict = jax.jit(evict, donate_argnums=0)
 _kept_of = jax.jit(kept_of)
@@ -474,4 +476,5 @@ _with_kept = jax.jit(with_kept, donate_argnums=0)
 _prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
 _hold_step = jax.jit(hold_step, donate_argnums=(1, 2), static_argnames=("use", "num_logprobs"))
 _feed_held = jax.jit(feed_held, donate_argnums=1)
+_mixed_step = jax.jit(_readable(mixed_step), donate_argnums=2)
 _step = jax.jit(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))

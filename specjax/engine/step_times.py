@@ -8,7 +8,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,8 @@ def measure(device: Slots, sizes: Sequence[int], use: int = Needs.EVERYTHING) ->
 
 def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int, use: int) -> float:
     """Return the seconds of a step with K drafts of `size` sequences of `length` tokens, whose caches hold anything."""
-    tokens = np.random.default_rng(0).integers(0, device.model.vocab_size, length, np.int32)
-    sampling = neutral(device.capacities)._replace(max_tokens=np.int32(device.max_length))
     count = max(min(STEPS, (device.max_length - length) // (num_draft_tokens + 1) - 1), 1)
-    table = _table(device, length + (count + 1) * (num_draft_tokens + 1))
-    if table is not None:
-        device.set_pages(table)
     slots = list(range(size))
-    for slot in slots:
-        key_data = np.array([0, slot], np.uint32)
-        device.insert(slot, request(device.state, tokens, key_data, sampling))
     rows = device.rows_of(slots)
 
     def steps(count: int) -> float:
@@ -99,10 +92,27 @@ def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int, use: 
         jax.block_until_ready(outputs[-1].tokens)
         return (time.perf_counter() - start) / count
 
-    steps(1)  # compiles, and feeds a drafter that has been left behind
-    seconds = steps(count)
+    with occupied(device, slots, length, (count + 1) * (num_draft_tokens + 1)):
+        steps(1)  # compiles, and feeds a drafter that has been left behind
+        return steps(count)
+
+
+@contextmanager
+def occupied(device: Slots, slots: Sequence[int], length: int, num_tokens: int) -> Iterator[None]:
+    """Let sequences of `length` tokens have slots of a device in a block, which may give each `num_tokens` more.
+
+    All slots are vacant before and after it, and have pages for so many tokens in it, whose caches hold anything.
+    """
+    tokens = np.random.default_rng(0).integers(0, device.model.vocab_size, length, np.int32)
+    sampling = neutral(device.capacities)._replace(max_tokens=np.int32(device.max_length))
+    table = _table(device, length + num_tokens)
+    if table is not None:
+        device.set_pages(table)
+    for slot in slots:
+        key_data = np.array([0, slot], np.uint32)
+        device.insert(slot, request(device.state, tokens, key_data, sampling))
+    yield
     device.evict(slots)
-    return seconds
 
 
 def _table(device: Slots, length: int) -> np.ndarray | None:

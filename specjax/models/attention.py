@@ -6,8 +6,8 @@ A token attends to the numbers in the cache, also for its own key and value and 
 a cache rounds them, the output of a token does not depend on which tokens came in the same call.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,10 +20,11 @@ from pallas_kernels.attention import FLOAT8, CacheScales, stored
 from specjax.models.dense_attention import attend, attend_few, heads_together, own_head
 from specjax.models.rope import Rotation, rotate
 from specjax.operations.dispatch import dispatch
+from specjax.operations.groups import split
 from specjax.operations.pieces import by_tile, in_tiles
 from specjax.pages import in_pool, locate, read_slots, write_slots
 from specjax.parallel.loops import as_carry
-from specjax.types import Array, ModelInput
+from specjax.types import Array, ModelInput, PyTree
 
 BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs
 FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
@@ -113,8 +114,7 @@ class Cached:
         sinks: Array | None = None,
     ) -> tuple[Array, Cache]:
         shape = query.shape
-        if self.is_packed:
-            query, key, value, turns = in_tiles(self.inputs, (query, key, value, turns))
+        query, key, value, turns = in_tiles(self.inputs, (query, key, value, turns))
         attended, cache = attend_to_cache(
             query,
             key,
@@ -131,19 +131,52 @@ class Cached:
             scales=self.scales,
             is_packed=self.is_packed,
         )
-        return attended.reshape(shape) if self.is_packed else attended, cache
+        return attended.reshape(shape), cache
 
     def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
         """Attend as `latent_attention.Latents` says."""
         inputs, shape = self.inputs, query.shape
-        if self.is_packed:
-            query, latent = in_tiles(inputs, (query, latent))
+        query, latent = in_tiles(inputs, (query, latent))
         slots = inputs.positions[:, :1] + jnp.arange(latent.shape[1], dtype=jnp.int32)[None]
         cache = {"latent": write_slots(self.cache["latent"], slots, latent, inputs.pages)}
         one_head = {"key": cache["latent"][:, :, None], "value": cache["latent"][:, :, None]}
         how: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden}
         attended = _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, is_packed=self.is_packed, **how)
-        return attended.reshape(shape) if self.is_packed else attended, cache
+        return attended.reshape(shape), cache
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["cache", "call", "groups"], meta_fields=[])
+@dataclass(frozen=True)
+class Grouped:
+    """The cache of a layer, to which the groups of a call add their keys and values one after another."""
+
+    cache: Cache
+    call: ModelInput  # with groups
+    groups: tuple[Cached, ...]  # of each group
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Cache]:
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        return self._each((query, key, value, turns), lambda one, part: one.attend(*part, **how))
+
+    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
+        """Attend as `latent_attention.Latents` says."""
+        return self._each((query, latent), lambda one, part: one.attend_to_latents(*part, scale=scale))
+
+    def _each(self, values: PyTree, attend: Callable[[Cached, Any], tuple[Array, Cache]]) -> tuple[Array, Cache]:
+        cache, attended = self.cache, []
+        for one, part in zip(self.groups, split(self.call, values), strict=True):
+            result, cache = attend(replace(one, cache=cache), part)
+            attended.append(result)
+        return jnp.concatenate(attended, axis=1), cache
 
 
 def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:
@@ -157,7 +190,7 @@ def memories(
     windows: Sequence[int | None],
     num_hidden: int = 0,
     scales: Sequence[CacheScales | None] | None = None,
-) -> list[Uncached] | list[Cached]:
+) -> list[Uncached] | list[Cached] | list[Grouped]:
     """Return the keys and values of each layer in a call.
 
     Args:
@@ -168,6 +201,9 @@ def memories(
         num_hidden: number of slots, from the first on, that only their own tokens see.
         scales: of each layer's cache, as `attend_to_cache` takes them; None for none.
     """
+    if inputs.groups is not None:
+        of_groups: Any = [memories(group, cache, windows, num_hidden, scales) for group in inputs.groups]
+        return [Grouped(of_layer[0].cache, inputs, of_layer) for of_layer in zip(*of_groups, strict=True)]
     inputs, is_packed = by_tile(inputs), inputs.pieces is not None
     size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
     windows = [None if window is None or window >= size else window for window in windows]
@@ -183,6 +219,8 @@ def memories(
 
 def num_slots(cache: Cache, inputs: ModelInput) -> int:
     """Return S, the number of slots that each row has."""
+    if inputs.groups is not None:
+        return num_slots(cache, inputs.groups[0])
     size = next(iter(cache.values())).shape[1]
     return size if inputs.pages is None else inputs.pages.shape[1] * size
 

@@ -18,7 +18,7 @@ from specjax.models.delta_net import DeltaNet
 from specjax.models.latent_attention import InitLatents, latent_mixer
 from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer
 from specjax.models.layer_input import LayerInput
-from specjax.models.linear import linear, rms_norm
+from specjax.models.linear import Norm, linear, rms_norm
 from specjax.models.rope import QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.models.shared_keys import Borrowed, Lender
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
@@ -198,13 +198,17 @@ def _apply(
         norm = norm_of(params["norm"], config)
         features = taps.beside(rms_norm(x, norm))
         head = embedding if config.tie_embeddings else params["head"]
-        logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
-        if config.logit_divisor != 1:
-            logits = logits / config.logit_divisor
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-        logits = network.without_padding(logits, config.num_padding, config.axis_name)
+        logits = network.by_group(inputs, x, lambda part: _logits(config, head, norm, part))
     return ModelOutput(logits, features), _kept(config, inputs, cache, new_cache)
+
+
+def _logits(config: DecoderConfig, head: Array, norm: Norm, x: Array) -> Array:
+    logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
+    if config.logit_divisor != 1:
+        logits = logits / config.logit_divisor
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+    return network.without_padding(logits, config.num_padding, config.axis_name)
 
 
 def _turning(config: DecoderConfig, layer: LayerConfig) -> tuple[Rope, int]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from specjax.models.linear import lookup
 from specjax.models.quantized import Quantized
+from specjax.operations.groups import split
 from specjax.parallel import OnMesh, of_one_device, shards
 from specjax.parallel.links import sum_over
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
@@ -157,6 +158,16 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
     apply = replace(apply, feature_layers=layers)
     apply = replace(model.apply, apply=apply) if isinstance(model.apply, OnMesh) else apply
     return replace(model, apply=apply, feature_layers=layers)
+
+
+def by_group(inputs: ModelInput, hidden: Array, head: Callable[[Array], Array]) -> Array:
+    """Return the logits [B, T, V] of hidden states [B, T, H], with a product for each group of a call.
+
+    The compiler leaves a product out where nothing reads the logits of its group.
+    """
+    if inputs.groups is None:
+        return head(hidden)
+    return jnp.concatenate([head(part) for part in split(inputs, hidden)], axis=1)
 
 
 def embed(table: Array | Quantized, tokens: Array, axis_name: str | None, links: Array | None = None) -> Array:

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from specjax.models.attention import Cache, attend_to_cache, attention_mask, num_slots
+from specjax.operations.groups import split
 from specjax.operations.pieces import by_tile, in_tiles
 from specjax.types import Array, ModelInput
 
@@ -21,8 +24,8 @@ def cached_attention(
     """Write the keys and values of a call to their cache slots, and attend from its queries to all slots that they see.
 
     A model that attends by this function keeps the contract of `Model`, with a dense cache and with pages
-    (`takes_pages=True`), in chains, in trees (`inputs.mask`), and in packed calls (`takes_groups=True`). On NVIDIA GPUs
-    kernels run where they support it.
+    (`takes_pages=True`), in chains, in trees (`inputs.mask`), and in packed calls and groups of calls
+    (`takes_groups=True`). On NVIDIA GPUs kernels run where they support it.
 
     Args:
         query: [R, T, heads, head size] floats, turned by rotary embeddings where the model has them.
@@ -54,6 +57,13 @@ def cached_attention(
     """
     _check(query, key, value, memory, inputs, window)
     shape, is_packed = query.shape, inputs.pieces is not None
+    if inputs.groups is not None:
+        of_groups = []
+        for group, part in zip(inputs.groups, split(inputs, (query, key, value)), strict=True):
+            of_call: dict[str, Any] = {"memory": memory, "inputs": group, "scale": scale, "window": window}
+            of_group, memory = cached_attention(*in_tiles(group, part), **of_call, softcap=softcap)
+            of_groups.append(of_group.reshape(part[0].shape))
+        return jnp.concatenate(of_groups, axis=1), memory
     if is_packed:
         inputs = by_tile(inputs)
         query, key, value = in_tiles(inputs, (query, key, value))

@@ -12,7 +12,7 @@ from specjax.processes.leader import Calls, Leader
 from specjax.types import Model, Proposer, Scorer, Verifier
 
 # The methods that change the state, or whose results are arguments of these.
-REPEATED = ("insert", "evict", "kept", "put_back", "set_pages", "set_grammars", "prefill", "feed", "step")
+REPEATED = ("insert", "evict", "kept", "put_back", "set_pages", "set_grammars", "prefill", "feed", "step", "mixed_step")
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -91,3 +91,4 @@ class Repeated(Slots):
     prefill = sent(Slots.prefill)
     feed = sent(Slots.feed)
     step = sent(Slots.step)
+    mixed_step = sent(Slots.mixed_step)

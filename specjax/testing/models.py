@@ -429,8 +429,8 @@ def _check_packed_calls(trial: _Trial) -> None:
     """Feed pieces of the rows side by side, to a pool with NaN elsewhere."""
     promise = _Promise(
         "with inputs.pieces, each token of a packed call sees its own sequence alone, the earlier tokens of its piece "
-        "in this call included",
-        "Attend with models.cached_attention, which finds the tiles of the pieces, or set takes_groups to False",
+        "in this call included, and so does each token of the inputs.groups of a call",
+        "Attend with models.cached_attention, which finds groups and the tiles of pieces, or set takes_groups to False",
     )
     order = np.random.default_rng(2).permutation(NUM_PAGES).astype(np.int32)
     pages = order[: BATCH_SIZE * NUM_TOKENS // PAGE_SIZE].reshape(BATCH_SIZE, -1)

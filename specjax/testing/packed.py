@@ -1,4 +1,4 @@
-"""A check of packed calls, for a model that says that it takes them."""
+"""A check of packed calls, and of one beside a step, for a model that says that it takes them."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.operations.groups import join
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 
 TILE, NUM_TILES = 2, 6
 # Pieces (row, first position, count) of two calls: they end in and at a tile, and go on where others of a row ended.
-CALLS = ([(2, 0, 3), (0, 0, 4)], [(0, 4, 5), (1, 0, 1), (2, 3, 4)])
+CALLS = ([(2, 0, 3), (0, 0, 4)], [(0, 4, 5), (1, 0, 1), (2, 3, 4)], [(2, 7, 3), (0, 9, 2)])
+STEP = (1, 1, 2)  # tokens of a row in another group of the last call
 
 
 def logits_of_pieces(
@@ -20,7 +22,7 @@ def logits_of_pieces(
     pages: np.ndarray,
     cache: PyTree,
 ):
-    """Yield the row, the first position and the logits [1, count, V] of each piece of two packed calls.
+    """Yield the row, the first position and the logits [1, count, V] of each piece of packed calls, and of a step.
 
     Args:
         model: the model.
@@ -40,7 +42,15 @@ def logits_of_pieces(
             positions[0, begin:end] = np.arange(first, first + end - begin)
             places[i], table[i], begin = (row, begin, count), pages[row], end
         fed, positions, table, given = map(jnp.asarray, (fed, positions, table, places))
-        inputs = ModelInput(fed, positions, pages=table, pieces=given)
+        inputs, offset = ModelInput(fed, positions, pages=table, pieces=given), 0
+        if pieces is CALLS[-1]:
+            row, first, offset = STEP
+            place = np.arange(first, first + offset)[None]
+            fed, place, table = map(jnp.asarray, (tokens[row : row + 1, place[0]], place, pages[row : row + 1]))
+            step = ModelInput(fed, place, pages=table)
+            inputs = join([step, inputs])
         output, cache = call(model, inputs, cache)
+        if offset:
+            yield row, first, np.asarray(output.logits, np.float64)[:, :offset]
         for (row, first, count), (_, begin, _) in zip(pieces, places, strict=False):
-            yield row, first, np.asarray(output.logits, np.float64)[:, begin : begin + count]
+            yield row, first, np.asarray(output.logits, np.float64)[:, offset + begin : offset + begin + count]

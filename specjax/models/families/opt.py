@@ -14,7 +14,7 @@ from specjax.models.attention import KeyValues, cache_scales, memories
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
 from specjax.models.linear import linear
-from specjax.models.network import Network, Taps, embed, network_model, without_padding
+from specjax.models.network import Network, Taps, by_group, embed, network_model, without_padding
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
@@ -133,8 +133,12 @@ def _apply(
             taps.collect(i + 1, x)
         hidden = _norm(params["norm"], x) if config.final_norm else x
         projected = linear(hidden, params["project_out"]) if "project_out" in params else hidden
-        logits = linear(projected, embedding, transposed=True, dtype=jnp.float32)
-        logits = without_padding(logits, config.num_padding, config.axis_name)
+
+        def head(part: Array) -> Array:
+            logits = linear(part, embedding, transposed=True, dtype=jnp.float32)
+            return without_padding(logits, config.num_padding, config.axis_name)
+
+        logits = by_group(inputs, projected, head)
     return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
 
 
