@@ -4,6 +4,7 @@ import struct
 import sys
 
 import gguf_files as files
+import jax
 import numpy as np
 import pytest
 from smollm2_file import smollm2_file
@@ -197,7 +198,7 @@ def test_sentence_piece_tokenizers():
     ("fields", "message"),
     [
         ({"general.architecture": "mamba"}, r"general.architecture in .* must be one of llama, .* got 'mamba'"),
-        ({"split.count": 3}, r"must hold a whole model, got a part of 3; merge the parts"),
+        ({"split.count": 3}, r"must be the first part of its model, in a file named NAME-00001-of-00003.gguf"),
         ({"llama.expert_count": 8}, r"llama.expert_used_count in .* must be int, got no such field"),
         ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type in .* must be 'none' or 'linear' or absent"),
         ({"llama.attention.sliding_window": 64}, r"sliding_window in .* must be 0 or absent"),
@@ -212,6 +213,37 @@ def test_fields_that_are_wrong(tmp_path, rng, fields, message):
     path = files.write(tmp_path / "model.gguf", files.architecture() | files.byte_level() | fields, tensors)
     with pytest.raises(ValueError, match=message):
         models.load(path)
+
+
+def test_a_model_in_parts(tmp_path, rng):
+    """The first part has the fields and no tensors, as llama.cpp's command splits a model."""
+    whole, _ = both(tmp_path, rng, kinds=dict.fromkeys(NAMES, "Q8_0"))
+    tensors, _ = make(np.random.default_rng(0), "llama", dict.fromkeys(NAMES, "Q8_0"))
+    fields, names = files.architecture() | files.byte_level(), list(tensors)
+
+    def write(number, fields, names, count=3):
+        own = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        path = tmp_path / f"model-{number + 1:05d}-of-00003.gguf"
+        return files.write(path, fields | own, {name: tensors[name] for name in names})
+
+    first, second, third = write(0, fields, []), write(1, {}, names[:5]), write(2, {}, names[5:])
+    for x, y in zip(*(jax.tree.leaves(models.load(path)) for path in (first, whole)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+    def refused(message, error=ValueError):
+        with pytest.raises(error, match=message):
+            models.load(first)
+
+    with pytest.raises(ValueError, match=r"00002-of-00003.gguf must be the first part .* got part 1 \(from 0\) of 3"):
+        models.load(second)
+    write(2, {}, names[4:])
+    refused(f"must each have other tensors, got {names[4]} twice")
+    write(2, {}, names[6:])
+    refused(f"must have {len(tensors)} tensors together, got {len(tensors) - 1}")
+    write(2, {}, names[5:], count=4)
+    refused(r"00003-of-00003.gguf must be part 2 \(from 0\) of 3, got part 2 of 4")
+    third.unlink()
+    refused("00003-of-00003.gguf must be a GGUF file, and there is no such file", FileNotFoundError)
 
 
 def test_files_that_are_damaged(tmp_path, rng):

@@ -242,11 +242,45 @@ def test_arguments_are_refused_before_training(tmp_path):
     for message, *arguments in (
         (r"--layout must be eagle3 or speculators for eagle3, got deepspec", "--layout", "deepspec"),
         (r"--vocab-size must be absent for medusa", "--kind", "medusa", "--vocab-size", "100"),
+        (r"--vocab-size must be absent with --init", "--init", "head", "--vocab-size", "100"),
         (r"--mask-token must be absent for eagle3, which has no mask token", "--mask-token", "7"),
     ):
         with pytest.raises(ValueError, match=message):
             check_arguments(parsed("--out", str(tmp_path / "out"), *arguments))
     assert not (tmp_path / "out").exists()
+
+
+def test_updates_of_muon():
+    """An update of a matrix is orthogonal but for its size; the head and the norms have updates as Adam makes them."""
+    rng = np.random.default_rng(0)
+    params, gradient = (
+        {"fc": rng.normal(size=(12, 16)), "lm_head": rng.normal(size=(20, 16)), "norm": rng.normal(size=16)}
+        for _ in range(2)
+    )
+    params, gradient = (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree) for tree in (params, gradient))
+    optimizers = [drafter.optimizer_of(name) for name in drafter.OPTIMIZERS]
+    adam, muon = (each.update(gradient, each.init(params), params)[0] for each in optimizers)
+    for name in ("lm_head", "norm"):
+        np.testing.assert_array_equal(np.sign(muon[name]), np.sign(gradient[name]))
+        assert np.ptp(muon[name] / adam[name]) < 1e-3
+    spread = [np.linalg.cond(update["fc"]) for update in (adam, muon)]
+    assert spread[1] < 2 < 4 < spread[0] and np.sum(muon["fc"] * gradient["fc"]) > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_drafter_to_begin_with(kind, cycle):
+    vocab = None if kind == "medusa" else training.vocabulary([5, 0, 7, 2] * 4, 9)
+    made, params, frozen = drafter.new_drafter(kind, cycle, 2, 4, 0, vocab, jax.random.key(0))
+    first = made.proposer(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params | frozen))
+    found = drafter.params_of(first, params)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+    if vocab is not None:
+        np.testing.assert_array_equal(drafter.vocabulary_of(first, 16).ids, vocab.ids)
+    wide = drafter.new_drafter("eagle3", cycle, 2, 4, 0, None, jax.random.key(0), mlp_size=40)[1]
+    with pytest.raises(ValueError, match=r"the first drafter must have parameters of the shapes .* got "):
+        drafter.params_of(first, wide)
 
 
 def test_rows_come_once_an_epoch():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KINDS = "dflash", "dspark", "eagle3", "medusa", "p_eagle"
 LOSSES = "forward_kl", "lk_hybrid", "negative_log_acceptance", "text_and_variation", "total_variation"
+OPTIMIZERS = "adam", "muon"
 NOT_OF_THE_RUN = ("out", "run", "command", "extra", "quiet", "verbose", "save_every")  # whose values may change
 NOT_OF_THE_RUN += ("coordinator", "num_processes", "process_id")
 CORPUS = "data.npz"  # in the state of a run, its tokens for training and measuring
@@ -50,6 +51,7 @@ def add_train(commands: Any) -> None:
     add("--kind", choices=KINDS, default="eagle3", help="default: eagle3")
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help="files or directories of text, or .npz")
     add("--out", type=Path, required=True, metavar="DIR", help="directory for the drafter")
+    add("--init", type=Path, metavar="DIR", help="drafter of the same kind to begin with; default: a new one")
     add("--layout", help="layout of the files, as training.save_pretrained takes it")
     add("--num-draft-tokens", type=int, default=4, metavar="K", help="steps, heads or drafts of a block; default: 4")
     add("--vocab-size", type=int, metavar="N", help="tokens of the draft vocabulary; default: all")
@@ -71,6 +73,7 @@ def add_train(commands: Any) -> None:
     add("--length", type=int, default=256, metavar="N", help="tokens of a row; default: 256")
     add("--anchors", type=int, default=32, metavar="N", help="blocks in a row, for dflash and dspark; default: 32")
     add("--rate", type=float, default=3e-3, metavar="X", help="largest learning rate; default: 0.003")
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help="default: adam")
     add("--every", type=int, default=50, metavar="N", help="steps between measurements of acceptance; default: 50")
     add("--save-every", type=float, default=60.0, metavar="S", help="seconds between checkpoints; default: 60")
     add("--num-prompts", type=int, default=128, metavar="N", help="pieces of held-out text to measure on; default: 128")
@@ -94,7 +97,12 @@ def _train(args: argparse.Namespace) -> int:
     target = models.load(checkpoint, dtype=args.dtype)
     target = models.with_feature_layers(target, drafter.layers_of(target.apply.config.num_layers, args.kind))
     corpus = _corpus(args, checkpoint, target.vocab_size)
-    vocab = None if args.vocab_size is None else training.vocabulary(corpus.counts, args.vocab_size)
+    vocab, first = None, None
+    if args.init is not None:
+        first = proposers.load(args.init, target, num_draft_tokens=args.num_draft_tokens)
+        vocab = drafter.vocabulary_of(first, target.vocab_size)
+    elif args.vocab_size is not None:
+        vocab = training.vocabulary(corpus.counts, args.vocab_size)
     if vocab is not None:
         share = corpus.counts[vocab.ids].sum() / corpus.counts.sum()
         logger.info("the draft vocabulary holds %.2f %% of the tokens", 100 * share)
@@ -109,12 +117,14 @@ def _train(args: argparse.Namespace) -> int:
         num_layers=args.layers,
         mlp_size=args.mlp_size,
     )
+    params = params if first is None else drafter.params_of(first, params)
     num_params = sum(x.size for x in jax.tree.leaves(params))
     sizes = len(corpus.rows.tokens), args.length, len(corpus.prompts), num_params
     logger.info("%d rows of %d tokens, %d pieces of held-out text; %s parameters to train", *sizes)
     steps = args.steps if args.minutes is None else None
     loss = args.loss or ("text_and_variation" if args.kind == "dspark" else "lk_hybrid")
-    plan = drafter.Plan(steps, args.minutes, args.rate, args.seed, loss, args.every, jnp.dtype(args.dtype))
+    options = args.rate, args.seed, loss, args.every, jnp.dtype(args.dtype), args.optimizer
+    plan = drafter.Plan(steps, args.minutes, *options)
     data = drafter.Data(corpus.rows, args.batch, args.seed)
     eos = checkpoint.eos_token_ids(target.vocab_size)
 
@@ -158,6 +168,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     if args.vocab_size is not None and args.kind == "medusa":
         raise ValueError("--vocab-size must be absent for medusa, whose heads have the target's vocabulary")
+    if args.init is not None and args.vocab_size is not None:
+        raise ValueError("--vocab-size must be absent with --init, whose drafter has its vocabulary")
     layouts = LAYOUTS[args.kind]
     if args.layout not in (None, *layouts):
         raise ValueError(f"--layout must be {' or '.join(layouts)} for {args.kind}, got {args.layout}")
@@ -290,6 +302,7 @@ def _write_card(
             "steps": log.step,
             "rows of a step": f"{args.batch} of {args.length} tokens",
             "loss": loss,
+            "optimiser": args.optimizer,
             "largest learning rate": args.rate,
             "continuations by the target": args.regenerate,
             "seed": args.seed,

@@ -26,7 +26,7 @@ from specjax.proposers.medusa import head_logits
 from specjax.training import losses, unroll
 from specjax.training.loop import Progress, Stage, fit
 from specjax.training.unroll import Batch, Steps
-from specjax.training.vocabulary import Vocabulary
+from specjax.training.vocabulary import Vocabulary, vocabulary
 from specjax.types import Array, Model, Proposer, PyTree
 from specjax.validation.extras import needs
 
@@ -39,11 +39,14 @@ LOSSES = {
     "total_variation": losses.total_variation,
 }
 READS_TEXT = ("text_and_variation",)
+OPTIMIZERS = "adam", "muon"
 DECAY = 0.8  # weight of a step in the loss, relative to the step before
 NUM_LAYERS = {"eagle3": 1, "p_eagle": 2, "dflash": 2, "dspark": 2}
 KEEP = 0.7  # of the tokens after which P-EAGLE learns one draft, the share after which it learns one more
 MARKOV_RANK = 64  # numbers by which the token before a draft of DSpark changes its logits
 CLIP = 1.0  # largest norm of a gradient
+ADAM_B2 = 0.95
+MUON_RMS = 0.2  # root of the mean square of an update, which Adam's have, too
 MOST_LOGITS = 2**26  # numbers of a chunk of logits, at which no less than 256 rows are taken at a time
 WARM_UP, FINAL = 0.05, 0.05  # share of the run in which rates rise; the last rate as a share of the largest
 
@@ -158,6 +161,29 @@ def new_drafter(
     return Kind(kind, num_draft_tokens, head, num_anchors, vocab=vocab), trunk.random_params(head.shapes(), key), frozen
 
 
+def vocabulary_of(drafter: Proposer, vocab_size: int) -> Vocabulary | None:
+    """Return the draft vocabulary of a loaded drafter, or None."""
+    reduced = getattr(drafter, "reduced", None)
+    if reduced is None:
+        return None
+    ids = np.asarray(reduced.target_ids)
+    return vocabulary(np.bincount(ids, minlength=vocab_size), len(ids))
+
+
+def params_of(drafter: Proposer, like: PyTree) -> PyTree:
+    """Return the trained parameters of a loaded drafter, float32, in the tree and the shapes of `like`.
+
+    Raises:
+        ValueError: the drafter has others.
+    """
+    found = getattr(drafter, "params", None) or {"heads": getattr(drafter, "heads", None)}
+    found = {name: found.get(name) for name in like}
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (like, found)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the first drafter must have parameters of the shapes {shapes[0]}, got {shapes[1]}")
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
+
+
 def target_logits(target: Model, ids: Array | None = None) -> Callable[[Array], Array]:
     """Return the function that makes logits [N, V], or [N, D] of the tokens `ids`, of final hidden states [N, H]."""
     softcap, divisor = (getattr(target.apply.config, name, None) for name in ("logit_softcap", "logit_divisor"))
@@ -183,6 +209,7 @@ class Plan:
     loss: str
     every: int  # steps between measurements, and between checkpoints
     dtype: Any  # of the computation; parameters are float32
+    optimizer: str = "adam"  # one of OPTIMIZERS
 
     def rate_at(self, share: float) -> float:
         """Return the learning rate, which rises and then falls as a cosine does."""
@@ -263,8 +290,8 @@ def _labels(target: Model, steps: Steps, j: int, vocab: Vocabulary | None, other
     place = jnp.minimum(jnp.searchsorted(ids, tokens), count - 1)
     tokens = jnp.where(ids[place] == tokens, place, count)
     others = jnp.take_along_axis(unroll.shift(others, j), steps.rows[j], axis=1)
-    index = jnp.arange(count + 1, dtype=jnp.int32)
-    held = Vocabulary(index[:count], jnp.zeros(count, jnp.int32), index < count)
+    index = np.arange(count + 1, dtype=np.int32)
+    held = Vocabulary(index[:count], np.zeros(count, np.int32), index < count)
     return _Labels((hidden, others), logits, tokens, count + 1, held)
 
 
@@ -327,6 +354,35 @@ class Data:
         return jax.device_put(jax.tree.map(lambda x: x[rows], self._batch), self.split)
 
 
+def optimizer_of(name: str) -> Any:
+    """Return the transformation of optax from gradients to updates, which the learning rate then scales.
+
+    "adam" takes Adam; "muon" makes the updates of all matrices but heads over the vocabulary orthogonal, at the size of
+    Adam's, and leaves the other parameters to Adam with Nesterov's momentum.
+
+    Raises:
+        ModuleNotFoundError: optax is missing.
+    """
+    with needs("train"):
+        import optax
+        from optax import contrib
+    clip = optax.clip_by_global_norm(CLIP)
+    if name == "adam":
+        return optax.chain(clip, optax.scale_by_adam(b2=ADAM_B2))
+
+    def sides(params: PyTree) -> PyTree:
+        def of(path: tuple[Any, ...], x: Array) -> Any:
+            is_head = "head" in jax.tree_util.keystr(path[-1:])
+            return None if is_head or x.ndim != 2 else contrib.MuonDimensionNumbers(0, 1)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    # The negative rates undo the sign of a descent, which the step takes itself.
+    rates = {"learning_rate": -1.0, "adam_learning_rate": -1.0}
+    sized = {"consistent_rms": MUON_RMS, "adam_b2": ADAM_B2}
+    return optax.chain(clip, contrib.muon(**rates, **sized, muon_weight_dimension_numbers=sides))
+
+
 def train(
     kind: Kind,
     params: PyTree,
@@ -353,9 +409,7 @@ def train(
     Raises:
         ModuleNotFoundError: optax is missing, or orbax-checkpoint where there is a checkpoint.
     """
-    with needs("train"):
-        import optax
-    transform = optax.chain(optax.clip_by_global_norm(CLIP), optax.scale_by_adam(b2=0.95))
+    transform = optimizer_of(plan.optimizer)
     params, frozen, target = (jax.device_put(tree, data.whole) for tree in (params, frozen, target))
     params = jax.tree.map(jnp.copy, params)  # to donate
     state = jax.device_put(transform.init(params), data.whole)

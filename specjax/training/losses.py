@@ -466,7 +466,7 @@ def _log_probs(draft_logits: Array, target_logits: Array, vocab: Vocabulary | No
     _check(draft_logits, target_logits, vocab)
     target_logits = _floats(target_logits)
     if vocab is not None:
-        target_logits = target_logits[..., jnp.asarray(vocab.ids)]
+        target_logits = _held(target_logits, vocab)
     return jax.nn.log_softmax(target_logits), jax.nn.log_softmax(_floats(draft_logits))
 
 
@@ -474,7 +474,15 @@ def _probs(draft_logits: Array, target_logits: Array, vocab: Vocabulary | None) 
     """Return p on the draft vocabulary, not renormalised, and q."""
     _check(draft_logits, target_logits, vocab)
     target = jax.nn.softmax(_floats(target_logits))
-    return target if vocab is None else target[..., jnp.asarray(vocab.ids)], jax.nn.softmax(_floats(draft_logits))
+    return target if vocab is None else _held(target, vocab), jax.nn.softmax(_floats(draft_logits))
+
+
+def _held(values: Array, vocab: Vocabulary) -> Array:
+    """Return the values [..., D] of a draft vocabulary, of [..., V]. A vocabulary of the first D tokens is a slice."""
+    count = len(vocab.ids)
+    if isinstance(vocab.ids, np.ndarray) and vocab.ids[-1] == count - 1:
+        return values[..., :count]
+    return values[..., jnp.asarray(vocab.ids)]
 
 
 def _divergence(log_first: Array, log_second: Array) -> Array:

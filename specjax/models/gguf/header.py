@@ -1,8 +1,9 @@
 """Read the header of a GGUF file: its fields, and where its tensors are. Every size is checked against the file."""
 
 import math
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 STRING, ARRAY = 8, 9
 MAX_AXES = 4
 ALIGNMENT = 32  # of tensors, in bytes, unless a field says otherwise
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # the name of a file that has a part of a model
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]  # as NumPy has it: the last axis is contiguous
     kind: Kind
+    path: Path  # of the file that has it
     start: int  # of its bytes in the file
 
     @property
@@ -59,9 +62,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """The fields and the tensors of a file."""
+    """The fields and the tensors of a model: of a file, or of several that each have a part of its tensors."""
 
-    path: Path
+    path: Path  # of the file, or of the first part, which has the fields
     fields: dict[str, Any]  # by name: numbers, truth values, strings, and lists of these
     tensors: dict[str, Entry]  # by name
 
@@ -69,7 +72,7 @@ class Header:
         """Return the bytes of a tensor [rows, bytes of a row], which are read when they are used."""
         row = entry.shape[-1] // entry.kind.block * entry.kind.size
         shape = entry.num_bytes // row, row
-        return np.memmap(self.path, np.uint8, mode="r", offset=entry.start, shape=shape)
+        return np.memmap(entry.path, np.uint8, mode="r", offset=entry.start, shape=shape)
 
 
 class _Reader:
@@ -117,12 +120,39 @@ class _Reader:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a GGUF file.
+    """Return the header of a GGUF file, or of all files of a model whose first part this is.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, is a part of a split model, or has tensors of unknown types.
+        FileNotFoundError: there is no such file, or a part of the model is missing.
+        ValueError: a file is damaged, has tensors of unknown types, or is a later part of a model.
     """
+    header = _header(path)
+    count = header.fields.get("split.count", 1)
+    if count in (0, 1):
+        return header
+    named, number = PART.fullmatch(path.name), header.fields.get("split.no")
+    if number != 0 or named is None or (int(named[2]), int(named[3])) != (1, count):
+        raise ValueError(
+            f"{path} must be the first part of its model, in a file named NAME-00001-of-{count:05d}.gguf, "
+            f"got part {number} (from 0) of {count}"
+        )
+    tensors = dict(header.tensors)
+    for i in range(1, count):
+        part = _header(path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf"))
+        got = part.fields.get("split.no"), part.fields.get("split.count")
+        if got != (i, count):
+            raise ValueError(f"{part.path} must be part {i} (from 0) of {count}, got part {got[0]} of {got[1]}")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ValueError(f"the parts of {path} must each have other tensors, got {min(twice)} twice")
+        tensors |= part.tensors
+    expected = header.fields.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise ValueError(f"the parts of {path} must have {expected} tensors together, got {len(tensors)}")
+    return replace(header, tensors=tensors)
+
+
+def _header(path: Path) -> Header:
+    """Return the header of one file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be a GGUF file, and there is no such file")
     check_not_pointer(path)
@@ -130,7 +160,7 @@ def read_header(path: Path) -> Header:
     return _read(path, stat.st_mtime_ns, stat.st_size)
 
 
-@lru_cache(maxsize=4)  # a tokenizer is long
+@lru_cache(maxsize=64)  # a tokenizer is long, and a model may have many parts
 def _read(path: Path, changed: int, size: int) -> Header:
     """Read the header of a file of this time and size."""
     if size < 24:
@@ -148,12 +178,6 @@ def _read(path: Path, changed: int, size: int) -> Header:
         if name in fields:
             raise reader.damaged(f"it has the field {name} twice")
         fields[name] = reader.value(reader.number("<I"), name)
-    parts = fields.get("split.count", 1)
-    if parts not in (0, 1):
-        raise ValueError(
-            f"{path} must hold a whole model, got a part of {parts}; merge the parts: "
-            "llama-gguf-split --merge FIRST_PART MERGED.gguf"
-        )
     found = [_entry(reader) for _ in range(num_tensors)]
     return Header(path, fields, _placed(reader, found, fields))
 
@@ -171,7 +195,7 @@ def _entry(reader: _Reader) -> Entry:
     kind = KINDS[number]
     if 0 in shape or math.prod(shape) > 2**40 or shape[-1] % kind.block:
         raise reader.damaged(f"the tensor {name} of {kind.name} has the shape {shape}")
-    return Entry(name, shape, kind, start)
+    return Entry(name, shape, kind, reader.path, start)
 
 
 def _placed(reader: _Reader, found: list[Entry], fields: dict[str, Any]) -> dict[str, Entry]:
@@ -182,7 +206,7 @@ def _placed(reader: _Reader, found: list[Entry], fields: dict[str, Any]) -> dict
     first, size = -(-reader.position // alignment) * alignment, len(reader.content)
     placed: dict[str, Entry] = {}
     for entry in found:
-        entry = Entry(entry.name, entry.shape, entry.kind, first + entry.start)
+        entry = replace(entry, start=first + entry.start)
         if entry.name in placed:
             raise reader.damaged(f"it has the tensor {entry.name} twice")
         if entry.start % alignment or entry.start + entry.num_bytes > size:

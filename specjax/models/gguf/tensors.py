@@ -1,7 +1,7 @@
 """The tensors of a GGUF file, and the matrices that it stores in codes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -138,5 +138,5 @@ def _apart(name: str, entry: Entry, order: np.ndarray | None) -> Iterator[tuple[
     number, *shape = entry.shape
     size = entry.num_bytes // number
     for i in range(number):
-        one = Entry(entry.name, tuple(shape), entry.kind, entry.start + i * size)
+        one = replace(entry, shape=tuple(shape), start=entry.start + i * size)
         yield name.replace("*", str(i)), (one, None)
