@@ -41,7 +41,7 @@ from bench_quantized import random_weight
 from jax.tree_util import Partial
 
 from specjax import decode, models, proposers, sampling, scorers, theory, verifiers
-from specjax.decoding.drafters import propose
+from specjax.decoding.drafters import num_fed, propose, with_tree
 from specjax.keys import fold, positions
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.layer import Attention, LayerConfig
@@ -239,13 +239,20 @@ def loop_slope_and_cache(loop, cache, model):
 
 
 class Run:
-    """Decoding of one batch from a context length with K drafts; the state continues from call to call."""
+    """Decoding of one batch from a context length with K drafts; the state continues from call to call.
 
-    def __init__(self, target: Model, draft: Drafter | None, batch: int, context: int, num_drafts: int):
+    `tree` is the number of nodes of a coupled tree whose paths have up to K drafts; None is a chain.
+    """
+
+    def __init__(
+        self, target: Model, draft: Drafter | None, batch: int, context: int, num_drafts: int, tree: int | None = None
+    ):
         self.target, self.batch = target, batch
         self.proposer = drafter(draft, num_drafts)
+        if tree is not None:
+            self.proposer = with_tree(self.proposer, tree, coupled=True)
         steps = (REPEATS + 1) * (SHORT + LONG) + 2 * LONG
-        size = context + (num_drafts + 1) * steps
+        size = context + (num_drafts + 1) * steps + num_fed(self.proposer)
         prompts = jax.random.randint(jax.random.key(0), (batch, context), 0, target.vocab_size)
         rows = sampling.batch([SamplingParams(temperature=1.0, max_tokens=size)] * batch)
         self.state = jax.jit(decode.prefill, static_argnames="max_length")(
@@ -405,6 +412,26 @@ def time_decoding(args: argparse.Namespace, target: Model, draft: Drafter | None
     return rows
 
 
+def time_trees(args: argparse.Namespace, target: Model, draft: Drafter) -> list[dict]:
+    """Print the table of steps with trees of the largest K, verified by match, and return its rows."""
+    rows, num_drafts = [], max(args.num_drafts)
+    print("\n| B | context | K | nodes | ms a step | against the chain |\n" + "|---" * 6 + "|")
+    for batch in args.batches:
+        for context in args.contexts:
+            chain = None
+            for tree in (None, *args.trees):
+                run = Run(target, draft, batch, context, num_drafts, tree)
+                run.steps(0, verifiers.match)
+                seconds = slope(partial(run.steps, verifier=verifiers.match))
+                chain = seconds if chain is None else chain
+                rows.append(
+                    {"batch": batch, "context": context, "num_drafts": num_drafts, "tree": tree, "step_s": seconds}
+                )
+                nodes = num_fed(run.proposer)
+                print(f"| {batch} | {context} | {num_drafts} | {nodes} | {1e3 * seconds:.2f} | {seconds / chain:.2f} |")
+    return rows
+
+
 def print_best(args: argparse.Namespace, rows: list[dict]) -> None:
     """Print the number of drafts that is fastest at some acceptance rates."""
     print("\n| B | context | best K at acceptance 0.5 | 0.7 | 0.9 |\n|---|---|---|---|---|")
@@ -425,6 +452,7 @@ def main() -> None:
     parser.add_argument("--draft-quantization", choices=("int8", "int4", "fp8", "mxfp4"), help="of the drafter")
     parser.add_argument("--quantized-head", action="store_true", help="quantise the head of the target, too")
     parser.add_argument("--cache-dtype", choices=("fp8",), help="of target and draft model; default: as the weights")
+    parser.add_argument("--trees", type=int, nargs="+", default=[], metavar="N", help="also time trees of N nodes")
     parser.add_argument("--parts", action="store_true", help="also time the parts of a step alone")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
@@ -448,6 +476,8 @@ def main() -> None:
 
     if draft is not None:
         print_best(args, rows)
+        if args.trees:
+            rows += time_trees(args, target, draft)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     print(f"\npeak memory {peak / 2**30:.1f} GiB")
     if args.json:
