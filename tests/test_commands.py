@@ -15,6 +15,7 @@ from specjax import SamplingParams, guided, verifiers
 from specjax.cli import _level, _parser, main
 from specjax.cli import tune as cli_tune
 from specjax.cli.sampling import LEFT_OUT, sampling_params
+from specjax.decoding.drafters import num_fed
 from specjax.engine.requests import Completion, Result
 from specjax.proposers import ngram
 from specjax.server import bodies
@@ -144,11 +145,11 @@ class TestTune:
     @pytest.fixture
     def tune(self, monkeypatch, tmp_path, capsys):
         """Run the command with a stand-in for the models, whose steps take 1 + K / 4 seconds for each sequence."""
-        llm = SimpleNamespace(proposer=ngram(4))
+        llm = SimpleNamespace(proposer=ngram(4), model=bigram_model(jnp.eye(5)), verifier=verifiers.match)
         monkeypatch.setattr("specjax.cli.tune.load", lambda args: llm)
         monkeypatch.setattr(
             "specjax.cli.tune.step_seconds",
-            lambda llm, proposer, batch, context: batch * (1 + proposer.num_draft_tokens / 4),
+            lambda llm, proposer, batch, context: batch * (1 + (num_fed(proposer) - 1) / 4),
         )
         path = tmp_path / "times.json"
 
@@ -164,6 +165,14 @@ class TestTune:
         assert "| 1 | 2 | 2 | 2 | 4 | 4 |" in out  # at acceptance rates 0.5 to 0.9
         assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0}
         assert json.loads(path.read_text())["model"] == "x"
+
+    def test_a_tree(self, tune):
+        """Steps of 2.5 s beside chains of 1.5 and 2 s; the file has the chains alone."""
+        _, out, _, path = tune("--batches", "1", "--tree", "7")
+        assert "| B | K = 0 | K = 2 | K = 4 | tree of 7 nodes, K = 4 |" in out
+        assert "| 1 | 1000.00 | 1500.00 | 2000.00 | 2500.00 |" in out
+        assert out.endswith("| 1 | 2.92 | 3.27 | 3.65 | 4.20 | - |\n")  # 2.5 (1 + 0.5 + 0.25) / 1.5, ...
+        assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0}
 
     def test_wrong_arguments(self, tune):
         exit_code, out, err, _ = tune("--batches", "0")

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ def add_tune(commands: Any) -> None:
         "tune",
         help="measure how long steps take, and find the best number of draft tokens",
         description="Measure the seconds of a step by the number of sequences and of draft tokens K, write them to a "
-        "file that theory.StepTimes.load reads, and print the best K for several acceptance rates.",
+        "file that theory.StepTimes.load reads, and print the best K for several acceptance rates. With --tree, also "
+        "measure steps with trees, and print how many tokens a step must give for a tree to pay.",
     )
     tune.set_defaults(run=_tune, command="tune", extra="cli")
     add_model_arguments(tune)
@@ -43,29 +44,69 @@ def add_tune(commands: Any) -> None:
 def _tune(args: argparse.Namespace) -> int:
     """Run `specjax tune` and return its exit code."""
     from specjax.engine.draft_length import choices, with_draft_lengths
+    from specjax.engine.trees import as_trees
     from specjax.theory import StepTimes
 
     for name, values in (("batches", args.batches), ("context", [args.context])):
         if min(values) < 1:
             raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    tree, args.tree = args.tree, None  # chains are measured with the same models
     llm = load(args)
     if not hasattr(llm.proposer, "with_num_draft_tokens"):
         raise ValueError(f"--draft must be able to make other numbers of drafts, got {type(llm.proposer).__name__}")
     lengths = sorted(choices(llm.proposer))
     proposers = with_draft_lengths(llm.proposer, lengths)
-    print(f"milliseconds of a step, context {args.context}\n\n| B | {' | '.join(f'K = {k}' for k in lengths)} |")
-    print("|---" * (len(lengths) + 1) + "|")
+    most, labels = lengths[-1], [f"K = {k}" for k in lengths]
+    in_trees = as_trees(proposers[most], llm.model, llm.verifier, tree) if tree is not None else None
+    if in_trees is not None:
+        labels.append(f"tree of {tree} nodes, K = {most}")
+    print(f"milliseconds of a step, context {args.context}\n\n| B | {' | '.join(labels)} |")
+    print("|---" * (len(labels) + 1) + "|")
     measured: dict[int, dict[int, float]] = {}
+    of_trees: dict[int, float] = {}
     for batch in args.batches:
         measured[batch] = {k: step_seconds(llm, proposers[k], batch, args.context) for k in lengths}
-        print(f"| {batch} | {' | '.join(f'{1e3 * measured[batch][k]:.2f}' for k in lengths)} |", flush=True)
+        row = [*measured[batch].values()]
+        if in_trees is not None:
+            of_trees[batch] = step_seconds(llm, in_trees, batch, args.context)
+            row.append(of_trees[batch])
+        print(f"| {batch} | {' | '.join(f'{1e3 * seconds:.2f}' for seconds in row)} |", flush=True)
     times = StepTimes(measured)
     about = {"model": args.model, "draft": args.draft, "device": jax.devices()[0].device_kind, "context": args.context}
     times.save(args.out, **about, specjax=__version__, jax=jax.__version__)
-    print(f"\nbest K by acceptance rate\n\n| B | {' | '.join(map(str, RATES))} |\n{'|---' * (len(RATES) + 1)}|")
-    for batch in args.batches:
-        print(f"| {batch} | {' | '.join(str(times.best(batch, rate)) for rate in RATES)} |")
+    best = {batch: [str(times.best(batch, rate)) for rate in RATES] for batch in args.batches}
+    _print_by_rate("best K by acceptance rate", best)
+    if of_trees:
+        needed = {
+            batch: [tokens_of_tree(times.at(batch), seconds, rate) for rate in RATES]
+            for batch, seconds in of_trees.items()
+        }
+        _print_by_rate(
+            "tokens of a step with a tree that is as fast as the best chain, by the chain's acceptance rate; a dash is "
+            f"more than the {most + 1} of the longest path",
+            {batch: [f"{x:.2f}" if x <= most + 1 else "-" for x in tokens] for batch, tokens in needed.items()},
+        )
     return 0
+
+
+def _print_by_rate(title: str, rows: Mapping[int, Sequence[str]]) -> None:
+    """Print a table of a cell for each acceptance rate, by the number of sequences."""
+    print(f"\n{title}\n\n| B | {' | '.join(map(str, RATES))} |\n{'|---' * (len(RATES) + 1)}|")
+    for batch, cells in rows.items():
+        print(f"| {batch} | {' | '.join(cells)} |")
+
+
+def tokens_of_tree(chains: Mapping[int, float], seconds: float, acceptance_rate: float) -> float:
+    """Return the tokens that a step with a tree must give to be as fast as the best chain.
+
+    Args:
+        chains: the seconds of a step with each K.
+        seconds: the seconds of a step with a tree.
+        acceptance_rate: the rate at which the drafts of chains are accepted.
+    """
+    from specjax.theory import expected_tokens
+
+    return max(float(expected_tokens(acceptance_rate, k)) / of_chain for k, of_chain in chains.items()) * seconds
 
 
 def step_seconds(llm: "LLM", proposer: "Proposer", batch: int, context: int) -> float:
@@ -81,9 +122,10 @@ def step_seconds(llm: "LLM", proposer: "Proposer", batch: int, context: int) -> 
         ValueError: the sequences become longer than the model takes.
     """
     from specjax import SamplingParams, decode, sampling
+    from specjax.decoding.drafters import num_fed
 
     num_steps = (REPEATS + 1) * (SHORT + LONG)
-    size = context + (proposer.num_draft_tokens + 1) * num_steps
+    size = context + (proposer.num_draft_tokens + 1) * (num_steps - 1) + num_fed(proposer)
     if size > llm.max_length:
         raise ValueError(f"--context must be at most {llm.max_length - size + context}, got {context}")
     tokens = np.random.default_rng(0).integers(0, llm.model.vocab_size, (batch, context), np.int32)
