@@ -4,18 +4,17 @@ A sum by XLA ends a graph of CUDA and starts another, which costs a decoding ste
 itself. The kernel of `pallas_kernels.all_reduce` is one more node of the graph.
 """
 
-import ctypes
 from collections.abc import Mapping
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import all_reduce
 from pallas_kernels.triton import plgpu
+from specjax.parallel.cuda_memory import mailboxes
 from specjax.types import Array, PyTree
 
 MAX_DEVICES = 8  # that sum through their memory; the memory that each needs grows with their number
@@ -53,7 +52,7 @@ def links_in(params: PyTree) -> Array | None:
     return None if own is None else own.ravel()
 
 
-@cache  # which keeps the memory until the process ends: programs know its addresses
+@cache  # the memory stays until the process ends: programs know its addresses
 def links_of(mesh: Mesh, axis_name: str) -> Array | None:
     """Return the links of all devices of a mesh along one of its axes, as `pallas_kernels.all_reduce` takes them.
 
@@ -63,15 +62,17 @@ def links_of(mesh: Mesh, axis_name: str) -> Array | None:
         `MAX_DEVICES` along the axis.
     """
     number, axis = mesh.shape[axis_name], mesh.axis_names.index(axis_name)
-    if plgpu is None or not 2 <= number <= MAX_DEVICES or not _reach_each_other(mesh, axis):
+    devices = list(mesh.devices.flat)
+    is_here = all(d.platform == "gpu" and d.process_index == jax.process_index() for d in devices)
+    if plgpu is None or not 2 <= number <= MAX_DEVICES or not is_here:
         return None
-    each = NamedSharding(mesh, P(*mesh.axis_names))
+    # XLA may get its own memory in a way that hides it from the other devices.
+    addresses = mailboxes([d.local_hardware_id for d in devices], 4 * all_reduce.mailbox_words(number))
+    if addresses is None:
+        return None
     with jax.ensure_compile_time_eval():
-        shape = (*mesh.devices.shape, all_reduce.mailbox_words(number))
-        mailboxes = jax.block_until_ready(jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=each)(shape, "int32"))
-        _kept.append(mailboxes)
-        address = {part.device: part.data.unsafe_buffer_pointer() for part in mailboxes.addressable_shards}
-        return jax.device_put(_rows(np.vectorize(address.get)(mesh.devices), axis), each)
+        each = NamedSharding(mesh, P(*mesh.axis_names))
+        return jax.device_put(_rows(np.array(addresses).reshape(mesh.devices.shape), axis), each)
 
 
 def _rows(addresses: np.ndarray, axis: int) -> np.ndarray:
@@ -83,27 +84,3 @@ def _rows(addresses: np.ndarray, axis: int) -> np.ndarray:
             rows[place][2 * i : 2 * i + 2] = address & 0xFFFFFFFF, address >> 32
         rows[place][-1] = place[axis]
     return rows.view(np.int32)
-
-
-_kept: list[Array] = []  # the mailboxes, to which addresses point
-
-
-def _reach_each_other(mesh: Mesh, axis: int) -> bool:
-    """Return whether the devices along an axis of a mesh are GPUs of this process that read each other's memory."""
-    devices = list(mesh.devices.flat)
-    if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
-        return False
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    can = ctypes.c_int()
-    for group in np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis]):
-        for a in group:
-            for b in group:
-                if a is not b and (
-                    cuda.cuDeviceCanAccessPeer(ctypes.byref(can), a.local_hardware_id, b.local_hardware_id)
-                    or not can.value
-                ):
-                    return False
-    return True
