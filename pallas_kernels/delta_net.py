@@ -85,7 +85,8 @@ def step(
 
     Args:
         replayed: the rows of the layer.
-        inputs: [R, T, C] floats, the inputs of the convolution from the new tokens.
+        inputs: [R, T, C] floats, the inputs of the convolution from the new tokens; more numbers of a token after them
+            are not read.
         rates: [R, T, 2, H] float32, their beta and g.
         weight: [C, 1, W], of the convolution.
         heads: the sizes of the layer.

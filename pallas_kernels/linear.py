@@ -44,7 +44,7 @@ def linear(
     x: Array,
     weight: Array,
     *,
-    norm: tuple[Array, float] | None = None,
+    norm: tuple[Array, float] | tuple[Array, float, float] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
@@ -57,7 +57,8 @@ def linear(
     Args:
         x: [D] float32, bfloat16 or float16.
         weight: [N, D] of the same dtype.
-        norm: scale [D] and epsilon: x is first divided by its root mean square and multiplied by the scale.
+        norm: scale [D], epsilon and optionally an offset: x is first divided by its root mean square and multiplied by
+            the scale, to which the offset is added.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [N], or [N / 2] with an activation: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -80,6 +81,7 @@ def linear(
         partial(
             _linear_kernel,
             epsilon=None if norm is None else norm[1],
+            offset=0.0 if norm is None else sum(norm[2:]),
             activation=activation,
             tile=(num_warps * _WARP, vector),
             num_programs=num_programs,
@@ -93,7 +95,9 @@ def linear(
     )
 
 
-def _linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int], num_programs: int, num_steps: int):
+def _linear_kernel(
+    inputs, out_ref, *, epsilon, offset, activation, tile: tuple[int, int], num_programs: int, num_steps: int
+):
     x_ref, weight_ref, scale_ref, residual_ref = inputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
     width = tile[0] * tile[1]
@@ -121,7 +125,8 @@ def _linear_kernel(inputs, out_ref, *, epsilon, activation, tile: tuple[int, int
     xs, inverse = [load(x_ref, i).astype(jnp.float32) for i in tiles], 1
     if epsilon is not None:
         inverse = jax.lax.rsqrt(jnp.sum(sum(x * x for x in xs)) / size + epsilon)
-        xs = [x * load(scale_ref, i).astype(jnp.float32) for i, x in zip(tiles, xs, strict=True)]
+        scales = [load(scale_ref, i).astype(jnp.float32) for i in tiles]
+        xs = [x * (scale + offset if offset else scale) for x, scale in zip(xs, scales, strict=True)]
 
     def step(index, weights):
         output = program + index * num_programs

@@ -88,16 +88,21 @@ def is_worthwhile(x: Array, weight: Quantized) -> bool:
     return True
 
 
-def default_tiling(weight: Quantized, num_outputs: int) -> RowTiling:
-    """Choose a tiling that reads a row at once where it is short, and makes enough programs to fill the device."""
+def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -> RowTiling:
+    """Choose a tiling that reads a row at once where it is short, and whose programs fill the device.
+
+    The same launch may compute the products of `num_products` matrices of this shape.
+    """
     loads = weight.values.shape[-1] // WORDS_IN_BLOCK
     num_warps, outputs = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP))), 8
     if _keeps_inputs(weight, num_warps):
         outputs = 4
     elif _has_dots(weight):
         num_warps = min(2, num_warps)
-    outputs //= weight.shape[0] // num_outputs
-    while outputs > 2 and num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
+    while weight.bits == 8 and num_warps > 1 and loads % (num_warps * _WARP):  # no thread waits in the last step
+        num_warps //= 2
+    outputs //= weight.shape[-2] // num_outputs
+    while outputs > 2 and num_products * num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
         outputs //= 2
     return RowTiling(outputs, num_warps)
 
@@ -117,7 +122,7 @@ def linear(
     x: Array,
     weight: Quantized,
     *,
-    norm: tuple[Array, float] | None = None,
+    norm: tuple[Array, float] | tuple[Array, float, float] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
@@ -129,7 +134,8 @@ def linear(
     Args:
         x: [K] float32, bfloat16 or float16.
         weight: [N, K].
-        norm: scale [K] and epsilon: x is first divided by its root mean square and multiplied by the scale.
+        norm: scale [K], epsilon and optionally an offset: x is first divided by its root mean square and multiplied by
+            the scale, to which the offset is added.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [N], or [N / 2] with an activation: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -145,8 +151,9 @@ def linear(
     num_programs = min(num_groups, tiling.num_programs) if _keeps_inputs(weight, tiling.num_warps) else num_groups
     return call(
         partial(
-            _quantized_linear_kernel,
+            quantized_linear_kernel,
             epsilon=None if norm is None else norm[1],
+            offset=0.0 if norm is None else sum(norm[2:]),
             activation=activation,
             tile=(tiling.outputs, tiling.num_warps * _WARP),
             num_programs=num_programs,
@@ -160,9 +167,10 @@ def linear(
     )
 
 
-def _quantized_linear_kernel(
-    inputs, out_ref, *, epsilon, activation, tile: tuple[int, int], num_programs: int, interpret: bool
+def quantized_linear_kernel(
+    inputs, out_ref, *, epsilon, offset, activation, tile: tuple[int, int], num_programs: int, interpret: bool
 ):
+    """Store the product of a row with a matrix, as `linear` describes it; inside a kernel."""
     x_ref, weight, norm_ref, residual_ref = inputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
     outputs, lanes = tile
@@ -219,7 +227,7 @@ def _quantized_linear_kernel(
             x = x.astype(jnp.float32)
             if scale is not None:
                 squares += jnp.sum(x * x, axis=-1)
-                x *= scale.astype(jnp.float32)
+                x *= scale.astype(jnp.float32) + offset if offset else scale.astype(jnp.float32)
             xs.append(x)
         total = jnp.sum(reduce(jnp.add, xs), axis=-1)
         if _has_dots(weight):

@@ -53,9 +53,11 @@ def test_step(dtype, interpret):
     )
     params = {"delta_conv": 0.3 * numbers(NET.channels, 1, NET.conv_size)}
 
+    wide = jnp.pad(inputs, ((0, 0), (0, 0), (0, 5)), constant_values=jnp.nan)  # the numbers after the inputs
+
     @partial(jax.jit, static_argnums=0)
     def step(implementation):
-        return NET.step(params, memory, inputs, new_rates, implementation=implementation)
+        return NET.step(params, memory, wide, new_rates, implementation=implementation)
 
     with jax.default_device(jax.devices("cpu")[0]):
         expected, (state, after) = step("xla")

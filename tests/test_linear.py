@@ -69,7 +69,7 @@ def test_against_float64(size, num_outputs, num_programs, activation, dtype, int
         return linear(
             x,
             weight,
-            norm=(scale, EPSILON),
+            norm=(scale, EPSILON, 0.25),
             activation=activation,
             residual=residual,
             dtype=jnp.float32,
@@ -77,7 +77,9 @@ def test_against_float64(size, num_outputs, num_programs, activation, dtype, int
             interpret=interpret,
         )
 
-    np.testing.assert_allclose(product(*arrays), expected(*arrays, activation), rtol=2e-5, atol=2e-5)
+    x, weight, scale, residual = arrays
+    reference = expected(x, weight, np.asarray(scale, np.float64) + 0.25, residual, activation)
+    np.testing.assert_allclose(product(*arrays), reference, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -66,10 +66,11 @@ def test_one_row(case, num_outputs, size, gated, tiling, interpret):
     @jax.jit
     def both(x, weight, scale, residual):
         plain = product(x, weight)
-        return product(x, weight, norm=(scale, EPSILON), activation=activation, residual=residual), plain
+        return product(x, weight, norm=(scale, EPSILON, 0.25), activation=activation, residual=residual), plain
 
     y, plain = both(x[0], weight, scale, residual[0])
     assert error(plain, expected(x, floats)[0]) < 1e-5
+    scale = np.asarray(scale, np.float64) + 0.25
     assert error(y, expected(x, floats, scale, activation, residual)[0]) < 1e-5
 
 
@@ -247,7 +248,7 @@ def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, t
         return models.linear(x, weight, **options)
 
     (kernel,) = triton_kernels(product, *arrays, described(format, num_outputs, size))
-    assert kernel.name == ("_quantized_linear_kernel" if num_rows == 1 else "_quantized_matmul_kernel")
+    assert kernel.name == ("quantized_linear_kernel" if num_rows == 1 else "_quantized_matmul_kernel")
     resources = compile_for_sm90(kernel, tmp_path)
     assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, resources
 
@@ -258,7 +259,7 @@ def test_what_in_a_model_takes_a_kernel(format):
         x = jax.ShapeDtypeStruct((1, num_tokens, 4096), dtype)
         return [kernel.name for kernel in triton_kernels(models.linear, x, described(format, 4096, 4096))]
 
-    assert kernels(1) == kernels(1, jnp.float32) == ["_quantized_linear_kernel"]
+    assert kernels(1) == kernels(1, jnp.float32) == ["quantized_linear_kernel"]
     most = 64 if format == "int4 in groups of 32" else 256
     assert kernels(2) == kernels(most) == ["_quantized_matmul_kernel"]
     assert kernels(most + 1) == kernels(2, jnp.float32) == []

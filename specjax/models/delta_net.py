@@ -91,8 +91,9 @@ class DeltaNet:
         self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation, memory: DeltaMemory
     ) -> tuple[Array, dict[str, Array] | None]:
         """Return the residual stream after the mixer [R, T, h], and the layer's rows afterwards."""
-        inputs, gate, rates = self._project(config, params, call)
-        num_rows, num_tokens = inputs.shape[:2]
+        wide, gate, rates = self._project(config, params, call)
+        num_rows, num_tokens = wide.shape[:2]
+        inputs = wide[..., : self.channels]
         if memory.held is None:
             nothing = self.rows(num_rows, inputs.dtype)
             count = jnp.full(num_rows, num_tokens, jnp.int32)
@@ -101,7 +102,7 @@ class DeltaNet:
         else:
             kept = dict(memory.held)
             if memory.is_step:
-                attended, after = self.step(params, memory, inputs, rates)
+                attended, after = self.step(params, memory, wide, rates)
                 kept["inputs"] = kept["inputs"].at[:, :num_tokens].set(inputs.astype(kept["inputs"].dtype))
                 kept["rates"] = kept["rates"].at[:, :num_tokens].set(rates)
             else:
@@ -113,7 +114,10 @@ class DeltaNet:
         return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), kept
 
     def _project(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array, Array]:
-        """Return the convolution's inputs [R, T, C], gates [R, T, heads, size], and beta and g [R, T, 2, heads]."""
+        """Return the convolution's inputs, gates [R, T, heads, size], and beta and g [R, T, 2, heads].
+
+        The inputs are the first C numbers of each token in an array that may have more, which kernels read as it is.
+        """
         shape, heads = call.x.shape[:2], self.num_value_heads
         mixed = product(config, params, "delta_in", call.x, norm=call.norm)
         rates = product(config, params, "delta_rates", call.x, norm=call.norm)
@@ -126,7 +130,7 @@ class DeltaNet:
             inputs = jnp.concatenate(inputs, axis=-1)
             rates = rates.reshape(*shape, self.num_key_heads, 2, share).swapaxes(2, 3).reshape(*shape, 2, heads)
         else:
-            inputs, gate = jnp.split(mixed, [self.channels], axis=-1)
+            inputs, gate = mixed, mixed[..., self.channels :]
             rates = rates.reshape(*shape, 2, heads)
         rates = rates.astype(jnp.float32)
         decay, bias = (params[name].astype(jnp.float32)[None, None] for name in ("delta_decay", "delta_decay_bias"))
@@ -147,7 +151,7 @@ class DeltaNet:
         Args:
             params: of the layer.
             memory: of the layer, with `held`.
-            inputs: [R, T, C], of the convolution.
+            inputs: [R, T, C] or more numbers of a token, of which the convolution has the first C.
             rates: [R, T, 2, heads] float32: beta and g.
             implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the sizes.
 
@@ -163,7 +167,7 @@ class DeltaNet:
         ) -> tuple[Array, tuple[Array, Array]]:
             checkpoint = self._replayed(weight, memory)
             before = _unless(memory.begins, checkpoint)
-            return self._run(weight, before, inputs, rates, memory.num_tokens)[0], checkpoint
+            return self._run(weight, before, inputs[..., : self.channels], rates, memory.num_tokens)[0], checkpoint
 
         def by_kernel(
             memory: DeltaMemory, inputs: Array, rates: Array, weight: Array, *, interpret: bool

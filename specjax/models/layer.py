@@ -336,10 +336,8 @@ def matrix_shape(config: "DecoderConfig", inputs: int, outputs: int) -> tuple[in
 
 
 def norm_of(scale: Array, config: "DecoderConfig") -> Norm:
-    """Return the scale [D] of a norm with its offset added, and epsilon, as `rms_norm` takes them."""
-    if config.norm_offset:
-        scale = scale.astype(jnp.float32) + config.norm_offset
-    return scale, config.norm_eps
+    """Return the norm with this scale [D], as `rms_norm` takes it."""
+    return Norm(scale, config.norm_eps, config.norm_offset)
 
 
 def _norm(config: "DecoderConfig", params: Params, name: str) -> Norm:

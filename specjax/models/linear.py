@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,33 @@ from specjax.models.quantized import Quantized, dequantize, rows
 from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.types import Array
 
-Norm = tuple[Array, float]  # scale [D], epsilon
 FEW_ROWS = 8  # rows up to which CPUs multiply matrices of floats in chunks of inputs
 
 
-def rms_norm(x: Array, norm: Norm, axis_name: str | None = None) -> Array:
+class Norm(NamedTuple):
+    """A root-mean-square norm. Kernels add the offset, because its sum with the scale would take a launch."""
+
+    scale: Array  # [D]
+    epsilon: float
+    offset: float = 0.0  # number added to the scale
+
+    @classmethod
+    def of(cls, norm: "Norm | tuple[Array, float]") -> "Norm":
+        """Return a norm that may be given as scale and epsilon."""
+        return norm if isinstance(norm, Norm) else cls(norm[0], norm[1])
+
+
+def rms_norm(x: Array, norm: Norm | tuple[Array, float], axis_name: str | None = None) -> Array:
     """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale.
 
     With an axis name the devices along it share the last axis, and each has D numbers of it.
     """
-    scale, epsilon = norm
+    scale, epsilon, offset = Norm.of(norm)
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt((mean if axis_name is None else jax.lax.pmean(mean, axis_name)) + epsilon)
-    return (x32 * jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+    scale = scale.astype(jnp.float32) + offset if offset else scale.astype(jnp.float32)
+    return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def lookup(table: Array | Quantized, index: Array) -> Array:
@@ -47,7 +61,7 @@ def linear(
     weight: Array | Quantized,
     *,
     transposed: bool = False,
-    norm: Norm | None = None,
+    norm: Norm | tuple[Array, float] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
@@ -61,7 +75,7 @@ def linear(
         x: [B, T, D] floats.
         weight: [D, N], or [N, D] if `transposed`. A `Quantized` weight is always [N, D].
         transposed: whether a weight of floats is [N, D].
-        norm: scale [D] and epsilon of a root-mean-square norm of x, which comes first; None for none.
+        norm: scale [D], epsilon and offset of a root-mean-square norm of x, which comes first; None for none.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [B, T, N], or [B, T, N / 2] with an activation, or what broadcasts to it: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -73,14 +87,15 @@ def linear(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
+    before = None if norm is None else Norm.of(norm)
     if isinstance(weight, Quantized):
         transposed = True
         if weight.order is not None:
             # The inputs are put in the order of the codes, and so is the scale of their norm.
             order, weight = weight.order, weight.replace(order=None)
-            x, norm = x[..., order], None if norm is None else (norm[0][order], norm[1])
-    epsilon = None if norm is None else norm[1]
-    static = {"epsilon": epsilon, "activation": activation, "dtype": dtype or x.dtype}
+            x, before = x[..., order], None if before is None else before._replace(scale=before.scale[order])
+    numbers = None if before is None else (before.epsilon, before.offset)
+    static = {"norm": numbers, "activation": activation, "dtype": dtype or x.dtype}
 
     def reason(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None) -> str | None:
         if not transposed:
@@ -91,7 +106,7 @@ def linear(
         return _kernel_of(x, weight).is_worthwhile(x, weight)
 
     return dispatch(
-        (x, weight, None if norm is None else norm[0], residual),
+        (x, weight, None if before is None else before.scale, residual),
         xla=partial(_by_xla, transposed=transposed, **static),
         pallas=partial(_by_kernel, **static),
         reason=reason,
@@ -119,12 +134,12 @@ def _product(
     residual: Array | None,
     *,
     transposed,
-    epsilon,
+    norm,
     activation,
     dtype,
 ) -> Array:
     if scale is not None:
-        x = rms_norm(x, (scale, epsilon))
+        x = rms_norm(x, Norm(scale, *norm))
     if isinstance(weight, Quantized):
         weight = dequantize(weight, x.dtype)
     if _suits_chunks(x, weight) and jax.default_backend() == "cpu":
@@ -183,18 +198,18 @@ def _by_kernel(
     scale: Array | None,
     residual: Array | None,
     *,
-    epsilon: float | None,
+    norm: tuple[float, float] | None,
     interpret: bool,
     **static,
 ) -> Array:
     static["interpret"] = interpret
-    norm = None if scale is None or epsilon is None else (scale, epsilon)
+    before = None if scale is None or norm is None else Norm(scale, *norm)
     kernel = _kernel_of(x, weight)
     if kernel in (one_row, quantized_row):
         residual = None if residual is None else residual.ravel()
-        return kernel.linear(x.ravel(), weight, norm=norm, residual=residual, **static)[None, None]
-    if norm is not None:
-        x = rms_norm(x, norm)
+        return kernel.linear(x.ravel(), weight, norm=before, residual=residual, **static)[None, None]
+    if before is not None:
+        x = rms_norm(x, before)
     flat = x.reshape(-1, x.shape[2])
     if residual is not None:
         residual = jnp.broadcast_to(residual, (*x.shape[:2], residual.shape[2])).reshape(flat.shape[0], -1)
