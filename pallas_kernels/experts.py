@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import quantized_matmul
-from pallas_kernels.launch import Ref, call
+from pallas_kernels.launch import Entry, Ref, call
 from pallas_kernels.quantized import Quantized, arranged, unsupported_codes
 from pallas_kernels.triton import plgpu
 
@@ -121,29 +121,6 @@ def product(
     )
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """A reference to the matrix of one expert among stacked matrices."""
-
-    stacked: Ref
-    expert: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stacked.shape[1:]
-
-    @property
-    def dtype(self) -> Any:
-        return self.stacked.dtype
-
-    @property
-    def at(self) -> "_Matrix":
-        return self
-
-    def __getitem__(self, index: tuple[Any, ...]) -> Any:
-        return self.stacked.at[self.expert, *index]
-
-
 def _expert_kernel(
     inputs,
     out_ref,
@@ -170,7 +147,7 @@ def _expert_kernel(
         parts = [2 * output, 2 * output + 1] if is_interleaved else [output, num_outputs + output]
     size = weight.values.shape[-1] if isinstance(weight, Quantized) else x_ref.shape[-1]  # words, or inputs
     num_steps = pl.cdiv(size, width) * jnp.minimum(count, 1)  # none where the tile is not used
-    of_expert = jax.tree.map(lambda ref: _Matrix(ref, expert), weight)
+    of_expert = jax.tree.map(lambda ref: Entry(ref, expert), weight)
     if isinstance(weight, Quantized):
         half, in_half = quantized_matmul.halves_of(outputs, len(parts))
         in_half += pl.program_id(0) * outputs
@@ -201,7 +178,7 @@ def _expert_kernel(
 
 def _sums(
     x_ref: Ref,
-    weight: _Matrix,
+    weight: Entry,
     row: Array,
     has_row: Array,
     parts: list[Array],

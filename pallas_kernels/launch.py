@@ -79,6 +79,29 @@ class _Places:
         return self.joined.table.at[self.joined.start + place * size + inner]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the first axis of an array, inside a kernel, where it stands for a reference."""
+
+    whole: Ref
+    index: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    @property
+    def at(self) -> "Entry":
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.whole.at[self.index, *(index if isinstance(index, tuple) else (index,))]
+
+
 class _Launch(NamedTuple):
     """Static parameters of a launch. Equal launches on arrays of equal shapes are traced once."""
 

@@ -67,6 +67,23 @@ def test_codes(case, interpret):
         assert error(got, expected) < 2e-2
 
 
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("case", ["int8", "e4m3 in blocks"])
+def test_pairs_of_few_rows(case, interpret):
+    """Each is a product of one row; the second expert of the first row is the first one of the second."""
+    number, hidden, size = 16, 160, 72
+    ffn, experts = Experts(SoftmaxTopK(number, 2)), np.array([[3, 7], [7, 0]], np.int32)
+    made = {"experts_gate_up": fabricated(case, number, 2 * size, hidden)}
+    made["experts_out"] = fabricated(case, number, hidden, size)
+    norms = {name: np.sqrt(np.square(floats).sum(-1).mean()) for name, (_, floats) in made.items()}
+    params = {name: jax.tree.map(jnp.asarray, weight) for name, (weight, _) in made.items()}
+    params |= {name: one.replace(scale=one.scale / norms[name]) for name, one in params.items()}
+    floats = {name: (one / norms[name]).astype(np.float64) for name, (_, one) in made.items()}
+    x, weights = jnp.asarray(numbers(2, hidden), jnp.bfloat16), np.array([[0.25, 0.75], [0.5, 0.5]], np.float32)
+    got = jax.jit(partial(ffn.mix, implementation=implementation(interpret)))(params, x, experts, weights)
+    assert error(got, dense_sum(ffn, floats, np.asarray(x, np.float64), experts, weights, jnp.bfloat16)) < 1e-2
+
+
 def test_unsupported():
     ffn, params = make_experts(4, 7)
     x, experts, weights = numbers(3, 24), np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)

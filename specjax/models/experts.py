@@ -9,11 +9,12 @@ other rows of the call.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import expert_rows
 from pallas_kernels import experts as kernels
 from pallas_kernels.experts import Tiles
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
@@ -314,11 +315,32 @@ class Experts:
         *,
         interpret: bool,
     ) -> Array:
+        if self._is_of_rows(experts, gate_up, out, bias):
+            return self._by_rows(x, experts, weights, gate_up, out, interpret)
         tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
         options = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved}
         inner = kernels.product(x, gate_up, tiles, is_gathered=True, interpret=interpret, **options)
         y = kernels.product(inner, out, tiles, is_gathered=False, dtype=jnp.float32, interpret=interpret)
         return _sum_of_chosen(y, tiles, weights)
+
+    def _is_of_rows(
+        self, experts: Array, gate_up: Array | Quantized, out: Array | Quantized, bias: Array | None
+    ) -> bool:
+        """Return whether each pair of a row and an expert is a product of its own: few rows, and codes of 8 bits."""
+        if not isinstance(self.gate, Gated) or self.gate.activation == "gelu" or self.is_interleaved:
+            return False
+        has_codes = all(isinstance(one, Quantized) and one.bits == 8 for one in (gate_up, out))
+        return has_codes and bias is None and share_no_tiles(experts, self.router.num_experts)
+
+    def _by_rows(self, x: Array, experts: Array, weights: Array, gate_up: Any, out: Any, interpret: bool) -> Array:
+        assert isinstance(self.gate, Gated), "only these have an activation"
+        flat, pair = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
+        activation = ACTIVATIONS[self.gate.activation]
+        inner = expert_rows.products(
+            x, gate_up, pair // experts.shape[1], flat, activation=activation, interpret=interpret
+        )
+        y = expert_rows.products(inner, out, pair, flat, dtype=jnp.float32, interpret=interpret)
+        return jnp.sum(y.reshape(*experts.shape, -1) * weights[..., None], axis=1)
 
     def _by_xla(
         self,
@@ -373,7 +395,7 @@ def tiles_of(experts: Array, num_experts: int, smallest: int, largest: int) -> T
     average = 1 << (max(1, num_pairs // num_experts) - 1).bit_length()
     size = max(smallest, min(largest, average))
     flat, pair = experts.reshape(-1), jnp.arange(num_pairs, dtype=jnp.int32)
-    if 4 * num_pairs <= num_experts or num_rows == 1:  # few pairs share an expert: each pair gets its tile
+    if share_no_tiles(experts, num_experts):
         return Tiles(pair // num_chosen, pair, pair, jnp.ones_like(pair), flat, size)
     num_tiles = min(num_pairs, min(num_experts, num_pairs) + num_pairs // size)
     expert = jnp.arange(num_experts, dtype=flat.dtype)
@@ -393,6 +415,11 @@ def tiles_of(experts: Array, num_experts: int, smallest: int, largest: int) -> T
     within = (index - jnp.where(own > 0, end[own - 1], 0)) * size
     count = jnp.clip(counts[own] - within, 0, size)
     return Tiles(order // num_chosen, place, jnp.where(count > 0, first[own] + within, 0), count, own, size)
+
+
+def share_no_tiles(experts: Array, num_experts: int) -> bool:
+    """Return whether each pair of a row and one of its experts [T, k] gets its tile: few pairs share an expert."""
+    return 4 * experts.size <= num_experts or experts.shape[0] == 1
 
 
 def _sum_of_chosen(y: Array, tiles: Tiles, weights: Array) -> Array:

@@ -1,0 +1,75 @@
+"""The products of few rows with the matrices of their experts, where the matrices have codes.
+
+Few rows seldom share an expert. So each pair of a row and an expert is a product of one row, as `quantized_linear`
+computes it: for one row the tensor cores would take as long as for 16.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels.launch import Entry, call
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized_linear import RowTiling, default_tiling, quantized_linear_kernel
+from pallas_kernels.triton import plgpu
+
+_WARP = 32  # threads in a warp
+
+
+def products(
+    x: Array,
+    weight: Quantized,
+    row: Array,
+    expert: Array,
+    *,
+    activation: Callable[[Array], Array] | None = None,
+    dtype: DTypeLike | None = None,
+    tiling: RowTiling | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Multiply a row by the matrix of an expert for each of P pairs, summing in float32.
+
+    Args:
+        x: [T, K] float32, bfloat16 or float16.
+        weight: [E, N, K], of codes that `quantized.unsupported_codes` allows.
+        row: [P] int32, the row of each pair.
+        expert: [P] int32, the expert of each pair.
+        activation: function that the first half of the products goes through before the second half multiplies it.
+        dtype: of the result; None is the dtype of x.
+        tiling: how a matrix is split; None chooses it by the sizes.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        [P, N], or with an activation [P, N / 2].
+    """
+    num_pairs, num_outputs = len(row), weight.shape[1] // (1 if activation is None else 2)
+    tiling = tiling or default_tiling(weight, num_outputs, num_pairs)
+    num_programs = pl.cdiv(num_outputs, tiling.outputs)
+    return call(
+        partial(
+            _expert_row_kernel,
+            epsilon=None,
+            offset=0.0,
+            activation=activation,
+            tile=(tiling.outputs, tiling.num_warps * _WARP),
+            num_programs=num_programs,
+            interpret=interpret,
+        ),
+        jax.ShapeDtypeStruct((num_pairs, num_outputs), dtype or x.dtype),
+        (x, weight, row, expert),
+        grid=(num_programs, num_pairs),
+        num_warps=tiling.num_warps,
+        interpret=interpret,
+    )
+
+
+def _expert_row_kernel(inputs, out_ref, **options):
+    x_ref, weight, row_ref, expert_ref = inputs
+    pair = pl.program_id(1)
+    row, expert = plgpu.load(row_ref.at[pair]), plgpu.load(expert_ref.at[pair])
+    of_expert = jax.tree.map(lambda ref: Entry(ref, expert), weight)
+    quantized_linear_kernel((Entry(x_ref, row), of_expert, None, None), Entry(out_ref, pair), **options)
