@@ -313,6 +313,7 @@ class Proposer(Protocol):
     A proposer may draft a `DraftTree` in every step. It has `tree`, the number N of nodes, and `num_draft_tokens` is D,
     the depth of the deepest node. One that can draft chains and trees has `with_tree(tree, *, coupled)`, which returns
     a proposer of trees: sampled ones with their distribution, or, if coupled, the trees of which match accepts most.
+    None instead of N makes chains. Trees and chains may take turns as different K do.
 
     A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. The rows of a
     proposer without it must follow from the last chunk of a prompt, as chunks before may come from the pages of others.

@@ -1,5 +1,6 @@
 """Helpers for tests of drafters on features: a target, checkpoints of heads, and a run followed step by step."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -133,13 +134,13 @@ def requests():
     return [rng.integers(0, VOCAB, length).astype(np.int32) for length in (9, 1, 5, 12)]
 
 
-def in_slots(target, proposer, temperature=0, **options):
-    """Tokens of `requests`, which come to two slots in pages and leave them for others."""
+def in_slots(target, proposer, temperature=0, turns=(None,), **options):
+    """Tokens of `requests`, which come to two slots in pages and leave them for others; steps have these K in turn."""
     waiting, capacities = list(enumerate(requests())), Capacities()
     params = of_request(SamplingParams(temperature=temperature, max_tokens=14), capacities, (), VOCAB)
     slots = Slots(target, proposer, num_slots=2, max_length=SIZE, capacities=capacities, pool=(32, 4), **options)
     table = random_table((2, SIZE // 4), 32)
-    running, done = {}, {}
+    running, done, turn = {}, {}, itertools.cycle(turns)
     while waiting or running:
         slots.set_pages(table)
         coming = {slot: waiting.pop(0) for slot in sorted({0, 1} - set(running)) if waiting}
@@ -154,7 +155,9 @@ def in_slots(target, proposer, temperature=0, **options):
         for slot, (number, prompt) in coming.items():
             slots.insert(slot, request(slots.state, prompt, np.array([0, number], np.uint32), params))
             running[slot], done[number] = number, []
-        output = jax.device_get(slots.step(Needs.EVERYTHING if temperature else Needs.GREEDY))
+        output = jax.device_get(
+            slots.step(Needs.EVERYTHING if temperature else Needs.GREEDY, num_draft_tokens=next(turn))
+        )
         for slot, number in list(running.items()):
             done[number] += [token for token in output.tokens[slot].tolist() if token >= 0]
             if output.finished[slot] != decode.RUNNING:

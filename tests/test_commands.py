@@ -167,12 +167,12 @@ class TestTune:
         assert json.loads(path.read_text())["model"] == "x"
 
     def test_a_tree(self, tune):
-        """Steps of 2.5 s beside chains of 1.5 and 2 s; the file has the chains alone."""
+        """Steps of 2.5 s beside chains of 1.5 and 2 s."""
         _, out, _, path = tune("--batches", "1", "--tree", "7")
         assert "| B | K = 0 | K = 2 | K = 4 | tree of 7 nodes, K = 4 |" in out
         assert "| 1 | 1000.00 | 1500.00 | 2000.00 | 2500.00 |" in out
         assert out.endswith("| 1 | 2.92 | 3.27 | 3.65 | 4.20 | - |\n")  # 2.5 (1 + 0.5 + 0.25) / 1.5, ...
-        assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0}
+        assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0, 6: 2.5}
 
     def test_wrong_arguments(self, tune):
         exit_code, out, err, _ = tune("--batches", "0")

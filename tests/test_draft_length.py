@@ -154,12 +154,30 @@ def test_counts_trials():
     recent.update(np.full(3, 4), np.array([0, 1, 4]))
     assert (recent._accepted, recent._trials) == (5, 7)
     choice = ByStepTimes(TIMES, (0, 4), proposers.ngram(4))
-    before = choice._trials.copy(), choice._accepted.copy()
+    before = choice._places._trials.copy(), choice._places._accepted.copy()
     choice.count(np.array([4, 4, 4, 0]), np.array([0, 1, 4, 0]))
-    trials, accepted = choice._trials - before[0], choice._accepted - before[1]
+    trials, accepted = choice._places._trials - before[0], choice._places._accepted - before[1]
     np.testing.assert_allclose(trials[1:], [2, 1, 1], atol=1e-6)
     np.testing.assert_allclose(accepted[1:], [1, 1, 1], atol=1e-6)
     assert 2.8 < trials[0] <= 3 and 1.8 < accepted[0] <= 2  # the assumption at first has faded a little
+
+
+@pytest.mark.parametrize("rate_of_tree, seconds, share", [(0.9, 1.5, 0.8), (0.9, 4.0, 0.0), (0.35, 1.5, 0.05)])
+def test_a_tree_is_taken_where_it_pays(rate_of_tree, seconds, share):
+    """Chains of up to 2 drafts at a rate of 0.4, and a tree of 7 nodes; its longest path has 3 tokens."""
+    drafter = proposers.ngram(2, tree=7)
+    choice, rng = (
+        ByStepTimes(StepTimes({1: {0: 1.0, 1: 1.05, 2: 1.1, 6: seconds}}), (0, 1, 2, 6), drafter),
+        np.random.default_rng(0),
+    )
+    taken = 0
+    for _ in range(2000):
+        k = choice.choose(1, 0)
+        num_drafts = np.array([min(k, 2)])
+        accepted = np.cumprod(rng.random(2) < (rate_of_tree if k == 6 else 0.4)).sum()
+        choice.count(num_drafts, np.minimum(accepted, num_drafts), k)
+        taken += k == 6
+    assert taken > 1600 if share > 0.5 else taken <= share * 2000, taken
 
 
 @pytest.mark.parametrize("times", [TIMES, StepTimes({1: {0: 1.0, 2: 3.0}})])
@@ -169,7 +187,7 @@ def test_an_estimate_stays_while_nothing_is_drafted(times):
     before = choice.rates()[0]
     for _ in range(500):
         choice.count(nothing, nothing)
-    assert choice.rates()[0] == pytest.approx(before) and choice._trials[0] == pytest.approx(2.0)
+    assert choice.rates()[0] == pytest.approx(before) and choice._places._trials[0] == pytest.approx(2.0)
 
 
 @pytest.mark.slow

@@ -149,6 +149,16 @@ def test_sampled_trees_in_slots():
     assert np.all(state.totals.accepted > 0)
 
 
+@pytest.mark.slow
+def test_trees_and_chains_take_turns():
+    """A drafter is left in a state that the other form goes on from; the tokens are the same as without drafts."""
+    logits = np.random.default_rng(0).normal(size=(2, heads.VOCAB, heads.VOCAB)).astype(np.float32)
+    target, draft = (testing.bigram_model(jnp.asarray(2 * x)) for x in (logits[0], logits.sum(axis=0)))
+    drafter = proposers.draft_model(draft, 2, tree=5)
+    of_turns = heads.in_slots(target, drafter, turns=(4, 2, 0, 4, 0), verifier=verifiers.match, draft_lengths=(0, 2, 4))
+    assert of_turns == heads.in_slots(target, None)
+
+
 def test_shapes():
     """They hold the chain of the first children, and their siblings stand in order."""
     for num_nodes, depth in ((2, 1), (4, 2), (9, 4), (16, 4), (40, 3)):
@@ -208,7 +218,7 @@ def test_trees_of_an_llm():
         ValueError, match="tree must be None for a draft without the method with_tree, got 4 and Fallback"
     ):
         as_trees(proposers.fallback(ngram, drafter), target, verifiers.match, 4)
-    with pytest.raises(ValueError, match="num_draft_tokens must be an integer where tree is given, got 'auto'"):
-        LLM(tree=8, num_draft_tokens="auto")
+    with pytest.raises(ValueError, match=r"tree must be more than 9, the tokens of the longest chain .*, got 9"):
+        LLM(tree=9, num_draft_tokens="auto", draft=ngram.with_num_draft_tokens(8))
     with pytest.raises(ValueError, match="tree must be None or an integer >= 2, the nodes of a tree, got 1"):
         LLM(tree=1)

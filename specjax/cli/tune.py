@@ -44,7 +44,7 @@ def add_tune(commands: Any) -> None:
 def _tune(args: argparse.Namespace) -> int:
     """Run `specjax tune` and return its exit code."""
     from specjax.engine.draft_length import choices, with_draft_lengths
-    from specjax.engine.trees import as_trees
+    from specjax.engine.trees import as_trees, check_beside_chains
     from specjax.theory import StepTimes
 
     for name, values in (("batches", args.batches), ("context", [args.context])):
@@ -58,7 +58,8 @@ def _tune(args: argparse.Namespace) -> int:
     proposers = with_draft_lengths(llm.proposer, lengths)
     most, labels = lengths[-1], [f"K = {k}" for k in lengths]
     in_trees = as_trees(proposers[most], llm.model, llm.verifier, tree) if tree is not None else None
-    if in_trees is not None:
+    if tree is not None:
+        check_beside_chains(tree, most)
         labels.append(f"tree of {tree} nodes, K = {most}")
     print(f"milliseconds of a step, context {args.context}\n\n| B | {' | '.join(labels)} |")
     print("|---" * (len(labels) + 1) + "|")
@@ -73,7 +74,8 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"| {batch} | {' | '.join(f'{1e3 * seconds:.2f}' for seconds in row)} |", flush=True)
     times = StepTimes(measured)
     about = {"model": args.model, "draft": args.draft, "device": jax.devices()[0].device_kind, "context": args.context}
-    times.save(args.out, **about, specjax=__version__, jax=jax.__version__)
+    of_all = measured if tree is None else {b: chains | {tree - 1: of_trees[b]} for b, chains in measured.items()}
+    StepTimes(of_all).save(args.out, **about, specjax=__version__, jax=jax.__version__)
     best = {batch: [str(times.best(batch, rate)) for rate in RATES] for batch in args.batches}
     _print_by_rate("best K by acceptance rate", best)
     if of_trees:

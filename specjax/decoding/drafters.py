@@ -140,7 +140,7 @@ def num_fed(proposer: Proposer) -> int:
     return getattr(proposer, "tree", None) or proposer.num_draft_tokens + 1
 
 
-def with_tree(proposer: Proposer, tree: int, *, coupled: bool) -> Proposer:
+def with_tree(proposer: Proposer, tree: int | None, *, coupled: bool) -> Proposer:
     """Return a proposer that drafts trees of N nodes, as `Proposer` describes it.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from specjax.decoding.drafters import with_num_draft_tokens
+from specjax.decoding.drafters import num_fed, with_num_draft_tokens, with_tree
 from specjax.proposers import DraftModel
 from specjax.theory import StepTimes
 from specjax.types import Proposer
@@ -37,16 +37,27 @@ def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict
 
     Args:
         proposer: a proposer with the method `with_num_draft_tokens`, as all built-in proposers are.
-        draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding.
+        draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding. Where a proposer of trees of N
+            nodes has N - 1 among them, beside its own number or less, the tree is that step, and the others are chains.
 
     Raises:
         ValueError: there is no number, one is out of its range, or the proposer does not have the method.
     """
-    most = proposer.num_draft_tokens
-    if not draft_lengths or not all(is_integer(k) and 0 <= k <= most for k in draft_lengths):
+    most, tree = proposer.num_draft_tokens, tree_length(proposer, draft_lengths or ())
+    chains = [k for k in draft_lengths or () if k != tree]
+    if not draft_lengths or not all(is_integer(k) and 0 <= k <= most for k in chains):
         raise ValueError(f"draft_lengths must be one or more integers in [0, {most}], got {draft_lengths!r}")
-    lengths = sorted(set(draft_lengths), reverse=True)
-    return {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in lengths}
+    found = {}
+    if tree is not None:
+        found[tree] = with_num_draft_tokens(proposer, most, may_pause=True)
+        proposer = with_tree(proposer, None, coupled=False)
+    return found | {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in sorted(set(chains), reverse=True)}
+
+
+def tree_length(proposer: Proposer, draft_lengths: Sequence[int]) -> int | None:
+    """Return the number of draft tokens that stands for a tree in `with_draft_lengths`; None where there is none."""
+    num_drafts = num_fed(proposer) - 1
+    return num_drafts if num_drafts > proposer.num_draft_tokens and num_drafts in draft_lengths else None
 
 
 class DraftLength(Protocol):
@@ -61,8 +72,8 @@ class DraftLength(Protocol):
         """
         ...
 
-    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Count a step, given the numbers [B] of drafts and of accepted ones of its rows."""
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray, length: int | None = None) -> None:
+        """Count a step, given the numbers [B] of drafts and of accepted ones of its rows, and the K that was chosen."""
         ...
 
 
@@ -93,16 +104,50 @@ class ByFunction:
     def choose(self, num_running: int, num_behind: int) -> int:
         return self._function(num_running, self._recent.rate)
 
-    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray, length: int | None = None) -> None:
         self._recent.update(num_drafts, num_accepted)
+
+
+class _Places:
+    """How often the draft at each place was accepted lately, given that those before it are accepted."""
+
+    def __init__(self, num_places: int):
+        self._trials = np.zeros(num_places)
+        self._trials[:1] = FEW_TRIALS
+        self._accepted = PRIOR_RATE * self._trials
+
+    def rates(self) -> np.ndarray:
+        """Return the rate of each place. Where a place has few trials, it is close to the rate of the place before."""
+        rates, before, weight = np.zeros_like(self._trials), 0.0, 0.0
+        for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
+            rates[i] = before = (accepted + weight * before) / (trials + weight)
+            weight = FEW_TRIALS
+        return rates
+
+    def tokens(self) -> np.ndarray:
+        """Return the tokens of a step with drafts at the first K places, for each K from 0 on."""
+        return 1 + np.concatenate([[0], np.cumsum(np.cumprod(self.rates()))])
+
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+        most, place = len(self._trials), np.arange(len(self._trials))
+        is_tried = place < np.minimum(num_accepted + 1, num_drafts)[:, None]
+        is_accepted = place < np.minimum(num_accepted, num_drafts)[:, None]
+        num_rows = max(int((num_drafts > 0).sum()), 1)
+        factor = np.full(most, math.exp(-min(num_rows / MEMORY, 1 / MEMORY_STEPS)))
+        # The estimate of the first place stays while nothing is drafted, and weighs less and less.
+        factor[:1] = np.maximum(factor[:1], np.minimum(FEW_TRIALS / self._trials[:1], 1))
+        self._trials = factor * self._trials + is_tried.sum(axis=0)
+        self._accepted = factor * self._accepted + is_accepted.sum(axis=0)
 
 
 class ByStepTimes:
     """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
 
-    While plain decoding is the fastest, the smallest other K is tried from time to time, for `PROBE_SHARE` of the time.
-    Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of their time is set aside for
-    that. A drafter that takes more for each token is not tried again in sequences that it has been left behind in.
+    While plain decoding is the fastest, the smallest other K is tried from time to time, for `PROBE_SHARE` of the
+    time. Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of their time is set
+    aside for that. A drafter that takes more for each token is not tried again in sequences that it has been left
+    behind in. While a chain is the fastest, a tree is tried for as small a share of the time, if its longest path could
+    pay at all.
 
     Args:
         times: the seconds of steps.
@@ -120,29 +165,42 @@ class ByStepTimes:
                 expected = f"the seconds of a step for each K of {self._lengths}"
                 raise ValueError(f"step_times must have {expected}, got {sorted(seconds)} for {batch} sequences")
         self._times, self._most_behind = times, _most_behind(proposer)
-        self._trials = np.zeros(self._lengths[-1])
-        self._trials[:1] = FEW_TRIALS
-        self._accepted = PRIOR_RATE * self._trials
+        self._tree = tree_length(proposer, self._lengths)
+        self._chains = [k for k in self._lengths if k != self._tree]
+        self._places = _Places(self._chains[-1] if self._chains else 0)
+        self._of_tree, self._depth = _Places(proposer.num_draft_tokens), proposer.num_draft_tokens
         self._saved = 0.0  # seconds that may go into the next probe
+        self._saved_for_tree, self._has_tried_tree = 0.0, False
 
     def rates(self) -> np.ndarray:
-        """Return the acceptance rate [K] of the draft at each place, given that those before it are accepted.
+        """Return the acceptance rate [K] of a chain's draft at each place, given that those before it are accepted.
 
         Where a place has few trials, its rate is close to the rate of the place before.
         """
-        rates, before, weight = np.zeros_like(self._trials), 0.0, 0.0
-        for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
-            rates[i] = before = (accepted + weight * before) / (trials + weight)
-            weight = FEW_TRIALS
-        return rates
+        return self._places.rates()
 
     def choose(self, num_running: int, num_behind: int) -> int:
-        seconds = self._times.at(num_running)
-        tokens = 1 + np.concatenate([[0], np.cumsum(np.cumprod(self.rates()))])
-        best = max(self._lengths, key=lambda k: tokens[k] / seconds[k])
-        if best == 0 and len(self._lengths) > 1:
-            return self._probe(self._lengths[1], seconds, num_behind)
+        seconds, tokens = self._times.at(num_running), self._places.tokens()
+        best = max(self._chains, key=lambda k: tokens[k] / seconds[k])
+        if best == 0 and len(self._chains) > 1:
+            return self._probe(self._chains[1], seconds, num_behind)
+        if self._tree is not None and self._takes_tree(best, tokens[best] / seconds[best], seconds):
+            return self._tree
         return best
+
+    def _takes_tree(self, best: int, speed: float, seconds: Mapping[int, float]) -> bool:
+        """Return whether the tree is faster than the best chain, or its turn to be tried has come."""
+        assert self._tree is not None
+        cost = seconds[self._tree]
+        if self._has_tried_tree and self._of_tree.tokens()[-1] / cost > speed:
+            return True
+        if (1 + self._depth) / cost <= speed:  # not even the longest path would pay
+            return False
+        if self._saved_for_tree >= cost:
+            self._saved_for_tree = 0.0
+            return True
+        self._saved_for_tree += PROBE_SHARE * seconds[best]
+        return False
 
     def _probe(self, length: int, seconds: Mapping[int, float], num_behind: int) -> int:
         """Return a K > 0 where the time that earlier plain steps have set aside allows it, and else 0."""
@@ -154,16 +212,10 @@ class ByStepTimes:
         self._saved += PROBE_SHARE * seconds[0]
         return 0
 
-    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
-        most, place = len(self._trials), np.arange(len(self._trials))
-        is_tried = place < np.minimum(num_accepted + 1, num_drafts)[:, None]
-        is_accepted = place < np.minimum(num_accepted, num_drafts)[:, None]
-        num_rows = max(int((num_drafts > 0).sum()), 1)
-        factor = np.full(most, math.exp(-min(num_rows / MEMORY, 1 / MEMORY_STEPS)))
-        # The estimate of the first place stays while nothing is drafted, and weighs less and less.
-        factor[:1] = np.maximum(factor[:1], np.minimum(FEW_TRIALS / self._trials[:1], 1))
-        self._trials = factor * self._trials + is_tried.sum(axis=0)
-        self._accepted = factor * self._accepted + is_accepted.sum(axis=0)
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray, length: int | None = None) -> None:
+        is_tree = self._tree is not None and length == self._tree
+        self._has_tried_tree |= is_tree
+        (self._of_tree if is_tree else self._places).count(num_drafts, num_accepted)
 
 
 def check_choice(

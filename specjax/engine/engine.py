@@ -115,7 +115,8 @@ class Engine:
             the time between the tokens of a request short while the prompts of others enter; more fill vacant slots
             sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
-            decoding; programs are compiled for each when the engine starts. None takes the numbers of `step_times`, or
+            decoding; programs are compiled for each when the engine starts. N - 1 among them is the tree of a proposer
+            of trees of N nodes, and the others are then chains. None takes the numbers of `step_times`, or
             else the proposer's own alone. Where there are several, K is chosen before each step. The tokens of a
             request then depend on the other requests, except under `verifiers.match`; the distribution that they are
             drawn from does not.

@@ -74,6 +74,7 @@ class Scheduler:
         self._queue: list[Job] = []  # jobs that wait without a grammar, by rank
         self._guided: list[Job] = []  # jobs that wait with one, by rank
         self._in_flight: deque[tuple[Output, list[Job | None]]] = deque()
+        self._chosen: deque[int] = deque()  # the K of the steps in flight, where they are chosen
         self._fed: deque[Any] = deque()  # features of the last calls with chunks
         self.changed: list[Job] = []
         self._num_jobs = 0
@@ -415,6 +416,7 @@ class Scheduler:
         num_draft_tokens = self._draft_length.choose(len(active), max(seat.num_behind for seat in seats))
         for seat in seats:
             seat.num_behind = 0 if num_draft_tokens else seat.num_behind + 1
+        self._chosen.append(num_draft_tokens)
         return num_draft_tokens
 
     def _has_pages(self, job: Job) -> bool:
@@ -459,7 +461,7 @@ class Scheduler:
         read: Any = jax.device_get((output._replace(length=None, totals=None), scores))
         step, scores = read
         if self._draft_length is not None:
-            self._draft_length.count(step.num_drafts, step.num_accepted)
+            self._draft_length.count(step.num_drafts, step.num_accepted, self._chosen.popleft())
         totals = Counts(output.totals)
         # The fillers of a step follow its jobs.
         rows = zip(

@@ -8,14 +8,21 @@ from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
 
 
-def check_num_nodes(tree: int | None, num_draft_tokens: int | str) -> None:
-    """Raise ValueError unless `tree` is None, or the number of nodes of trees that are K drafts deep."""
+def check_num_nodes(tree: int | None) -> None:
+    """Raise ValueError unless `tree` is None, or a number of nodes."""
     if tree is None:
         return
     if not (is_integer(tree) and tree >= 2):
         raise ValueError(f"tree must be None or an integer >= 2, the nodes of a tree, got {tree!r}")
-    if num_draft_tokens == "auto":
-        raise ValueError(f"num_draft_tokens must be an integer where tree is given, got 'auto' and tree={tree}")
+
+
+def check_beside_chains(tree: int, num_draft_tokens: int) -> None:
+    """Raise ValueError unless a tree of N nodes can be told from chains of at most K drafts by its number of drafts."""
+    if tree <= num_draft_tokens + 1:
+        raise ValueError(
+            f"tree must be more than {num_draft_tokens + 1}, the tokens of the longest chain that it is chosen beside, "
+            f"got {tree}"
+        )
 
 
 def as_trees(proposer: Proposer, target: Model, verifier: Verifier, tree: int | None) -> Proposer:

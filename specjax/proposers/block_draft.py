@@ -226,7 +226,7 @@ class BlockDraft(InTrees):
         check_draft_length(num_draft_tokens, self.head.most_drafts)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
 
-    def with_tree(self, tree: int, *, coupled: bool) -> "BlockDraft":
+    def with_tree(self, tree: int | None, *, coupled: bool) -> "BlockDraft":
         if self.min_confidence is not None or self.head.num_candidates:
             raise ValueError(
                 "a tree needs a block head without candidates and without min_confidence, which cut chains, got "

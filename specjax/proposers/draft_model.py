@@ -77,7 +77,7 @@ class DraftModel(InTrees):
             return none()
         return replace(self, num_draft_tokens=num_draft_tokens, may_pause=self.may_pause or may_pause)
 
-    def with_tree(self, tree: int, *, coupled: bool) -> "DraftModel":
+    def with_tree(self, tree: int | None, *, coupled: bool) -> "DraftModel":
         if self.is_recurrent:
             raise ValueError("tree must be None for a draft model with a recurrent state, which keeps one path alone")
         return super().with_tree(tree, coupled=coupled)

@@ -33,7 +33,9 @@ class NGram(InMemory):
         check_draft_length(num_draft_tokens)
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else none()
 
-    def with_tree(self, tree: int, *, coupled: bool) -> "NGram":
+    def with_tree(self, tree: int | None, *, coupled: bool) -> "NGram":
+        if tree is None:
+            return replace(self, tree=None)
         if not coupled:
             raise ValueError(
                 "drafts by look-up are not sampled, so their trees have no distribution and must be verified by match, "

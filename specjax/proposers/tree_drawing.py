@@ -158,9 +158,11 @@ class InTrees(InMemory):
     tree: int | None
     coupled: bool
 
-    def with_tree(self, tree: int, *, coupled: bool) -> Self:
+    def with_tree(self, tree: int | None, *, coupled: bool) -> Self:
         """Return the proposer with trees of N nodes, as `Proposer` describes it."""
         own: Any = self
+        if tree is None:
+            return replace(own, tree=None, coupled=False)
         check_tree(tree, own.num_draft_tokens)
         if own.is_greedy and not coupled:
             raise ValueError("temperature must not be 0 for sampled trees, which must have a distribution, got 0")
