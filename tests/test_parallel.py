@@ -283,6 +283,7 @@ def exchanges_in(jaxpr):
                 yield from exchanges_in(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["psum", "kernel"])
 def test_two_sums_a_layer_and_two_exchanges(by, monkeypatch):
     """A step sums a small array for the embedding, two for each layer, and what verification exchanges."""
