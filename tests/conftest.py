@@ -3,6 +3,7 @@ import gc
 import os
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 
 # Several processes share a GPU: each takes memory as it needs it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -16,17 +17,22 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
+from specjax.engine import sizes
 from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)  # for tests of arrays that are spread over several devices
 
+# No test asks which line of the source an operation comes from, and programs without lines are smaller.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 # Tracing makes many objects that stay: by itself Python looks through all of them so often that it takes a tenth of the
 # time.
 gc.set_threshold(100_000, 20, 100)
 
 MEMORY_PER_WORKER = 8 * 2**30
+SIZES = dict(sizes.SIZES)  # as users have them
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -81,11 +87,17 @@ def clear_caches():
 def programs_when_used():
     """Engines and LLMs compile a program when a request first uses it, as most tests use few of them.
 
+    On CPUs steps compute all slots, and all calls that feed prompts have one size, unless a test names other sizes: one
+    program does what several do for users.
+
     Returns:
         The method by which an engine compiles all of them at the start, as it is for users.
     """
     compile_all = Slots.compile
     with pytest.MonkeyPatch.context() as patch:
+        for use, of_use in SIZES.items():
+            few = replace(of_use["cpu"], step_sizes=(), prompts=(of_use["cpu"].chunk,))
+            patch.setitem(sizes.SIZES, use, of_use | {"cpu": few})
         patch.setattr(Slots, "compile", lambda *args: None)
         patch.setattr(_Device, "compiling_steps", lambda *args: nullcontext())
         yield compile_all
@@ -93,7 +105,9 @@ def programs_when_used():
 
 @pytest.fixture
 def all_programs(programs_when_used, monkeypatch):
-    """Engines and LLMs compile all of their programs at the start."""
+    """Engines and LLMs have the sizes that they have for users, and compile all of their programs at the start."""
+    for use, of_use in SIZES.items():
+        monkeypatch.setitem(sizes.SIZES, use, of_use)
     monkeypatch.setattr(Slots, "compile", programs_when_used)
     monkeypatch.setattr(_Device, "compiling_steps", Slots.compiling_steps)
 

@@ -284,11 +284,11 @@ class TestCompany:
 
     @pytest.mark.slow
     def test_more_samples_than_slots(self, narrow, monkeypatch):
-        kinds = [
-            GREEDY,
-            SamplingParams(temperature=1, seed=1, max_tokens=30),
-            SamplingParams(temperature=0.8, seed=2, max_tokens=5, top_k=9),
-            SamplingParams(temperature=0.9, seed=3, max_tokens=12, n=2, best_of=3),
+        kinds = [  # all ask for log-probabilities, as several samples do, so that steps have one use
+            replace(GREEDY, logprobs=0),
+            SamplingParams(temperature=1, seed=1, max_tokens=30, logprobs=0),
+            SamplingParams(temperature=0.8, seed=2, max_tokens=5, top_k=9, logprobs=0),
+            SamplingParams(temperature=0.9, seed=3, max_tokens=12, n=2, best_of=3, logprobs=0),
         ]
         requests = [(prompt, params) for prompt in PROMPTS for params in kinds]
         num_live, advance = [], run.Run.advance
