@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -272,15 +273,25 @@ def test_a_drafter_to_begin_with(kind, cycle):
     vocab = None if kind == "medusa" else training.vocabulary([5, 0, 7, 2] * 4, 9)
     made, params, frozen = drafter.new_drafter(kind, cycle, 2, 4, 0, vocab, jax.random.key(0))
     first = made.proposer(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params | frozen))
-    found = drafter.params_of(first, params)
+    again, found = drafter.begin_with(first, made, params)
+    assert again == made
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         assert x.dtype == jnp.float32
         np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
-    if vocab is not None:
-        np.testing.assert_array_equal(drafter.vocabulary_of(first, 16).ids, vocab.ids)
-    wide = drafter.new_drafter("eagle3", cycle, 2, 4, 0, None, jax.random.key(0), mlp_size=40)[1]
+    other, wide, _ = drafter.new_drafter("eagle3", cycle, 2, 4, 0, None, jax.random.key(0), mlp_size=40)
+    if kind == "medusa":
+        with pytest.raises(ValueError, match=r"the first drafter must be of kind eagle3, got Medusa"):
+            drafter.begin_with(first, other, wide)
+        return
+    np.testing.assert_array_equal(drafter.vocabulary_of(first, 16).ids, vocab.ids)
     with pytest.raises(ValueError, match=r"the first drafter must have parameters of the shapes .* got "):
-        drafter.params_of(first, wide)
+        drafter.begin_with(first, other, wide)
+    # As it is loaded on one GPU.
+    turned = replace(made.head, config=replace(made.head.config, transposed=True))
+    loaded = params | frozen | jax.tree.map(jnp.zeros, turned.shapes(), is_leaf=lambda x: isinstance(x, tuple))
+    first = proposers.eagle3(turned, loaded, 2, reduced=first.reduced)
+    again, found = drafter.begin_with(first, made, params)
+    assert again.head == turned and found["fc"].shape == params["fc"].shape[::-1]
 
 
 def test_rows_come_once_an_epoch():

@@ -117,7 +117,8 @@ def _train(args: argparse.Namespace) -> int:
         num_layers=args.layers,
         mlp_size=args.mlp_size,
     )
-    params = params if first is None else drafter.params_of(first, params)
+    if first is not None:
+        kind, params = drafter.begin_with(first, kind, params)
     num_params = sum(x.size for x in jax.tree.leaves(params))
     sizes = len(corpus.rows.tokens), args.length, len(corpus.prompts), num_params
     logger.info("%d rows of %d tokens, %d pieces of held-out text; %s parameters to train", *sizes)

@@ -170,18 +170,28 @@ def vocabulary_of(drafter: Proposer, vocab_size: int) -> Vocabulary | None:
     return vocabulary(np.bincount(ids, minlength=vocab_size), len(ids))
 
 
-def params_of(drafter: Proposer, like: PyTree) -> PyTree:
-    """Return the trained parameters of a loaded drafter, float32, in the tree and the shapes of `like`.
+def begin_with(drafter: Proposer, kind: Kind, params: PyTree) -> tuple[Kind, PyTree]:
+    """Return the network and the trained parameters, float32, of a loaded drafter in place of new ones.
+
+    The matrices keep the orientation in which the drafter was loaded.
 
     Raises:
-        ValueError: the drafter has others.
+        ValueError: the drafter is of another kind, or has parameters of other shapes.
     """
-    found = getattr(drafter, "params", None) or {"heads": getattr(drafter, "heads", None)}
-    found = {name: found.get(name) for name in like}
-    shapes = [jax.tree.map(jnp.shape, tree) for tree in (like, found)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"the first drafter must have parameters of the shapes {shapes[0]}, got {shapes[1]}")
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
+    head = getattr(drafter, "head", None)
+    found = {"heads": getattr(drafter, "heads", None)} if kind.head is None else getattr(drafter, "params", {})
+    expected, found = jax.tree.map(jnp.shape, params), {name: found.get(name) for name in params}
+    if type(head) is not type(kind.head):
+        raise ValueError(f"the first drafter must be of kind {kind.name}, got {type(drafter).__name__} with {head}")
+    if kind.head is not None and head is not None:
+        layers = replace(kind.head.config, transposed=head.config.transposed)
+        expected |= replace(kind.head, config=layers).shapes()
+        sizes = [getattr(one, "block_size", None) for one in (kind.head, head)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the first drafter must have blocks of {sizes[0]} tokens, got {sizes[1]}")
+    if (shapes := jax.tree.map(jnp.shape, found)) != expected:
+        raise ValueError(f"the first drafter must have parameters of the shapes {expected}, got {shapes}")
+    return replace(kind, head=head), jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
 
 
 def target_logits(target: Model, ids: Array | None = None) -> Callable[[Array], Array]:
