@@ -235,6 +235,7 @@ class Counting:
 
     router: SoftmaxTopK | TopKSoftmax
     seen: list
+    has_kernel = False
 
     def __hash__(self) -> int:
         return id(self.seen)

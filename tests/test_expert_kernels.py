@@ -1,5 +1,6 @@
 """The kernels on the matrices of experts: interpreted and on a GPU against the dense sum, and compiled for an H100."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,9 +11,19 @@ from lowering import compile_for_sm90, triton_kernels
 from test_experts import choices, dense_sum, make_experts, numbers
 from test_quantized import fabricated
 
+from pallas_kernels import choice
 from pallas_kernels import experts as kernels
 from pallas_kernels.quantized import Quantized
-from specjax.models.experts import ClippedGated, Experts, Gated, SoftmaxTopK, TopKSoftmax, tiles_of
+from specjax.models.experts import (
+    ClippedGated,
+    Experts,
+    Gated,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopKSoftmax,
+    sizes_of_tiles,
+    tiles_of,
+)
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
 PLAIN, CLIPPED = {}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}
@@ -84,6 +95,62 @@ def test_pairs_of_few_rows(case, interpret):
     assert error(got, dense_sum(ffn, floats, np.asarray(x, np.float64), experts, weights, jnp.bfloat16)) < 1e-2
 
 
+CHOICES = [  # a router of each kind, for rows that pad to a power of two and that do not
+    (1, TopKSoftmax(16, 4)),
+    (5, SigmoidTopK(16, 2, scale=2.5)),
+    (16, SoftmaxTopK(8, 4, has_scales=True)),
+]
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize(("num_rows", "router"), CHOICES)
+def test_choice(num_rows, router, interpret):
+    """Many scores are equal. Each pair has a place in a tile of its expert."""
+    number, chosen = router.num_experts, router.num_chosen
+    vectors = {name: jnp.asarray(np.round(numbers(*shape, seed=1)) / 2) for name, shape in router.shapes().items()}
+    logits = np.random.default_rng(2).integers(0, 3, (num_rows, number)).astype(np.float32)
+    num_tiles, size = sizes_of_tiles(num_rows, chosen, number, kernels.MIN_TILE, kernels.MAX_TILE)
+    call = partial(choice.choose, rule=router, num_chosen=chosen, num_tiles=num_tiles, size=size, interpret=interpret)
+    experts, weights, tiles = jax.tree.map(np.asarray, jax.jit(call)(logits, vectors))
+    expected, of_expected = router(vectors, jnp.asarray(logits))
+    np.testing.assert_array_equal(experts, expected)
+    np.testing.assert_allclose(weights, of_expected, rtol=1e-5)
+    np.testing.assert_array_equal(tiles.row[tiles.place], np.arange(num_rows * chosen) // chosen)
+    assert tiles.count.max() <= size and tiles.count.sum() == num_rows * chosen
+    for start, count, expert in zip(tiles.start, tiles.count, tiles.expert, strict=True):
+        is_inside = (tiles.place >= start) & (tiles.place < start + count)
+        assert is_inside.sum() == count and (experts.reshape(-1)[is_inside] == expert).all()
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+def test_routes(interpret):
+    """The kernels together, from logits to sums, against the choice and the products by themselves."""
+    ffn, params = make_experts(16, 23)
+    ffn = replace(ffn, router=TopKSoftmax(16, 2))
+    params = {name: jnp.asarray(x / 4, jnp.bfloat16) for name, x in params.items()}
+    params["router_bias"] = jnp.asarray(numbers(16, seed=3))
+    x, logits = jnp.asarray(numbers(9, 24), jnp.bfloat16), jnp.asarray(numbers(9, 16, seed=4))
+    by = {"implementation": implementation(interpret)}
+    y, experts, weights = jax.jit(partial(ffn.route, **by))(params, x, logits)
+    np.testing.assert_array_equal(experts, ffn.router(params, logits)[0])
+    np.testing.assert_allclose(y, jax.jit(partial(ffn.mix, **by))(params, x, experts, weights), rtol=1e-5, atol=1e-6)
+
+
+def test_choices_without_the_kernel():
+    """Sizes that it lacks, and groups."""
+
+    def reason(*shape, chosen=2):
+        return choice.unsupported(jax.ShapeDtypeStruct(shape, jnp.float32), chosen)
+
+    assert reason(4, 32) is None
+    assert reason(4, 12) == "the kernel takes a power of two of experts, got 12"
+    assert reason(4, 32, chosen=3) == "the kernel takes a power of two of chosen experts, got 3"
+    assert reason(17, 32) == "the kernel takes at most 16 rows and 128 pairs, got 17 rows of 2"
+    assert reason(4, 128) == "the kernel takes at most 64 experts, got 128"
+    assert reason(5, 64) == "the kernel makes at most 16384 comparisons, got 5 rows of 64 experts"
+    assert not SigmoidTopK(16, 2, num_groups=4, num_chosen_groups=2).has_kernel
+
+
 def test_unsupported():
     ffn, params = make_experts(4, 7)
     x, experts, weights = numbers(3, 24), np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)
@@ -129,11 +196,15 @@ def described(name: str, format: str) -> tuple[Experts, dict, int]:
 def test_compiles_without_spilling(name, format, num_rows, tmp_path):
     pytest.importorskip("triton")
     ffn, params, hidden = described(name, format)
-    k, shape = ffn.router.num_chosen, jax.ShapeDtypeStruct
+    shape = jax.ShapeDtypeStruct
     rows = shape((num_rows, hidden), jnp.bfloat16)
-    chosen = shape((num_rows, k), jnp.int32), shape((num_rows, k), jnp.float32)
-    found = triton_kernels(ffn.mix, params, rows, *chosen)
-    assert [kernel.name for kernel in found] == ["_expert_kernel", "_expert_kernel"]
+    logits = shape((num_rows, ffn.router.num_experts), jnp.float32)
+    params |= {name: shape(size, jnp.bfloat16) for name, size in ffn.router.shapes().items()}
+    found = triton_kernels(ffn.route, params, rows, logits)
+    has_choice = num_rows == 1 and name == "gpt-oss"
+    products = "_expert_row_kernel" if num_rows == 1 and format == "fp8" else "_expert_kernel"
+    names = ["_choice_kernel"] * has_choice + 2 * [products]
+    assert [kernel.name for kernel in found] == names
     for kernel in found:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, resources

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import expert_rows
+from pallas_kernels import choice, expert_rows
 from pallas_kernels import experts as kernels
 from pallas_kernels.experts import Tiles
+from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
 from specjax.models.linear import linear, rms_norm
 from specjax.models.quantized import Quantized, dequantize
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that XLA multiplies at a time
 FEW_ROWS = 64  # rows whose largest scores are found by comparing each with each
-MAX_COMPARED = 1024  # pairs of a row and an expert that are sorted by comparing each with each
 Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
 
 
@@ -41,6 +41,10 @@ class Router(Protocol):
     def num_experts(self) -> int: ...
     @property
     def num_chosen(self) -> int: ...
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the choice of few rows consists of operations by element, broadcasts and reductions."""
+        ...
 
     def shapes(self) -> Shapes:
         """Return the shapes of the parameters beside the matrix "router" [experts, hidden size]."""
@@ -60,13 +64,19 @@ def _largest(scores: Array, number: int) -> tuple[Array, Array]:
         return jax.lax.top_k(jnp.where(jnp.isnan(scores), -jnp.inf, scores), number)
     # On GPUs a few comparisons of all pairs take less time than a sort.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    place = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    place = jax.lax.iota(jnp.int32, scores.shape[1])
     this, other = scores[:, :, None], scores[:, None]
     is_before = (other > this) | ((other == this) & (place[None, None] < place[None, :, None]))
     rank = jnp.sum(is_before, axis=2, dtype=jnp.int32)
-    is_at = rank[:, None] == jnp.arange(number, dtype=jnp.int32)[None, :, None]  # [T, number, E]
+    is_at = rank[:, None] == jax.lax.iota(jnp.int32, number)[None, :, None]  # [T, number, E]
     best = jnp.max(jnp.where(is_at, scores[:, None], -jnp.inf), axis=2)
     return best, jnp.sum(jnp.where(is_at, place[None, None], 0), axis=2, dtype=jnp.int32)
+
+
+def _at(values: Array, experts: Array) -> Array:
+    """Return the values [T, k] of experts [T, k], from the values [T, E] of all, without a gather."""
+    place = jax.lax.iota(jnp.int32, values.shape[1])
+    return jnp.sum(jnp.where(experts[:, :, None] == place[None, None], values[:, None], 0), axis=2)
 
 
 def _check_choice(num_experts: int, num_chosen: int) -> None:
@@ -86,6 +96,7 @@ class SoftmaxTopK:
     num_chosen: int
     is_renormalized: bool = True  # whether the weights of the chosen experts are divided by their sum
     has_scales: bool = False  # whether the weights are then multiplied by a number of each expert, as in Gemma 4
+    has_kernel = True
 
     def __post_init__(self):
         _check_choice(self.num_experts, self.num_chosen)
@@ -98,7 +109,7 @@ class SoftmaxTopK:
         if self.is_renormalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         if self.has_scales:
-            weights = weights * params["router_scale"].astype(jnp.float32)[experts]
+            weights = weights * _at(params["router_scale"].astype(jnp.float32)[None], experts)
         return experts, weights
 
 
@@ -112,6 +123,7 @@ class TopKSoftmax:
 
     num_experts: int
     num_chosen: int
+    has_kernel = True
 
     def __post_init__(self):
         _check_choice(self.num_experts, self.num_chosen)
@@ -157,6 +169,10 @@ class SigmoidTopK:
                 f"{self.num_chosen_groups}, got {self.num_chosen}"
             )
 
+    @property
+    def has_kernel(self) -> bool:
+        return self.num_chosen_groups == self.num_groups
+
     def shapes(self) -> Shapes:
         return {"router_correction": (self.num_experts,)}
 
@@ -170,7 +186,7 @@ class SigmoidTopK:
             is_kept = jnp.any(best[:, :, None] == jnp.arange(self.num_groups, dtype=best.dtype)[None, None], axis=1)
             corrected = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(corrected.shape)
         _, experts = _largest(corrected, self.num_chosen)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = _at(scores, experts)
         if self.is_renormalized:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return experts, weights * self.scale
@@ -255,8 +271,8 @@ class Experts:
         x = call.x if call.norm is None else rms_norm(call.x, call.norm)
         rows = x.reshape(-1, x.shape[-1])
         logits = router_logits(params["router"], self._read_by_router(config, params, call, rows))
-        experts, weights = self.router(params, logits)
-        y = self.mix(params, rows, experts, weights).reshape(x.shape).astype(x.dtype)
+        y, experts, weights = self.route(params, rows, logits)
+        y = y.reshape(x.shape).astype(x.dtype)
         if self.shared is not None:
             y = y + self.shared(config, params, x)
         if config.axis_name is not None:
@@ -291,18 +307,69 @@ class Experts:
         Raises:
             NotImplementedError: if the named implementation does not support the case.
         """
-        bias = params["experts_gate_up_bias"] if self.has_bias else None
 
         def reason(x: Array, experts: Array, weights: Array, gate_up: Array, bias: Array | None, out: Array):
             return kernels.unsupported(x, gate_up) or kernels.unsupported(x, out)
 
         return dispatch(
-            (x, experts, weights, params["experts_gate_up"], bias, params["experts_out"]),
+            (x, experts, weights, *self._matrices(params)),
             xla=self._by_xla,
             pallas=self._by_kernels,
             reason=reason,
             implementation=implementation,
         )
+
+    def route(
+        self, params: Params, x: Array, logits: Array, *, implementation: str | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Choose experts for each row, and return the sum of `mix`, the experts and their weights.
+
+        Args:
+            params: the matrices of experts, and the vectors of the router.
+            x: [T, h] floats.
+            logits: [T, experts] float32.
+            implementation: as `mix` takes it. The choice of few rows has a kernel, too.
+
+        Raises:
+            NotImplementedError: if the named implementation does not support the case.
+        """
+        vectors = {name: params[name] for name in self.router.shapes()}
+
+        def by_xla(x: Array, logits: Array, vectors: Params, *matrices: Any) -> tuple[Array, Array, Array]:
+            experts, weights = self.router(vectors, logits)
+            return self._by_xla(x, experts, weights, *matrices), experts, weights
+
+        def by_kernels(x: Array, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
+            experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
+            y = self._by_kernels(x, experts, weights, *matrices, interpret=interpret, tiles=tiles)
+            return y, experts, weights
+
+        def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
+            return kernels.unsupported(x, gate_up) or kernels.unsupported(x, out)
+
+        return dispatch(
+            (x, logits, vectors, *self._matrices(params)),
+            xla=by_xla,
+            pallas=by_kernels,
+            reason=reason,
+            implementation=implementation,
+        )
+
+    def _matrices(self, params: Params) -> tuple[Any, Array | None, Any]:
+        bias = params["experts_gate_up_bias"] if self.has_bias else None
+        return params["experts_gate_up"], bias, params["experts_out"]
+
+    def _choose(self, vectors: Params, logits: Array, *, interpret: bool) -> tuple[Array, Array, Tiles | None]:
+        """Return the experts of each row, their weights, and the tiles where a kernel has made them."""
+        router = self.router
+        if not router.has_kernel or choice.unsupported(logits, router.num_chosen) is not None:
+            return *router(vectors, logits), None
+        sizes = logits.shape[0], router.num_chosen, router.num_experts
+        num_tiles, size = sizes_of_tiles(*sizes, kernels.MIN_TILE, kernels.MAX_TILE)
+        made = choice.choose(
+            logits, vectors, router, router.num_chosen, num_tiles=num_tiles, size=size, interpret=interpret
+        )
+        return made
 
     def _by_kernels(
         self,
@@ -314,10 +381,12 @@ class Experts:
         out: Array | Quantized,
         *,
         interpret: bool,
+        tiles: Tiles | None = None,
     ) -> Array:
         if self._is_of_rows(experts, gate_up, out, bias):
             return self._by_rows(x, experts, weights, gate_up, out, interpret)
-        tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
+        if tiles is None:
+            tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
         options = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved}
         inner = kernels.product(x, gate_up, tiles, is_gathered=True, interpret=interpret, **options)
         y = kernels.product(inner, out, tiles, is_gathered=False, dtype=jnp.float32, interpret=interpret)
@@ -326,11 +395,12 @@ class Experts:
     def _is_of_rows(
         self, experts: Array, gate_up: Array | Quantized, out: Array | Quantized, bias: Array | None
     ) -> bool:
-        """Return whether each pair of a row and an expert is a product of its own: few rows, and codes of 8 bits."""
+        """Return whether each pair of a row and an expert is a separate product: few rows, and codes of 8 bits."""
         if not isinstance(self.gate, Gated) or self.gate.activation == "gelu" or self.is_interleaved:
             return False
         has_codes = all(isinstance(one, Quantized) and one.bits == 8 for one in (gate_up, out))
-        return has_codes and bias is None and share_no_tiles(experts, self.router.num_experts)
+        num_rows, num_chosen = experts.shape
+        return has_codes and bias is None and share_no_tiles(num_rows, num_chosen, self.router.num_experts)
 
     def _by_rows(self, x: Array, experts: Array, weights: Array, gate_up: Any, out: Any, interpret: bool) -> Array:
         assert isinstance(self.gate, Gated), "only these have an activation"
@@ -383,43 +453,6 @@ def router_logits(router: Array | Quantized, x: Array) -> Array:
     """Return the logits [T, experts] of rows [T, h], in float32 whatever the dtype of the model is."""
     router = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
     return jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-
-
-def tiles_of(experts: Array, num_experts: int, smallest: int, largest: int) -> Tiles:
-    """Return the tiles of the experts [T, k] of T rows, as many as any choice needs.
-
-    A tile has about as many rows as an expert has on average, a power of two from `smallest` to `largest`.
-    """
-    num_rows, num_chosen = experts.shape
-    num_pairs = num_rows * num_chosen
-    average = 1 << (max(1, num_pairs // num_experts) - 1).bit_length()
-    size = max(smallest, min(largest, average))
-    flat, pair = experts.reshape(-1), jnp.arange(num_pairs, dtype=jnp.int32)
-    if share_no_tiles(experts, num_experts):
-        return Tiles(pair // num_chosen, pair, pair, jnp.ones_like(pair), flat, size)
-    num_tiles = min(num_pairs, min(num_experts, num_pairs) + num_pairs // size)
-    expert = jnp.arange(num_experts, dtype=flat.dtype)
-    if num_pairs <= MAX_COMPARED:  # on GPUs a few comparisons take less time than a sort
-        before = (flat[None] < flat[:, None]) | ((flat[None] == flat[:, None]) & (pair[None] < pair[:, None]))
-        place = jnp.sum(before, axis=1, dtype=jnp.int32)
-        counts = jnp.sum(flat[None] == expert[:, None], axis=1, dtype=jnp.int32)
-        order = jnp.sum(jnp.where(place[None] == pair[:, None], pair[None], 0), axis=1, dtype=jnp.int32)
-    else:
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        place = jnp.zeros_like(pair).at[order].set(pair, unique_indices=True)
-        counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
-    end = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # tiles of each expert and those before it
-    first = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    index = jnp.arange(num_tiles, dtype=jnp.int32)
-    own = jnp.minimum(jnp.sum(end[None] <= index[:, None], axis=1, dtype=jnp.int32), flat[order[-1]])
-    within = (index - jnp.where(own > 0, end[own - 1], 0)) * size
-    count = jnp.clip(counts[own] - within, 0, size)
-    return Tiles(order // num_chosen, place, jnp.where(count > 0, first[own] + within, 0), count, own, size)
-
-
-def share_no_tiles(experts: Array, num_experts: int) -> bool:
-    """Return whether each pair of a row and one of its experts [T, k] gets its tile: few pairs share an expert."""
-    return 4 * experts.size <= num_experts or experts.shape[0] == 1
 
 
 def _sum_of_chosen(y: Array, tiles: Tiles, weights: Array) -> Array:
