@@ -60,7 +60,7 @@ def test_bad_calls_are_refused(changes, message):
         run(model, CALL._replace(**changes), model.init_memory(10, 10, 8))
 
 
-STEP = ModelInput(jnp.ones((2, 3), jnp.int32), jnp.zeros((2, 3), jnp.int32))
+STEP = ModelInput(np.ones((2, 3), np.int32), np.zeros((2, 3), np.int32))
 
 
 def test_groups_are_one_row_of_tokens(call):
