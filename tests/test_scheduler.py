@@ -589,7 +589,7 @@ def test_no_schedule_changes_a_token(device, monkeypatch):
                 assert job.output.token_ids == tokens
                 totals = jax.tree.map(lambda x: np.asarray(x)[0], state.totals)
                 jax.tree.map(np.testing.assert_array_equal, job.totals, totals)
-    assert num_mixed > 40
+    assert num_mixed > 10
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)

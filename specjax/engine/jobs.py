@@ -52,6 +52,7 @@ class Job:
         num_cached_tokens: number of tokens of the prompt that were found in the pages of others.
         number: of its arrival; -1 before.
         seat: its place on the device; None before it enters a slot and after it leaves one.
+        num_unread: number of steps with the job whose output has not been read.
         scores: log-probabilities of all chunks of the prompt, on the device; empty once they are read.
         is_scored: whether the log-probabilities of the prompt are complete or not wanted.
     """
@@ -78,6 +79,7 @@ class Job:
     num_cached_tokens: int = 0
     number: int = -1
     seat: Seat | None = None
+    num_unread: int = 0
     scores: list[LogProbs] = field(default_factory=list)
     is_scored: bool = False
 

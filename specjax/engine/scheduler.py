@@ -91,7 +91,8 @@ class Scheduler:
 
     @property
     def _active(self) -> list[Job]:
-        return [job for job in self.running if job.is_active]
+        """The jobs that take part in steps, in the order of their slots."""
+        return [job for job in self._slots if job is not None and job.is_active]
 
     def check(self, job: Job) -> None:
         """Raise ValueError if the prompt of a job leaves no room for a token, or the pages could never hold it."""
@@ -354,15 +355,14 @@ class Scheduler:
             return
         self._send()
         wants_log_probs = any(job.wants_log_probs for job in active)
-        slots = self._active_slots()
-        rows = self._device.rows_of(slots, wants_log_probs)
+        rows = self._device.rows_of([seat_of(job).slot for job in active], wants_log_probs)
         output = self._device.step(
             max(job.use for job in active) if rows is None else Needs.EVERYTHING,
             log_probs=wants_log_probs,
             num_draft_tokens=self._choose(active),
             rows=rows,
         )
-        self._expect(output, slots)
+        self._expect(output, active)
 
     def _step_mixed(self, most: int) -> bool:
         """Dispatch a step of all active slots that also feeds prompts, where the device has a program for both.
@@ -386,27 +386,32 @@ class Scheduler:
             return False
         self._send()
         fed, counts, chunks = self._chunks(jobs, size)
-        slots = self._active_slots()
-        output, features = self._device.mixed_step(min(sizes), slots, [seat_of(job).slot for job in fed], chunks)
-        self._expect(output, slots)
+        slots, own = ([seat_of(job).slot for job in jobs] for jobs in (active, fed))
+        output, features = self._device.mixed_step(min(sizes), slots, own, chunks)
+        self._expect(output, active)
         self._count_fed(fed, counts, features)
         return True
 
     def _with_pages(self) -> list[Job]:
         """Return the active jobs, which get pages for a step; where there are too few, some lose their slots."""
-        for job in sorted(self._active, key=lambda job: job.rank):
+        active = self._active
+        short = [job for job in active if not self._has_room(job)]
+        if not short:
+            return active
+        for job in sorted(short, key=lambda job: job.rank):
             while job.is_active and not self._has_pages(job):
                 self._make_room()
         return self._active
 
-    def _active_slots(self) -> list[int]:
-        return [slot for slot, job in enumerate(self._slots) if job and job.is_active]
-
-    def _expect(self, output: Output, slots: Sequence[int]) -> None:
-        """Note a step that was dispatched for these active slots, or for all."""
-        is_of_all = output.tokens.shape[0] == len(self._slots)
-        jobs = [self._slots[slot] for slot in (range(len(self._slots)) if is_of_all else slots)]
-        self._in_flight.append((output, [job if job and job.is_active else None for job in jobs]))
+    def _expect(self, output: Output, active: Sequence[Job]) -> None:
+        """Note a step that was dispatched for the active jobs, whose output the host will read."""
+        output.numbers.copy_to_host_async()
+        jobs: list[Job | None] = list(active)
+        if output.numbers.shape[0] == len(self._slots):
+            jobs = [job if job is not None and job.is_active else None for job in self._slots]
+        for job in active:
+            job.num_unread += 1
+        self._in_flight.append((output, jobs))
 
     def _choose(self, active: Sequence[Job]) -> int | None:
         """Return the number of draft tokens of the next step; None is the device's own."""
@@ -419,17 +424,24 @@ class Scheduler:
         self._chosen.append(num_draft_tokens)
         return num_draft_tokens
 
-    def _has_pages(self, job: Job) -> bool:
-        """Return whether a job has pages for the tokens of the next step, after giving it some."""
+    def _room_for_step(self, job: Job) -> int:
+        """Return the slots that a job needs for the tokens of the next step."""
+        return min(len(job.tokens) + (job.num_unread + 1) * self._width, self._device.max_length)
+
+    def _has_room(self, job: Job) -> bool:
+        """Return whether a job has pages for the tokens of the next step."""
         pages = seat_of(job).pages
         if self._tables is None or pages is None:
             return True
-        unread = sum(any(one is job for one in jobs) for _, jobs in self._in_flight)
-        room = min(len(job.tokens) + (unread + 1) * self._width, self._device.max_length)
-        if room <= pages.stop * self._tables.page_size:
+        return self._room_for_step(job) <= pages.stop * self._tables.page_size
+
+    def _has_pages(self, job: Job) -> bool:
+        """Return whether a job has pages for the tokens of the next step, after giving it some."""
+        pages = seat_of(job).pages
+        if self._tables is None or pages is None or self._has_room(job):
             return True
         self._is_table_new = True
-        return self._tables.ensure(pages, room)
+        return self._tables.ensure(pages, self._room_for_step(job))
 
     def _make_room(self) -> None:
         """Free pages: read the steps in flight, in which jobs may have ended, or else preempt the last job."""
@@ -458,21 +470,17 @@ class Scheduler:
         """Read the oldest step, and end the jobs that it ends."""
         output, jobs = self._in_flight.popleft()
         scores = {job.number: job.scores for job in jobs if job and job.scores}
-        read: Any = jax.device_get((output._replace(length=None, totals=None), scores))
-        step, scores = read
+        read: Any = jax.device_get((output.numbers, output.log_probs, scores))
+        numbers, log_probs, scores = read
         if self._draft_length is not None:
-            self._draft_length.count(step.num_drafts, step.num_accepted, self._chosen.popleft())
+            self._draft_length.count(numbers[:, -2], numbers[:, -1], self._chosen.popleft())
         totals = Counts(output.totals)
         # The fillers of a step follow its jobs.
-        rows = zip(
-            jobs,
-            step.tokens.tolist(),
-            step.finished.tolist(),
-            step.num_drafts.tolist(),
-            step.num_accepted.tolist(),
-            strict=False,
-        )
-        for index, (job, row, reason, num_drafts, num_accepted) in enumerate(rows):
+        for index, (job, (*row, reason, num_drafts, num_accepted)) in enumerate(
+            zip(jobs, numbers.tolist(), strict=False)
+        ):
+            if job is not None:
+                job.num_unread -= 1
             if job is None or job.is_done:
                 continue
             if job.scores:
@@ -480,8 +488,8 @@ class Scheduler:
             committed = [token for token in row if token >= 0]
             job.counts = totals, index
             job.kinds += kinds_of(num_drafts, num_accepted, len(committed))
-            if step.log_probs is not None and job.wants_log_probs:
-                job.log_probs.append(first_of_row(step.log_probs, index, len(committed)))
+            if log_probs is not None and job.wants_log_probs:
+                job.log_probs.append(first_of_row(log_probs, index, len(committed)))
             self._extend(job, committed, reason)
 
     def _extend(self, job: Job, committed: list[int], finished: int) -> None:

@@ -76,6 +76,8 @@ class Output(NamedTuple):
     num_accepted: Array  # [R] int32, number of accepted ones; 0 in rows that were not active
     totals: metrics.Totals  # the counts of each row so far
     log_probs: LogProbs | None  # of the committed tokens, fields [R, K+1, ...]; None if not asked for
+    # [R, K+4] int32: tokens, finished, num_drafts and num_accepted of each row, in one array that is quick to read
+    numbers: Array
 
 
 def prefill_chunk(
@@ -290,13 +292,16 @@ def _step(
             lambda x: x.at[rows].get(mode="clip"), (active, length, finished, totals)
         )
         active &= is_row
+    num_accepted = jnp.where(active, jnp.minimum(info.num_accepted, info.num_drafts), 0)
+    columns = (x.astype(jnp.int32)[:, None] for x in (finished, info.num_drafts, num_accepted))
     output = Output(
         tokens=info.tokens,
         length=length,
         finished=finished,
         num_drafts=info.num_drafts,
-        num_accepted=jnp.where(active, jnp.minimum(info.num_accepted, info.num_drafts), 0),
+        num_accepted=num_accepted,
         totals=totals,
         log_probs=info.log_probs,
+        numbers=jnp.concatenate([info.tokens, *columns], axis=1),
     )
     return state._replace(sampling=sampling), output, info.features
