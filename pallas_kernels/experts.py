@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import quantized_matmul
 from pallas_kernels.launch import Entry, Ref, call
-from pallas_kernels.quantized import Quantized, arranged, unsupported_codes
+from pallas_kernels.quantized import Quantized, unsupported_codes
+from pallas_kernels.quantized_inputs import arranged
 from pallas_kernels.triton import plgpu
 
 MIN_TILE, MAX_TILE = 16, 128  # rows of a tile; the smallest product of the tensor cores has 16
@@ -45,6 +46,7 @@ class Tiling(NamedTuple):
     width: int  # numbers, or words of codes, that it reads for each output at a time, a power of two from 16 on
     num_warps: int  # warps of a program
     num_stages: int  # steps that a program has in flight
+    num_tiles: int = 1  # products with codes in a step, whose words lie side by side
 
 
 def unsupported(x: Array, weight: Array | Quantized) -> str | None:
@@ -100,20 +102,23 @@ def product(
     num_parts = 1 if gate is None else 2
     num_outputs = weight.shape[1] // num_parts
     tiling = tiling or default_tiling(weight, num_parts, tiles.num_rows)
+    inputs: Any = x
     if isinstance(weight, Quantized):
-        x = arranged(x, weight, pl.cdiv(weight.values.shape[-1], tiling.width) * tiling.width * weight.places)
+        words = tiling.width * tiling.num_tiles
+        size = pl.cdiv(weight.values.shape[-1], words) * words * weight.places
+        inputs = arranged(x, weight, size, interpret=interpret)
     return call(
         partial(
             _expert_kernel,
             gate=gate,
             is_gathered=is_gathered,
             is_interleaved=is_interleaved,
-            tile=(tiling.outputs, tiling.width),
+            tile=(tiling.outputs, tiling.width, tiling.num_tiles),
             num_rows=tiles.num_rows,
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((tiles.row.shape[0], num_outputs), dtype or x.dtype),
-        (x, weight, bias, tiles),
+        (inputs, weight, bias, tiles),
         grid=(pl.cdiv(num_outputs, tiling.outputs), tiles.start.shape[0]),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -128,13 +133,13 @@ def _expert_kernel(
     gate,
     is_gathered: bool,
     is_interleaved: bool,
-    tile: tuple[int, int],
+    tile: tuple[int, int, int],
     num_rows: int,
     interpret: bool,
 ):
-    x_ref, weight, bias_ref, tiles = inputs
+    x, weight, bias_ref, tiles = inputs
     num_outputs = out_ref.shape[1]
-    outputs, width = tile
+    outputs, width, num_tiles = tile
     at_tile = pl.program_id(1)
     start, count, expert = (plgpu.load(ref.at[at_tile]) for ref in (tiles.start, tiles.count, tiles.expert))
     number = jax.lax.iota(jnp.int32, num_rows)[:, None]
@@ -145,28 +150,29 @@ def _expert_kernel(
     parts = [output]
     if gate is not None:
         parts = [2 * output, 2 * output + 1] if is_interleaved else [output, num_outputs + output]
-    size = weight.values.shape[-1] if isinstance(weight, Quantized) else x_ref.shape[-1]  # words, or inputs
-    num_steps = pl.cdiv(size, width) * jnp.minimum(count, 1)  # none where the tile is not used
+    size = weight.values.shape[-1] if isinstance(weight, Quantized) else x.shape[-1]  # words, or inputs
+    num_steps = pl.cdiv(size, width * num_tiles) * jnp.minimum(count, 1)  # none where the tile is not used
     of_expert = jax.tree.map(lambda ref: Entry(ref, expert), weight)
     if isinstance(weight, Quantized):
         half, in_half = quantized_matmul.halves_of(outputs, len(parts))
         in_half += pl.program_id(0) * outputs
         total = quantized_matmul.sums(
-            x_ref,
+            x,
             of_expert,
             row,
             has_row,
             2 * in_half + half if is_interleaved else half * num_outputs + in_half,
             None if has_output is None else in_half < num_outputs,
             width=width,
+            num_tiles=num_tiles,
             first_step=0,
             num_steps=num_steps,
-            is_ragged=size % width != 0,
+            is_ragged=size % (width * num_tiles) != 0,
             interpret=interpret,
         )
         totals = jnp.split(total, len(parts))
     else:
-        totals = _sums(x_ref, of_expert, row, has_row, parts, has_output, width=width, num_steps=num_steps)
+        totals = _sums(x, of_expert, row, has_row, parts, has_output, width=width, num_steps=num_steps)
     exists = has_row.T if has_output is None else has_row.T & has_output
     if bias_ref is not None:
         for i, part in enumerate(parts):

@@ -180,6 +180,27 @@ def decode(weight: Quantized, words: jax.Array, place: int, interpret: bool) -> 
     return jnp.where(bits < 0, -value, value)
 
 
+def convert_e4m3(words: jax.Array, interpret: bool) -> list[jax.Array]:
+    """Return the codes e4m3 in the four places of words as float16, by an instruction for two of them.
+
+    GPUs before compute capability 8.9 do not have it (`launch.has_float8`).
+    """
+    if interpret:
+        shifted = (_shifted(words, -8 * place).astype(jnp.uint8) for place in range(4))
+        return [jax.lax.bitcast_convert_type(code, jnp.float8_e4m3fn).astype(jnp.float16) for code in shifted]
+    found = []
+    for half in ("a", "b"):
+        (pair,) = plgpu.elementwise_inline_asm(
+            f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $1; cvt.rn.f16x2.e4m3x2 $0, {half}; }}",
+            args=[words],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
+        )
+        found += [jax.lax.bitcast_convert_type(_shifted(pair, -n).astype(jnp.int16), jnp.float16) for n in (0, 16)]
+    return found
+
+
 def _shifted(words: jax.Array, left: int) -> jax.Array:
     """Shift words to the left, or to the right by a negative number; the bits that come in are not used."""
     shift = jax.lax.shift_left if left > 0 else jax.lax.shift_right_logical
@@ -202,12 +223,9 @@ def has_pairs(weight: Quantized, dtype: Any) -> bool:
     return weight.zero is None or (weight.code == "int" and jnp.issubdtype(weight.zero.dtype, jnp.integer))
 
 
-def arranged(x: jax.Array, weight: Quantized, size: int) -> jax.Array:
-    """Return inputs [..., K] in the order in which `joined` gives the codes, with zeros up to `size` inputs."""
-    *outer, inputs = x.shape
-    x = jnp.pad(x, [(0, 0)] * len(outer) + [(0, size - inputs)])
-    x = x.reshape(*outer, -1, 2, weight.places // 2, WORDS_IN_BLOCK)
-    return jnp.moveaxis(x, -3, -1).reshape(*outer, size)
+def beside(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return two arrays side by side on a new last axis."""
+    return jnp.concatenate([x[..., None], y[..., None]], axis=-1)
 
 
 def joined(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -217,14 +235,11 @@ def joined(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     words have the numbers that the tensor cores want from them.
     """
 
-    def join(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.concatenate([x[..., None], y[..., None]], axis=-1)
-
     def stack(xs: list[jax.Array]) -> jax.Array:
-        return xs[0] if len(xs) == 1 else join(stack(xs[::2]), stack(xs[1::2]))
+        return xs[0] if len(xs) == 1 else beside(stack(xs[::2]), stack(xs[1::2]))
 
     first = pairs[0][0]
-    y = stack([join(*pair) for pair in pairs])  # outputs, words, the two of a pair, bits of the number of a pair
+    y = stack([beside(*pair) for pair in pairs])  # outputs, words, the two of a pair, bits of the number of a pair
     y = y.reshape(first.shape[0], -1, WORDS_IN_BLOCK, 2, len(pairs))
     return y.transpose(0, 1, 4, 2, 3).reshape(first.shape[0], -1)
 

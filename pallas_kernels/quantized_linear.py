@@ -4,9 +4,10 @@ The kernel is bound by memory, and with codes of 4 bits by instructions, too. A 
 its threads share the inputs, so that a thread prepares an input once for all of them. The sums of outputs are added up
 together once. The codes of a thread's load are of one group of inputs: its scale multiplies their sum.
 
-Codes of 4 bits save instructions in two ways. Where a thread has few inputs, it keeps them, and the program goes on to
-other outputs, whose codes it loads before it finishes these. Codes are multiplied as integers, four at a time: the
-inputs of a thread's load become integers of 22 or 23 bits with a common exponent, in three parts of 8 bits.
+Integers and e2m1 are multiplied as integers, four at a time: the inputs of a thread's load become integers of 19 to 22
+bits with a common exponent, in three parts of 8 bits. An instruction converts two e4m3. Where a thread has few inputs
+for codes of 4 bits, it keeps them, and the program goes on to other outputs, whose codes it loads before it finishes
+these.
 """
 
 from collections.abc import Callable
@@ -19,13 +20,15 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, call, has_float8
 from pallas_kernels.quantized import (
+    BIAS,
     MIDDLE,
     RAISE,
     WORDS_IN_BLOCK,
     Quantized,
     as_scale,
+    convert_e4m3,
     decode,
     field_of,
     offset_of,
@@ -34,9 +37,10 @@ from pallas_kernels.quantized import (
 from pallas_kernels.triton import plgpu
 
 _WARP = 32  # threads in a warp
+_SHORT_ROW = 8192  # inputs of a row up to which preparing integers costs more than they save for codes of 8 bits
 _KEPT_INPUTS = 64  # the most inputs that a thread keeps
-# Bits of an integer that stands for an input, without its sign: sums of 32 products with codes fit in int32.
-_INPUT_BITS = {"int": 22, "e2m1": 21}
+# Bits of an integer that stands for an input, without its sign: sums of the products of a load fit in int32.
+_INPUT_BITS = {("int", 4): 22, ("e2m1", 4): 21, ("int", 8): 19}
 _MIDDLE_OF_E2M1 = 12  # added to twice the numbers e2m1, so that bytes hold no negative ones
 _ROUND = 1.5 * 2.0**23  # added to a smaller number in float32, it leaves a rounded integer in the lower bits
 
@@ -97,7 +101,7 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
     num_warps, outputs = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP))), 8
     if _keeps_inputs(weight, num_warps):
         outputs = 4
-    elif _has_dots(weight):
+    elif weight.bits == 4 and _has_dots(weight):
         num_warps = min(2, num_warps)
     while weight.bits == 8 and num_warps > 1 and loads % (num_warps * _WARP):  # no thread waits in the last step
         num_warps //= 2
@@ -114,8 +118,10 @@ def _keeps_inputs(weight: Quantized, num_warps: int) -> bool:
 
 
 def _has_dots(weight: Quantized) -> bool:
-    """Return whether codes are multiplied as integers."""
-    return weight.code in _INPUT_BITS and weight.bits == 4
+    """Return whether codes are multiplied as integers; of 8 bits in long rows, whose loop has several steps."""
+    if weight.bits == 8 and weight.shape[-1] <= _SHORT_ROW:
+        return False
+    return (weight.code, weight.bits) in _INPUT_BITS
 
 
 def linear(
@@ -179,7 +185,8 @@ def quantized_linear_kernel(
     num_steps, num_groups = pl.cdiv(num_loads, lanes), pl.cdiv(num_outputs, outputs)
     halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
-    is_raised = field_of(weight, interpret) != 1 and not _has_dots(weight)
+    is_converted = weight.code == "e4m3" and has_float8()
+    is_raised = field_of(weight, interpret) != 1 and not (is_converted or _has_dots(weight))
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
     group_refs = weight.scale, weight.zero, weight.minimum
@@ -231,10 +238,12 @@ def quantized_linear_kernel(
             xs.append(x)
         total = jnp.sum(reduce(jnp.add, xs), axis=-1)
         if _has_dots(weight):
-            integers, one = _as_integers(xs, weight.code)
+            integers, one = _as_integers(xs, weight.code, weight.bits)
             if weight.code == "e2m1":
                 return _Inputs(integers, one / 2, total, _MIDDLE_OF_E2M1 / 2 * total, squares)
-            middle = MIDDLE if weight.zero is None and weight.minimum is None else 0
+            middle = BIAS
+            if weight.bits == 4:
+                middle = MIDDLE if weight.zero is None and weight.minimum is None else 0
             return _Inputs(integers, one, total, middle * total, squares)
         if weight.code == "int":
             return _Inputs(xs, None, total, offset_of(weight) * total, squares)
@@ -243,9 +252,12 @@ def quantized_linear_kernel(
     def contribution(words: Array, of_group: tuple[Array | None, ...], x: _Inputs) -> Array:
         """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
         if x.unit is not None:
-            y = jnp.sum(_dots(weight.code, words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
+            y = jnp.sum(_dots(weight, words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
         else:
-            codes = [decode(weight, words, place, interpret) for place in range(weight.places)]
+            if is_converted:
+                codes = [code.astype(jnp.float32) for code in convert_e4m3(words, interpret)]
+            else:
+                codes = [decode(weight, words, place, interpret) for place in range(weight.places)]
             y = jnp.sum(sum(code * one for code, one in zip(codes, x.numbers, strict=True)), axis=-1) - x.added
         scale, zero, minimum = of_group
         if scale is None:
@@ -329,32 +341,34 @@ def quantized_linear_kernel(
     finish(program, sums.outputs, factor_of(sums.squares), jnp.sum(sums.inputs))
 
 
-def _as_integers(xs: list[Array], code: str) -> tuple[list[Array], Array]:
+def _as_integers(xs: list[Array], code: str, bits: int) -> tuple[list[Array], Array]:
     """Return inputs as integers, whose parts of 8 bits lie in words as `_bytes` leaves the codes.
 
     Args:
-        xs: float32 [1, lanes, 4] of each of 8 places.
+        xs: float32 [1, lanes, 4] of each of the 4 or 8 places.
         code: of the codes that multiply them.
+        bits: of a code.
 
     Returns:
-        int32 [1, lanes, 4] of each part, the lowest first, and in it of both halves of the places; and float32
+        int32 [1, lanes, 4] of each part, the lowest first, and in it of each four of the places; and float32
         [1, lanes], the number for which 1 stands. A lane with an input that is not finite gives any numbers.
     """
-    halves = (slice(0, 4), slice(4, 8)) if code == "e2m1" else (slice(0, 8, 2), slice(1, 8, 2))
+    fours = (slice(0, 4), slice(4, 8)) if code == "e2m1" else (slice(0, 8, 2), slice(1, 8, 2))
+    fours = fours if bits == 4 else (slice(0, 4),)
     largest = jnp.max(reduce(jnp.maximum, [jnp.abs(x) for x in xs]), axis=-1)
     exponent = jnp.clip(jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23, 32, 254)  # of float32
 
     def power(n) -> Array:
         return jax.lax.bitcast_convert_type(n << 23, jnp.float32)
 
-    to_integer = _INPUT_BITS[code] + 126 - exponent  # inputs times 2 to this power have so many bits
+    to_integer = _INPUT_BITS[code, bits] + 126 - exponent  # inputs times 2 to this power have so many bits
     factor = power(127 + to_integer)[:, :, None]
     integers = [jax.lax.bitcast_convert_type(x * factor + _ROUND, jnp.int32) for x in xs]
     integers = [x - jnp.int32(0x4B400000) for x in integers]  # the bits of _ROUND
     numbers = []
     for part in range(3):
-        for half in halves:
-            bytes_ = [(x >> 8 * part) & 0xFF for x in integers[half]]
+        for four in fours:
+            bytes_ = [(x >> 8 * part) & 0xFF for x in integers[four]]
             numbers.append(reduce(jnp.bitwise_or, [byte << 8 * i for i, byte in enumerate(bytes_)]))
     return numbers, power(127 - to_integer)
 
@@ -371,8 +385,10 @@ def bytes_of_e2m1(first: int) -> str:
     return " ".join(["{ .reg .b32 w, v, p, q, a, b, c, d;", *lines, "}"])
 
 
-def _bytes(code: str, words: Array, interpret: bool) -> list[Array]:
-    """Return the codes in words in two words of 4 bytes: integers as they are, e2m1 as 12 + twice the number."""
+def _bytes(code: str, bits: int, words: Array, interpret: bool) -> list[Array]:
+    """Return the codes in words in words of 4 bytes: integers as they are, e2m1 as 12 + twice the number."""
+    if bits == 8:
+        return [words]
     if code == "int":  # even places, odd places
         return [words & 0x0F0F0F0F, jax.lax.shift_right_logical(words, jnp.full_like(words, 4)) & 0x0F0F0F0F]
     found = []
@@ -394,13 +410,13 @@ def _bytes(code: str, words: Array, interpret: bool) -> list[Array]:
     return found
 
 
-def _dots(code: str, words: Array, inputs: list[Array], interpret: bool) -> Array:
-    """Return the sums of products of the 8 codes in each word with inputs of `_as_integers`, int32 like `words`."""
-    codes = _bytes(code, words, interpret)
+def _dots(weight: Quantized, words: Array, inputs: list[Array], interpret: bool) -> Array:
+    """Return the sums of products of the codes in each word with inputs of `_as_integers`, int32 like `words`."""
+    codes = _bytes(weight.code, weight.bits, words, interpret)
     y = jnp.zeros_like(words)
     for part, kind in enumerate(("u32", "u32", "s32")):
         dot = jnp.zeros_like(words)
-        for some, x in zip(codes, inputs[2 * part : 2 * part + 2], strict=True):
+        for some, x in zip(codes, inputs[len(codes) * part :], strict=False):
             dot = _dot(some, jnp.broadcast_to(x, words.shape), dot, kind, interpret)
         y += dot << 8 * part
     return y

@@ -17,11 +17,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.launch import NUM_MULTIPROCESSORS, Ref, call
+from pallas_kernels import quantized_bytes
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
 from pallas_kernels.quantized import (
     WORDS_IN_BLOCK,
     Quantized,
-    arranged,
     as_pair,
     as_scale,
     decode,
@@ -32,6 +32,7 @@ from pallas_kernels.quantized import (
     offset_of,
     unsupported_weight,
 )
+from pallas_kernels.quantized_inputs import Inputs, arranged, has_scaled_inputs
 from pallas_kernels.triton import plgpu
 
 MAX_ROWS = 512
@@ -45,11 +46,12 @@ class Tiling(NamedTuple):
     """How the matrix is split: among programs, and by each program over time."""
 
     outputs: int  # outputs of a program, a power of two
-    words: int  # words that it reads for each output at a time, a power of two from 8 on
+    words: int  # words of a product that it reads for each output, a power of two from 8 on
     num_warps: int  # warps of a program
     num_stages: int  # tiles that a program has in flight
     num_splits: int = 1  # programs that share the inputs of an output
     rows: int = 64  # the most rows of a program, a power of two
+    num_tiles: int = 1  # products of a step, whose words lie side by side
 
 
 class _Groups(NamedTuple):
@@ -85,6 +87,9 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     if not has_pairs(weight, dtype):
         words = 16 if weight.group[1] == 16 * weight.places else 32
         tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
+    elif num_rows > 128 and weight.code == "e4m3" and has_scaled_inputs(weight, num_rows):
+        tiling = Tiling(128 // halves, words // 2, 8, 4, rows=256)
+        programs_wanted = 3 * NUM_MULTIPROCESSORS // 4
     elif num_rows > 64:
         tiling, programs_wanted = Tiling(128 // halves, words // 2, 4, 3, rows=128), 3 * NUM_MULTIPROCESSORS // 4
     elif weight.code == "e2m1":
@@ -92,7 +97,8 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
         tiling, programs_wanted = Tiling(64 // halves if is_few else 64, words, 4, 4), NUM_MULTIPROCESSORS
     elif num_rows <= 16:
         num_warps, half_programs = (2 * halves, 6) if weight.bits == 4 else (2, 3)
-        tiling, programs_wanted = Tiling(64, words, num_warps, 4), half_programs * NUM_MULTIPROCESSORS // 2
+        outputs = 64 // halves if weight.code == "e4m3" else 64
+        tiling, programs_wanted = Tiling(outputs, words, num_warps, 4), half_programs * NUM_MULTIPROCESSORS // 2
     else:
         tiling, programs_wanted = Tiling(128 // halves, words, 4, 3), NUM_MULTIPROCESSORS
     programs = pl.cdiv(num_outputs, tiling.outputs) * pl.cdiv(num_rows, tiling.rows)
@@ -107,18 +113,21 @@ def matmul(
     x: Array,
     weight: Quantized,
     *,
+    norm: tuple[Array, float] | tuple[Array, float, float] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Multiply rows by each row of a matrix, summing in float32.
+    """Multiply rows by each row of a matrix, summing in float32, or integers of 8 bits without rounding.
 
     Args:
         x: [T, K] bfloat16 or float16, T <= 512.
         weight: [N, K]. Its numbers are rounded to the dtype of x, after their scale where a step of the kernel meets
-            several scales.
+            several scales. Codes of 8 bits are not rounded (`quantized_inputs`).
+        norm: scale [K], epsilon and optionally an offset: a row is first divided by its root mean square and multiplied
+            by the scale, to which the offset is added.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [T, N], or [T, N / 2] with an activation: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -127,12 +136,19 @@ def matmul(
 
     Returns:
         [T, N], or with an activation [T, N / 2].
+
+    Raises:
+        ValueError: the tiling has steps of several scales for codes of 8 bits.
     """
     num_rows, dtype = x.shape[0], dtype or x.dtype
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs, num_rows, x.dtype)
-    num_steps = pl.cdiv(pl.cdiv(weight.values.shape[1], tiling.words), tiling.num_splits)
-    size = num_steps * tiling.num_splits * tiling.words * weight.places  # of the inputs that all programs ask for
+    num_steps = pl.cdiv(weight.values.shape[1], tiling.words * tiling.num_tiles * tiling.num_splits)
+    inputs_of_tile = tiling.words * weight.places
+    is_scaled = has_scaled_inputs(weight, num_rows)
+    if is_scaled and weight.group[1] % inputs_of_tile:
+        raise ValueError(f"tiling.words must divide the words of a scale, got {tiling.words} for {weight.group}")
+    size = num_steps * tiling.num_splits * tiling.num_tiles * inputs_of_tile  # of the inputs that all programs ask for
     padded_rows = min(tiling.rows, max(_MIN_ROWS, pl.next_power_of_2(num_rows)))
     is_split = tiling.num_splits > 1
     num_parts = 1 if activation is None or not is_split else 2
@@ -141,12 +157,16 @@ def matmul(
         partial(
             _quantized_matmul_kernel,
             activation=activation,
-            tile=(tiling.outputs, tiling.words, padded_rows),
+            tile=(tiling.outputs, tiling.words, padded_rows, tiling.num_tiles),
             num_splits=tiling.num_splits,
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else dtype),
-        (arranged(x, weight, size), weight, None if is_split else residual),
+        (
+            arranged(x, weight, size, is_scaled=is_scaled, norm=norm, interpret=interpret),
+            weight,
+            None if is_split else residual,
+        ),
         # Programs of the same outputs run at the same time, so that the cache serves all but one of them.
         grid=(pl.cdiv(num_rows, padded_rows), pl.cdiv(num_outputs, tiling.outputs), tiling.num_splits),
         num_warps=tiling.num_warps,
@@ -161,30 +181,31 @@ def matmul(
 
 
 def _quantized_matmul_kernel(
-    inputs, out_ref, *, activation, tile: tuple[int, int, int], num_splits: int, interpret: bool
+    inputs, out_ref, *, activation, tile: tuple[int, int, int, int], num_splits: int, interpret: bool
 ):
-    x_ref, weight, residual_ref = inputs
-    (num_rows, _), num_outputs = x_ref.shape, out_ref.shape[-1]
+    x, weight, residual_ref = inputs
+    num_rows, num_outputs = x.num_rows, out_ref.shape[-1]
     num_words = weight.values.shape[1]
-    outputs, width, padded_rows = tile
+    outputs, width, padded_rows, num_tiles = tile
     row = pl.program_id(0) * padded_rows + jax.lax.iota(jnp.int32, padded_rows)[:, None]
     output = pl.program_id(1) * outputs + jax.lax.iota(jnp.int32, outputs)[:, None]
     # The rows of both halves of the matrix are multiplied as one: the tensor cores want many.
     num_halves = 1 if activation is None else 2
     half, place = halves_of(outputs, num_halves)
     place += pl.program_id(1) * outputs
-    num_steps = x_ref.shape[1] // (width * weight.places * num_splits)
+    num_steps = x.num_inputs // (width * weight.places * num_tiles * num_splits)
     total = sums(
-        x_ref,
+        x,
         weight,
         row,
         None if num_rows % padded_rows == 0 else row < num_rows,
         half * num_outputs + place,
         None if num_outputs % outputs == 0 else place < num_outputs,
         width=width,
+        num_tiles=num_tiles,
         first_step=pl.program_id(2) * num_steps,
         num_steps=num_steps,
-        is_ragged=num_words != width * num_steps * num_splits,
+        is_ragged=num_words != width * num_tiles * num_steps * num_splits,
         interpret=interpret,
     )
     totals = jnp.split(total, num_halves)
@@ -208,7 +229,7 @@ def halves_of(outputs: int, num_halves: int) -> tuple[Array, Array]:
 
 
 def sums(
-    x_ref: Ref,
+    x: Inputs,
     weight: Quantized,
     row: Array,
     has_row: Array | None,
@@ -216,6 +237,7 @@ def sums(
     has_output: Array | None,
     *,
     width: int,
+    num_tiles: int,
     first_step: Array | int,
     num_steps: Array | int,
     is_ragged: bool,
@@ -224,13 +246,14 @@ def sums(
     """Return the products of rows with some outputs of a quantised matrix, inside a kernel.
 
     Args:
-        x_ref: reference to [T, K'], which `arranged` gave.
+        x: references to what `arranged` gave.
         weight: references, of a matrix [N, K].
         row: [R, 1] int32, rows of x.
         has_row: [R, 1], which of them to read; None is all.
         output: [outputs, 1] int32, rows of the matrix.
         has_output: [outputs, 1], which of them to read; None is all.
-        width: words of a step.
+        width: words of a tile.
+        num_tiles: tiles of a step.
         first_step: step to begin with.
         num_steps: number of steps.
         is_ragged: whether a step may read past the end of a row of the matrix.
@@ -239,20 +262,29 @@ def sums(
     Returns:
         [outputs, R] float32.
     """
+    if x.factor is not None:
+        at = {
+            "width": width,
+            "num_tiles": num_tiles,
+            "first_step": first_step,
+            "num_steps": num_steps,
+            "is_ragged": is_ragged,
+        }
+        return quantized_bytes.sums(x, weight, row, has_row, output, has_output, **at, interpret=interpret)
     outputs, num_rows = output.shape[0], row.shape[0]
     places, num_words = weight.places, weight.values.shape[1]
-    per_group, group = weight.inputs_of_scale, width * places  # inputs that share a scale, and inputs of a step
+    per_group, group = weight.inputs_of_scale, width * places  # inputs that share a scale, and inputs of a tile
     all_inputs = weight.group[1] == 0
     one_group = all_inputs or (per_group % group == 0 and weight.minimum is None)
-    # The product of a step is scaled, or where it meets several scales, or has too many numbers, the codes are. Scales
+    # The product of a tile is scaled, or where it meets several scales, or has too many numbers, the codes are. Scales
     # of more bits than bfloat16 has cost two operations on codes.
     most_rows = _MOST_SCALED if weight.scale.dtype in (jnp.uint8, jnp.bfloat16) else 4 * _MOST_SCALED
     scales_codes = not all_inputs and (not one_group or num_rows > most_rows)
     field, offset = field_of(weight, interpret), offset_of(weight)
-    is_paired = has_pairs(weight, x_ref.dtype)
+    is_paired = has_pairs(weight, x.dtype)
     # Numbers e4m3 and e2m1 times the scales of groups are left small enough for bfloat16 with this factor.
     unit = 2.0**63 if is_paired and field != 1 and scales_codes else 1.0
-    # Groups of a step; a group is met twice where the groups of the matrix do not fit the steps.
+    # Groups of a tile; a group is met twice where the groups of the matrix do not fit the tiles.
     num_groups = 1 if one_group else width // WORDS_IN_BLOCK
     if group % per_group == 0:
         num_groups = min(num_groups, group // per_group)
@@ -275,9 +307,9 @@ def sums(
         return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
     def load_groups(at: Array | int) -> _Groups:
-        """Load the numbers of the groups of a step as they are: [outputs] of one, or [outputs, groups, 1]."""
+        """Load the numbers of the groups of a tile as they are: [outputs] of one, or [outputs, groups, 1]."""
         column = at * group + at_group * (group // num_groups)
-        masks = [*map(beside_words, of_outputs), column < weight.shape[1]]  # a step after the last one is asked for too
+        masks = [*map(beside_words, of_outputs), column < weight.shape[1]]  # tiles after the last one are asked for too
         index = beside_words(output) // weight.group[0], jax.lax.div(column, jnp.full_like(column, per_group))
         if num_groups == 1:
             index = index[0][:, 0], jnp.broadcast_to(index[1][:, 0], (outputs,))
@@ -304,7 +336,7 @@ def sums(
             codes = [code * as_scale(groups.scale) for code in codes]
             if groups.minimum is not None:
                 codes = [code + groups.minimum.astype(jnp.float32) for code in codes]
-        codes = [code.astype(x_ref.dtype) for code in codes]
+        codes = [code.astype(x.dtype) for code in codes]
         return joined(list(zip(codes[: places // 2], codes[places // 2 :], strict=True)))
 
     def operands_of(groups: _Groups) -> tuple[Array | int | None, list[Array | int]]:
@@ -327,21 +359,27 @@ def sums(
             scales.append(of_words(scale - scale.astype(jnp.bfloat16).astype(jnp.float32)))
         return zero, scales
 
-    def step(index, carry):
-        total, groups = carry
-        at = first_step + index
-        following = load_groups(at + 1)
+    def add(total: Array, at: Array, groups: _Groups) -> Array:
         column = at * width + word
         in_row = [column < num_words] if is_ragged else []
-        x = load(x_ref, row, at * group + jax.lax.iota(jnp.int32, group)[None], masks=of_rows)
+        of_tile = load(x.numbers, 0, row, at * group + jax.lax.iota(jnp.int32, group)[None], masks=of_rows)
         words = load(weight.values, beside_words(output), column, masks=[*in_row, *map(beside_words, of_outputs)])
-        product = plgpu.dot(numbers(words, groups), x.T)
+        product = plgpu.dot(numbers(words, groups), of_tile.T)
         if not (scales_codes or all_inputs):
             product *= as_scale(groups.scale[:, None])
-        return total + product, following  # the tensor cores add to the sum
+        return total + product  # the tensor cores add to the sum
+
+    def step(index, carry):
+        total, of_tiles = carry
+        first = (first_step + index) * num_tiles
+        following = [load_groups(first + num_tiles + i) for i in range(num_tiles)]
+        for i, groups in enumerate(of_tiles):
+            total = add(total, first + i, groups)
+        return total, following
 
     total = jnp.zeros((outputs, num_rows), jnp.float32)
-    total, _ = jax.lax.fori_loop(0, num_steps, step, (total, load_groups(first_step)))
+    of_tiles = [load_groups(first_step * num_tiles + i) for i in range(num_tiles)]
+    total, _ = jax.lax.fori_loop(0, num_steps, step, (total, of_tiles))
     if unit != 1:
         total *= unit
     if all_inputs:

@@ -208,7 +208,9 @@ def _by_kernel(
     if kernel in (one_row, quantized_row):
         residual = None if residual is None else residual.ravel()
         return kernel.linear(x.ravel(), weight, norm=before, residual=residual, **static)[None, None]
-    if before is not None:
+    if kernel is quantized_rows:
+        static["norm"] = before
+    elif before is not None:
         x = rms_norm(x, before)
     flat = x.reshape(-1, x.shape[2])
     if residual is not None:
