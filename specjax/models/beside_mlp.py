@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.models.experts import Experts
 from specjax.models.layer import GatedMLP, Params, Shapes, Sublayer, norm_of
-from specjax.models.linear import rms_norm
+from specjax.models.linear import Norm, rms_norm
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class BesideMLP:
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after both [B, T, h]."""
 
-        def norm(name: str) -> tuple[Array, float]:
+        def norm(name: str) -> Norm:
             return norm_of(params[name], config)
 
         nothing = jnp.zeros_like(call.x)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues
 from specjax.models.layer import matrix_shape
-from specjax.models.linear import linear, lookup, rms_norm
+from specjax.models.linear import Norm, linear, lookup, rms_norm
 from specjax.proposers import trunk
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.feature_draft import FeatureDraft, feature_draft
@@ -76,7 +76,7 @@ class Eagle3Head(trunk.FeatureHead):
         return rms_norm(output, (params["norm"], self.config.norm_eps)) if self.norm_output else output
 
     def logits(self, params: PyTree, output: Array) -> Array:
-        return trunk.logits(params, output, (params["norm"], self.config.norm_eps))
+        return trunk.logits(params, output, Norm(params["norm"], self.config.norm_eps))
 
 
 def eagle3(

@@ -203,7 +203,7 @@ def _rounding(model: Model) -> float:
 
 def _inputs(batch_size: int, num_tokens: int) -> ModelInput:
     """Return the shapes of the inputs of a call."""
-    return jax.eval_shape(lambda: ModelInput(*[jnp.zeros((batch_size, num_tokens), jnp.int32)] * 2))
+    return jax.eval_shape(lambda: ModelInput(tokens := jnp.zeros((batch_size, num_tokens), jnp.int32), tokens))
 
 
 def _check_forms(model: Model) -> None:

@@ -388,9 +388,16 @@ def optimizer_of(name: str) -> Any:
         return jax.tree_util.tree_map_with_path(of, params)
 
     # The negative rates undo the sign of a descent, which the step takes itself.
-    rates = {"learning_rate": -1.0, "adam_learning_rate": -1.0}
-    sized = {"consistent_rms": MUON_RMS, "adam_b2": ADAM_B2}
-    return optax.chain(clip, contrib.muon(**rates, **sized, muon_weight_dimension_numbers=sides))
+    return optax.chain(
+        clip,
+        contrib.muon(
+            learning_rate=-1.0,
+            adam_learning_rate=-1.0,
+            consistent_rms=MUON_RMS,
+            adam_b2=ADAM_B2,
+            muon_weight_dimension_numbers=sides,
+        ),
+    )
 
 
 def train(
