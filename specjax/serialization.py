@@ -6,6 +6,7 @@ from specjax.decode import Info, State
 from specjax.decoding.log_probs import LogProbs
 from specjax.distributions import Normalized, Residual
 from specjax.metrics import Totals
+from specjax.models.linear import Norm
 from specjax.prompts import Fed
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.p_eagle import Pending
@@ -28,7 +29,7 @@ from specjax.types import (
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, DraftTree, Features, ModelInput, ModelOutput, Verified),
     *(Normalized, Residual, LogProbs, Totals, Sampling, Guide),
-    *(Info, State, Fed, Pending, Reduced, Children),
+    *(Info, State, Fed, Pending, Reduced, Children, Norm),
 )
 
 for record in RECORDS:

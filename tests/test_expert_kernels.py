@@ -203,7 +203,8 @@ def test_compiles_without_spilling(name, format, num_rows, tmp_path):
     found = triton_kernels(ffn.route, params, rows, logits)
     has_choice = num_rows == 1 and name == "gpt-oss"
     products = "_expert_row_kernel" if num_rows == 1 and format == "fp8" else "_expert_kernel"
-    names = ["_choice_kernel"] * has_choice + 2 * [products]
+    arranged = format != "bf16" and products == "_expert_kernel"
+    names = ["_choice_kernel"] * has_choice + 2 * [*["_arrange_kernel"] * arranged, products]
     assert [kernel.name for kernel in found] == names
     for kernel in found:
         resources = compile_for_sm90(kernel, tmp_path)

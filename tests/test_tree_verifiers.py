@@ -226,8 +226,7 @@ def test_a_wrong_core_is_found(name):
     assert distances(laws, TARGET[:2]).max() > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verifier", ["traversal", "match"])
+@pytest.mark.parametrize("verifier", ["traversal", pytest.param("match", marks=pytest.mark.slow)])
 def test_the_kernels_give_the_tokens_of_xla(verifier):
     """Greedy rows, deterministic drafts, cuts, NaN, ids past the vocabulary, and nodes that are none."""
     rng = np.random.default_rng(3)

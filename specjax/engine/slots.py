@@ -234,7 +234,7 @@ class Slots:
         for program in steps:
             with making(self._name_of(program)):
                 if program.prompts is not None:
-                    self.state, *_ = self._pass_to(program)
+                    self.mixed_step((self._size_of(program), program.prompts.following.size), [], [], [])
                     continue
                 self.step(
                     program.use,
@@ -243,8 +243,11 @@ class Slots:
                     rows=program.rows,
                 )
 
+    def _size_of(self, program: StepProgram) -> int:
+        return self.num_slots if program.rows is None else len(program.rows)
+
     def _name_of(self, program: StepProgram) -> str:
-        size = self.num_slots if program.rows is None else len(program.rows)
+        size = self._size_of(program)
         k = self.draft_lengths[0] if program.num_draft_tokens is None else program.num_draft_tokens
         name = name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, k, self.draft_lengths)
         if program.prompts is None:
