@@ -2,7 +2,7 @@
 """Use the page of a server in a headless chromium, as a visitor does, and report its faults.
 
     specjax serve --port 8000 --api-key secret &
-    scripts/check_page.py http://127.0.0.1:8000 --api-key secret --screenshots docs
+    scripts/check_page.py http://127.0.0.1:8000 --api-key secret --screenshots docs/images
 
 A model with a chat template is spoken to in its chat, other models continue a text. It needs chromium or Chrome, and
 nothing else: it speaks the DevTools protocol through a pipe.

@@ -2,7 +2,7 @@
 
     python scripts/plot_distributions.py
 
-The script writes the picture of the README, docs/distributions.png. Everything that the picture calls measured is
+The script writes the picture of the README, docs/images/distributions.png. Everything that the picture calls measured is
 sampled with the verifiers of the package.
 """
 
@@ -139,7 +139,7 @@ def draw_lengths(axes: Axes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/distributions.png"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/distributions.png"))
     args = parser.parse_args()
     figure = Figure(figsize=(11.5, 5.2), layout="constrained")
     axes = figure.subplot_mosaic([["before", "lengths"], ["after", "lengths"]], width_ratios=[1.25, 1])
