@@ -2,8 +2,8 @@
 
     python scripts/plot_distributions.py
 
-The script writes the picture of the README, docs/images/distributions.png. Everything that the picture calls measured is
-sampled with the verifiers of the package.
+The script writes the picture of concepts.md, docs/images/distributions.png. Everything that the picture calls measured
+is sampled with the verifiers of the package.
 """
 
 import argparse
