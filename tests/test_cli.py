@@ -11,13 +11,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from test_llm import SENTENCE, chain_tensors, make_tokenizer, write_checkpoint
 
 from specjax import LLM, SamplingParams
 from specjax.cli import main
 from specjax.cli.generate import _compare
+from specjax.cli.models import warn_of_other_times
 from specjax.engine.slots import Slots
+from specjax.theory import StepTimes
 from specjax.validation.extras import install_command
 
 pytestmark = pytest.mark.slow  # the command
@@ -180,6 +183,15 @@ def interrupt_after(monkeypatch, calls):
         return step(*args, **options)
 
     monkeypatch.setattr(Slots, "step", step_or_interrupt)
+
+
+def test_times_of_another_model_are_named(tmp_path, caplog):
+    path = str(tmp_path / "times.json")
+    StepTimes({1: {0: 1.0}}).save(path, model=None, draft="ngram", device=jax.devices()[0].device_kind)
+    warn_of_other_times(path, None, "ngram")
+    assert not caplog.records
+    warn_of_other_times(path, "a/model", "ngram")
+    assert "with model the default, and this run has a/model" in caplog.text
 
 
 @pytest.mark.parametrize("given, expected", [([], None), (["--step-sizes"], []), (["--step-sizes", "1", "4"], [1, 4])])

@@ -1,6 +1,7 @@
 """The arguments of all commands that run models, and the models that they name."""
 
 import argparse
+import json
 import logging
 import os
 from pathlib import Path
@@ -129,7 +130,20 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     num_draft_tokens, step_times = args.num_draft_tokens, getattr(args, "step_times", None)  # not of every command
     if num_draft_tokens is None:
         num_draft_tokens = 4 if step_times is None else "auto"
-    return LLM(args.model, args.draft, num_draft_tokens, step_times=step_times, **options)
+    llm = LLM(args.model, args.draft, num_draft_tokens, step_times=step_times, **options)
+    if step_times is not None:
+        warn_of_other_times(step_times, args.model, args.draft)
+    return llm
+
+
+def warn_of_other_times(path: str, model: str | None, draft: str | None) -> None:
+    """Warn where a file of `specjax tune` was measured with other models than those of a run, or on another device."""
+    measured = json.loads(Path(path).read_text(encoding="utf-8"))
+    device = jax.devices()[0].device_kind
+    for name, here in (("model", model), ("draft", draft), ("device", device)):
+        if (there := measured.get(name, here)) != here:
+            message = "%s has the times of steps with %s %s, and this run has %s: drafts may not pay as it says"
+            logger.warning(message, path, name, there or "the default", here or "the default")
 
 
 def _check_platform() -> None:
