@@ -15,7 +15,17 @@ from test_families import GOLDENS, TOLERANCE, difference, whole_logits
 from specjax import generate, prefill, proposers
 from specjax.models import Checkpoint, load, tensor_parallel
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.models.experts import ClippedGated, Experts, Gated, Shared, SigmoidTopK, SoftmaxTopK, TopKSoftmax, tiles_of
+from specjax.models.experts import (
+    ClippedGated,
+    Experts,
+    Gated,
+    Shared,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopKSoftmax,
+    router_logits,
+    tiles_of,
+)
 from specjax.models.layer import LayerConfig
 from specjax.models.quantized import Quantized, dequantize, is_quantized, quantize
 from specjax.sampling import Sampling
@@ -46,8 +56,7 @@ def expected_choice(router, params, logits: np.ndarray) -> tuple[np.ndarray, np.
         chosen = by_sorting(logits, router.num_chosen)
         return chosen, softmax(np.take_along_axis(logits, chosen, 1))
     if isinstance(router, SoftmaxTopK):
-        scores = corrected = softmax(logits)
-        scale = 1.0
+        scores, corrected, scale = softmax(logits), logits, 1.0
     else:
         scores, scale = 1 / (1 + np.exp(-logits)), router.scale
         corrected = scores + params["router_correction"]
@@ -74,16 +83,27 @@ ROUTERS = {
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_choice_and_weights(name):
-    """For random rows, and for rows of few values, where many experts and groups are equal."""
+    """For random rows, rows of few values, where many experts are equal, and rows whose probabilities underflow."""
     router = ROUTERS[name]
     params = {key: np.round(numbers(*shape, seed=1)) / 2 for key, shape in router.shapes().items()}
     random, ties = numbers(1000, 12), np.random.default_rng(2).integers(0, 3, (200, 12)).astype(np.float32)
     without = jax.tree.map(np.zeros_like, params)
-    for logits, own in ((random, params), (random[:50], params), (ties, without), (ties[:50], without)):
+    cases = [(random, params), (random[:50], params), (ties, without), (ties[:50], without)]
+    if isinstance(router, SoftmaxTopK):
+        cases.append((200 * random[:50], params))
+    for logits, own in cases:
         experts, weights = jax.jit(router.__call__)(own, logits)
         chosen, of_chosen = expected_choice(router, own, logits)
         np.testing.assert_array_equal(experts, chosen)
-        np.testing.assert_allclose(weights, of_chosen, rtol=1e-5)
+        np.testing.assert_allclose(weights, of_chosen, rtol=1e-5, atol=1e-37)  # XLA has no subnormal numbers
+
+
+def test_logits_of_a_router_stay_in_memory():
+    """Nothing that compares them computes them again: XLA would sum them in several orders."""
+    made = jax.make_jaxpr(router_logits)(jnp.zeros((256, HIDDEN), jnp.bfloat16), jnp.zeros((4, HIDDEN), jnp.bfloat16))
+    last = made.eqns[-1]
+    assert last.primitive.name == "optimization_barrier" and last.outvars == made.jaxpr.outvars
+    assert last.invars[0] in made.eqns[-2].outvars and made.eqns[-2].primitive.name == "dot_general"
 
 
 @pytest.mark.parametrize(

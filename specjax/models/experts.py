@@ -105,7 +105,9 @@ class SoftmaxTopK:
         return {"router_scale": (self.num_experts,)} if self.has_scales else {}
 
     def __call__(self, params: Params, logits: Array) -> Chosen:
-        weights, experts = _largest(jax.nn.softmax(logits, axis=-1), self.num_chosen)
+        # Probabilities that underflow are equal; their logits are not.
+        _, experts = _largest(logits, self.num_chosen)
+        weights = _at(jax.nn.softmax(logits, axis=-1), experts)
         if self.is_renormalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         if self.has_scales:
@@ -450,9 +452,15 @@ class Experts:
 
 
 def router_logits(router: Array | Quantized, x: Array) -> Array:
-    """Return the logits [T, experts] of rows [T, h], in float32 whatever the dtype of the model is."""
+    """Return the logits [T, experts] of rows [T, h], in float32 whatever the dtype of the model is.
+
+    A router compares each logit with each. XLA may make the sum of a product's parts a part of the comparison, once for
+    each side of it and in another order. A number then differs from itself, two experts share a rank, and no expert has
+    another. The barrier keeps the logits in memory, so that both sides read the same numbers.
+    """
     router = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
-    return jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    logits = jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    return jax.lax.optimization_barrier(logits)
 
 
 def _sum_of_chosen(y: Array, tiles: Tiles, weights: Array) -> Array:
