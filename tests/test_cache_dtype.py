@@ -99,6 +99,7 @@ def run(target, proposer, **options):
     return np.asarray(generate(target, proposer, state).context.tokens)
 
 
+@pytest.mark.slow
 def test_tokens_depend_on_neither_drafts_nor_chunks_nor_pages():
     """With scales; test_an_llm_decodes compares drafts with plain decoding without scales."""
     target = model_of(scales=SCALES)
@@ -157,6 +158,7 @@ def test_scales_are_read_from_checkpoints(tmp_path, names):
     np.testing.assert_array_equal(params["layers"][1]["value_scale"], [0.5, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 4])
 def test_devices_share_heads_and_their_scales(tmp_path, number):
     """Two kv heads: one a device, or each on two devices."""
@@ -227,6 +229,7 @@ def test_a_device_has_room_for_twice_the_pages_of_bfloat16(monkeypatch):
     assert full < 64 * 8
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_embedded_target_grows_little(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "scripts")
     script = importlib.import_module("rounding_loss")

@@ -280,6 +280,7 @@ class Steps:
         return self.numbers[-1]
 
 
+@pytest.mark.slow
 def test_an_eagle_head_changes_its_drafts_in_an_engine(tmp_path):
     """Greedy tokens stay the same, whatever number of drafts each step has, zero among them."""
     target = heads.make_target((2, 0, 1))

@@ -105,6 +105,7 @@ def expected(target, proposer, request):
     return np.asarray(state.context.tokens)[0, len(request.prompt) : length].tolist()
 
 
+@pytest.mark.slow
 def test_callers_in_several_threads(engine, target, proposer):
     requests, results = seeded(12), {}
 
@@ -155,6 +156,7 @@ def test_asynchronous_callers(engine, target, proposer):
         assert result.token_ids == expected(target, proposer, request)
 
 
+@pytest.mark.slow
 def test_beside_one_request_of_every_use(engine, target, proposer):
     """Where it runs with one other that asks for samples, log-probabilities, a grammar or penalties, or is greedy."""
     request = seeded(2, 2)[1]

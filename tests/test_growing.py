@@ -132,6 +132,7 @@ TABLE = 2 * np.random.default_rng(5).normal(size=(11, 11)).astype(np.float32)
 LAST = np.array([4, 7], np.int32)
 
 
+@pytest.mark.slow
 def test_a_grown_shape_follows_the_draft():
     """Each node has the candidate of its rank after its parent; a drawn chain has the noise of other drafters."""
 

@@ -85,6 +85,7 @@ def assert_exact(target):
     assert abs(np.exp(total).sum() - 1) < 1e-5 and (counts > 100).all()
 
 
+@pytest.mark.slow
 def test_the_distribution_is_exact():
     assert_exact(hybrid(3))
 

@@ -116,6 +116,7 @@ def test_chunks_of_the_delta_rule_are_its_recurrence():
         np.testing.assert_allclose(last[0], states[size - 1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_state_is_that_of_plain_decoding(hybrid):
     """Also after 200 steps that keep any number of their tokens, beside rows that do not run."""
     testing.assert_model(hybrid)

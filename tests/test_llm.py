@@ -180,6 +180,7 @@ class TestGenerate:
         assert plain[0].metrics.num_steps == 24
         assert np.isnan(plain[0].metrics.acceptance_rate)
 
+    @pytest.mark.slow
     def test_params_of_each_request(self, llm):
         params = [
             SamplingParams(temperature=0, max_tokens=3),
@@ -231,6 +232,7 @@ class TestGenerate:
         assert tokens(results) == tokens(llm.generate(PROMPTS, GREEDY))
         assert sum(r.metrics.num_drafted for r in results) > 0
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("all_programs")
     def test_few_compilations(self, llm):
         def num_programs():

@@ -48,6 +48,7 @@ def test_an_embedded_checkpoint_with_its_tokenizer(tmp_path):
     assert quantized_leaves(models.load(checkpoint))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_written_files_against_compressed_tensors(tmp_path, format):
     pytest.importorskip("compressed_tensors")

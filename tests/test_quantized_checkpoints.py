@@ -183,6 +183,7 @@ def test_weights_are_rounded_when_they_are_read(tmp_path, format):
     assert np.isfinite(logits(model)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "number"), [("fp8 blocks", 2), ("packed", 4), ("nf4", 2), ("int8", 2), ("order", 2)])
 def test_devices_share_quantised_weights(tmp_path, case, number):
     if case == "order":
@@ -208,6 +209,7 @@ def test_devices_share_quantised_weights(tmp_path, case, number):
         np.testing.assert_allclose(found, expected, atol=5e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_an_llm_of_rounded_weights_drafts_with_rounded_weights():
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     llm = specjax.LLM(quantization="int8", draft_quantization="int4")

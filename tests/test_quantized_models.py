@@ -61,6 +61,7 @@ def _decoders():
 DECODERS = ("tied, transposed=True", "tied, transposed=False", "varied", "opt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != "opt"])
 def test_devices_share_matrices(name, format):

@@ -139,6 +139,7 @@ WHOLE = {
 
 
 class TestAnswers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", WHOLE)
     def test_same_as_in_one_process(self, client, direct, name):
         path, body = WHOLE[name]

@@ -132,11 +132,13 @@ def test_lossless_over_several_steps(name):
     assert metrics.acceptance_rate(state.totals) < 0.98
 
 
+@pytest.mark.slow
 def test_the_public_suite():
     other = testing.bigram_model(2 * jax.random.normal(jax.random.key(1), (8, 8)))
     testing.assert_proposer_lossless(proposers.SelfDraft(other, 3), num_samples=20_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alone", "below a number of rows", "after n-grams"])
 def test_no_pool_is_copied(target, proposer, kind):
     """A step that donates its state writes to the pools where they lie."""
@@ -183,6 +185,7 @@ def test_parameters_are_shared_where_they_are_not_quantised():
     assert fewer["layers"][0]["qkv"].bits == 4 and fewer["head"] is made["int8"]["head"]
 
 
+@pytest.mark.slow
 def test_in_slots_beside_requests_of_every_use():
     target = test_slots.make(0)
     test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=6)
@@ -213,6 +216,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("own") / "target", random_tensors(0))
 
 
+@pytest.mark.slow
 def test_text_of_an_llm(checkpoint):
     """Text and a stream equal plain decoding; the engine of an LLM draws prompts of several lengths."""
     llm = LLM(checkpoint, "self", 3, verifier=verifiers.match)
@@ -343,6 +347,7 @@ def test_targets_of_others_are_refused():
         proposers.self_draft(testing.bigram_model(jnp.zeros((VOCAB, VOCAB))), 2)
 
 
+@pytest.mark.slow
 def test_requests_of_all_parameters_end_as_they_do_plainly(target, proposer):
     """An end inside the drafts, and the end of the buffer."""
     params = sampling.batch([SamplingParams(temperature=0, max_tokens=40)] * len(LENGTHS))

@@ -470,6 +470,7 @@ def run_and_compare(
 EVERY_END = {decode.STOP, decode.MAX_TOKENS, decode.BUFFER_FULL}
 
 
+@pytest.mark.slow
 def test_any_schedule_gives_each_request_its_tokens(target, draft):
     """Prompts that share pages, steps that compute everything."""
     kinds = [replace(KINDS[2], temperature=temperature) for temperature in (0.8, 0, 1.1, 0.5)]
@@ -478,6 +479,7 @@ def test_any_schedule_gives_each_request_its_tokens(target, draft):
     assert run_and_compare(*given, varies=False, kinds=kinds, step_sizes=(1, 2)) == EVERY_END
 
 
+@pytest.mark.slow
 def test_beside_requests_of_every_use(target, draft):
     """A drafter of fewer tokens draws the same whether or not a neighbour's parameters read token ids."""
     run_and_compare(target, make_proposer("reduced", draft), "rejection", True)
