@@ -49,7 +49,9 @@ def random_pages():
     return Pages(jnp.asarray(table.reshape(len(LENGTHS), -1), jnp.int32), 40, PAGE_SIZE)
 
 
-@pytest.mark.parametrize("form", ["dense", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pages", "no pages"))])
+@pytest.mark.parametrize(
+    "form", ["dense", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pages", "no pages"))]
+)
 @pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_rows_in_any_order_and_number(form, verifier):
     """Each row gets the tokens of steps of all rows, and rows that a step does not compute stay as they are."""
