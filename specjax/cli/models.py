@@ -137,7 +137,7 @@ def load_llm(args: argparse.Namespace) -> "LLM":
 
 
 def warn_of_other_times(path: str, model: str | None, draft: str | None) -> None:
-    """Warn where a file of `specjax tune` was measured with other models than those of a run, or on another device."""
+    """Warn where a file of `specjax tune` was measured with other models than a run has, or on another device."""
     measured = json.loads(Path(path).read_text(encoding="utf-8"))
     device = jax.devices()[0].device_kind
     for name, here in (("model", model), ("draft", draft), ("device", device)):
