@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import prefill
 from lowering import compile_for_sm90, triton_kernels
 
 from pallas_kernels.decode_attention import MAX_TOKENS, decode_attention, unsupported
@@ -363,9 +364,7 @@ def test_decoding_lowers_for_cuda(num_drafts):
     model = decoder_model(config, params)
     proposer = proposers.draft_model(model, num_drafts) if num_drafts else proposers.none()
     rows = sampling.batch([SamplingParams(max_tokens=9)])
-    state = decode.prefill(
-        model, proposer, jnp.ones((1, 3), int), jnp.array([3]), rows, jax.random.key(0), max_length=64
-    )
+    state = prefill(model, proposer, jnp.ones((1, 3), int), jnp.array([3]), rows, jax.random.key(0), max_length=64)
 
     def step(model, proposer, state):
         return decode.step(model, proposer, state)

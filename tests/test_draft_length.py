@@ -200,7 +200,7 @@ def test_distribution_is_the_targets():
     rows = sampling.batch([SamplingParams(max_tokens=12)] * batch_size)
     times = StepTimes({1: {0: 1.0, 2: 1.1, 4: 1.2, 6: 1.3, 8: 1.4}})
     choice, proposer = ByStepTimes(times, CHOICES, draft), with_draft_lengths(draft, CHOICES)
-    state = decode.prefill(
+    state = heads.prefill(
         target,
         draft,
         jnp.zeros((batch_size, 1), jnp.int32),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import prefill
 from jax import export
 from jax.sharding import use_abstract_mesh
 from lowering import ONE_DEVICE
@@ -152,9 +153,7 @@ def test_steps_of_a_hybrid():
     pytest.importorskip("flatbuffers")
     target = hybrid(7)
     rows = sampling.batch([sampling.SamplingParams(temperature=0)] * 2)
-    state = decode.prefill(
-        target, None, np.array([[1, 2], [3, 4]]), np.array([2, 1]), rows, jax.random.key(0), max_length=8
-    )
+    state = prefill(target, None, np.array([[1, 2], [3, 4]]), np.array([2, 1]), rows, jax.random.key(0), max_length=8)
     step = partial(decode.step, target, None)
     restored = export.deserialize(exported(step, state).serialize())
     (state, _), (expected, _) = restored.call(state), jax.jit(step)(state)

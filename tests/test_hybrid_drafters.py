@@ -90,7 +90,7 @@ def test_the_state_after_random_numbers_of_accepted_drafts():
     rows = sampling.batch([SamplingParams(temperature=1, max_tokens=size)] * batch)
     lengths = np.array([7, 2, 5, 3, 1])
     given = target, last, prompts, lengths, rows, jax.random.key(0)
-    state = decode.prefill(*given, max_length=size, num_logprobs=0)
+    state = jax.jit(partial(decode.prefill, max_length=size, num_logprobs=0))(*given)
     verifier = Partial(verifiers.synthetic, acceptance_rates=[0.7, 0.5, 0.3])
     state = decode.generate(target, last, state, verifier=verifier, max_steps=NUM_STEPS)
     accepted, length = np.asarray(state.totals.accepted), np.asarray(state.context.length)

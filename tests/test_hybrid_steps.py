@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_steps import serve
+from test_steps import prefill, serve
 
 from specjax import decode, proposers, sampling, testing
 from specjax.decoding.calls import run
@@ -72,7 +72,7 @@ def assert_exact(target):
     proposer = testing.BigramProposer(jax.random.normal(jax.random.key(1), (3, 3)), 2)
     rows = sampling.batch([SamplingParams(temperature=1, max_tokens=num_tokens)] * len(paths))
     given = target, proposer, paths[:, :2], np.full(len(paths), 2), rows, jax.random.key(0)
-    state, total, counts = decode.prefill(*given, max_length=10), np.zeros(len(paths)), np.zeros(3, int)
+    state, total, counts = prefill(*given, max_length=10), np.zeros(len(paths)), np.zeros(3, int)
     while state.context.active.any():
         active = np.asarray(state.context.active)
         state, log_probs, accepted = step(target, proposer, state, paths)

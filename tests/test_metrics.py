@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import prefill
 from jax.tree_util import Partial
 
 from specjax import (
@@ -231,7 +232,7 @@ class TestOutcomes:
 
         target, proposer = model(self.TARGET), proposers.draft_model(model(self.DRAFT), 3)
         rows = sampling.batch([SamplingParams(max_tokens=400)] * 2)
-        state = decode.prefill(
+        state = prefill(
             target, proposer, jnp.ones((2, 1), int), jnp.array([1, 1]), rows, jax.random.key(0), max_length=401
         )
         verifier = Partial(verifiers.rejection, outcomes=True)

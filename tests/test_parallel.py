@@ -307,7 +307,7 @@ def test_two_sums_a_layer_and_two_exchanges(by, monkeypatch):
 def test_two_sums_a_layer_and_no_gathered_logits():
     model = tensor_parallel(decoder(), mesh_of(2))
     given = jnp.zeros((1, 4), jnp.int32), jnp.array([4]), sampling.batch([SamplingParams(temperature=0)])
-    state = decode.prefill(model, None, *given, jax.random.key(0), max_length=16)
+    state = prefill(model, None, *given, jax.random.key(0), max_length=16)
     text = jax.jit(partial(decode.step, model, None)).lower(state).compile().as_text()
     sums = len(re.findall(r"all-reduce(?:-start)?\(", text))
     exchanges = 1  # of `match`, which plain decoding is verified by

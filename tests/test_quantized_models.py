@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import prefill
 from jax.sharding import Mesh
 
 from specjax import ModelInput, decode, models, proposers, sampling
@@ -78,7 +79,7 @@ def test_devices_share_matrices(name, format):
     rows = sampling.batch([sampling.SamplingParams(temperature=0.0, max_tokens=12)] * 2)
     tokens = []
     for one in (model, shared):
-        state = decode.prefill(one, proposers.none(), prompts, jnp.full(2, 4), rows, jax.random.key(0), max_length=16)
+        state = prefill(one, proposers.none(), prompts, jnp.full(2, 4), rows, jax.random.key(0), max_length=16)
         tokens.append(np.asarray(decode.generate(one, proposers.none(), state).context.tokens))
     np.testing.assert_array_equal(*tokens)
 

@@ -13,6 +13,7 @@ import pytest
 import test_parallel
 import test_slots
 from choice import one_of
+from heads import prefill
 from test_llm import random_tensors, write_checkpoint
 from test_steps import LENGTHS, MAX_LENGTH, VOCAB, decoder, prompts, random_pages, recurrent, start, step
 
@@ -125,7 +126,7 @@ def test_lossless_over_several_steps(name):
     )
     ones = jnp.ones(batch_size, jnp.int32)
     given = target, proposer, jnp.zeros((batch_size, 1), jnp.int32), ones, params, jax.random.key(0)
-    state = decode.generate(target, proposer, decode.prefill(*given, max_length=num_tokens + 1), verifier=one_of(name))
+    state = decode.generate(target, proposer, prefill(*given, max_length=num_tokens + 1), verifier=one_of(name))
     found = np.asarray(state.context.tokens)[:, 1:]
     test = testing.chi_square(np.bincount(np.ravel_multi_index(tuple(found.T), (4,) * 5), minlength=4**5), expected)
     assert test.statistic < test.bound
@@ -159,8 +160,9 @@ def test_no_pool_is_copied(target, proposer, kind):
     shape = ",".join(map(str, pools[0].shape))
     assert not re.findall(rf"= f32\[{shape}\]\S* copy", program.as_text())
     assert program.memory_analysis().temp_size_in_bytes < pools[0].nbytes / 4
-    copying = compiled(lambda *given: (one_step(*given), given[2].cache))
-    assert copying.memory_analysis().output_size_in_bytes > 2 * sum(pool.nbytes for pool in pools)  # it would be seen
+    if kind == "alone":  # a copy would be seen
+        copying = compiled(lambda *given: (one_step(*given), given[2].cache))
+        assert copying.memory_analysis().output_size_in_bytes > 2 * sum(pool.nbytes for pool in pools)
 
 
 def test_parameters_are_shared_where_they_are_not_quantised():
@@ -353,8 +355,7 @@ def test_requests_of_all_parameters_end_as_they_do_plainly(target, proposer):
     params = sampling.batch([SamplingParams(temperature=0, max_tokens=40)] * len(LENGTHS))
     given = prompts(), np.array(LENGTHS), params, jax.random.key(0)
     states = [
-        decode.generate(target, each, decode.prefill(target, each, *given, max_length=MAX_LENGTH))
-        for each in (None, proposer)
+        decode.generate(target, each, prefill(target, each, *given, max_length=MAX_LENGTH)) for each in (None, proposer)
     ]
     np.testing.assert_array_equal(states[0].context.tokens, states[1].context.tokens)
     assert (np.asarray(states[1].finished) == decode.BUFFER_FULL).all()
