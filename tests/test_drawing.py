@@ -129,7 +129,8 @@ def decoded(target, proposer, ids, rows, verifier):
     return state.context.tokens[:, ids.shape[1] :], state.totals
 
 
-@pytest.mark.parametrize("verifier", [verifiers.rejection, pytest.param(verifiers.block, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", [verifiers.rejection, verifiers.block])
 def test_the_distribution_is_the_targets_whatever_requests_ask_for(verifier):
     """Requests with penalties, masks and cuts in one batch, and one without."""
     count, rng = 5000, np.random.default_rng(5)

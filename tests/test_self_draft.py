@@ -109,6 +109,7 @@ def test_steps_of_other_lengths_and_pauses(target, proposer):
     assert_same_slots(state, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rejection", "block"])
 def test_lossless_over_several_steps(name):
     """Pairs of tokens of a target that reads its cache, against all sequences of five tokens."""
@@ -193,7 +194,8 @@ def test_in_slots_beside_requests_of_every_use():
     test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=6)
 
 
-@pytest.mark.parametrize("rows, parts", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, parts", [(1, 4), (2, 2)])
 def test_devices_that_share_the_target(rows, parts):
     """Each quantises its parts; the tokens equal plain decoding on one device."""
     with jax.default_device(jax.devices("cpu")[0]):
