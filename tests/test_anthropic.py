@@ -265,6 +265,7 @@ class TestEvents:
         *_, last = events_of(answer.start() + answer.fail(ApiError(503, "the engine has failed", code="engine_failed")))
         assert last == {"type": "error", "error": {"type": "api_error", "message": "the engine has failed"}}
 
+    @pytest.mark.slow
     def test_types_of_the_client(self, served):
         """Every event and message is valid as the client's types declare them."""
         pytest.importorskip("anthropic")

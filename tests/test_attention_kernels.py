@@ -224,6 +224,7 @@ def test_few_tokens_and_a_cache_in_float8(case, options):
     check(CASES[case], True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, options",
     [
@@ -237,6 +238,7 @@ def test_many_tokens_and_a_cache_in_float8(case, options):
     check(PROMPTS[case], True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [4, *(slow(n) for n in (2, 8, 17, 32, 33, 64, 65))])
 def test_no_token_sees_a_later_one(num_tokens):
     """In the middle of a long cache, whatever the number of tokens."""
@@ -268,6 +270,7 @@ def test_no_token_sees_a_later_one_on_a_gpu(num_tokens):
     check((2, num_tokens, 8, 2, 64, 640, [400, 64]), False, 64, turned=True)
 
 
+@pytest.mark.slow
 def test_padding_is_not_read():
     """NaN in a slot past a row's length reaches no output."""
     query, key, value, key_cache, value_cache, start = operands(*CASES["empty and full"])

@@ -259,6 +259,7 @@ def test_masks_may_leave_no_candidate():
     assert only.num_tokens[0] >= 1 and only.tokens[0, 0] == candidates[0][1]
 
 
+@pytest.mark.slow
 def test_confidences_change_the_number_of_drafts():
     """In the proposer of the verdict above: of all numbers, and depending on the drafts before."""
     proposer = small(1, 3, {"min_confidence": 0.5}, markov_rank=4, confidence="both")

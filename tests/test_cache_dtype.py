@@ -55,6 +55,7 @@ def test_numbers_are_divided_clipped_and_rounded(scale):
     np.testing.assert_array_equal(stored(jnp.asarray(x), jnp.float32), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [None, SCALES], ids=["one", "scales"])
 @pytest.mark.parametrize("widths", [(1,) * 12, (5, 7), (3, 8, 1)])
 def test_logits_do_not_depend_on_how_tokens_are_fed(scales, widths):
@@ -74,6 +75,7 @@ def test_logits_do_not_depend_on_how_tokens_are_fed(scales, widths):
     np.testing.assert_allclose(feed(widths), whole, atol=1e-4 * np.abs(whole).max())
 
 
+@pytest.mark.slow
 def test_scales_bring_a_model_nearer_to_its_own_cache():
     """Keys and values of a small range, which float8 alone rounds to nothing; the scales bring them into its range."""
     tokens, config = jnp.asarray(PROMPTS[:2]), replace(CONFIG, num_layers=1)

@@ -139,6 +139,7 @@ def test_every_combination(vocab_size):
     assert check(logits, np.asarray(jitted(logits, **fields)), fields).mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab_size", "dtype", "implementation"),
     [
@@ -183,6 +184,7 @@ def test_float64(x64):
     assert check(logits, np.asarray(cut), fields, rounding=1e-13).all()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others():
     logits = np.tile(rows_of(8193, seed=3), (3, 1))
     rng = np.random.default_rng(3)

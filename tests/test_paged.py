@@ -147,6 +147,7 @@ def test_families(case, tmp_path):
         assert_same(output, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", slow_but(16, (16, 64, 256)))
 def test_page_sizes(page_size):
     """The last call passes the end."""
@@ -293,6 +294,7 @@ class TestSamplesOfAPrompt:
         assert_same(paged.context._replace(pages=None), dense.context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but("block", LOSSLESS))
 def test_the_distribution_through_pages(name):
     """Several steps of many rows, with pages of two slots: target and draft read their last tokens from their pools."""
@@ -404,6 +406,7 @@ class TestBadTables:
             with pytest.raises(ValueError, match=f"chunk_size must be None or an integer >= 1, got {size}"):
                 self.start(target, chunk_size=size)
 
+    @pytest.mark.slow
     def test_traced_ones_are_harmless(self, target, draft):
         """Where a table has no values: whatever stands in the rows of others, a good row decodes as it does alone."""
         proposer = proposers.draft_model(draft, 3)

@@ -523,6 +523,7 @@ def test_random_requests(seed):
     Simulation(seed).run(400)
 
 
+@pytest.mark.slow
 def test_random_requests_meet_every_case():
     happened = Counter()
     for seed in SEEDS:

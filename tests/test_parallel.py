@@ -142,6 +142,7 @@ def check_same(got, expected):
 GRAMMAR = Grammar(np.arange(2048) % 2, np.array([[1, -1], [-1, 0]]))  # even and odd ids in turn
 
 
+@pytest.mark.slow
 def test_rows_that_devices_share():
     """Each device has its rows of the caches, and they get the tokens of one device."""
     model, proposer = decoder(num_layers=1), proposers.ngram(2)

@@ -127,6 +127,7 @@ def test_chunks_and_groups_change_nothing(monkeypatch, in_pages, takes_pages):
             np.testing.assert_allclose(leaf[b, :length], other[b, :length], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_may_begin_at_any_chunk():
     """After a shared prefix everything equals the run of the whole prompt, to the bit."""
     target, proposer, size = model(0), proposers.draft_model(model(1), 2), 8

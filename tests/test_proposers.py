@@ -183,6 +183,7 @@ class TestDraftModel:
         most = [min(40, max(0, limit - 4 - n)) for n in (5, 2)]
         assert (np.asarray(state.totals.drafted) <= np.array(most) + 4).all()
 
+    @pytest.mark.slow
     def test_temperature_of_the_drafts(self, bigram):
         params = [SamplingParams(temperature=t, max_tokens=9) for t in (1.5, 0.0)]
         for temperature, expected in ((None, [1.5, 0]), (0.7, [0.7, 0]), (jnp.array([0.4, 0.6]), [0.4, 0])):

@@ -18,6 +18,7 @@ from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import dequantize, quantize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_a_written_checkpoint_is_the_one_that_is_rounded_when_it_is_read(tmp_path, format, num_shards, capsys):
@@ -41,6 +42,7 @@ def test_a_written_checkpoint_is_the_one_that_is_rounded_when_it_is_read(tmp_pat
         assert [quantized[name].bits for name in ("qkv", "attention_out", "mlp_out")] == [8, 4, 4]
 
 
+@pytest.mark.slow
 def test_an_embedded_checkpoint_with_its_tokenizer(tmp_path):
     write_quantized(models.Checkpoint(models.EMBEDDED / "draft"), tmp_path / "out", "int8")
     checkpoint = models.Checkpoint(tmp_path / "out")
@@ -73,6 +75,7 @@ def test_written_files_against_compressed_tensors(tmp_path, format):
     np.testing.assert_allclose(found, expected, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
 def test_experts_get_matrices_of_their_own(tmp_path, case):
     """One tensor of all experts and a tensor for each matrix give the same files, with the names of other engines."""

@@ -80,6 +80,7 @@ def test_formula_bit_by_bit(case, shape):
     np.testing.assert_array_equal(dequantize(jax.tree.map(jnp.asarray, weight)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_rows(case):
     """Slices on the borders of blocks and beside them, an embedding's rows, and concatenation."""

@@ -165,6 +165,7 @@ def test_groups_of_several_formats_and_matrices_that_stay_floats(tmp_path):
     assert [name for name, x in layers[1].items() if is_quantized(x)] == ["attention_out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_weights_are_rounded_when_they_are_read(tmp_path, format):
     tensors = make_tensors(BASE)

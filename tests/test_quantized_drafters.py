@@ -50,6 +50,7 @@ def quantise(directory, quantization, fabricate):
 FAST = "eagle3", "medusa"  # the others go through the same reader of matrices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )

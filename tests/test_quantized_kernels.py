@@ -50,6 +50,7 @@ def error(y, reference) -> float:
     return float(np.abs(np.asarray(y) - reference).max() / np.sqrt(np.mean(reference**2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SUPPORTED)
 @pytest.mark.parametrize(
     ("num_outputs", "size", "gated", "tiling"),
