@@ -1,7 +1,10 @@
 """Hybrids, whose recurrent layers keep a state that no rejected draft enters."""
 
 import json
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
 from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized
+from specjax.testing import recurrent as recurrent_rows
 from specjax.testing.recurrent import WIDTH, _Trial
 from specjax.types import ModelInput
 
@@ -128,6 +132,17 @@ def test_the_state_is_that_of_plain_decoding(hybrid):
         trial.step("a step", rng.integers(0, WIDTH + 1, 4))
 
 
+@pytest.mark.slow
+def test_rows_between_vacant_ones(hybrid, monkeypatch, num_rows=64):
+    """A row keeps its state while others begin, keep any number of tokens, or do not run."""
+    monkeypatch.setattr(recurrent_rows, "BATCH_SIZE", num_rows)
+    trial, rng = _Trial.of(hybrid, 24, 1e-4), np.random.default_rng(3)
+    for _ in range(8):
+        for row in np.flatnonzero(trial.fed > 24 - 2 * WIDTH):
+            trial.begin(int(row))
+        trial.step("a step", rng.integers(0, WIDTH + 1, num_rows) * rng.integers(0, 2, num_rows))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_recurrent_models(mistake):
     with pytest.raises(AssertionError, match=r"call \d+, a (step|chunk)"):
@@ -203,3 +218,12 @@ def test_steps_that_are_refused(hybrid):
     mask = jnp.ones((1, 4, 4), bool)
     with pytest.raises(ValueError, match=r"inputs\.mask must be None for a model with gated delta nets"):
         call(hybrid, inputs_at(0, 4)._replace(mask=mask), hybrid.init_memory(1, 1, 32))
+
+
+@pytest.mark.slow
+def test_one_long_sequence_by_a_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check_long_sequence.py", "--tokens", "100"])
+    path = Path(__file__).parent.parent / "scripts" / "check_long_sequence.py"
+    runpy.run_path(str(path), run_name="__main__")
+    *windows, last = capsys.readouterr().out.splitlines()
+    assert len(windows) >= 10 and last.startswith("after 1")
