@@ -1,6 +1,8 @@
 """Models that several devices share: the text of one device, dense and in pages, and one exchange for each sum."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +18,7 @@ from test_engine import Tokenizer
 from test_slots import Compilations
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
+from specjax.engine import slots as engine_slots
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import Experts, SoftmaxTopK
@@ -232,6 +235,28 @@ def test_in_the_engine():
     shared = with_shared_rows(model, rows=2, parts=2)
     found = in_an_engine(shared, put(proposer, shared.apply.whole))
     assert found == in_an_engine(model, proposer)
+
+
+def test_threads_take_turns_on_devices(monkeypatch):
+    """Devices that got the programs of two threads in different orders would wait for each other for ever."""
+    inside, most, step = [], [], engine_slots._step
+
+    def slow_step(*args, **options):
+        inside.append(args)
+        most.append(len(inside))
+        time.sleep(0.02)  # a thread without a turn comes in meanwhile
+        output = jax.block_until_ready(step(*args, **options))
+        inside.pop()
+        return output
+
+    monkeypatch.setattr(engine_slots, "_step", slow_step)
+    model = decoder(num_layers=1)
+    meshes = Mesh(np.array(jax.devices("cpu")[1::-1]), ("tensor",)), mesh_of(2)  # the same devices in two orders
+    slots = [Slots(tensor_parallel(model, mesh), num_slots=1, max_length=8) for mesh in meshes]
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(each.step) for each in slots * 2]:
+            future.result(timeout=60)
+    assert most == [1] * 4
 
 
 def test_arrays_without_entries_stay_outside():

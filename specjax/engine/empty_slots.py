@@ -9,6 +9,7 @@ from specjax import decode
 from specjax.decoding import state_rows
 from specjax.engine.slot_rows import empty
 from specjax.parallel import WHOLE, OnMesh
+from specjax.parallel.turns import turn_on
 from specjax.sampling.capacities import Capacities
 from specjax.types import Model, Proposer, PyTree
 
@@ -36,7 +37,8 @@ def empty_on_devices(
     specs = state_rows.specs(shapes, shared.of_rows)
     specs = specs._replace(cache=jax.tree.broadcast(shared.specs_of(shapes.cache), shapes.cache))
     shardings = jax.tree.map(partial(NamedSharding, shared.mesh), specs)
-    return jax.jit(make, out_shardings=shardings)(model, proposer), shared.whole
+    with turn_on(shared.mesh.devices.flat):
+        return jax.jit(make, out_shardings=shardings)(model, proposer), shared.whole
 
 
 def _sharding_of_committed(*trees: PyTree) -> Sharding | None:

@@ -33,6 +33,7 @@ from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.engine.slot_calls import Chunk, Output, chunk_at, mixed_step, packed, prefill_chunk, step, takes_packed
 from specjax.engine.slot_rows import Row, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
 from specjax.parallel import OnMesh, put
+from specjax.parallel.turns import in_turn
 from specjax.sampling.capacities import Capacities, Needs, neutral
 from specjax.types import Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
@@ -90,6 +91,7 @@ class Slots:
 
     Attributes:
         state: the state. The next call reuses its arrays.
+        devices: the devices that have it. Threads with slots on the same devices take turns to call them.
         draft_lengths: the numbers of draft tokens, the largest first.
         step_sizes: the numbers of slots of a step, the smallest first and `num_slots` last.
         tile_size: tokens of a tile; None where target or proposer take no packed calls, and a call has one chunk.
@@ -143,6 +145,7 @@ class Slots:
             capacities=self.capacities,
             pool=pool,
         )
+        self.devices = self._sharding.device_set
         self.no_features = put(no_features(self.model, self.proposer, self.state, chunk_size), self._sharding)
 
     def compile(
@@ -286,6 +289,7 @@ class Slots:
         rows[: len(slots)] = slots
         return rows
 
+    @in_turn
     def insert(self, slot: int, row: Row) -> None:
         """Make a vacant slot an active row; see `insert`."""
         self._check(slot)
@@ -293,6 +297,7 @@ class Slots:
         if self._held is not None:
             self._held.clear(slot)
 
+    @in_turn
     def evict(self, slots: Sequence[int]) -> None:
         """Make slots vacant; see `evict`."""
         rows = np.zeros(self.num_slots, bool)
@@ -301,16 +306,19 @@ class Slots:
             rows[slot] = True
         self.state = _evict(self.state, rows)
 
+    @in_turn
     def kept(self, slot: int) -> PyTree:
         """Return the rows of a slot after a chunk, which are not in its pages; see `kept_of`."""
         self._check(slot)
         return _kept_of(self.state, np.int32(slot))
 
+    @in_turn
     def put_back(self, slot: int, kept: PyTree) -> None:
         """Let a vacant slot, whose pages are another's, go on from what `kept` has returned of the other."""
         self._check(slot)
         self.state = _with_kept(self.state, np.int32(slot), kept)
 
+    @in_turn
     def set_pages(self, table: np.ndarray) -> None:
         """Replace the page table [B, P] int32, where a number outside the pool is no page."""
         pages = self.state.context.pages
@@ -319,6 +327,7 @@ class Slots:
             raise ValueError(f"table must be {expected}, got {table.dtype} {table.shape}")
         self.state = with_pages(self.state, put(table.copy(), self._sharding))
 
+    @in_turn
     def set_grammars(self, token_classes: np.ndarray, transitions: np.ndarray) -> None:
         """Replace the tables of grammars, which `GrammarTables` makes; see `with_grammars`."""
         guide = self.state.sampling.guide
@@ -335,6 +344,7 @@ class Slots:
         size = num_tokens if self.tile_size is None else self.tile_size
         return num_tokens // size, size
 
+    @in_turn
     def prefill(
         self,
         slots: Sequence[int],
@@ -379,6 +389,7 @@ class Slots:
             )
         return packed(slots, chunks, num_tiles, width, no_slot=self.num_slots, no_features=self.no_features)
 
+    @in_turn
     def step(
         self,
         use: int = Needs.EVERYTHING,
@@ -405,6 +416,7 @@ class Slots:
         held.add(rows)
         return output
 
+    @in_turn
     def mixed_step(
         self, size: tuple[int, int], active: Sequence[int], slots: Sequence[int], chunks: Sequence[Chunk]
     ) -> tuple[Output, tuple[PyTree, ...]]:
@@ -424,6 +436,7 @@ class Slots:
         self.state, output, features = self._pass_to(program)
         return output, features
 
+    @in_turn
     def feed(self, rows: np.ndarray | None = None) -> None:
         """Give the drafter the features that plain steps have held for it; `rows` as `step` takes it."""
         held = self._held
