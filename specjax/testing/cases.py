@@ -85,7 +85,7 @@ def make_case(
     if drafted is not None:
         reported = rows(drafted, past, draft_temperature)
         weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in drafted[:kept]], paths)
-    counts = jnp.full(size, num_drafts if ends_by_id else kept, jnp.int32)
+    counts = jnp.asarray(np.full(size, num_drafts if ends_by_id else kept, np.int32))
     return Case(
         name,
         Draft(jnp.asarray(tokens, jnp.int32), reported, counts),
@@ -106,7 +106,9 @@ def _without_mass(case: Case, row: int) -> Case:
     """Return the case with a row of the reported draft distribution in which no token has mass."""
     reported = case.draft.distribution
     assert reported is not None, "the drafts are sampled"
-    reported = reported._replace(logits=reported.logits.at[:, row].set(-jnp.inf))
+    logits = np.array(reported.logits)
+    logits[:, row] = -np.inf
+    reported = reported._replace(logits=jnp.asarray(logits))
     return case._replace(draft=case.draft._replace(distribution=reported))
 
 

@@ -166,8 +166,8 @@ def enumerate_outcomes(
             unknown = []
         if not unknown:
             _check_coins(nodes, is_unfinished)
-            weight = jnp.broadcast_to(weight, (batch_size * num_outcomes,))
-            return verified, np.asarray(weight).reshape(batch_size, num_outcomes)
+            weight = np.broadcast_to(weight, (batch_size * num_outcomes,))
+            return verified, weight.reshape(batch_size, num_outcomes)
         choices = choices + unknown
 
 

@@ -189,7 +189,7 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
         if "bonus_tokens" in str(error):
             return
         raise
-    num_tokens = np.asarray(canonical(draft).num_tokens)
+    num_tokens = np.asarray(_num_tokens(draft))
     chance = row_probabilities(target)[np.arange(len(bonus)), num_tokens, bonus]
     start = 0
     for case in batch:
@@ -206,10 +206,16 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
             raise AssertionError(f"{name!r}: rows whose drafts are all accepted must end with their bonus token")
 
 
+@jax.jit
+def _num_tokens(draft: Draft) -> Array:
+    """Return the number of drafts of each row."""
+    return canonical(draft).num_tokens
+
+
 def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) -> None:
     """Raise AssertionError unless every possible output holds accepted drafts, one more token, then -1."""
     tokens, count = verified.tokens, verified.num_accepted
-    most = np.asarray(canonical(draft).num_tokens)
+    most = np.asarray(_num_tokens(draft))
     index = np.arange(tokens.shape[1])
     kept = index[:-1] < count[:, None]
     is_right = (
