@@ -236,7 +236,7 @@ class TestCompletion:
         assert main(["completion", "fish"]) == 0
         lines = capsys.readouterr().out.splitlines()
         start = "complete -c specjax -n '__fish_seen_subcommand_from generate' -l"
-        assert any(line.startswith(f"{start} verifier -x -a 'rejection block match'") for line in lines)
+        assert any(line.startswith(f"{start} verifier -x -a 'rejection block match typical'") for line in lines)
         assert any(line.startswith(f"{start} model -r -F") for line in lines)
 
     def test_every_command_and_option_is_there(self, capsys):

@@ -262,7 +262,7 @@ class TestApplication:
             ({"name": []}, "name must be a string or a list of strings, got []"),
             ({"num_replicas": 0}, "num_replicas must be at least 1, got 0"),
             ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
-            ({"verifier": "typical"}, "verifier must be one of rejection, block, match, got 'typical'"),
+            ({"verifier": "greedy"}, "verifier must be one of rejection, block, match, typical, got 'greedy'"),
             ({"api_keys": [""]}, "api_key must be"),
             ({"api_keys": "secret"}, "api_keys must be a list of strings"),
             ({"api_keys": [12345]}, "api_keys must be a list of strings"),

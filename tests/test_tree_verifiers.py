@@ -74,6 +74,9 @@ def growths():
         ),
         "a child by itself": dropped(drawn, (4, tokens[:, 4] == 0)),
         "likeliest tokens": top,
+        "drawn at half the reported temperature": draw_trees(
+            (-1, 0, 0, 1, 2), [table**2 / (table**2).sum(axis=-1, keepdims=True) for table in PROBS]
+        ),
         "equal siblings": DrawnTrees(
             np.array(repeats, np.int32), np.repeat(drawn.parents[:1], len(repeats), 0), chances
         ),

@@ -222,3 +222,7 @@ def test_trees_of_an_llm():
         LLM(tree=9, num_draft_tokens="auto", draft=ngram.with_num_draft_tokens(8))
     with pytest.raises(ValueError, match="tree must be None or an integer >= 2, the nodes of a tree, got 1"):
         LLM(tree=1)
+    with pytest.raises(ValueError, match="tree must be less than 64, the longest sequence, got 64"):
+        LLM(tree=64, max_length=64)
+    with pytest.raises(ValueError, match="tree must be None for plain decoding, where num_draft_tokens is 0, got 4"):
+        as_trees(proposers.none(), target, verifiers.match, 4)

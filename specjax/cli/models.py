@@ -43,7 +43,12 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         choices=("fp8",),
         help="dtype of the keys and values of the model and of a draft model; default: that of the weights",
     )
-    add("--verifier", choices=("rejection", "block", "match"), default="rejection", help="default: rejection")
+    add(
+        "--verifier",
+        choices=("rejection", "block", "match", "typical"),
+        default="rejection",
+        help="default: rejection; typical is lossy",
+    )
     add(
         "--tree",
         type=int,

@@ -22,7 +22,7 @@ from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
 from specjax.engine.step_times import as_step_times
-from specjax.engine.trees import as_trees, check_beside_chains, check_num_nodes
+from specjax.engine.trees import as_trees, check_beside_chains, check_num_nodes, check_tree_fits
 from specjax.models import smollm2
 from specjax.models.cache_dtype import check_cache_dtype
 from specjax.models.directory import Checkpoint, check_quantization
@@ -189,6 +189,7 @@ class LLM:
             raise ValueError(f"num_draft_tokens must be less than {limit}, the model's limit, got {num_draft_tokens}")
         if not (max_length is None or (is_integer(max_length) and 2 <= max_length <= limit)):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
+        check_tree_fits(tree, max_length or limit)
 
         if found == "self":
             proposer = proposers.self_draft(target, num_draft_tokens, quantization=draft_quantization or "int4")

@@ -16,6 +16,12 @@ def check_num_nodes(tree: int | None) -> None:
         raise ValueError(f"tree must be None or an integer >= 2, the nodes of a tree, got {tree!r}")
 
 
+def check_tree_fits(tree: int | None, max_length: int) -> None:
+    """Raise ValueError where no sequence has room for a tree of N nodes, so that none would be drafted."""
+    if tree is not None and tree >= max_length:
+        raise ValueError(f"tree must be less than {max_length}, the longest sequence, got {tree}")
+
+
 def check_beside_chains(tree: int, num_draft_tokens: int) -> None:
     """Raise ValueError unless a tree of N nodes can be told from chains of at most K drafts by its number of drafts."""
     if tree <= num_draft_tokens + 1:
@@ -33,7 +39,9 @@ def as_trees(proposer: Proposer, target: Model, verifier: Verifier, tree: int | 
     Raises:
         ValueError: the target, the proposer or the verifier takes no trees.
     """
-    if tree is None or not proposer.num_draft_tokens:
+    if tree is None:
         return proposer
+    if not proposer.num_draft_tokens:
+        raise ValueError(f"tree must be None for plain decoding, where num_draft_tokens is 0, got {tree}")
     tree_steps.check_target(target)
     return with_tree(proposer, tree, coupled=of_trees(verifier)[0] is not trees.traversal)

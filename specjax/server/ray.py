@@ -32,7 +32,7 @@ with needs("ray"):
 
 HEALTH_SECONDS = 2.0  # between two checks of a replica's health, and between its reports
 FRONT = "Front"  # name of its deployment
-VERIFIERS = ("rejection", "block", "match")
+VERIFIERS = ("rejection", "block", "match", "typical")
 
 
 def application(
@@ -65,7 +65,7 @@ def application(
         name: names of the model for clients, one or several; None is the name of its directory, specjax for the
             embedded family.
         any_model_name: whether clients may use any other name, too.
-        verifier: "rejection", "block" or "match".
+        verifier: "rejection", "block", "match" or "typical", which is lossy.
         num_slots: number of samples that run at a time in each replica.
         step_sizes: as `Engine` takes them.
         num_replicas: number of replicas, where `autoscaling` is None.
