@@ -58,8 +58,10 @@ from specjax import SamplingParams, decode, models, sampling, verifiers
 from specjax.engine.engine import Stats
 from specjax.engine.sizes import default_sizes
 from specjax.engine.slot_calls import chunk_at
+from specjax.engine.slots import MIXED_USE
 from specjax.engine.step_times import occupied
 from specjax.models.directory import Checkpoint
+from specjax.sampling.capacities import Needs
 from specjax.server.loads import (
     COLUMNS,
     COUNTS,
@@ -359,8 +361,9 @@ def mixed(bench: Bench) -> Iterator[dict[str, Any]]:
             tokens = np.arange(num_tokens, dtype=np.int32)
             given = [num_slots - 1], [chunk_at(tokens, 0, num_tokens, device.no_features)]
             filled = device.rows_of([*active, num_slots - 1])
+            use = MIXED_USE if filled is None else Needs.EVERYTHING
             calls = {
-                "step_s": lambda filled=filled: device.step(rows=filled).tokens,
+                "step_s": lambda use=use, filled=filled: device.step(use, rows=filled).tokens,
                 "prompts_s": lambda given=given, size=num_tokens: device.prefill(*given, *device.tiles_of(size))[0],
                 "mixed_s": lambda size=(num_slots, num_tokens), slots=active, given=given: (
                     device.mixed_step(size, slots, *given)[0].tokens

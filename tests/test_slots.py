@@ -16,7 +16,7 @@ from specjax import decode, keys, proposers, sampling, verifiers
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.pages import PageTables
 from specjax.engine.slot_rows import empty, request
-from specjax.engine.slots import Slots, chunk_at
+from specjax.engine.slots import MIXED_USE, Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.proposers.feature_draft import feature_draft
@@ -225,7 +225,8 @@ class Host:
                 self.admit(self.waiting.pop(0), int(self.rng.choice(vacant)))
             coming = [slot for slot, job in self.slot_of.items() if not job.is_active and not job.finished]
             self.leave([slot for slot, job in self.slot_of.items() if job.finished and self.rng.random() < 0.7])
-            if self.slots.mixed_sizes and self.rng.random() < 0.7:
+            most = max((needs_of(job.row) for job in self.slot_of.values() if job.is_active), default=0)
+            if self.slots.mixed_sizes and most <= MIXED_USE and self.rng.random() < 0.9:
                 self.step(self.pieces(coming))
             else:
                 if self.slots.tile_size is not None:

@@ -136,7 +136,7 @@ class Engine:
             wait would be fed by a call of that number of tokens, one program does both and reads the weights once. Each
             pair is a program. None is the pairs for which that is less work on GPUs, with all slots and with 8, and no
             pairs on CPUs, with `step_sizes=()`, or with several `draft_lengths`. () always feeds prompts by separate
-            calls.
+            calls, as they are beside requests that ask for log-probabilities or change logits.
         warm_up: parameters of requests to expect: the engine compiles the programs of these when it starts, and others
             when a request first needs them. None compiles all at the start, so that nothing is compiled later.
 

@@ -23,7 +23,7 @@ from specjax.engine.pages import PageTables
 from specjax.engine.sizes import cheapest
 from specjax.engine.slot_calls import Chunk, Output, chunk_at
 from specjax.engine.slot_rows import request
-from specjax.engine.slots import Slots
+from specjax.engine.slots import MIXED_USE, Slots
 from specjax.sampling.capacities import Needs
 from specjax.sampling.guided.tables import Grammar
 
@@ -367,7 +367,8 @@ class Scheduler:
     def _step_mixed(self, most: int) -> bool:
         """Dispatch a step of all active slots that also feeds prompts, where the device has a program for both.
 
-        Between more chunks than one they are fed by calls of their own, which are larger.
+        Between more chunks than one they are fed by calls of their own, which are larger, and so they are beside jobs
+        that need more of a step than mixed ones compute.
 
         Args:
             most: the most tokens of prompts, padding included.
@@ -378,7 +379,9 @@ class Scheduler:
         if not self._device.mixed_sizes or most != self._chunk_size or not (active := self._with_pages()):
             return False
         jobs, num_tokens = self._next_prompts()
-        if not jobs or not jobs[0].is_scored or any(job.wants_log_probs for job in active):
+        if not jobs or not jobs[0].is_scored:
+            return False
+        if any(job.wants_log_probs or job.use > MIXED_USE for job in active):
             return False
         size = self._size_of_call(num_tokens, most)
         sizes = [each for each in self._device.mixed_sizes if each[0] >= len(active) and each[1] == size]

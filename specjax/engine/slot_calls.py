@@ -251,14 +251,15 @@ def mixed_step(
     *,
     verifier: Verifier = verifiers.rejection,
     scorer: Scorer = scorers.mqa,
+    use: int = Needs.EVERYTHING,
 ) -> tuple[decode.State, Output, tuple[PyTree, ...]]:
-    """Take a step as `step` does, which computes everything, and feed chunks as `prefill_chunk` does.
+    """Take a step as `step` does, and feed chunks as `prefill_chunk` does.
 
     The target reads its weights once for both. Where target or proposer take no packed calls, or the scorer is another
     one than `scorers.mqa`, the calls follow each other.
 
     Args:
-        model, proposer, state, rows, verifier, scorer: as `step` takes them.
+        model, proposer, state, rows, verifier, scorer, use: as `step` takes them.
         chunk: as `prefill_chunk` takes it, for slots that are vacant.
 
     Returns:
@@ -268,12 +269,12 @@ def mixed_step(
     proposer = proposer or proposers.none()
     options: Any = {"verifier": verifier, "scorer": scorer}
     if not takes_packed(model, proposer) or getattr(scorer, "func", scorer) is not scorers.mqa:
-        state, output = step(model, proposer, state, rows, **options)
+        state, output = step(model, proposer, state, rows, use=use, **options)
         state, features, _ = prefill_chunk(model, proposer, state, chunk)
         return state, output, features
     inputs = _with_pages(chunk.inputs, state.context.pages)
     previous = jax.tree.map(lambda *rows: jnp.concatenate(rows), *chunk.previous)
-    state, output, of_prompts = _step(model, proposer, state, rows, Needs.EVERYTHING, **options, prompts=inputs)
+    state, output, of_prompts = _step(model, proposer, state, rows, use, **options, prompts=inputs)
     memory, last = feed_proposer(proposer, inputs, chunk.following, previous, of_prompts, state.proposer)
     return state._replace(proposer=memory), output, _of_pieces(chunk, last)
 

@@ -38,6 +38,7 @@ from specjax.sampling.capacities import Capacities, Needs, neutral
 from specjax.types import Model, Proposer, PyTree, Scorer, Verifier
 from specjax.validation import is_integer
 
+MIXED_USE = Needs.CUT  # what mixed steps compute; the parameters beyond it take a step of many slots longer
 COMPILED_AT_A_TIME = min(4, os.cpu_count() or 1)  # programs, while others are traced
 NAMES_OF_USES: dict[int, str] = {
     Needs.GREEDY: "greedy",
@@ -266,7 +267,7 @@ class Slots:
             programs.append(StepProgram(num_draft_tokens=k, log_probs=True))
         for size, num_tokens in self.mixed_sizes:
             rows = self._no_rows(size) if size < self.num_slots else None
-            programs.append(StepProgram(rows=rows, prompts=self._packed([], [], *self.tiles_of(num_tokens))))
+            programs.append(StepProgram(MIXED_USE, rows=rows, prompts=self._packed([], [], *self.tiles_of(num_tokens))))
         return programs
 
     def _no_rows(self, size: int) -> np.ndarray:
@@ -420,7 +421,9 @@ class Slots:
     def mixed_step(
         self, size: tuple[int, int], active: Sequence[int], slots: Sequence[int], chunks: Sequence[Chunk]
     ) -> tuple[Output, tuple[PyTree, ...]]:
-        """Take a step in all active rows, and feed chunks to vacant slots; see `slot_calls.mixed_step`.
+        """Take a step in all active rows, none of which needs more than `MIXED_USE`, and feed chunks to vacant slots.
+
+        See `slot_calls.mixed_step`.
 
         Args:
             size: one of `mixed_sizes`.
@@ -432,7 +435,7 @@ class Slots:
             features of the last token of each chunk, then others.
         """
         prompts = self._packed(slots, chunks, *self.tiles_of(size[1]))
-        program = StepProgram(rows=self._filled(active, size[0]), prompts=prompts)
+        program = StepProgram(MIXED_USE, rows=self._filled(active, size[0]), prompts=prompts)
         self.state, output, features = self._pass_to(program)
         return output, features
 
@@ -449,7 +452,8 @@ class Slots:
         rows, k, held = program.rows, program.num_draft_tokens, self._held
         options: dict[str, Any] = {"verifier": self.verifier, "scorer": self._scorer}
         if program.prompts is not None:
-            return form(_mixed_step)(self.model, self.proposer, self.state, program.prompts, rows, **options)
+            models = self.model, self.proposer
+            return form(_mixed_step)(*models, self.state, program.prompts, rows, use=MIXED_USE, **options)
         options["use"] = Needs.EVERYTHING if program.log_probs else program.use
         options["num_logprobs"] = self.capacities.logprobs if program.log_probs else None
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
@@ -492,5 +496,5 @@ _with_kept = jax.jit(with_kept, donate_argnums=0)
 _prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
 _hold_step = jax.jit(hold_step, donate_argnums=(1, 2), static_argnames=("use", "num_logprobs"))
 _feed_held = jax.jit(feed_held, donate_argnums=1)
-_mixed_step = jax.jit(_readable(mixed_step), donate_argnums=2)
+_mixed_step = jax.jit(_readable(mixed_step), donate_argnums=2, static_argnames="use")
 _step = jax.jit(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))
