@@ -31,6 +31,29 @@ def test_images_are_left_out(case, prefix, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("gemma3", {"sliding_window_pattern": None, "_sliding_window_pattern": 2}),  # as Gemma 3 270M has it
+        ("gemma4", {"global_head_dim": None, "per_layer_config": {"1": {"head_dim": 24, "num_key_value_heads": 1}}}),
+    ],
+)
+def test_other_names_of_fields(case, change, tmp_path):
+    directory = write(tmp_path / "model", case)
+    expected = load(directory).apply.config
+    (directory / "config.json").write_text(json.dumps(ALL[case] | change))
+    assert load(directory).apply.config == expected
+
+
+@pytest.mark.parametrize("case", ["gemma3", "mistral"])
+def test_tensors_decide_whether_heads_are_tied(case, tmp_path):
+    """Where the fields beside and in the text part differ, as files of transformers 5 may have them."""
+    text = ALL[case] | {"tie_word_embeddings": False}
+    config = {"model_type": CASES[case], "tie_word_embeddings": True, "text_config": text}
+    model = load(write(tmp_path / "model", case, config=config))
+    assert ("head" in model.params) == (not ALL[case]["tie_word_embeddings"])
+
+
 def test_a_text_part_without_its_defaults(tmp_path):
     """The files of Gemma 3 with images lack the fields with the usual values."""
     directory = write(tmp_path / "model", "gemma3")
@@ -60,6 +83,9 @@ def test_a_text_part_without_its_defaults(tmp_path):
             {"hidden_size_per_layer_input": 5},
             r"input_gate.weight in .* must have shape \(5, 32\)",
         ),
+        ("gemma4", {"per_layer_config": {"0": {}}}, "per_layer_config in .* must have the same fields for each layer"),
+        ("gemma4", {"per_layer_config": {"1": {"rms_norm_eps": 1.0}}}, "per_layer_config.1.rms_norm_eps in .* must be"),
+        ("phi3", {"per_layer_config": {"1": {"head_dim": 24}}}, "per_layer_config in .* must be absent"),
         ("gemma4", {"enable_moe_block": True}, "must have the field num_experts"),
         ("granite4", {"num_local_experts": 8}, "num_local_experts in .* must be 0, because .*, got 8"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, "layer_types in .* must be 2 times 'attention'"),

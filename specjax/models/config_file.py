@@ -49,6 +49,7 @@ COMPUTATION: dict[str, tuple] = {
     "norm_topk_prob": (),
     "no_rope_layer*": (1,),  # list with 1 for each layer with rotary positions
     "parallel_attn": (),
+    "per_layer_config": (),
     "partial_rotary_factor": (1,),
     "position_embedding_type": ("rope", "rotary"),
     "quant*": (),

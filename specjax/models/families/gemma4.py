@@ -4,6 +4,7 @@ In the small releases each token also gives some numbers to every layer, and the
 values of earlier ones. Checkpoints that also take images or audio are read without their tensors.
 """
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,7 @@ def read_parts(text: ConfigFile) -> Parts:
         text.fields["use_bidirectional_attention"] = None  # text is causal
     activation = ACTIVATIONS[text.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")]
     types = *llama.layer_types(text, lambda i: (i + 1) % 6 != 0)[:-1], FULL  # the last one always attends to all
+    _read_layers(text, types)
     sizes = {FULL: text.size("global_head_dim", 512), SLIDING: text.size("head_dim", 256)}
     shares_values = text.get("attention_k_eq_v", bool, False)
     kv_heads = text.size("num_global_key_value_heads", None)
@@ -66,6 +68,22 @@ def read_parts(text: ConfigFile) -> Parts:
         SLIDING: Attention(window=text.size("sliding_window", 512), **shared),
     }
     return Parts(types, mixers, GatedMLP(activation), turns[SLIDING])
+
+
+def _read_layers(text: ConfigFile, types: Sequence[str]) -> None:
+    """Set the fields of full layers from the field per_layer_config, which recent versions of transformers write."""
+    if "per_layer_config" not in text:
+        return
+    layers, full = text.table("per_layer_config"), [str(i) for i, kind in enumerate(types) if kind == FULL]
+    if set(layers.fields) != set(full) or any(layers.fields[i] != layers.fields[full[0]] for i in full):
+        raise ValueError(
+            f"{text.where('per_layer_config')} must have the same fields for each layer with full attention, "
+            f"{', '.join(full)}, and no other layer, got {reprlib.repr(layers.fields)}"
+        )
+    layer = layers.table(full[0])
+    text.fields["global_head_dim"] = layer.size("head_dim", text.size("head_dim", 256))
+    text.fields["num_global_key_value_heads"] = layer.size("num_key_value_heads", None)
+    layer.check_all_read()
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:

@@ -20,8 +20,11 @@ def text_part(config: ConfigFile, tensors: Tensors) -> tuple[ConfigFile, Tensors
     if "text_config" not in config:
         return config, tensors
     text = config.table("text_config")
-    if "tie_word_embeddings" in config and "tie_word_embeddings" not in text:
-        text.fields["tie_word_embeddings"] = config.get("tie_word_embeddings", bool)
     names = tensors.names()
+    if "tie_word_embeddings" in config:
+        is_tied = config.get("tie_word_embeddings", bool)
+        if is_tied != text.get("tie_word_embeddings", bool, is_tied):  # transformers 5 writes both; the tensors decide
+            is_tied = not any(name.endswith("lm_head.weight") for name in names)
+        text.fields["tie_word_embeddings"] = is_tied
     found = [prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in names)]
     return text, tensors.inside(found[0]) if found else tensors
