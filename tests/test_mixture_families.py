@@ -53,6 +53,29 @@ def test_latents_in_pages(page_size, goldens, tmp_path):
 
 
 @pytest.mark.slow
+def test_calls_of_many_tokens_expand_latents():
+    """They have the logits of calls of few tokens, which do not: a whole row, and a call to each kind of cache."""
+    mixer = LatentAttention(rank=12, rope_size=4, key_size=6, value_size=9, scale=0.3)
+    config = DecoderConfig(40, 16, 1, 2, 2, 4, 24, 2048, layers=(LayerConfig(mixer),))
+    model = decoder_model(config, jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, init_params(config, 0)))
+    row, apply = jax.random.randint(jax.random.key(1), (1, 20), 0, 40), jax.jit(model.apply)
+
+    def call(cache, start, stop, pages=None):
+        inputs = ModelInput(row[:, start:stop], jnp.arange(start, stop, dtype=jnp.int32)[None], pages=pages)
+        output, cache = apply(model.params, inputs, cache)
+        return output.logits[0], cache
+
+    cache, logits = model.init_cache(1, 20), []
+    for start in (0, 10):
+        some, cache = call(cache, start, start + 10)
+        logits.append(some)
+    pool, table = poisoned(model.init_cache(300, 4)), jnp.asarray(random_table((1, 275), 300))  # read in blocks
+    for (many, _), is_cached in ((call(None, 0, 20), False), (call(model.init_cache(1, 20), 0, 20), True)):
+        np.testing.assert_allclose(many, jnp.concatenate(logits), atol=2e-5, err_msg=str(is_cached))
+    np.testing.assert_allclose(call(pool, 0, 20, table)[0], jnp.concatenate(logits), atol=2e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3"])
 def test_devices_share_a_model(case, goldens, tmp_path):
     model = load(write(tmp_path / "model", case), mesh=two_devices())

@@ -16,20 +16,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
-from pallas_kernels.attention import FLOAT8, CacheScales, stored
-from specjax.models.dense_attention import attend, attend_few, heads_together, own_head
+from pallas_kernels.attention import CacheScales, stored
+from specjax.models.block_attention import BLOCK, SMALL_BLOCK, Cache, attend_in_blocks, loaded
+from specjax.models.dense_attention import attend, attend_few
+from specjax.models.latent_heads import Expand, HeadMatrices
 from specjax.models.rope import Rotation, rotate
 from specjax.operations.dispatch import dispatch
 from specjax.operations.groups import split
 from specjax.operations.pieces import by_tile, in_tiles
-from specjax.pages import in_pool, locate, read_slots, write_slots
-from specjax.parallel.loops import as_carry
+from specjax.pages import in_pool, read_slots, write_slots
 from specjax.types import Array, ModelInput, PyTree
 
-BLOCK, SMALL_BLOCK = 512, 128  # slots that many queries attend to at a time, and a few on CPUs
 FEW_QUERIES = 64  # queries of a sequence, of all heads, for which `heads_together` is worth its arithmetic on CPUs
-# "key" and "value" of a layer, [B, S, kv heads, head size] or [pages, page size, ...], or "latent" [B, S, D], likewise
-Cache = dict[str, Array]
 
 
 class KeyValues(Protocol):
@@ -81,9 +79,15 @@ class Uncached:
     ) -> tuple[Array, None]:
         return attend(rotate(query, turns), rotate(key, turns), value, self.mask, scale, softcap, sinks), None
 
-    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, None]:
+    def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, None]:
         """Attend as `latent_attention.Latents` says."""
-        return attend(query, latent[:, :, None], latent[:, :, None], self.mask, scale), None
+        one = latent[:, :, None]
+
+        def attend_to(query: Array, expand: Expand | None) -> Array:
+            key, value = (one, one) if expand is None else expand(one)
+            return attend(query, key, value, self.mask, scale)
+
+        return heads.attend(query, attend_to), None
 
 
 @partial(
@@ -133,16 +137,19 @@ class Cached:
         )
         return attended.reshape(shape), cache
 
-    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
+    def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, Cache]:
         """Attend as `latent_attention.Latents` says."""
         inputs, shape = self.inputs, query.shape
         query, latent = in_tiles(inputs, (query, latent))
         slots = inputs.positions[:, :1] + jnp.arange(latent.shape[1], dtype=jnp.int32)[None]
         cache = {"latent": write_slots(self.cache["latent"], slots, latent, inputs.pages)}
         one_head = {"key": cache["latent"][:, :, None], "value": cache["latent"][:, :, None]}
-        how: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden}
-        attended = _attend_in_xla(query, one_head, inputs, self.mask, scale=scale, is_packed=self.is_packed, **how)
-        return attended.reshape(shape), cache
+        how: dict[str, Any] = {"window": self.window, "num_hidden": self.num_hidden, "is_packed": self.is_packed}
+        attended = heads.attend(
+            query,
+            lambda asked, expand: _attend_in_xla(asked, one_head, inputs, self.mask, scale=scale, expand=expand, **how),
+        )
+        return attended.reshape(*shape[:-1], attended.shape[-1]), cache
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["cache", "call", "groups"], meta_fields=[])
@@ -167,9 +174,9 @@ class Grouped:
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         return self._each((query, key, value, turns), lambda one, part: one.attend(*part, **how))
 
-    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Cache]:
+    def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, Cache]:
         """Attend as `latent_attention.Latents` says."""
-        return self._each((query, latent), lambda one, part: one.attend_to_latents(*part, scale=scale))
+        return self._each((query, latent), lambda one, part: one.attend_to_latents(*part, heads, scale))
 
     def _each(self, values: PyTree, attend: Callable[[Cached, Any], tuple[Array, Cache]]) -> tuple[Array, Cache]:
         cache, attended = self.cache, []
@@ -274,11 +281,6 @@ def _times(heads: Array, scale: Array) -> Array:
     return (heads.astype(jnp.promote_types(heads.dtype, jnp.float32)) * factor).astype(heads.dtype)
 
 
-def _loaded(x: Array, dtype: jnp.dtype) -> Array:
-    """Return stored keys or values in a dtype with which queries can be multiplied."""
-    return x.astype(dtype) if x.dtype == FLOAT8 else x
-
-
 def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Array, Array]:
     """Return the keys and values [B, S, H, D] of each row, and the slots that each query sees [B, 1, T, S] bool.
 
@@ -295,89 +297,6 @@ def read_cache(cache: Cache, inputs: ModelInput, mask: Array) -> tuple[Array, Ar
         jnp.where(is_filled[:, :, None, None], read_slots(cache[name], inputs.pages), 0) for name in ("key", "value")
     )
     return key, value, mask & is_filled[:, None, None]
-
-
-def num_blocks(cache: Cache, inputs: ModelInput, size: int) -> Array:
-    """Return the number of blocks of `size` slots that the longest row of a call fills, at least 1."""
-    return jnp.maximum(jnp.max(_last_slot(cache, inputs)), 0) // size + 1
-
-
-def _last_slot(cache: Cache, inputs: ModelInput) -> Array:
-    """Return the last slot of each row that holds a token [B, 1] int32, and -1 for a row without pages."""
-    num_held: Array | int = cache["key"].shape[1]
-    if inputs.pages is not None:
-        num_pages, size = cache["key"].shape[:2]
-        end = size * jnp.arange(
-            1, inputs.pages.shape[1] + 1, dtype=jnp.int32
-        )  # of each page, as slots; some may be freed
-        num_held = jnp.max(jnp.where(in_pool(inputs.pages, num_pages), end[None], 0), axis=1, keepdims=True)
-    return jnp.minimum(inputs.positions[:, :1] + inputs.tokens.shape[1], num_held) - 1
-
-
-def attend_in_blocks(
-    query: Array,
-    cache: Cache,
-    inputs: ModelInput,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    num_hidden: int = 0,
-    sinks: Array | None = None,
-    size: int = BLOCK,
-    is_together: bool = False,
-) -> Array:
-    """Attend from the tokens of a chain to their slots and those before, a block of `size` slots at a time.
-
-    Only the scores of one block exist at a time, and slots past the longest row cost nothing, nor does a row without
-    pages. With `is_together` the heads of a sequence share a product (`heads_together`). `attend_to_cache` describes
-    the other arguments; the cache holds the tokens of the call.
-    """
-    batch_size, num_tokens, _, head_size = query.shape
-    num_kv_heads = cache["key"].shape[2]
-    num_products = 1 if is_together else num_kv_heads
-    asked = heads_together(query, num_kv_heads) if is_together else query
-    grouped = asked.reshape(batch_size, num_tokens, num_products, -1, asked.shape[-1])
-    position = inputs.positions[:, :1] + jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [B, T]
-    last = _last_slot(cache, inputs)
-    factor = head_size**-0.5 if scale is None else scale
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    hidden = jnp.finfo(dtype).min
-
-    def block(index: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        total, top, mass = carry
-        slot = jnp.broadcast_to(index * size + jnp.arange(size, dtype=jnp.int32), (batch_size, size))
-        is_filled = (slot <= last)[:, :, None, None]  # other slots may hold NaN, which a weight of 0 does not hide
-        where = locate(cache["key"], slot, inputs.pages)
-        key, value = (
-            _loaded(jnp.where(is_filled, cache[name].at[where].get(mode="fill", fill_value=0), 0), query.dtype).reshape(
-                batch_size, size, num_products, -1
-            )
-            for name in ("key", "value")
-        )
-        distance = position[:, :, None] - slot[:, None]  # [B, T, size]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        if num_hidden:
-            seen &= (slot[:, None] >= num_hidden) | (distance == 0)
-        scores = factor * jnp.einsum("btkgd,bskd->btkgs", grouped, key, preferred_element_type=dtype)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        scores = jnp.where(seen[:, :, None, None], scores, hidden)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
-        added = jnp.einsum("btkgs,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=dtype)
-        return total * shrink[..., None] + added, new_top, mass * shrink + jnp.sum(weights, axis=-1)
-
-    shape = grouped.shape[:-1]
-    nothing = jnp.zeros(grouped.shape, dtype), jnp.full(shape, hidden), jnp.zeros(shape, dtype)
-    nothing = as_carry(partial(block, 0), nothing, asked, cache, inputs)
-    total, top, mass = jax.lax.fori_loop(0, num_blocks(cache, inputs, size), block, nothing)
-    if sinks is not None:
-        of_head = sinks.astype(dtype).reshape(1, 1, num_products, -1)
-        new_top = jnp.maximum(top, of_head)
-        shrink = jnp.exp(top - new_top)
-        total, mass = total * shrink[..., None], mass * shrink + jnp.exp(of_head - new_top)
-    attended = (total / mass[..., None]).astype(query.dtype).reshape(asked.shape)
-    return own_head(attended, num_kv_heads) if is_together else attended
 
 
 def attend_to_cache(
@@ -474,18 +393,24 @@ def _attend_in_xla(
     scale: float | None,
     softcap: float | None = None,
     is_packed: bool = False,
+    expand: Expand | None = None,
 ) -> Array:
-    """Attend as `attend_to_cache` does, to a cache that has the tokens of the call; rows are tiles of a packed one."""
+    """Attend as `attend_to_cache` does, to a cache that has the tokens of the call; rows are tiles of a packed one.
+
+    `expand` makes a key and a value for each head of the keys, which are latents.
+    """
     is_on_cpu = jax.default_backend() == "cpu"
-    is_together = is_on_cpu and query.shape[1] * query.shape[2] <= FEW_QUERIES
+    is_together = is_on_cpu and expand is None and query.shape[1] * query.shape[2] <= FEW_QUERIES
     # Pages are copied to be read, which CPUs do slowly. Other devices would rather copy than wait for each block.
     size = SMALL_BLOCK if is_on_cpu and inputs.pages is not None and _has_few(query) else BLOCK
     copies_whole = size == BLOCK and _has_few(query) and not is_packed
     if inputs.mask is None and not copies_whole and num_slots(cache, inputs) > 2 * size:
-        how = window, scale, softcap, num_hidden, sinks, size, is_together
+        how = window, scale, softcap, num_hidden, sinks, size, is_together, expand
         return attend_in_blocks(query, cache, inputs, *how)
     key, value, mask = read_cache(cache, inputs, mask)
-    key, value = _loaded(key, query.dtype), _loaded(value, query.dtype)
+    key, value = loaded(key, query.dtype), loaded(value, query.dtype)
+    if expand is not None:
+        key, value = expand(key)
     return (attend_few if is_together else attend)(query, key, value, mask, scale, softcap, sinks)
 
 

@@ -1,7 +1,6 @@
 """Attention on latents (MLA): a mixer of the one layer whose cache has one short vector of each token for all heads.
 
-Keys and values are products with the latent of a token. These products are moved to the queries and to the result
-(the absorbed form), so that all heads attend to the latents themselves, as to one key head.
+Keys and values are products with the latent of a token; `latent_heads` has the two forms of attention with them.
 """
 
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 
+from specjax.models.latent_heads import HeadMatrices
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product, times
 from specjax.models.linear import rms_norm
 from specjax.models.rope import Rotation, rotate
@@ -24,11 +24,11 @@ NORM_EPS = 1e-6  # epsilon of the norms inside the attention, whatever epsilon t
 class Latents(Protocol):
     """The latents that one layer attends to in a call, a pytree: sequences or a cache."""
 
-    def attend_to_latents(self, query: Array, latent: Array, scale: float) -> tuple[Array, Any]:
-        """Attend from queries [B, T, H, D] to latents, which include the call's [B, T, D].
+    def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, Any]:
+        """Attend from queries [B, T, H, k] to latents, which include the call's [B, T, D].
 
         Returns:
-            The attention [B, T, H, D], and the record that replaces the layer's cache.
+            The values that the heads attend to [B, T, H, v], and the record that replaces the layer's cache.
         """
         ...
 
@@ -101,10 +101,10 @@ class LatentAttention:
 
         up = params["latent_up"].reshape(config.num_heads, -1, self.rank)
         to_key, to_value = jnp.split(up, [self.key_size], axis=1)
-        query = jnp.concatenate([jnp.einsum("bthk,hkr->bthr", query, to_key), turned], axis=-1)
+        query = jnp.concatenate([query, turned], axis=-1)
         latent = jnp.concatenate([latent, key[:, :, 0]], axis=-1)
-        attended, kept = memory.attend_to_latents(query, latent, self.scale)
-        value = jnp.einsum("bthr,hvr->bthv", attended[..., : self.rank], to_value)
+        heads = HeadMatrices(to_key, to_value, self.rope_size)
+        value, kept = memory.attend_to_latents(query, latent, heads, self.scale)
         return join(config, params, "attention_out", value.reshape(*x.shape[:2], -1), call), kept
 
     def _in_halves(self, heads: Array) -> Array:
