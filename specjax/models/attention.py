@@ -176,7 +176,7 @@ class Grouped:
 
     def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, Cache]:
         """Attend as `latent_attention.Latents` says."""
-        return self._each((query, latent), lambda one, part: one.attend_to_latents(*part, heads, scale))
+        return self._each((query, latent), lambda one, part: one.attend_to_latents(*part, heads=heads, scale=scale))
 
     def _each(self, values: PyTree, attend: Callable[[Cached, Any], tuple[Array, Cache]]) -> tuple[Array, Cache]:
         cache, attended = self.cache, []

@@ -11,15 +11,13 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-import jax
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_locks: dict[jax.Device, threading.RLock] = {}
+_locks: dict[Any, threading.RLock] = {}  # by device
 
 
 @contextmanager
-def turn_on(devices: Iterable[jax.Device]) -> Iterator[None]:
+def turn_on(devices: Iterable[Any]) -> Iterator[None]:
     """Let this thread alone call programs on these devices meanwhile, so that all get them in one order.
 
     A single device waits for no other, and its threads need no turns. Turns of other threads on other devices go on.

@@ -209,7 +209,7 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
 @jax.jit
 def _num_tokens(draft: Draft) -> Array:
     """Return the number of drafts of each row."""
-    return canonical(draft).num_tokens
+    return jnp.asarray(canonical(draft).num_tokens)
 
 
 def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) -> None:
