@@ -229,9 +229,9 @@ def test_few_tokens_and_a_cache_in_float8(case, options):
     "case, options",
     [
         ("in the middle", TURNED | {"page_size": 16} | FLOAT8 | scales(2)),
-        slow("past the end", {"page_size": 208} | FLOAT8 | scales(2)),
-        slow("odd sizes", WINDOW | {"page_size": 76} | FLOAT8),
-        slow("large programs", HIDDEN | FLOAT8 | scales(8)),
+        ("past the end", {"page_size": 208} | FLOAT8 | scales(2)),
+        ("odd sizes", WINDOW | {"page_size": 76} | FLOAT8),
+        ("large programs", HIDDEN | FLOAT8 | scales(8)),
     ],
 )
 def test_many_tokens_and_a_cache_in_float8(case, options):
@@ -239,7 +239,7 @@ def test_many_tokens_and_a_cache_in_float8(case, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [4, *(slow(n) for n in (2, 8, 17, 32, 33, 64, 65))])
+@pytest.mark.parametrize("num_tokens", [2, 4, 8, 17, 32, 33, 64, 65])
 def test_no_token_sees_a_later_one(num_tokens):
     """In the middle of a long cache, whatever the number of tokens."""
     check((1, num_tokens, 2, 1, 16, 240, [150]), True, turned=True)

@@ -144,12 +144,12 @@ def test_every_combination(vocab_size):
     ("vocab_size", "dtype", "implementation"),
     [
         (8193, np.float32, "xla"),
-        pytest.param(128256, ml_dtypes.bfloat16, "xla", marks=pytest.mark.slow),
-        pytest.param(151936, np.float32, "xla", marks=pytest.mark.slow),
-        pytest.param(100, np.float32, "interpret", marks=pytest.mark.slow),
+        (128256, ml_dtypes.bfloat16, "xla"),
+        (151936, np.float32, "xla"),
+        (100, np.float32, "interpret"),
         (8193, np.float32, "interpret"),
-        pytest.param(50272, np.float16, "interpret", marks=pytest.mark.slow),
-        pytest.param(151936, np.float32, "interpret", marks=pytest.mark.slow),
+        (50272, np.float16, "interpret"),
+        (151936, np.float32, "interpret"),
     ],
 )
 def test_mixed_batch(vocab_size, dtype, implementation):

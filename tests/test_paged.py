@@ -130,12 +130,10 @@ def feed_both(model, page_size, num_pages, calls, mask=None):
     return outputs
 
 
-def slow_but(fast, names):
-    """Parameters of a test of which one belongs to the fast tier: the others compile much and find the same."""
-    return [pytest.param(name, marks=[] if name == fast else [pytest.mark.slow]) for name in names]
-
-
-@pytest.mark.parametrize("case", slow_but("opt_post_norm", CONFIGS))
+# One case belongs to the fast tier: the others compile much and find the same.
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name == "opt_post_norm" else pytest.mark.slow) for name in CONFIGS]
+)
 def test_families(case, tmp_path):
     """Rows at different lengths, calls across pages, tokens that are fed again, in a pool of NaN."""
     model = load(write(tmp_path / case, case))
@@ -148,7 +146,7 @@ def test_families(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", slow_but(16, (16, 64, 256)))
+@pytest.mark.parametrize("page_size", (16, 64, 256))
 def test_page_sizes(page_size):
     """The last call passes the end."""
     rng, calls = np.random.default_rng(0), []
@@ -295,7 +293,7 @@ class TestSamplesOfAPrompt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but("block", LOSSLESS))
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_the_distribution_through_pages(name):
     """Several steps of many rows, with pages of two slots: target and draft read their last tokens from their pools."""
     size, rows, length = 3, 60_000, 7

@@ -47,13 +47,8 @@ def quantise(directory, quantization, fabricate):
     return copy
 
 
-FAST = "eagle3", "medusa"  # the others go through the same reader of matrices
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_drafter_drafts_as_its_floats_do(tmp_path, targets, kind):  # noqa: F811
     directory, target = tmp_path / "codes", of(kind, targets)
     directory.mkdir()
