@@ -503,6 +503,7 @@ for spec in (PartitionSpec(), PartitionSpec("x")):
 """
 
 
+@pytest.mark.slow
 def test_sharding(tmp_path):
     """Each device gets its part of the fused and transposed matrices too."""
     config = UNTIED | {"vocab_size": 14}

@@ -33,6 +33,7 @@ def error(got, expected) -> float:
     return float(np.abs(np.asarray(got) - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", INTERPRET)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_step(dtype, interpret):
@@ -67,6 +68,7 @@ def test_step(dtype, interpret):
     np.testing.assert_array_equal(kernel_after, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", INTERPRET)
 def test_chunks(interpret):
     """Several chunks, of which the last is not full; keys that repeat, and tokens that leave the state."""

@@ -169,6 +169,7 @@ def cut(named):
 
 
 class TestProbes:
+    @pytest.mark.slow
     def test_a_right_and_a_wrong_result(self, cut):
         row = probes.measure(cut)
         assert row["error"] is None and row["microseconds"] > 0

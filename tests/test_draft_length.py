@@ -84,6 +84,7 @@ def test_follows_acceptance():
     assert follow(choice, rng, 0.95, 2, 1000)[0][-1] >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_is_about_as_fast_as_the_best_fixed_number(num_rows):
     """Plain decoding among them, after the first steps."""

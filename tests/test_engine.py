@@ -124,6 +124,7 @@ def test_callers_in_several_threads(engine, target, proposer):
     assert (stats.num_running, stats.num_waiting, stats.pages.num_used) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_request_ends_alone_where_no_token_can_follow(target, proposer):
     """One of its tokens has an embedding of NaN; all others get a logit of NaN for it, and never draw it."""
 
@@ -145,6 +146,7 @@ def test_a_request_ends_alone_where_no_token_can_follow(target, proposer):
         assert engine.stats().pages.num_used == 0
 
 
+@pytest.mark.slow
 def test_asynchronous_callers(engine, target, proposer):
     requests = seeded(6, 1)
 
@@ -169,6 +171,7 @@ def test_beside_one_request_of_every_use(engine, target, proposer):
         other.result(timeout=120)
 
 
+@pytest.mark.slow
 def test_samples_are_ranked_by_their_log_probability(engine):
     params = SamplingParams(temperature=1.0, n=3, best_of=5, logprobs=2, max_tokens=8, seed=3)
     result = engine.submit([1, 2, 3], params).result(timeout=120)
@@ -390,6 +393,7 @@ def guided_engine(target):
             yield engine
 
 
+@pytest.mark.slow
 def test_grammars_are_compiled_for_their_requests(guided_engine):
     """More of them than have a place, several requests of one, and requests without one that do not wait."""
     patterns = ["(AB|CD)+E", "[G-K]{3}", "B(A|C){2,5}D"]
@@ -427,6 +431,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request(guided_engine, source,
     assert guided_engine.stats().num_waiting == 0
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_long_ends_its_request(guided_engine, monkeypatch):
     monkeypatch.setattr(guided_engine._compiler, "_time_limit", 0.3)
     slow = guided_engine.submit([1], SamplingParams(guided_decoding=guided.Regex("(B|A)*A(A|B){18}"), max_tokens=3))
@@ -439,6 +444,7 @@ def test_a_grammar_that_takes_too_long_ends_its_request(guided_engine, monkeypat
     assert fine.result(timeout=120).text == "AB"
 
 
+@pytest.mark.slow
 def test_a_request_is_cancelled_while_its_grammar_compiles(guided_engine, monkeypatch):
     monkeypatch.setattr(guided_engine._compiler, "_time_limit", 0.5)
     slow = [
@@ -481,6 +487,7 @@ def test_nothing_is_compiled_after_the_start(target):
     assert entries[0] is None and [next(iter(entry)) for entry in entries[1:]] == [1, 2] and len(entries[2]) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_programs")
 def test_programs_of_the_expected_requests_come_first(target, proposer, caplog):
     greedy = SamplingParams(temperature=0, max_tokens=3)

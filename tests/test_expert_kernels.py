@@ -54,6 +54,7 @@ def test_floats(num_rows, options, interpret):
         assert error(mix(params, x, experts, weights), expected) < 4e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", INTERPRET)
 @pytest.mark.parametrize("case", ["int8", "int4 with zeros", "mxfp4", "e4m3 in blocks"])
 def test_codes(case, interpret):
@@ -102,6 +103,7 @@ CHOICES = [  # a router of each kind, for rows that pad to a power of two and th
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", INTERPRET)
 @pytest.mark.parametrize(("num_rows", "router"), CHOICES)
 def test_choice(num_rows, router, interpret):

@@ -200,6 +200,7 @@ def test_tiles(num_rows, num_experts):
         np.testing.assert_array_equal(tiles.row[tiles.place], pairs // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_products_with_codes(format):
     ffn, params = make_experts(5, 40)
@@ -228,6 +229,7 @@ def mixture_model(expert_size: int = 64):
     return decoder_model(config, params)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others():
     """In float32 a row has the same experts and outputs alone and in a batch."""
     model = mixture_model()
@@ -265,6 +267,7 @@ def test_tokens_of_several_steps_follow_the_mixture():
     assert test.statistic < test.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4", None])
 def test_devices_share_the_width_of_experts(format):
     model = mixture_model()
@@ -312,6 +315,7 @@ def test_files_with_a_tensor_for_each_expert(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, apart.params, whole.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_experts_are_rounded_when_they_are_read(is_apart, tmp_path):
     directory = write_apart(tmp_path / "a", "qwen3_moe", QWEN) if is_apart else write(tmp_path / "a", "qwen3_moe")
@@ -384,6 +388,7 @@ def write_mxfp4(directory):
     return directory, floats
 
 
+@pytest.mark.slow
 def test_experts_in_mxfp4_stay_so(tmp_path):
     """The codes stand for exactly the floats of the format, and one device and two compute with them."""
     directory, floats = write_mxfp4(tmp_path / "codes")

@@ -117,6 +117,7 @@ def both(folder, rng, architecture="llama", kinds=None, tokenizer=None, **change
 Q4_K = {"ffn_down": "Q4_K"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "kinds", "num_codes"),
     [
@@ -136,6 +137,7 @@ def test_a_file_computes_what_its_floats_do(tmp_path, rng, architecture, kinds, 
     np.testing.assert_allclose(logits(model), expected, atol=3e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_an_llm_of_a_file(tmp_path, rng):
     path, _ = both(tmp_path, rng, kinds=dict.fromkeys(NAMES, "Q8_0"))
     llm = specjax.LLM(path, path, num_draft_tokens=2)

@@ -43,6 +43,7 @@ def all_children(keys, distribution):
     )
 
 
+@pytest.mark.slow
 def test_children_of_a_row():
     distribution = rows(1300, jnp.array([0.7, 0.0, 1.0]))
     keys = jax.random.split(jax.random.key(0), (3, 2))
@@ -203,6 +204,7 @@ def test_the_best_nodes_of_eagle_trees():
         growing.expand(LAST, Categorical(jnp.zeros((2, 1, 4))), advance, None, num_nodes=5, width=3, max_depth=1)
 
 
+@pytest.mark.slow
 def test_the_best_first_tree_of_marginals():
     """The tree of a heap: the best of all nodes whose parents are there."""
     logits = 2 * np.random.default_rng(7).normal(size=(2, 4, 30)).astype(np.float32)

@@ -53,6 +53,7 @@ class TestCache:
         assert isinstance(llm.proposer, DraftModel)
         assert llm.tokenizer.encode(PROMPT, add_special_tokens=False).ids == make_tokenizer().encode(PROMPT).ids[1:]
 
+    @pytest.mark.slow
     def test_command(self, cache, capsys):
         assert main(["generate", PROMPT, "--model", "org/name"]) == 0
         assert capsys.readouterr().out == TEXT + "\n"

@@ -54,6 +54,7 @@ def inputs_at(start, num_tokens, size=None):
     return ModelInput(jnp.asarray(part), jnp.asarray(positions), num_tokens=count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
     """The logits of the whole row, and of prompts whose calls end around the chunks of the delta rule, or anywhere."""
@@ -143,6 +144,7 @@ def test_rows_between_vacant_ones(hybrid, monkeypatch, num_rows=64):
         trial.step("a step", rng.integers(0, WIDTH + 1, num_rows) * rng.integers(0, 2, num_rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_recurrent_models(mistake):
     with pytest.raises(AssertionError, match=r"call \d+, a (step|chunk)"):
@@ -188,6 +190,7 @@ def test_devices_share_the_heads(case, goldens, tmp_path):
         tensor_parallel(load(tmp_path / case), Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)))
 
 
+@pytest.mark.slow
 def test_matrices_and_caches_of_few_bits(hybrid):
     """Codes give the logits of the floats for which they stand; states stay float32 beside a cache in float8."""
     few, floats = rounded(hybrid.params, "int8", transposed=False)

@@ -240,6 +240,7 @@ class TestThresholds:
         verified = run(verifier, on_this_device(), keys, Draft(token, drawn_from), Categorical(target))
         return np.asarray(verified.num_accepted), np.asarray(verified.tokens[:, 0])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("verifier", ["rejection", *slow("block")])
     def test_acceptance(self, verifier):
         """A draft is accepted iff u < target / draft."""
@@ -418,6 +419,7 @@ def test_no_draft_tokens(verifier):
     assert_same(run(verifier, on_this_device(), jax.random.key(1), draft, target, log_probs=True), xla)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", *slow("match"), *on_gpu("block", "typical", "synthetic")])
 def test_packed_rows(verifier):
     draft, target = random_case(6, vocab_size=1200)

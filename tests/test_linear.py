@@ -159,6 +159,7 @@ def test_few_rows_of_a_large_model(size, num_outputs, gated, shape):
         np.testing.assert_allclose(y, reference, rtol=1e-4, atol=1e-4 * np.abs(reference).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "size", "num_outputs", "gated"), [(1, 14336, 4096, False), (6, 4096, 14336, True)]
 )

@@ -69,6 +69,7 @@ class TestSlots:
             page = table[b, s // 2]
             assert_same(read[b, s], expected[page, s % 2] if 0 <= page < 6 else np.zeros(2))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
     def test_a_table_of_another_dtype(self, target, dtype):
         """One byte does not hold the number of pages of this pool."""

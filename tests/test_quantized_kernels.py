@@ -75,6 +75,7 @@ def test_one_row(case, num_outputs, size, gated, tiling, interpret):
     assert error(y, expected(x, floats, scale, activation, residual)[0]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SUPPORTED)
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "size", "gated", "tiling"),
@@ -128,6 +129,7 @@ def test_rows_do_not_mix(case, value, row):
     np.testing.assert_array_equal(product(x.at[row, 3].set(value), weight), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("interpret", INTERPRET)
 def test_every_code(code, interpret):
@@ -273,6 +275,7 @@ def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, t
         assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, (kernel.name, resources)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_in_a_model_takes_a_kernel(format):
     def kernels(num_tokens: int, dtype=jnp.bfloat16) -> list[str]:

@@ -84,6 +84,7 @@ def test_devices_share_matrices(name, format):
     np.testing.assert_array_equal(*tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_networks(name, format):

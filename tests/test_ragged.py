@@ -91,15 +91,16 @@ def assert_same(found, expected):
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, fields, is_deterministic",
     [
         ("rejection", ALL_FIELDS, False),
-        pytest.param("block", (), False, marks=pytest.mark.slow),
-        *(pytest.param(name, ALL_FIELDS, False, marks=pytest.mark.slow) for name in VERIFIERS if name != "rejection"),
-        pytest.param("rejection", (), False, marks=pytest.mark.slow),
-        pytest.param("match", ("temperature",), True, marks=pytest.mark.slow),
-        pytest.param("synthetic", ("temperature",), True, marks=pytest.mark.slow),
+        ("block", (), False),
+        *((name, ALL_FIELDS, False) for name in VERIFIERS if name != "rejection"),
+        ("rejection", (), False),
+        ("match", ("temperature",), True),
+        ("synthetic", ("temperature",), True),
     ],
 )
 def test_packed_is_padded(name, fields, is_deterministic):
@@ -214,6 +215,7 @@ def test_exact_distribution(name):
         assert testing.total_variation(found, testing.product_law(distribution)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, drafts, best, expected",
     [

@@ -147,6 +147,7 @@ class TestAnswers:
         assert found[0] == expected[0]
         assert compared(found[2]) == compared(expected[2])
 
+    @pytest.mark.slow
     def test_streams(self, client, direct):
         body = completion(stream=True, logprobs=2, n=2, max_tokens=30, stream_options={"include_usage": True})
         texts, tokens = [], []
@@ -369,6 +370,7 @@ class TestWire:
         assert found.directory == served.directory and found.token_text(5) == served.token_text(5)
 
 
+@pytest.mark.slow
 def test_no_device_is_opened():
     """The imports of the process that speaks HTTP open no device."""
     code = "import specjax.server.http_process, jax._src.xla_bridge as x; print(x.backends_are_initialized())"

@@ -210,6 +210,7 @@ class TestOracle:
         everything = {name: values[0] for name, values in FEATURES.items()} | {"temperature": 0.7}
         check([*params, SamplingParams(**everything)], num_drafts, seed=num_drafts)
 
+    @pytest.mark.slow
     def test_a_row_at_a_time(self):
         """As a draft model asks for its rows."""
         params = [SamplingParams(**{name: values[i] for name, values in FEATURES.items()}) for i in range(3)]
@@ -571,6 +572,7 @@ class TestDecoding:
         pairs = list(zip(plain[2], plain[2][1:], strict=False))
         assert 7 not in plain[2] and (3, 3) not in pairs and (1, 2) not in pairs
 
+    @pytest.mark.slow
     def test_draft_reports_what_it_sampled_from(self):
         model = decoder(noise=0.3)
         proposer = proposers.draft_model(model, 3)

@@ -51,6 +51,7 @@ def decode_all(target, proposer, verifier="match", pages=None, some_rows=False):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dense", "pages", "no pages"])
 @pytest.mark.parametrize("some_rows", [False, True])
 def test_tokens_are_those_of_plain_decoding(target, proposer, form, some_rows):
@@ -82,6 +83,7 @@ def assert_same_slots(state, plain):
             assert not np.asarray(own)[free].any()
 
 
+@pytest.mark.slow
 def test_beside_drafts_of_n_grams(target, proposer):
     """Rows with drafts of the first proposer, rows with drafts of the second, and steps without the second."""
     both = proposers.fallback(proposers.ngram(2, min_n=1), proposer)
@@ -93,6 +95,7 @@ def test_beside_drafts_of_n_grams(target, proposer):
     assert not alone.reads_memory and not alone.writes_memory
 
 
+@pytest.mark.slow
 def test_steps_of_other_lengths_and_pauses(target, proposer):
     """The number of drafts changes from step to step, and rows that pause have nothing to catch up with."""
     plain = decode_all(target, None)
@@ -166,6 +169,7 @@ def test_no_pool_is_copied(target, proposer, kind):
         assert copying.memory_analysis().output_size_in_bytes > 2 * sum(pool.nbytes for pool in pools)
 
 
+@pytest.mark.slow
 def test_parameters_are_shared_where_they_are_not_quantised():
     config = replace(test_slots.CONFIG, tie_embeddings=False, hidden_size=64)
     target = models.decoder.decoder_model(config, models.decoder.init_params(config, 0))

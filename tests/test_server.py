@@ -199,6 +199,7 @@ def test_chat_of_the_page(tmp_path, served):
 
 
 class TestAnswers:
+    @pytest.mark.slow
     def test_tokens_are_those_of_the_engine(self, client, engine, served):
         asked = {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
         asked |= {"max_tokens": 24, "seed": 5, "logit_bias": {"7": 6}, "top_p": 0.9}
@@ -213,6 +214,7 @@ class TestAnswers:
         assert "".join(event["choices"][0]["text"] for event in events) == expected.text
         assert [event["choices"][0]["finish_reason"] for event in events][-2:] == [None, "length"]
 
+    @pytest.mark.slow
     def test_several_prompts_and_samples(self, client):
         fields = {"prompt": ["the cat", "the dog"], "n": 2, "logprobs": 1, "seed": 3}
         whole = {choice["index"]: choice for choice in client.complete(**fields)["choices"]}
@@ -409,6 +411,7 @@ class TestMessages:
             assert (status, answer["error"]["type"], answer["type"]) == (*expected, "error")
             assert set(answer["error"]) == {"type", "message"}
 
+    @pytest.mark.slow
     def test_the_client_of_anthropic(self, client):
         anthropic = pytest.importorskip("anthropic")
         asked = {"model": "small", "max_tokens": 8, "messages": [{"role": "user", "content": "the cat"}]}
@@ -1013,6 +1016,7 @@ class TestHostileInputs:
             counts.append(sum(token in special for token in tokens))
         assert counts[0] == counts[1]
 
+    @pytest.mark.slow
     def test_a_grammar_too_costly_to_compile(self, client, neighbour):
         """Neither its time nor its memory is taken from the server."""
         with ThreadPoolExecutor(1) as pool:

@@ -184,6 +184,7 @@ def test_kernels_of_parts_without_drafts(has_bonus, case):
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_drafts_and_bonus_tokens(case):
     keys, draft, target = case
     draft, bonus = draft._replace(distribution=None), jnp.arange(BATCH, dtype=jnp.int32)

@@ -95,6 +95,7 @@ def test_bad_rows(rows, message):
         decode.step(target, None, start(target, None), rows=jnp.array(rows))
 
 
+@pytest.mark.slow
 def test_a_temperature_of_drafts_stays_with_its_row():
     target = testing.bigram_model(2 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB)))
     draft = testing.bigram_model(2 * jax.random.normal(jax.random.key(1), (VOCAB, VOCAB)))
@@ -208,6 +209,7 @@ def test_a_recurrent_state_follows_what_is_accepted(in_pages):
         assert row[length : length + 12].tolist() == greedy(target, prompt[:length], 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_pages", [True, False])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_a_recurrent_draft_model_takes_each_token_once(in_pages, noise):
