@@ -50,7 +50,9 @@ def propose(proposer, inputs, features, memory):
     return draft, after
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case == "groups" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_drafts_are_those_of_transformers(case, target, fed, tmp_path):
     """In pages among NaN; the slot of the pending token is not read, and no slot changes."""
     assert proposers.kind_of(write(tmp_path / case, case)) == "assistant"

@@ -26,8 +26,9 @@ OPTIONS = {
 }
 LAYOUTS = "dense", "pages"
 COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS if options != "hidden"]
-CASES = [*((n, *combination) for n in (5, 64) for combination in COMBINATIONS), (5, "dense", "hidden")]
+CASES = [*((5, *combination) for combination in COMBINATIONS), (5, "dense", "hidden")]
 SLOW = [(n, *COMBINATIONS[i % 6]) for i, n in enumerate((1, 2, 3, 4, 7, 8, 15, 16, 17, 18, 31, 32, 33, 63))]
+SLOW += [(64, *combination) for combination in COMBINATIONS]
 
 
 def arrays(num_tokens, dtype):
@@ -101,9 +102,14 @@ def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, 
 
 
 LONG = [(70, *combination) for combination in (*COMBINATIONS, ("dense", "hidden"))]
+FAST = (70, "dense", "plain"), (5, "pages", "plain")
+BLOCKS = [*LONG, *((5, "pages", name) for name in OPTIONS)]
 
 
-@pytest.mark.parametrize("num_tokens, layout, options", [*LONG, *((5, "pages", name) for name in OPTIONS)])
+@pytest.mark.parametrize(
+    "num_tokens, layout, options",
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in BLOCKS],
+)
 @pytest.mark.parametrize("few", [attention.FEW_QUERIES, 0])
 def test_blocks_of_slots(num_tokens, layout, options, few, monkeypatch):
     """A long cache is attended to in blocks, of which only those that a row fills are read."""

@@ -57,7 +57,14 @@ def drawn(params, logits, is_greedy=False, temperature=None):
     return jax.jit(lambda logits: canonical(drawer.parallel(logits)))(logits[:count])
 
 
-@pytest.mark.parametrize("is_greedy, temperature", [(False, None), (True, None), (False, 0.5)])
+@pytest.mark.parametrize(
+    "is_greedy, temperature",
+    [
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_draws_the_same_beside_any_other(is_greedy, temperature):
     """The tokens and every reported bit are equal, where logits are equal too: the lowest draft token wins a tie."""
     logits = np.random.default_rng(2).normal(0, 2, (len(PLAIN) + len(READING), K, len(IDS))).astype(np.float32)

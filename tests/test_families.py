@@ -63,7 +63,11 @@ def distance(logits: np.ndarray, expected: np.ndarray) -> float:
     return np.linalg.norm(logits - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("case", ALL)
+# The cases that find the breaks of families.
+FAST = "llama", "llama3_beside", "gemma3", "gemma4_small", "deepseek_v3"
+
+
+@pytest.mark.parametrize("case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in ALL])
 def test_logits_are_the_recorded_ones(case, goldens, tmp_path):
     model = load(write(tmp_path / case, case))
     shapes = param_shapes(model.apply.network, model.apply.config)

@@ -88,7 +88,7 @@ def decoder(seed=0, scale=8.0, **changes):
             {"num_kv_heads": 1, "layers": (EVERYTHING,)},
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             2,
             {
                 "vocab_size": 37,
@@ -96,6 +96,7 @@ def decoder(seed=0, scale=8.0, **changes):
                 "embedding_factor": 4.0,
                 "layers": (LayerConfig(Attention(window=4)), LayerConfig()),
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -104,7 +104,14 @@ def test_rows_on_several_devices_are_fed_together(num_devices, expected):
     assert widths == [expected]
 
 
-@pytest.mark.parametrize("in_pages, takes_pages", [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "in_pages, takes_pages",
+    [
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_and_groups_change_nothing(monkeypatch, in_pages, takes_pages):
     """One call with all rows and tokens gives the same caches, log-probabilities and proposer's state."""
     target, proposer = model(0), proposers.draft_model(replace(model(1), takes_pages=takes_pages), 2)

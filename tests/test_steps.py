@@ -193,7 +193,7 @@ def bigrams():
     return testing.BigramProposer(jax.random.normal(jax.random.key(3), (VOCAB, VOCAB)), 2, is_ragged=True)
 
 
-@pytest.mark.parametrize("in_pages", [True, False])
+@pytest.mark.parametrize("in_pages", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_recurrent_state_follows_what_is_accepted(in_pages):
     """Greedy tokens equal the tokens of a plain loop, whatever was drafted, in steps of all rows and of some."""
     target, proposer = recurrent(in_pages), bigrams()

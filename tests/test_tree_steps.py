@@ -74,7 +74,7 @@ keep = jax.jit(
 )
 
 
-@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("is_paged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_scores_and_compaction(model, is_paged):
     """Nodes get the logits of their paths; the cache then keeps the accepted ones as if a prompt had them."""
     pages = random_table((2, SLOTS // PAGE), 12) if is_paged else None
