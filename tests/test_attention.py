@@ -156,6 +156,7 @@ def test_a_row_without_pages_reads_nothing():
     np.testing.assert_allclose(attended, [np.ones((3, HEADS, SIZE)), np.zeros((3, HEADS, SIZE))], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_windows_hide_pages_that_were_freed():
     slots, window = 4 * attention.SMALL_BLOCK, 40
     query, key, value, _ = arrays(5, jnp.float32)

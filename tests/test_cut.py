@@ -129,7 +129,7 @@ def test_ties_are_kept(implementation):
     assert jitted(many, top_k=jnp.array(2), top_p=jnp.array(0.007)) == 5
 
 
-@pytest.mark.parametrize("vocab_size", [3, 100])
+@pytest.mark.parametrize("vocab_size", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_combination(vocab_size):
     rows = rows_of(vocab_size, seed=vocab_size)
     combinations = list(itertools.product(*VALUES.values()))

@@ -184,7 +184,7 @@ def test_min_tokens_keep_stop_tokens_out(target, draft):
     assert outputs(run(target, None, params, verifiers.match)) == outputs(state)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+@pytest.mark.parametrize("num_draft_tokens", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_end_of_buffer(target, stranger, num_draft_tokens):
     """Rows end where the buffer does, with the tokens that a longer buffer gives, also inside an accepted block."""
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -451,6 +451,7 @@ def apply_features(params, inputs, cache):
     return ModelOutput(params[inputs.tokens], inputs.positions), cache
 
 
+@pytest.mark.slow
 def test_features_reach_the_proposer():
     """`update` sees the features of the positions that were scored."""
     own = replace(testing.bigram_model(jnp.zeros((5, 5))), apply=apply_features)

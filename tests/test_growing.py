@@ -66,6 +66,7 @@ def test_children_of_a_row():
     np.testing.assert_allclose(np.exp(coupled.log_probs[[0, 2]]).sum(axis=-1), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_drawn_children_follow_their_distribution():
     """Ordered pairs and triples, of tokens in two blocks of the vocabulary."""
     probs, ids = np.array([0.5, 0.3, 0.15, 0.05]), np.array([3, 70, 513, 598])

@@ -214,6 +214,7 @@ class TestGenerate:
         np.testing.assert_array_equal(key_data[1], jax.random.key_data(jax.random.key(5)))
         assert len({tuple(words) for words in key_data.tolist()}) == len(seeds)
 
+    @pytest.mark.slow
     def test_token_ids_as_prompts(self, llm):
         ids = [llm.tokenizer.encode(prompt).ids for prompt in PROMPTS]
         assert ids[0][0] == 0
@@ -377,6 +378,7 @@ class TestCompany:
 
 
 class TestEnds:
+    @pytest.mark.slow
     def test_end_of_sequence(self, chain):
         result = say(chain)
         completion = result.completions[0]
@@ -462,6 +464,7 @@ class TestEnds:
 
 
 class TestStream:
+    @pytest.mark.slow
     @pytest.mark.parametrize("seed", [1, 2])
     def test_equals_generate(self, llm, seed):
         params = SamplingParams(temperature=1, max_tokens=30, seed=seed)

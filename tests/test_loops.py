@@ -64,20 +64,8 @@ def test_arrays_vary_as_the_loop_makes_them(mesh):
     assert counts.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "draft model with a limit",
-        pytest.param("ngram", marks=pytest.mark.slow),
-        pytest.param("fallback", marks=pytest.mark.slow),
-    ],
-)
-def test_decoding_of_rows_that_devices_share(mesh, target, draft, name):
-    proposer = {
-        "draft model with a limit": lambda: proposers.draft_model(draft, 3, max_length=28),
-        "ngram": lambda: proposers.ngram(3),
-        "fallback": lambda: proposers.fallback(proposers.ngram(3), proposers.draft_model(draft, 3)),
-    }[name]()
+def decoding(mesh):
+    """A function that decodes four rows, the one by which devices share them, and its requests."""
 
     def run(target, proposer, *requests):
         state = decode.prefill(target, proposer, *requests, max_length=40, chunk_size=8)
@@ -87,10 +75,27 @@ def test_decoding_of_rows_that_devices_share(mesh, target, draft, name):
     requests = sampling.batch([SamplingParams(temperature=0.8, top_k=10, top_p=0.9, max_tokens=12)] * 4)
     given = prompts, jnp.array([20, 17, 9, 2]), requests, jax.random.split(jax.random.key(0), 4)
     specs = P(), P(), *[SHARED] * 4
-    shared = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=SHARED))
+    return run, jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=SHARED)), given
+
+
+def test_decoding_has_types_where_devices_share_rows(mesh, target, draft):
+    _, shared, given = decoding(mesh)
+    assert jax.eval_shape(shared, target, proposers.draft_model(draft, 3, max_length=28), *given).shape == (4, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft model with a limit", "ngram", "fallback"])
+def test_decoding_of_rows_that_devices_share(mesh, target, draft, name):
+    proposer = {
+        "draft model with a limit": lambda: proposers.draft_model(draft, 3, max_length=28),
+        "ngram": lambda: proposers.ngram(3),
+        "fallback": lambda: proposers.fallback(proposers.ngram(3), proposers.draft_model(draft, 3)),
+    }[name]()
+    run, shared, given = decoding(mesh)
     np.testing.assert_array_equal(shared(target, proposer, *given), run(target, proposer, *given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [3, 70])
 @pytest.mark.parametrize("has_pages", [True, False])
 def test_attention_in_blocks(mesh, target, num_tokens, has_pages):

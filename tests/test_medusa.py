@@ -244,6 +244,7 @@ def test_slots(tmp_path, target):
     assert heads.in_slots(target, load(tmp_path, target)) == heads.in_slots(target, None)
 
 
+@pytest.mark.slow
 def test_masks_may_leave_nothing_of_a_reduced_vocabulary():
     """The drafts of a row end where the request allows no token that the heads have."""
     proposer = bigram_heads(5, token_ids=np.array([6, 1, 3, 0, 4]))

@@ -210,6 +210,7 @@ class TestOutcomes:
         error = (overlap * (1 - overlap) / 30_000) ** 0.5
         np.testing.assert_allclose(np.mean(told.is_accepted, axis=0), overlap, atol=5 * error)
 
+    @pytest.mark.slow
     def test_of_deterministic_drafts(self):
         target = jnp.log(jnp.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]]))
         told = verifiers.rejection(jax.random.key(0), Draft(jnp.array([[0, 0, 0]])), target, outcomes=True)

@@ -33,6 +33,7 @@ def two_devices():
     return jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [3, 100])
 def test_latents_in_pages(page_size, goldens, tmp_path):
     """Rows of different lengths in a pool of NaN, read whole or in blocks; the calls feed some tokens again."""

@@ -165,6 +165,7 @@ def propose_once(target, proposer, params, **options):
 
 
 class TestDraftModel:
+    @pytest.mark.slow
     def test_greedy_drafts_are_deterministic(self, bigram):
         params = [SamplingParams(temperature=1, top_k=5, max_tokens=30), SamplingParams(temperature=0, max_tokens=30)]
         draft = propose_once(bigram, proposers.draft_model(bigram, 3, temperature=0), params)
@@ -263,6 +264,7 @@ class Sometimes:
 
 
 class TestFallback:
+    @pytest.mark.slow
     def test_the_distribution_is_the_targets(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         proposer = proposers.fallback(Sometimes(ONES, 3, 3), proposers.draft_model(draft, 2))

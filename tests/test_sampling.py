@@ -200,6 +200,7 @@ class TestOracle:
         used = [{}, *({feature: value} for value in values), {}, {feature: values[0]}, {feature: values[2]}]
         check([SamplingParams(stop_token_ids=[7]) if not use else SamplingParams(**use) for use in used], 3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("num_drafts", [0, 4])
     def test_all_in_one_batch(self, num_drafts):
         names = list(FEATURES)

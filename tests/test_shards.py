@@ -284,6 +284,7 @@ def test_cuts(number):
     assert np.isfinite(expected).sum() > 20
 
 
+@pytest.mark.slow
 def test_parameters_of_requests():
     """Every parameter that shapes logits, for tokens at both ends of each shard."""
     vocab_size = 64

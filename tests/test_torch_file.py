@@ -32,6 +32,7 @@ def test_reads_what_was_written(tmp_path):
         assert array.dtype == ARRAYS[name].dtype
 
 
+@pytest.mark.slow
 def test_reads_what_torch_writes(tmp_path):
     torch = pytest.importorskip("torch")
     whole = torch.arange(12.0).reshape(3, 4)

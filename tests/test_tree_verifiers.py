@@ -200,7 +200,14 @@ def chains(seed=0, batch_size=256, num_drafts=4, vocab_size=6):
     return draft, Categorical(jnp.asarray(logits), jnp.asarray(temperature))
 
 
-@pytest.mark.parametrize("of_trees, of_chains", [("match", "match"), ("traversal", "block"), ("typical", "typical")])
+@pytest.mark.parametrize(
+    "of_trees, of_chains",
+    [
+        pytest.param("match", "match", marks=pytest.mark.slow),
+        ("traversal", "block"),
+        pytest.param("typical", "typical", marks=pytest.mark.slow),
+    ],
+)
 def test_a_chain_has_the_output_of_the_verifier_of_chains(of_trees, of_chains):
     """The same coins and samples, so the same tokens. The masses of traversal are sums in another order."""
     draft, target = chains()
@@ -222,6 +229,7 @@ def test_a_chain_has_the_output_of_the_verifier_of_chains(of_trees, of_chains):
     np.testing.assert_array_equal(tree.path, np.where(index <= tree.num_accepted[:, None], index, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_CORES)
 def test_a_wrong_core_is_found(name):
     cases = [draw_trees((-1, 0, 0), PROBS)]

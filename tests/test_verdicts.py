@@ -146,6 +146,7 @@ def test_two_samples_are_not_lossless():
         testing.assert_lossless(two_samples, num_draft_tokens=1)
 
 
+@pytest.mark.slow
 def test_the_first_call_has_the_noise_it_always_had():
     """`two_flips` with one of its coins always true is `rejection`, token for token."""
 

@@ -429,6 +429,7 @@ def test_nothing_of_the_size_of_the_logits_is_written(name, is_cut):
     assert memory.temp_size_in_bytes < 4 * batch * (2 * drafts + 1) * vocab / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in LOSSLESS if n != "match"])
 def test_a_known_normalizer_changes_nothing(name):
     draft, target = example()
@@ -665,6 +666,7 @@ def test_a_verifier_compares_by_value_and_pickles_by_name(name):
         verifier.kernel = None
 
 
+@pytest.mark.slow
 def test_equal_verifiers_are_traced_once():
     traces = []
 
