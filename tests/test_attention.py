@@ -11,6 +11,7 @@ from paged import poisoned, random_table
 
 from specjax.models import attention, dense_attention
 from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_mask, num_slots, update_cache
+from specjax.models.block_attention import num_blocks
 from specjax.models.rope import rotation
 from specjax.types import ModelInput
 
@@ -151,7 +152,7 @@ def test_a_row_without_pages_reads_nothing():
     table[0, 0] = 2
     positions = jnp.asarray(np.array([[0], [slots - 1]], np.int32) + np.arange(3, dtype=np.int32))
     inputs = ModelInput(jnp.zeros((2, 3), jnp.int32), positions, pages=jnp.asarray(table))
-    assert attention.num_blocks(pool, inputs, attention.SMALL_BLOCK) == 1
+    assert num_blocks(pool, inputs, attention.SMALL_BLOCK) == 1
     attended = attend_to_slots(query, key, value, pool, inputs)
     np.testing.assert_allclose(attended, [np.ones((3, HEADS, SIZE)), np.zeros((3, HEADS, SIZE))], rtol=1e-5)
 

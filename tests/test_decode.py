@@ -100,6 +100,7 @@ def test_greedy_equals_plain(target, draft, stranger, num_draft_tokens, name):
     assert [len(o) for o in outputs(plain)] == [40, 40, 40]
 
 
+@pytest.mark.slow
 def test_match_equals_plain_sampling(target, stranger):
     """With keys by position, exact match emits what plain sampling does, whatever the drafts, accepted or not."""
     params = SamplingParams(temperature=0.3, top_k=20, top_p=0.95, max_tokens=40)
@@ -204,7 +205,7 @@ def test_a_prompt_that_fills_the_buffer_is_finished(target):
     assert state.context.length.tolist() == [20] * 3
 
 
-def test_rows_past_the_drafts_limit_decode_normally(target, draft):
+def test_no_drafts_past_the_drafts_limit(target, draft):
     """Top1Proposer: a row speculates iff length + K < max_length, strictly."""
     proposer = proposers.draft_model(draft, 4, max_length=16)
     params = SamplingParams(temperature=0, max_tokens=30)
@@ -219,7 +220,13 @@ def test_rows_past_the_drafts_limit_decode_normally(target, draft):
     skipped, _ = propose(proposer, keys, inactive, state.sampling, state.proposer)
     assert skipped.num_tokens.tolist() == [0, 0, 0]
     assert skipped.tokens.tolist() == [[-1] * 4] * 3
-    assert outputs(decode.generate(target, proposer, state)) == outputs(run(target, None, params, lengths=(11, 12, 2)))
+
+
+@pytest.mark.slow
+def test_rows_past_the_drafts_limit_decode_normally(target, draft):
+    params, lengths = SamplingParams(temperature=0, max_tokens=30), (11, 12, 2)
+    limited = proposers.draft_model(draft, 4, max_length=16)
+    assert outputs(run(target, limited, params, lengths=lengths)) == outputs(run(target, None, params, lengths=lengths))
 
 
 def test_nobody_speculates_and_the_draft_is_not_run(target, draft):

@@ -177,6 +177,7 @@ class TestProbes:
         wrong = cut._replace(function=lambda logits, top_k: top_k.astype(jnp.float32))
         assert probes.measure(wrong)["error"] == "differs from the reference in 4 of 4 places"
 
+    @pytest.mark.slow
     def test_an_error_is_a_finding(self, cut):
         def fail(logits, top_k):
             raise RuntimeError("no ptxas\nmore")

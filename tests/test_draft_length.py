@@ -3,6 +3,7 @@
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import heads
 import jax
@@ -353,8 +354,10 @@ def test_arguments(tmp_path):
         ({"num_draft_tokens": 0, "step_times": "file"}, (0, "file")),
     ],
 )
-def test_commands_choose_by_the_times_that_they_are_given(monkeypatch, given, expected):
+def test_commands_choose_by_the_times_that_they_are_given(monkeypatch, tmp_path, given, expected):
     """Where no number is given; `LLM` refuses both."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("{}")
     monkeypatch.setattr("specjax.engine.llm.LLM", lambda model, draft, k, step_times, **options: (k, step_times))
     names = ("model", "draft", "dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "tree")
     args = dict.fromkeys((*names, "cache_dtype", "compilation_cache")) | {"verifier": "rejection"} | given

@@ -384,18 +384,14 @@ def drafter(kind, target_ids=None, **options):
     return getattr(proposers, kind)(head, params, 2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, options",
     [
         ("eagle3", {"target_ids": REDUCED}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("eagle", {"temperature": 0.6}),
-                ("eagle3", {"temperature": 0}),
-                ("p_eagle", {"target_ids": REDUCED}),
-            )
-        ),
+        ("eagle", {"temperature": 0.6}),
+        ("eagle3", {"temperature": 0}),
+        ("p_eagle", {"target_ids": REDUCED}),
     ],
 )
 def test_the_distribution_is_the_targets(kind, options):

@@ -363,6 +363,7 @@ def test_close_ends_what_runs(target):
         engine.submit([1], params)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeypatch):
     def decode(self, ids, skip_special_tokens):
         if 30 in ids[:1]:

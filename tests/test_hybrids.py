@@ -204,6 +204,7 @@ def test_matrices_and_caches_of_few_bits(hybrid):
     assert memory.rows["layers"][0]["state"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_rates_stay_floats(tmp_path, hybrid):
     """When others are rounded: by loading, and in the files that are written."""
     directory = write(tmp_path / "floats", "qwen3_5_text", SMALL)

@@ -221,6 +221,7 @@ class TestGenerate:
         assert tokens(llm.generate(ids, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
         assert tokens(llm.generate([np.array(row) for row in ids], GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
 
+    @pytest.mark.slow
     def test_proposer_as_draft(self, llm, pair):
         target, draft = pair
         other = LLM(target, proposers.draft_model(load(draft), 4), verifier=verifiers.rejection)
@@ -385,6 +386,7 @@ class TestEnds:
         assert completion == Completion(SENTENCE[1:], chain.sentence_ids[1:], None, "stop", None)
         assert result.metrics.acceptance_rate == 1
 
+    @pytest.mark.slow
     def test_max_tokens(self, chain):
         completion = say(chain, max_tokens=5).completions[0]
         assert completion == Completion("o東\ufffd", chain.sentence_ids[1:6], None, "length", None)
@@ -476,6 +478,7 @@ class TestStream:
         assert stream.result.completions == result.completions
         assert stream.result.metrics[:4] == result.metrics[:4]
 
+    @pytest.mark.slow
     def test_kinds(self, llm, chain):
         stream = llm.stream(PROMPTS[0], SamplingParams(temperature=1, max_tokens=30, seed=1))
         kinds = [piece.kind for piece in stream]

@@ -163,6 +163,7 @@ class TestAnswers:
         assert texts[0] == texts[1]
         assert tokens[0] == tokens[1] and len(tokens[0][0]["tokens"]) == 30
 
+    @pytest.mark.slow
     def test_kinds_of_tokens(self, client):
         body = completion(prompt="the cat the cat", stream=True, return_token_kinds=True, max_tokens=40)
         *events, _ = client.events("/v1/completions", body)

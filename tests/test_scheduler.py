@@ -527,6 +527,26 @@ def test_prompts_are_fed_together(device, monkeypatch, sizes, first):
         assert_as_alone(device, request, job)
 
 
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_a_piece_ends_with_its_call(device, monkeypatch):
+    """A long prompt takes the room that a short one leaves, and no more."""
+    calls = called(device, monkeypatch)
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, prompt_sizes=[CHUNK], chunks_per_step=4)
+    params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=1)
+    requests = [replace_params(request, max_tokens=1) for request in some_jobs(2, 9, [params])]
+    for request, length in zip(requests, (1, CHUNK), strict=True):
+        request.prompt = np.arange(length, dtype=np.int32)
+    jobs = [job_of(request) for request in requests]
+    for job in jobs:
+        scheduler.add(job)
+    while scheduler.advance():
+        pass
+    assert [call for call in calls if call not in ("step", "evict")] == [(2, CHUNK), (1, CHUNK)]
+    for request, job in zip(requests, jobs, strict=True):
+        assert_as_alone(device, request, job)
+
+
 @pytest.mark.parametrize(
     "num_tokens, size",
     [(64, 128), (128, 128), (192, 256), (320, 256), (448, 512), (704, 512), (1088, 512), (1856, 2048), (9999, 2048)],

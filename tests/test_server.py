@@ -225,6 +225,7 @@ class TestAnswers:
                     texts[choice["index"]] += choice["text"]
         assert texts == {index: choice["text"] for index, choice in whole.items()}
 
+    @pytest.mark.slow
     def test_stream_of_a_chat(self, client):
         body = chat(stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2)
         *events, last, done = client.events("/v1/chat/completions", body)

@@ -43,14 +43,8 @@ def test_the_docs_have_a_line_on_each():
     assert set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)) == set(WRONG)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "block"))  # test_law.py enumerates it, and is quicker
-        for name in verifiers.__all__
-        if name not in verifiers.LOSSY
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in verifiers.__all__ if name not in verifiers.LOSSY])
 def test_a_lossless_verifier_passes(name):
     testing.assert_lossless(getattr(verifiers, name))
 
