@@ -236,7 +236,9 @@ class TestGenerate:
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("all_programs")
-    def test_few_compilations(self, llm):
+    def test_few_compilations(self, pair):
+        llm = LLM(*pair)
+
         def num_programs():
             return [
                 f._cache_size()
