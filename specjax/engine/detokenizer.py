@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from specjax.sampling import SamplingParams
@@ -41,9 +41,9 @@ class Detokenizer:
         self._text = ""
         self._ends = [0]  # _ends[i] is the length of the text after i tokens; absent while a character is incomplete
         self._certain = 0  # length of the certain text
-        self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        self._decode, self._skips = tokenizer.decode, params.skip_special_tokens
         self._window = prompt[-LEFT_CONTEXT:]  # the tokens that received text last, then the tokens without text
-        self._known = self._decode(self._window)  # text of the first part of the window
+        self._known = self._decode(self._window, self._skips)  # text of the first part of the window
         self._set_apart = {}  # id and text of the special tokens that get a space on each side
         if params.spaces_between_special_tokens and not params.skip_special_tokens:
             added = tokenizer.get_added_tokens_decoder()
@@ -53,20 +53,26 @@ class Detokenizer:
         """Return the text of the tokens [start, stop)."""
         return self._text[self._ends[start] : self._ends[stop]]
 
+    def texts(self, stop: int | None = None) -> list[str]:
+        """Return the text of each of the first `stop` tokens; None is all."""
+        ends = self._ends if stop is None else self._ends[: stop + 1]
+        return [self._text[start:end] for start, end in pairwise(ends)]
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens until one of them completes a stop string, which ends the output."""
+        if not self.params.detokenize:
+            self.token_ids += tokens
+            self._ends += [0] * len(tokens)
+            self.num_certain += len(tokens)
+            return
         for token in tokens:
             self.token_ids.append(token)
-            if not self.params.detokenize:
-                self._ends.append(0)
-                self.num_certain += 1
-                continue
             self._window.append(token)
-            text = self._decode(self._window)
+            text = self._decode(self._window, self._skips)
             if len(text) > len(self._known) and not text.endswith(INCOMPLETE):
                 self._assign_text(text)
-            if self.finish_reason is not None:
-                return
+                if self.finish_reason is not None:
+                    return
 
     def finish(self, is_stop: bool, eos_token_ids: Sequence[int]) -> None:
         """End the output.
@@ -77,7 +83,7 @@ class Detokenizer:
         """
         last = self.token_ids[-1]
         if len(self._ends) <= len(self.token_ids):
-            self._assign_text(self._decode(self._window))
+            self._assign_text(self._decode(self._window, self._skips))
         if self.finish_reason is not None:
             return
         if is_stop:
@@ -91,14 +97,19 @@ class Detokenizer:
 
     def _assign_text(self, text: str) -> None:
         """Assign text to the tokens that have none, where the window decodes to `text`, and look for stop strings."""
-        num_new = len(self.token_ids) - len(self._ends) + 1
-        self._ends += [len(self._text)] * num_new
-        self._text += self._add_spaces(text[len(self._known) :])
-        self._ends[-1] = len(self._text)
+        num_tokens, piece = len(self.token_ids), text[len(self._known) :]
+        num_new = num_tokens - len(self._ends) + 1
+        if num_new > 1:
+            self._ends += [len(self._text)] * (num_new - 1)
+        self._text += self._add_spaces(piece) if self._set_apart else piece
+        self._ends.append(len(self._text))
         self._window = self._window[-num_new:]
-        self._known = self._decode(self._window)
+        self._known = self._decode(self._window, self._skips)
 
-        stops = self.params.stop or () if len(self.token_ids) > self.params.min_tokens else ()
+        stops = self.params.stop if num_tokens > self.params.min_tokens else None
+        if not stops:
+            self._certain, self.num_certain = len(self._text), num_tokens
+            return
         found = [(start, stop) for stop in stops if (start := self._text.find(stop, self._certain)) >= 0]
         if found:
             self._cut(*min(found))
@@ -107,14 +118,14 @@ class Detokenizer:
         held = max((len(s) for s in beginnings if self._text.endswith(s, self._certain)), default=0)
         self._certain = len(self._text) - held
         if self.params.include_stop_str_in_output:
-            self.num_certain = len(self.token_ids)
+            self.num_certain = num_tokens
             return
         covering = bisect_left(self._ends, self._certain)  # number of tokens that cover the certain text
         self.num_certain = covering - (self._ends[covering] > self._certain)  # the last may be certain only in part
 
     def _add_spaces(self, piece: str) -> str:
         """Return the next piece of text with spaces around the special token that it ends with or follows."""
-        if not self._set_apart or not piece:
+        if not piece:
             return piece
         content = self._set_apart.get(self.token_ids[-1], "")
         ends_special = bool(content) and piece.endswith(content)

@@ -255,8 +255,7 @@ class Samples:
 def _plain_pieces(job: Job, num_tokens: int | None) -> tuple[Piece, ...]:
     """Return the tokens of a job without log-probabilities, cut to `num_tokens` if that is given."""
     output = job.output
-    tokens = zip(output.token_ids[:num_tokens], job.kinds, strict=False)
-    return tuple(Piece(output.text(i, i + 1), token, kind, job.sample) for i, (token, kind) in enumerate(tokens))
+    return tuple(map(Piece, output.texts(num_tokens), output.token_ids, job.kinds, itertools.repeat(job.sample)))
 
 
 def _list_log_probs(job: Job, n: int) -> Iterator[TokenLogProbs]:
