@@ -502,14 +502,14 @@ class Engine:
         """Give out the pieces of the last round, and the results of requests that have ended."""
         now, with_pieces = time.perf_counter(), []
         for request in dict.fromkeys(job.owner for job in self._scheduler.changed):
-            samples = request._samples
-            error = next((job.error for job in samples.jobs if job.error is not None), None)
-            result = None
+            samples, error, result = request._samples, None, None
             try:
                 if samples.update(now):
                     with_pieces.append(request)
-                if error is None and samples.is_done:
-                    result = samples.result()
+                if ended := [job for job in samples.jobs if job.is_done]:
+                    error = next((job.error for job in ended if job.error is not None), None)
+                    if error is None and len(ended) == len(samples.jobs):
+                        result = samples.result()
             except Exception as other:  # of one request, which ends alone
                 error = error or other
             if error is not None:
