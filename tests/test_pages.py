@@ -40,6 +40,16 @@ def test_a_table_grows_and_is_padded_with_num_pages():
     assert row.table.tolist() == [16] * 8 and numbers(pages) == (16, 0, 0)
 
 
+def test_rows_of_one_table():
+    pages = tables()
+    table = pages.no_pages(2)
+    rows = [pages.insert(prompt(3), 3, table=each) for each in table]
+    assert pages.ensure(rows[0], 5)
+    assert table.tolist() == [[0, 1, 4, 16, 16, 16, 16, 16], [2, 3, 16, 16, 16, 16, 16, 16]]
+    pages.free(rows[0])
+    assert table[0].tolist() == [16] * 8 and numbers(pages) == (14, 2, 0)
+
+
 def may_write(pages, row, slot):
     """Return whether no page of a row from a slot on is shared, or can be found by others."""
     pool, held = pages._pool, row.table[slot // pages.page_size : row.stop].tolist()

@@ -103,9 +103,21 @@ def run(scheduler, jobs, seed, meanwhile=lambda: None):
         while waiting and rng.random() < 0.3:
             scheduler.add(waiting.pop(0))
         meanwhile()
-        if not scheduler.advance() and not waiting:
+        has_more = scheduler.advance()
+        assert scheduler._active == [job for job in scheduler.running if job.is_active]
+        assert_pages_are_of_their_slots(scheduler)
+        if not has_more and not waiting:
             return
     raise AssertionError("the jobs do not end")
+
+
+def assert_pages_are_of_their_slots(scheduler):
+    if scheduler._tables is None:
+        return
+    expected = scheduler._tables.no_pages(NUM_SLOTS)
+    for job in scheduler.running:
+        expected[job.seat.slot] = job.seat.pages.table
+    np.testing.assert_array_equal(scheduler._table, expected)
 
 
 def preempting(scheduler):

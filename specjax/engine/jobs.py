@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -146,7 +147,8 @@ def joined(parts: Sequence[LogProbs], length: int) -> LogProbs:
     return jax.tree.map(lambda *arrays: np.concatenate([array[0] for array in arrays])[:length], *parts)
 
 
-def kinds_of(num_drafts: int, num_accepted: int, num_committed: int) -> list[str]:
+@cache
+def kinds_of(num_drafts: int, num_accepted: int, num_committed: int) -> tuple[str, ...]:
     """Return how each committed token of a step came about, as in `Piece.kind`."""
     last = "target" if num_drafts == 0 else "bonus" if num_accepted == num_drafts else "recovered"
-    return (["accepted"] * num_accepted + [last])[:num_committed]
+    return (*["accepted"] * num_accepted, last)[:num_committed]

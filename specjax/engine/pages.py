@@ -82,7 +82,19 @@ class PageTables:
         self._rows: dict[Row, None] = {}
         self._num_query_tokens = self._num_hit_tokens = 0
 
-    def insert(self, tokens: np.ndarray, num_slots: int, salt: bytes | None = b"", *, takes: bool = True) -> Row | None:
+    def no_pages(self, *shape: int) -> np.ndarray:
+        """Return tables [*shape, P] int32 without a page."""
+        return np.full((*shape, self.pages_per_row), self.num_pages, np.int32)
+
+    def insert(
+        self,
+        tokens: np.ndarray,
+        num_slots: int,
+        salt: bytes | None = b"",
+        *,
+        takes: bool = True,
+        table: np.ndarray | None = None,
+    ) -> Row | None:
         """Make a row for a sequence, which begins with the pages of the longest known chain of its chunks.
 
         Args:
@@ -91,6 +103,7 @@ class PageTables:
             salt: whatever else changes the content of the cache, or who may see that a prompt was known: rows share
                 where it is equal. None: the row neither takes nor gives shared pages.
             takes: whether the row takes shared pages; if not, it computes all of its chunks, and gives them.
+            table: [P] int32 without a page, such as a row of a larger table: the `table` of the row. None makes one.
 
         Returns:
             The row, whose slots from its `num_cached_tokens` on are to be computed. None where there are too few pages.
@@ -101,7 +114,8 @@ class PageTables:
         if tokens.ndim != 1 or tokens.dtype != np.int32 or tokens.size == 0:
             raise ValueError(f"tokens must be int32 [length], length >= 1, got {tokens.dtype} {list(tokens.shape)}")
         self._num_pages(max(len(tokens), num_slots))
-        row = self._empty_row()
+        row = Row(self.no_pages() if table is None else table)
+        self._rows[row] = None
         if salt is not None:
             row.keys = self._prefixes.keys(tokens, salt)
             row.chain = self._prefixes.find(row.keys) if takes else []
@@ -229,11 +243,6 @@ class PageTables:
             for page in held:
                 counts[page] += 1
         assert counts == self._pool._counts, "a count is not the number of rows with the page"
-
-    def _empty_row(self) -> Row:
-        row = Row(np.full(self.pages_per_row, self._pool.num_pages, np.int32))
-        self._rows[row] = None
-        return row
 
     def _append(self, row: Row, pages: list[int]) -> None:
         row.table[row.stop : row.stop + len(pages)] = pages

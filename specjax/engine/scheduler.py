@@ -71,15 +71,17 @@ class Scheduler:
         self._width = num_fed(device.proposer)  # slots that a step writes, at least as many as it commits tokens
         self._grammars = GrammarTables(device.capacities, device.model.vocab_size)
         self._slots: list[Job | None] = [None] * device.num_slots
+        self._active: list[Job] = []  # the jobs that take part in steps, by slot; a change makes a new list
         self._queue: list[Job] = []  # jobs that wait without a grammar, by rank
         self._guided: list[Job] = []  # jobs that wait with one, by rank
-        self._in_flight: deque[tuple[Output, list[Job | None]]] = deque()
+        self._in_flight: deque[tuple[Output, list[Job], Sequence[int]]] = deque()  # with the row of each job
         self._chosen: deque[int] = deque()  # the K of the steps in flight, where they are chosen
         self._fed: deque[Any] = deque()  # features of the last calls with chunks
         self.changed: list[Job] = []
         self._num_jobs = 0
         self._left: list[int] = []  # slots whose jobs have left, which the device does not know yet
-        self._is_table_new = self._are_grammars_new = False
+        self._table = None if tables is None else tables.no_pages(device.num_slots)  # of which each slot has a row
+        self._is_table_new = self._are_grammars_new = False  # whether the device does not know them yet
 
     @property
     def waiting(self) -> int:
@@ -88,11 +90,6 @@ class Scheduler:
     @property
     def running(self) -> list[Job]:
         return [job for job in self._slots if job is not None]
-
-    @property
-    def _active(self) -> list[Job]:
-        """The jobs that take part in steps, in the order of their slots."""
-        return [job for job in self._slots if job is not None and job.is_active]
 
     def check(self, job: Job) -> None:
         """Raise ValueError if the prompt of a job leaves no room for a token, or the pages could never hold it."""
@@ -178,10 +175,10 @@ class Scheduler:
     def _find_seat(self, job: Job) -> Seat | None:
         """Return a vacant slot with pages for the tokens of a job; None where there are too few pages."""
         slot = self._slots.index(None)
-        if self._tables is None:
+        if self._tables is None or self._table is None:
             return Seat(slot)
-        tokens = np.array(job.tokens, np.int32)
-        pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt, takes=job.is_scored)
+        tokens, table = np.array(job.tokens, np.int32), self._table[slot]
+        pages = self._tables.insert(tokens, self._room(len(tokens)), job.salt, takes=job.is_scored, table=table)
         if pages is None:
             return None
         self._is_table_new = True
@@ -236,9 +233,10 @@ class Scheduler:
 
     def _next_prompts(self) -> tuple[list[Job], int]:
         """Return the jobs that the next call may feed, in their order, and its tokens, padding of tiles included."""
-        jobs = sorted((job for job in self.running if not job.is_active), key=lambda job: job.rank)
-        if not jobs:
+        running = self.running
+        if len(running) == len(self._active):
             return [], 0
+        jobs = sorted((job for job in running if not job.is_active), key=lambda job: job.rank)
         for job in jobs:
             self._take(job)
         is_scored = jobs[0].is_scored
@@ -346,6 +344,7 @@ class Scheduler:
         if not job.is_scored:
             job.scores, job.is_scored = seat.scores, True
         seat.is_active = True
+        self._active = sorted([*self._active, job], key=lambda job: seat_of(job).slot)
         self.changed.append(job)
 
     def _step(self) -> None:
@@ -397,24 +396,27 @@ class Scheduler:
 
     def _with_pages(self) -> list[Job]:
         """Return the active jobs, which get pages for a step; where there are too few, some lose their slots."""
-        active = self._active
-        short = [job for job in active if not self._has_room(job)]
-        if not short:
-            return active
-        for job in sorted(short, key=lambda job: job.rank):
+        for job in sorted(self._short(), key=lambda job: job.rank):
             while job.is_active and not self._has_pages(job):
                 self._make_room()
         return self._active
 
-    def _expect(self, output: Output, active: Sequence[Job]) -> None:
+    def _short(self) -> list[Job]:
+        """Return the active jobs that have too few pages for the tokens of the next step."""
+        if self._tables is None:
+            return []
+        size, jobs = self._tables.page_size, ((job, seat_of(job).pages) for job in self._active)
+        return [job for job, pages in jobs if pages is not None and self._room_for_step(job) > pages.stop * size]
+
+    def _expect(self, output: Output, active: list[Job]) -> None:
         """Note a step that was dispatched for the active jobs, whose output the host will read."""
         output.numbers.copy_to_host_async()
-        jobs: list[Job | None] = list(active)
+        rows = range(len(active))
         if output.numbers.shape[0] == len(self._slots):
-            jobs = [job if job is not None and job.is_active else None for job in self._slots]
+            rows = [seat_of(job).slot for job in active]
         for job in active:
             job.num_unread += 1
-        self._in_flight.append((output, jobs))
+        self._in_flight.append((output, active, rows))
 
     def _choose(self, active: Sequence[Job]) -> int | None:
         """Return the number of draft tokens of the next step; None is the device's own."""
@@ -431,17 +433,10 @@ class Scheduler:
         """Return the slots that a job needs for the tokens of the next step."""
         return min(len(job.tokens) + (job.num_unread + 1) * self._width, self._device.max_length)
 
-    def _has_room(self, job: Job) -> bool:
-        """Return whether a job has pages for the tokens of the next step."""
-        pages = seat_of(job).pages
-        if self._tables is None or pages is None:
-            return True
-        return self._room_for_step(job) <= pages.stop * self._tables.page_size
-
     def _has_pages(self, job: Job) -> bool:
         """Return whether a job has pages for the tokens of the next step, after giving it some."""
         pages = seat_of(job).pages
-        if self._tables is None or pages is None or self._has_room(job):
+        if self._tables is None or pages is None:
             return True
         self._is_table_new = True
         return self._tables.ensure(pages, self._room_for_step(job))
@@ -462,37 +457,31 @@ class Scheduler:
         if self._left:
             self._device.evict(self._left)
             self._left = []
-        if self._tables is not None and self._is_table_new:
-            vacant = np.full(self._tables.pages_per_row, self._tables.num_pages, np.int32)
-            seats = [None if job is None else job.seat for job in self._slots]
-            rows = [vacant if seat is None or seat.pages is None else seat.pages.table for seat in seats]
-            self._device.set_pages(np.stack(rows))
+        if self._table is not None and self._is_table_new:
+            self._device.set_pages(self._table)
             self._is_table_new = False
 
     def _read(self) -> None:
         """Read the oldest step, and end the jobs that it ends."""
-        output, jobs = self._in_flight.popleft()
-        scores = {job.number: job.scores for job in jobs if job and job.scores}
+        output, jobs, rows = self._in_flight.popleft()
+        scores = {job.number: job.scores for job in jobs if job.scores}
         read: Any = jax.device_get((output.numbers, output.log_probs, scores))
         numbers, log_probs, scores = read
         if self._draft_length is not None:
             self._draft_length.count(numbers[:, -2], numbers[:, -1], self._chosen.popleft())
-        totals = Counts(output.totals)
-        # The fillers of a step follow its jobs.
-        for index, (job, (*row, reason, num_drafts, num_accepted)) in enumerate(
-            zip(jobs, numbers.tolist(), strict=False)
-        ):
-            if job is not None:
-                job.num_unread -= 1
-            if job is None or job.is_done:
+        totals, lists = Counts(output.totals), numbers.tolist()
+        for job, row in zip(jobs, rows, strict=True):
+            job.num_unread -= 1
+            if job.is_done:  # since the step was dispatched
                 continue
             if job.scores:
                 job.scores, job.prompt_log_probs = [], joined(scores[job.number], len(job.prompt) - 1)
-            committed = [token for token in row if token >= 0]
-            job.counts = totals, index
+            *tokens, reason, num_drafts, num_accepted = lists[row]
+            committed = [token for token in tokens if token >= 0]
+            job.counts = totals, row
             job.kinds += kinds_of(num_drafts, num_accepted, len(committed))
             if log_probs is not None and job.wants_log_probs:
-                job.log_probs.append(first_of_row(log_probs, index, len(committed)))
+                job.log_probs.append(first_of_row(log_probs, row, len(committed)))
             self._extend(job, committed, reason)
 
     def _extend(self, job: Job, committed: list[int], finished: int) -> None:
@@ -521,9 +510,9 @@ class Scheduler:
             return
         self._left.append(seat.slot)
         self._slots[seat.slot] = None
+        self._active = [each for each in self._active if each is not job]
         if seat.pages is not None and self._tables is not None:
-            self._tables.free(seat.pages)
-            self._is_table_new = True
+            self._tables.free(seat.pages)  # of which the device hears when the slot is evicted
         if job.grammar is not None:
             self._grammars.remove(job.grammar)
         job.seat = None
