@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -135,13 +136,13 @@ async def arrivals(requests: Sequence[Pending]) -> AsyncIterator[list[tuple[int,
 
 def wake(requests: Iterable[Pending]) -> None:
     """Tell those who listen to requests; each loop is called once."""
-    of_loop: dict[Loop, list[Callable[[], object]]] = {}
+    of_loop: defaultdict[Loop, list[Callable[[], object]]] = defaultdict(list)
     for request in requests:
         for loop, notify in tuple(request._listeners):
             if loop is None:
                 notify()
             else:
-                of_loop.setdefault(loop, []).append(notify)
+                of_loop[loop].append(notify)
     for loop, functions in of_loop.items():
         with suppress(RuntimeError):  # of an event loop that has been closed
             loop.call_soon_threadsafe(_call_all, functions)

@@ -177,6 +177,7 @@ class Samples:
         self.num_certain = [0] * len(self.jobs)
         self.start, self._time_to_first_token = time.perf_counter(), math.nan
         self._begin = self._end = math.nan  # of decoding
+        self._has_tokens = False  # at the last `update`
 
     @property
     def is_done(self) -> bool:
@@ -192,16 +193,22 @@ class Samples:
         Returns:
             Whether more tokens are certain.
         """
-        if math.isnan(self._begin) and any(job.is_active or job.kinds for job in self.jobs):
-            self._begin = clock
         self._end = clock
-        if math.isnan(self._time_to_first_token) and any(job.kinds for job in self.jobs):
-            self._time_to_first_token = clock - self.start
+        if not self._has_tokens:
+            self._note_first(clock)
         num_certain = [job.output.num_certain for job in self.jobs]
         if num_certain == self.num_certain:
             return False
         self.num_certain = num_certain
         return True
+
+    def _note_first(self, clock: float) -> None:
+        """Note the time when decoding begins, and when there are tokens."""
+        self._has_tokens = any(job.kinds for job in self.jobs)
+        if math.isnan(self._begin) and (self._has_tokens or any(job.is_active for job in self.jobs)):
+            self._begin = clock
+        if self._has_tokens:
+            self._time_to_first_token = clock - self.start
 
     def pieces(self, sample: int) -> Iterator[Piece]:
         """Yield the tokens of a sample. At most as many as are certain may be taken so far."""
@@ -216,7 +223,7 @@ class Samples:
         ranked, first, n = self.jobs, self.jobs[0], self.params.prompt_logprobs
         if len(ranked) > 1:
             ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self.params.n]
-        totals = [job.totals for job in self.jobs if job.totals is not None]
+        totals = [counts for job in self.jobs if (counts := job.totals) is not None]
         if not totals:
             totals = [jax.tree.map(lambda x: np.asarray(x)[0], metrics.zeros(1, 0))]
         generated = sum(len(job.output.token_ids) for job in self.jobs) if num_tokens is None else num_tokens

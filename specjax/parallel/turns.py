@@ -34,6 +34,8 @@ def in_turn(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
+        if len(self.devices) == 1:
+            return method(self, *args, **options)
         with turn_on(self.devices):
             return method(self, *args, **options)
 
