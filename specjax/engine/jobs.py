@@ -95,7 +95,8 @@ class Job:
         if self.counts is None:
             return None
         counts, index = self.counts
-        return jax.tree.map(lambda x: np.array(x[index]), counts.totals)
+        row: Any = (np.array(x[index]) for x in counts.totals)
+        return Totals(*row)
 
     @property
     def is_running(self) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
 
 from specjax import metrics
@@ -223,9 +222,10 @@ class Samples:
         ranked, first, n = self.jobs, self.jobs[0], self.params.prompt_logprobs
         if len(ranked) > 1:
             ranked = sorted(ranked, key=_total_log_prob, reverse=True)[: self.params.n]
-        totals = [counts for job in self.jobs if (counts := job.totals) is not None]
+        totals: list[Any] = [of_job for job in self.jobs if (of_job := job.totals) is not None]
         if not totals:
-            totals = [jax.tree.map(lambda x: np.asarray(x)[0], metrics.zeros(1, 0))]
+            totals = [[np.asarray(x)[0] for x in metrics.zeros(1, 0)]]
+        counts: Any = map(np.array, zip(*totals, strict=True))
         generated = sum(len(job.output.token_ids) for job in self.jobs) if num_tokens is None else num_tokens
         prompt_logprobs = None
         if n is not None and first.prompt_log_probs is not None:
@@ -234,7 +234,7 @@ class Samples:
             self._prompt,
             [self._completion(job, num_tokens) for job in ranked],
             metrics_of(
-                jax.tree.map(lambda *counts: np.stack(counts), *totals),
+                metrics.Totals(*counts),
                 generated,
                 0.0 if math.isnan(self._begin) else self._end - self._begin,
                 self._time_to_first_token,

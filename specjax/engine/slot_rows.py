@@ -237,7 +237,8 @@ def request(
         raise ValueError(f"key_data must be uint32 [2], got {np.asarray(key_data).dtype} {np.shape(key_data)}")
     buffer = np.zeros(max_length, np.int32)
     buffer[:length] = tokens
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), state.totals)
+    if totals is None:
+        totals = metrics.Totals(*(of_host(np.zeros(x.shape[1:], x.dtype)) for x in state.totals))
     sampling = placed(sampling, guide)
     return Row(
         context=Context(
@@ -249,7 +250,7 @@ def request(
         ),
         sampling=sampling,
         key_data=of_host(key_data),
-        totals=zeros if totals is None else totals,
+        totals=totals,
         sample=of_host(np.uint32(sample)),
     )
 
