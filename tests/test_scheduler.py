@@ -184,6 +184,26 @@ def test_preempted_jobs_go_on_where_they_were(device):
         assert_as_alone(device, request, job)
 
 
+def test_pages_that_are_needed_soon_come_together(device, monkeypatch):
+    """Where there are many; the table is then sent fewer times than pages are given."""
+    if device.state.context.pages is None or device.num_held:
+        pytest.skip("pages are few, or there are none")
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    num_sent = []
+    for look_ahead in (0, 16):
+        monkeypatch.setattr("specjax.engine.scheduler.LOOK_AHEAD", look_ahead)
+        tables_sent = []
+        monkeypatch.setattr(
+            device, "set_pages", lambda table, sent=tables_sent: sent.append(Slots.set_pages(device, table))
+        )
+        scheduler, tables = scheduler_of(device)
+        jobs = [job_of(replace(request, params=params)) for request in some_jobs(3)]
+        run(scheduler, jobs, 0)
+        assert_nothing_left(scheduler, tables)
+        num_sent.append(len(tables_sent))
+    assert num_sent[1] < num_sent[0]
+
+
 def test_jobs_are_preempted_where_pages_run_short(device):
     if not device.num_held:
         pytest.skip("there are pages for all")

@@ -226,6 +226,11 @@ class PageTables:
         row.stop = 0
         del self._rows[row]
 
+    @property
+    def num_available(self) -> int:
+        """Number of pages that `ensure` could give a row: free pages, and cached ones."""
+        return self._pool.num_free + self._pool.num_cached
+
     def stats(self) -> PageStats:
         """Return the numbers of pages in each state, and of tokens looked up and found."""
         num_free, num_cached = self._pool.num_free, self._pool.num_cached

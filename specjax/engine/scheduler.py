@@ -28,6 +28,7 @@ from specjax.sampling.capacities import Needs
 from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
+LOOK_AHEAD = 16  # tokens for which jobs get pages early, where one lacks a page and there are many
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
 
@@ -344,7 +345,8 @@ class Scheduler:
         if not job.is_scored:
             job.scores, job.is_scored = seat.scores, True
         seat.is_active = True
-        self._active = sorted([*self._active, job], key=lambda job: seat_of(job).slot)
+        self._active = [*self._active]
+        bisect.insort(self._active, job, key=lambda job: seat_of(job).slot)
         self.changed.append(job)
 
     def _step(self) -> None:
@@ -396,17 +398,32 @@ class Scheduler:
 
     def _with_pages(self) -> list[Job]:
         """Return the active jobs, which get pages for a step; where there are too few, some lose their slots."""
-        for job in sorted(self._short(), key=lambda job: job.rank):
-            while job.is_active and not self._has_pages(job):
-                self._make_room()
+        if short := self._short():
+            for job in sorted(short, key=lambda job: job.rank):
+                while job.is_active and not self._has_pages(job):
+                    self._make_room()
+            self._look_ahead()
         return self._active
 
-    def _short(self) -> list[Job]:
-        """Return the active jobs that have too few pages for the tokens of the next step."""
+    def _short(self, ahead: int = 0) -> list[Job]:
+        """Return the active jobs that have too few pages for the tokens of the next step, and `ahead` more."""
         if self._tables is None:
             return []
-        size, jobs = self._tables.page_size, ((job, seat_of(job).pages) for job in self._active)
-        return [job for job, pages in jobs if pages is not None and self._room_for_step(job) > pages.stop * size]
+        size, seats = self._tables.page_size, [seat_of(job).pages for job in self._active]
+        held = [0 if pages is None else pages.stop * size for pages in seats]
+        return [job for job, room in zip(self._active, held, strict=True) if self._room_for_step(job, ahead) > room]
+
+    def _look_ahead(self) -> None:
+        """Give active jobs the pages that they need soon, so that the table is sent once for many jobs.
+
+        Pages are then as many as slots at least, so that no job lacks one because of it.
+        """
+        if self._tables is None:
+            return
+        for job in self._short(LOOK_AHEAD):
+            if self._tables.num_available < len(self._slots):
+                return
+            self._has_pages(job, LOOK_AHEAD)
 
     def _expect(self, output: Output, active: list[Job]) -> None:
         """Note a step that was dispatched for the active jobs, whose output the host will read."""
@@ -429,17 +446,17 @@ class Scheduler:
         self._chosen.append(num_draft_tokens)
         return num_draft_tokens
 
-    def _room_for_step(self, job: Job) -> int:
-        """Return the slots that a job needs for the tokens of the next step."""
-        return min(len(job.tokens) + (job.num_unread + 1) * self._width, self._device.max_length)
+    def _room_for_step(self, job: Job, ahead: int = 0) -> int:
+        """Return the slots that a job needs for the tokens of the next step, and `ahead` more."""
+        return min(len(job.tokens) + (job.num_unread + 1) * self._width + ahead, self._device.max_length)
 
-    def _has_pages(self, job: Job) -> bool:
-        """Return whether a job has pages for the tokens of the next step, after giving it some."""
+    def _has_pages(self, job: Job, ahead: int = 0) -> bool:
+        """Return whether a job has pages for the tokens of the next step and `ahead` more, after giving it some."""
         pages = seat_of(job).pages
         if self._tables is None or pages is None:
             return True
         self._is_table_new = True
-        return self._tables.ensure(pages, self._room_for_step(job))
+        return self._tables.ensure(pages, self._room_for_step(job, ahead))
 
     def _make_room(self) -> None:
         """Free pages: read the steps in flight, in which jobs may have ended, or else preempt the last job."""
@@ -470,19 +487,19 @@ class Scheduler:
         if self._draft_length is not None:
             self._draft_length.count(numbers[:, -2], numbers[:, -1], self._chosen.popleft())
         totals, lists = Counts(output.totals), numbers.tolist()
+        num_committed = (numbers[:, :-3] >= 0).sum(axis=1).tolist()
         for job, row in zip(jobs, rows, strict=True):
             job.num_unread -= 1
             if job.is_done:  # since the step was dispatched
                 continue
             if job.scores:
                 job.scores, job.prompt_log_probs = [], joined(scores[job.number], len(job.prompt) - 1)
-            *tokens, reason, num_drafts, num_accepted = lists[row]
-            committed = [token for token in tokens if token >= 0]
+            count, (reason, num_drafts, num_accepted) = num_committed[row], lists[row][-3:]
             job.counts = totals, row
-            job.kinds += kinds_of(num_drafts, num_accepted, len(committed))
+            job.kinds += kinds_of(num_drafts, num_accepted, count)
             if log_probs is not None and job.wants_log_probs:
-                job.log_probs.append(first_of_row(log_probs, row, len(committed)))
-            self._extend(job, committed, reason)
+                job.log_probs.append(first_of_row(log_probs, row, count))
+            self._extend(job, lists[row][:count], reason)
 
     def _extend(self, job: Job, committed: list[int], finished: int) -> None:
         """Add the tokens of a step to a job, and end the job where it ends."""
@@ -494,7 +511,7 @@ class Scheduler:
                     f"the model gave no finite logit for the token after {len(job.tokens)} tokens, or the parameters "
                     "of the request forbid all that have one"
                 )
-            if job.output.finish_reason is None and finished != decode.RUNNING:
+            if finished != decode.RUNNING and job.output.finish_reason is None:
                 job.output.finish(finished == decode.STOP, self._eos)
         except Exception as error:  # of the tokenizer or for want of a token: it ends this job alone
             job.error = error
