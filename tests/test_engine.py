@@ -373,7 +373,7 @@ def test_an_error_of_one_request_ends_it_alone(engine, target, proposer, monkeyp
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, skip_special_tokens: "")
     bad = engine.submit([30], SamplingParams(max_tokens=20, ignore_eos=True, n=2))
     for job in bad._samples.jobs:
-        job.output._decode = lambda ids: decode(None, [30], True)
+        job.output._decode = lambda ids, skips: decode(None, [30], True)
     request = seeded(1)[0]
     good = engine.submit(request.prompt.tolist(), request.params)
     with pytest.raises(UnicodeError, match="no such letter"):

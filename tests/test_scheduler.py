@@ -45,10 +45,18 @@ class Letters:
         return "".join(chr(ord("A") + i) for i in ids)
 
 
+class UntilItsEnd(Detokenizer):
+    """An output that takes no token after its end."""
+
+    def extend(self, tokens):
+        assert self.finish_reason is None, "the output has ended"
+        super().extend(tokens)
+
+
 def job_of(request, **options):
     """The job of a request of `some_jobs`."""
     prompt = request.prompt.tolist()
-    output = Detokenizer(Letters(), prompt, request.params)
+    output = UntilItsEnd(Letters(), prompt, request.params)
     return Job(prompt, of_request(request.params, CAPACITIES, EOS, VOCAB), request.key, output, **options)
 
 
@@ -271,6 +279,7 @@ def test_stop_strings_cut_what_was_decoded_past_them(device):
             num_cut += 1
             end = len(job.prompt) + len(job.output.token_ids) + len(stop)  # tokens of the step that completed it follow
             assert len(job.tokens) <= end + device.proposer.num_draft_tokens
+        assert job.error is None  # no tokens came after the end
     assert num_cut >= 4
 
 
