@@ -149,7 +149,8 @@ def with_tree(proposer: Proposer, tree: int | None, *, coupled: bool) -> Propose
     change = getattr(proposer, "with_tree", None)
     if change is None:
         raise ValueError(
-            f"tree must be None for a draft without the method with_tree, got {tree!r} and {type(proposer).__name__}"
+            "tree must be None for a draft without the method with_tree, which makes chains alone, got "
+            f"{tree!r} and {type(proposer).__name__}"
         )
     return change(tree, coupled=coupled)
 
