@@ -208,7 +208,7 @@ def test_a_tree_is_taken_where_it_pays(seconds, of_tree, least, most):
 
 
 def test_a_tree_that_pays_is_found_within_a_short_text():
-    """Of some 100 tokens."""
+    """40 steps give some 100 tokens."""
     shares = [
         np.mean(take_turns(beside_a_tree(CHAINS | {6: 1.5}), np.random.default_rng(seed), 0.4, 0.9, 40)[20:] == 6)
         for seed in range(20)

@@ -203,7 +203,7 @@ def test_tokens_where_devices_share_the_rows(one_device, rows, parts):
     ],
 )
 def test_trees_of_one_device(verifier, changes):
-    """Noise by depth, coins by node and the residuals of failed siblings are those of the whole vocabulary."""
+    """Noise by depth, coins by node and residuals of failed siblings belong to the whole vocabulary."""
     model, draft = (decoder(num_layers=1, tie_embeddings=False, scale=scale) for scale in (8.0, 0.2))
     proposer = proposers.draft_model(draft, **changes)
     params = [SamplingParams(temperature=t, max_tokens=20) for t in (0.01, 0.02, 0.03)]

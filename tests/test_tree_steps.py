@@ -209,7 +209,8 @@ def test_the_history_of_a_node():
     rows, whole = np.repeat(np.arange(7), 7), sequences(context, tree).reshape(49, SLOTS)
     ends = (lengths[:, None] + tree.depth).reshape(-1)
     states = [
-        alternation(path[start:end], row == 5) for path, start, end, row in zip(whole, lengths[rows], ends, rows)
+        alternation(path[start:end], row == 5)
+        for path, start, end, row in zip(whole, lengths[rows], ends, rows, strict=True)
     ]
     own = context._replace(
         tokens=whole,

@@ -115,7 +115,7 @@ def test_the_distribution_over_several_steps():
 def test_in_an_engine_beside_neighbours(tmp_path):
     """A request gets the text of plain decoding, whatever drafts its neighbours have.
 
-    Pages are used again, and those of the beginning that prompts share are computed once.
+    Pages are used again, and prompts share the pages of their beginning.
     """
     target = heads.make_target((2, 0, 1))
     write_eagle3(tmp_path, target, "authors")
@@ -232,7 +232,7 @@ def test_drafters_of_chains_alone_are_refused(kind):
 
 def test_blocks_that_cut_chains_are_refused():
     head = BlockHead(heads.CONFIG, 1, heads.HIDDEN, heads.VOCAB, block_size=4, mask_token=0, num_candidates=5)
-    with pytest.raises(ValueError, match="tree must be None for a drafter of DFlash2, .* among 5 candidates, got 8"):
+    with pytest.raises(ValueError, match=r"tree must be None for a drafter of DFlash2, .* among 5 candidates, got 8"):
         with_tree(BlockDraft(head, {}, 3), 8, coupled=True)
     with pytest.raises(ValueError, match="min_confidence must be None for trees, because it ends chains, got tree = 8"):
         with_tree(BlockDraft(replace(head, num_candidates=0), {}, 3, min_confidence=0.5), 8, coupled=True)
@@ -251,9 +251,7 @@ def test_trees_of_an_llm():
         as_trees(ngram, target, verifiers.rejection, 4)
     with pytest.raises(ValueError, match="a target with a recurrent state takes no trees"):
         as_trees(drafter, replace(target, commit=tree_steps.compact), verifiers.match, 4)
-    with pytest.raises(
-        ValueError, match="without the method with_tree, which makes chains alone, got 4 and Fallback"
-    ):
+    with pytest.raises(ValueError, match="without the method with_tree, which makes chains alone, got 4 and Fallback"):
         as_trees(proposers.fallback(ngram, drafter), target, verifiers.match, 4)
     with pytest.raises(ValueError, match=r"tree must be more than 9, the tokens of the longest chain .*, got 9"):
         LLM(tree=9, num_draft_tokens="auto", draft=ngram.with_num_draft_tokens(8))
