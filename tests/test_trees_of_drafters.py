@@ -226,7 +226,7 @@ def test_bad_trees():
 
 @pytest.mark.parametrize("kind", [ParallelEagle, proposers.MLPSpeculator, proposers.SelfDraft, proposers.Assistant])
 def test_drafters_of_chains_alone_are_refused(kind):
-    with pytest.raises(ValueError, match=f"tree must be None .*, which makes chains alone, got 8 and {kind.__name__}"):
+    with pytest.raises(ValueError, match=f"tree must be None for {kind.__name__}, which makes chains alone .* got 8"):
         with_tree(object.__new__(kind), 8, coupled=True)
 
 
@@ -251,7 +251,9 @@ def test_trees_of_an_llm():
         as_trees(ngram, target, verifiers.rejection, 4)
     with pytest.raises(ValueError, match="a target with a recurrent state takes no trees"):
         as_trees(drafter, replace(target, commit=tree_steps.compact), verifiers.match, 4)
-    with pytest.raises(ValueError, match="without the method with_tree, which makes chains alone, got 4 and Fallback"):
+    with pytest.raises(
+        ValueError, match="tree must be None for Fallback, which makes chains alone and has no method with_tree, got 4"
+    ):
         as_trees(proposers.fallback(ngram, drafter), target, verifiers.match, 4)
     with pytest.raises(ValueError, match=r"tree must be more than 9, the tokens of the longest chain .*, got 9"):
         LLM(tree=9, num_draft_tokens="auto", draft=ngram.with_num_draft_tokens(8))
