@@ -14,7 +14,18 @@ from test_eagle import write_eagle3
 from test_engine import FEW, Tokenizer
 from test_llm import random_tensors, write_checkpoint
 
-from specjax import LLM, Engine, Model, ModelOutput, SamplingParams, decode, proposers, sampling
+from specjax import (
+    LLM,
+    Engine,
+    Model,
+    ModelOutput,
+    SamplingParams,
+    decode,
+    proposers,
+    sampling,
+    testing,
+    verifiers,
+)
 from specjax.cli import models as cli_models
 from specjax.engine import step_times
 from specjax.engine.draft_length import (
@@ -353,6 +364,32 @@ def test_an_eagle_head_changes_its_drafts_in_an_engine(tmp_path):
             found.append([result.token_ids for result in results])
     assert found[0] == found[1]
     assert sum(result.metrics.num_drafted for result in results) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_tree, is_taken", [(1.3, True), (9.0, False)])
+def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
+    """The table alone says which chains and which tree there are; the tokens are the same as without drafts."""
+    used, step = [], Slots.step
+
+    def recorded(self, *args, num_draft_tokens, **options):
+        used.append(num_draft_tokens)
+        return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
+
+    monkeypatch.setattr(Slots, "step", recorded)
+    logits = np.random.default_rng(0).normal(size=(2, 40, 40)).astype(np.float32)
+    target, draft = (testing.bigram_model(jnp.asarray(2 * logits[0] + x)) for x in (0, logits[1]))
+    times = StepTimes({1: {0: 1.0, 2: 1.1, 6: of_tree}})
+    drafters = (None, {}), (proposers.draft_model(draft, 2, tree=7, coupled=True), {"step_times": times})
+    sizes = {"num_slots": 1, "max_length": 80, "tokenizer": Tokenizer(), "eos_token_ids": (), "capacities": FEW}
+    found = []
+    for proposer, options in drafters:
+        with Engine(target, proposer, verifier=verifiers.match, **sizes, **options) as engine:
+            request = engine.submit([5, 6, 7], SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True))
+            found.append(request.result(timeout=100).token_ids)
+    assert found[0] == found[1]
+    chosen = [k for k in used if k is not None]
+    assert 2 in chosen and (chosen.count(6) > 10) == is_taken, chosen
 
 
 @pytest.mark.slow
