@@ -19,6 +19,7 @@ from specjax.types import Categorical, Draft, Features
 NUM_LAYERS, BLOCK, MASK, RANK, REDUCED = 2, 4, 5, 6, 40
 LAYERS = heads.FIELDS | {"model_type": "qwen3", "num_hidden_layers": NUM_LAYERS, "tie_word_embeddings": False}
 AUTHORS = LAYERS | {"block_size": BLOCK, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}}
+JETSPEC = {**AUTHORS, "dflash_config": {**AUTHORS["dflash_config"], "causal_head": True, "target_hidden_size": HIDDEN}}
 FLAT = LAYERS | {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [-1, 1], "num_anchors": 512}
 DSPARK = FLAT | {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
 SPECULATORS = {
@@ -49,6 +50,7 @@ def shapes_of(rows=VOCAB, own_tables=False, rank=0, confidence=0, has_bias=False
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 CASES = {  # config, shapes of the tensors, layers of the target, whether the pending token gives the first draft
     "authors": (AUTHORS, shapes_of(has_bias=True), (1, 2), False),
+    "jetspec": (JETSPEC, shapes_of(), (1, 2), False),
     "window": (AUTHORS | WINDOW, shapes_of(), (1, 2), False),
     "open window": (AUTHORS | WINDOW | {"sliding_window": 3, "is_causal": False}, shapes_of(), (1, 2), False),
     "flat": (FLAT, shapes_of(own_tables=True), (0, 2), True),
@@ -90,9 +92,9 @@ def outputs(tensors, config, target, tokens, taps, from_anchor, count):
         query = heads.turn(heads.heads_of(tensors, name, "q", normed), block)
         keys = [heads.turn(heads.heads_of(tensors, name, "k", y), at) for y, at in ((context, places), (normed, block))]
         values = [heads.heads_of(tensors, name, "v", y) for y in (context, normed)]
-        mask = np.ones((width, seen + width), bool)
+        distance = block[:, None] - np.arange(seen + width)[None]
+        mask = (distance >= 0) | (not config.get("dflash_config", {}).get("causal_head"))
         if config.get("layer_types", [None] * 9)[i] == "sliding_attention":
-            distance = block[:, None] - np.arange(seen + width)[None]
             mask = np.abs(distance) < config["sliding_window"]
             mask &= (distance >= 0) | (config.get("is_causal") is False)
         attended = heads.attend(query, np.concatenate(keys), np.concatenate(values), mask)
@@ -119,7 +121,7 @@ def reference(tensors, case, target):
     return logits
 
 
-SLOW = "window", "open window", "flat", "dspark", "speculators"
+SLOW = "jetspec", "window", "open window", "flat", "dspark", "speculators"
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -167,6 +169,7 @@ IN_TABLE = {"use_swa": True, "swa_window_size": 5}
         ("authors", {"dflash_config": IN_TABLE}, (5, 5), False, False),
         ("authors", {"layer_types": ["full_attention"] * 2, "dflash_config": IN_TABLE}, (5, 5), False, False),
         ("authors", {"dflash_config": IN_TABLE | {"causal": True}}, (5, 5), True, False),
+        ("jetspec", {}, (None, None), True, False),
         ("authors", WINDOW | {"dflash_config": IN_TABLE}, (5, None), None, False),
         ("speculators", {}, (None, None), None, False),
         ("speculators", {"transformer_layer_config": WINDOW}, (6, None), None, True),

@@ -14,7 +14,18 @@ from test_eagle import write_eagle3
 from test_engine import FEW, Tokenizer
 from test_llm import random_tensors, write_checkpoint
 
-from specjax import LLM, Engine, Model, ModelOutput, SamplingParams, decode, proposers, sampling
+from specjax import (
+    LLM,
+    Engine,
+    Model,
+    ModelOutput,
+    SamplingParams,
+    decode,
+    proposers,
+    sampling,
+    testing,
+    verifiers,
+)
 from specjax.cli import models as cli_models
 from specjax.engine import step_times
 from specjax.engine.draft_length import (
@@ -24,6 +35,7 @@ from specjax.engine.draft_length import (
     PROBE_SHARE,
     ByStepTimes,
     RecentAcceptance,
+    check_choice,
     choices,
     with_draft_lengths,
 )
@@ -167,22 +179,74 @@ def test_counts_trials():
     assert 2.8 < trials[0] <= 3 and 1.8 < accepted[0] <= 2  # the assumption at first has faded a little
 
 
-@pytest.mark.parametrize("rate_of_tree, seconds, share", [(0.9, 1.5, 0.8), (0.9, 4.0, 0.0), (0.35, 1.5, 0.05)])
-def test_a_tree_is_taken_where_it_pays(rate_of_tree, seconds, share):
-    """Chains of up to 2 drafts at a rate of 0.4, and a tree of 7 nodes; its longest path has 3 tokens."""
-    drafter = proposers.ngram(2, tree=7)
-    choice, rng = (
-        ByStepTimes(StepTimes({1: {0: 1.0, 1: 1.05, 2: 1.1, 6: seconds}}), (0, 1, 2, 6), drafter),
-        np.random.default_rng(0),
-    )
-    taken = 0
-    for _ in range(2000):
+def beside_a_tree(seconds, of_many=None):
+    """A choice among chains of up to 2 drafts and a tree of 7 nodes, whose longest path has 3 tokens."""
+    seconds = {1: seconds} | ({} if of_many is None else {8: of_many})
+    return ByStepTimes(StepTimes(seconds), sorted(seconds[1]), proposers.ngram(2, tree=7))
+
+
+def take_turns(choice, rng, of_chain, of_tree, num_steps):
+    """Take steps of one sequence, whose drafts are accepted at a rate by their form; return the K of each."""
+    taken = []
+    for _ in range(num_steps):
         k = choice.choose(1, 0)
         num_drafts = np.array([min(k, 2)])
-        accepted = np.cumprod(rng.random(2) < (rate_of_tree if k == 6 else 0.4)).sum()
+        accepted = np.cumprod(rng.random(2) < (of_tree if k == 6 else of_chain)).sum()
         choice.count(num_drafts, np.minimum(accepted, num_drafts), k)
-        taken += k == 6
-    assert taken > 1600 if share > 0.5 else taken <= share * 2000, taken
+        taken.append(k)
+    return np.array(taken)
+
+
+CHAINS = {0: 1.0, 1: 1.05, 2: 1.1}
+
+
+@pytest.mark.parametrize(
+    "seconds, of_tree, least, most",
+    [
+        (CHAINS | {6: 1.5}, 0.9, 0.8, 1.0),
+        (CHAINS | {6: 4.0}, 0.9, 0.0, 0.0),
+        (CHAINS | {6: 1.5}, 0.35, 0.0, 0.05),
+        ({0: 1.0, 2: 1.8, 6: 1.9}, 0.9, 0.8, 1.0),  # plain decoding is faster than the chain
+        ({0: 1.0, 2: 1.8, 6: 1.9}, 0.3, 0.0, 0.02),
+        ({0: 1.0, 6: 1.9}, 0.9, 0.8, 1.0),
+        ({0: 1.0, 6: 3.0}, 0.9, 0.0, 0.0),
+    ],
+)
+def test_a_tree_is_taken_where_it_pays(seconds, of_tree, least, most):
+    """The drafts of chains are accepted at a rate of 0.4."""
+    taken = take_turns(beside_a_tree(seconds), np.random.default_rng(0), 0.4, of_tree, 2000)
+    assert least <= np.mean(taken == 6) <= most
+
+
+def test_a_tree_that_pays_is_found_within_a_short_text():
+    """40 steps give some 100 tokens."""
+    shares = [
+        np.mean(take_turns(beside_a_tree(CHAINS | {6: 1.5}), np.random.default_rng(seed), 0.4, 0.9, 40)[20:] == 6)
+        for seed in range(20)
+    ]
+    assert np.mean(shares) > 0.8, shares
+
+
+def test_a_chain_is_found_again_beside_a_tree():
+    """The tree is the fastest until the drafts of chains, of which it says nothing, are all accepted."""
+    choice, rng = beside_a_tree(CHAINS | {6: 1.5}), np.random.default_rng(0)
+    assert np.mean(take_turns(choice, rng, 0.4, 0.9, 1000)[500:] == 6) > 0.9
+    assert np.mean(take_turns(choice, rng, 1.0, 0.9, 1000)[500:] == 2) > 0.9
+
+
+def test_the_number_of_sequences_decides_for_a_tree_or_a_chain():
+    """The counts are the same."""
+    choice = beside_a_tree(CHAINS | {6: 1.5}, of_many=CHAINS | {6: 2.4})
+    take_turns(choice, np.random.default_rng(0), 0.4, 0.9, 500)
+    of_one, of_many = ([choice.choose(number, 0) for _ in range(100)] for number in (1, 8))
+    assert np.mean(np.array(of_one) == 6) > 0.9 and np.mean(np.array(of_many) == 2) > 0.9
+
+
+def test_a_table_says_which_tree_an_engine_takes():
+    lengths, choice = check_choice(None, None, StepTimes({1: CHAINS | {6: 1.5}}), proposers.ngram(2, tree=7))
+    assert lengths == (0, 1, 2, 6) and choice.choose(1, 0) in lengths
+    with pytest.raises(ValueError, match=r"at most 4, got \[0, 1, 2, 6\]"):
+        check_choice(None, None, StepTimes({1: CHAINS | {6: 1.5}}), proposers.ngram(2, tree=5))
 
 
 @pytest.mark.parametrize("times", [TIMES, StepTimes({1: {0: 1.0, 2: 3.0}})])
@@ -300,6 +364,32 @@ def test_an_eagle_head_changes_its_drafts_in_an_engine(tmp_path):
             found.append([result.token_ids for result in results])
     assert found[0] == found[1]
     assert sum(result.metrics.num_drafted for result in results) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_tree, is_taken", [(1.3, True), (9.0, False)])
+def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
+    """The table alone says which chains and which tree there are; the tokens are the same as without drafts."""
+    used, step = [], Slots.step
+
+    def recorded(self, *args, num_draft_tokens, **options):
+        used.append(num_draft_tokens)
+        return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
+
+    monkeypatch.setattr(Slots, "step", recorded)
+    logits = np.random.default_rng(0).normal(size=(2, 40, 40)).astype(np.float32)
+    target, draft = (testing.bigram_model(jnp.asarray(2 * logits[0] + x)) for x in (0, logits[1]))
+    times = StepTimes({1: {0: 1.0, 2: 1.1, 6: of_tree}})
+    drafters = (None, {}), (proposers.draft_model(draft, 2, tree=7, coupled=True), {"step_times": times})
+    sizes = {"num_slots": 1, "max_length": 80, "tokenizer": Tokenizer(), "eos_token_ids": (), "capacities": FEW}
+    found = []
+    for proposer, options in drafters:
+        with Engine(target, proposer, verifier=verifiers.match, **sizes, **options) as engine:
+            request = engine.submit([5, 6, 7], SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True))
+            found.append(request.result(timeout=100).token_ids)
+    assert found[0] == found[1]
+    chosen = [k for k in used if k is not None]
+    assert 2 in chosen and (chosen.count(6) > 10 if is_taken else 6 not in chosen), chosen
 
 
 @pytest.mark.slow

@@ -43,7 +43,6 @@ def all_children(keys, distribution):
     )
 
 
-@pytest.mark.slow
 def test_children_of_a_row():
     distribution = rows(1300, jnp.array([0.7, 0.0, 1.0]))
     keys = jax.random.split(jax.random.key(0), (3, 2))
@@ -66,7 +65,6 @@ def test_children_of_a_row():
     np.testing.assert_allclose(np.exp(coupled.log_probs[[0, 2]]).sum(axis=-1), 1, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_drawn_children_follow_their_distribution():
     """Ordered pairs and triples, of tokens in two blocks of the vocabulary."""
     probs, ids = np.array([0.5, 0.3, 0.15, 0.05]), np.array([3, 70, 513, 598])

@@ -194,6 +194,27 @@ def test_tokens_where_devices_share_the_rows(one_device, rows, parts):
     np.testing.assert_array_equal(ids % 2, np.arange(8) % 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verifier, changes",
+    [
+        (verifiers.match, {"num_draft_tokens": 3, "tree": 8, "coupled": True}),
+        (verifiers.block, {"num_draft_tokens": 2, "tree": 5}),
+    ],
+)
+def test_trees_of_one_device(verifier, changes):
+    """Noise by depth, coins by node and residuals of failed siblings belong to the whole vocabulary."""
+    model, draft = (decoder(num_layers=1, tie_embeddings=False, scale=scale) for scale in (8.0, 0.2))
+    proposer = proposers.draft_model(draft, **changes)
+    params = [SamplingParams(temperature=t, max_tokens=20) for t in (0.01, 0.02, 0.03)]
+    expected = generated(model, proposer, verifier, params)
+    got = generated(tensor_parallel(model, mesh_of(2)), proposer, verifier, params)
+    np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
+    np.testing.assert_array_equal(got.totals.accepted_at, expected.totals.accepted_at)
+    accepted, drafted = (np.sum(x) for x in (expected.totals.accepted, expected.totals.drafted))
+    assert 0.1 * drafted < accepted < 0.9 * drafted, (accepted, drafted)
+
+
 def test_slots_where_devices_share_the_rows():
     """A prompt goes to its slot, and the others keep what they have."""
     model, proposer = decoder(num_layers=1), proposers.ngram(2)

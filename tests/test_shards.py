@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from specjax import Categorical, Context, Draft, distributions, guided, sampling, verifiers
+from specjax import Categorical, Context, Draft, distributions, guided, sampling, trees, verifiers
 from specjax.keys import positions
 from specjax.parallel import shards
 from specjax.sampling import SamplingParams, cut
 from specjax.testing.statistics import chi_square
+from specjax.trees import growing
 
 BATCH, DRAFTS, VOCAB = 48, 3, 2048  # four blocks of 512 ids
 VERIFIERS = {
@@ -117,6 +118,34 @@ def test_kernels_of_parts_emit_the_tokens_of_one_device(name, number, case):
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
     np.testing.assert_array_equal(got.is_empty, expected.is_empty)
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["traversal", pytest.param("match", marks=pytest.mark.slow)])
+def test_trees_of_one_device(name):
+    """Two children of node 0, each with one, in rows that are greedy, cut or without mass."""
+    rng, shape = np.random.default_rng(0), growing.of_widths((2, 1))
+    target = rng.normal(0, 3, (BATCH, 5, VOCAB)).astype(np.float32)
+    drafted = jnp.asarray(target + rng.normal(0, 0.7, target.shape).astype(np.float32))
+    target[3, 1], target[4, 0, :600], target[5:9, :, 100:1900] = -np.inf, -np.inf, np.nan
+    temperature = jnp.asarray(rng.choice([0, 0.6, 1, 1.7], BATCH), jnp.float32)
+    least = cut.min_logit(jnp.asarray(target), top_k=jnp.asarray(rng.choice([-1, 5, 300], (BATCH, 1)), jnp.int32))
+    keys = positions(jax.random.split(jax.random.key(2), BATCH), jnp.full(BATCH, 7), shape.max_depth)
+    of_draft = partial(Categorical, temperature=jnp.where(temperature == 0, 1, temperature))
+
+    def after(tokens, nodes, carry):
+        return of_draft(drafted[:, np.array(nodes)]), carry
+
+    choose = growing.by_drawing if name == "traversal" else growing.by_coupling
+    given = jnp.zeros(BATCH, jnp.int32), of_draft(drafted[:, :1]), after, None, choose
+    tree, _ = jax.jit(lambda: growing.grow(shape, keys, *given))()
+    operands = keys, tree, Categorical(jnp.asarray(target), temperature, least)
+    verify = partial(getattr(trees, name), log_probs=True)
+    expected = jax.jit(verify)(*operands)
+    got = on_shards(2, partial(verify, axis_name="vocab"), *operands)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_array_equal(got.path, expected.path)
+    np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+    assert {1, 2} <= set(expected.path[:, 1].tolist()), expected.path[:, 1]
 
 
 def packed_in_bfloat16(case):

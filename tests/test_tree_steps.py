@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import Context, Draft, SamplingParams, decode, sampling, scorers, verifiers
-from specjax.decoding import tree_steps
+from specjax import Categorical, Context, Draft, SamplingParams, decode, sampling, scorers, verifiers
+from specjax.decoding import state_rows, tree_steps
 from specjax.decoding.calls import run
 from specjax.decoding.drafters import InMemory
 from specjax.models.attention import update_cache
@@ -17,7 +17,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.layer import Attention, LayerConfig
 from specjax.pages import Pages
 from specjax.sampling.guided.tables import Grammar
-from specjax.types import DraftTree, Memory, ModelInput
+from specjax.types import DraftTree, Memory, ModelInput, Verified
 from tests.paged import poisoned, random_table
 
 CONFIG = DecoderConfig(23, 16, 2, 4, 2, 4, 32, 64, layers=(LayerConfig(Attention(window=4)), LayerConfig()))
@@ -194,6 +194,61 @@ def every_feature():
         {"logit_bias": {4: 2.0}, "allowed_token_ids": list(range(0, 23, 3)), "top_k": 5},
     ]
     return sampling.batch([SamplingParams(**{"temperature": 0.9, "max_tokens": 30} | row) for row in rows])
+
+
+def test_the_history_of_a_node():
+    """Every parameter reads the tokens of the text and of the node's own path, as if they were committed."""
+    rng, params, number = np.random.default_rng(4), every_feature(), np.arange(7) % 2
+    tree = DraftTree(rng.integers(0, 23, (7, 7)).astype(np.int32), PARENTS[number], DEPTH[number])
+    tokens, lengths = rng.integers(0, 23, (7, SLOTS)).astype(np.int32), np.array([6, 3, 9, 1, 4, 4, 5], np.int32)
+    tokens[3, 0], tokens[5, :4] = 3, [0, 1, 2, 3]
+    context = Context(tokens, lengths, np.ones(7, bool), np.maximum(lengths - 2, 1), params.guide.initial)
+    logits = rng.normal(size=(7, 7, 23)).astype(np.float32)
+    found = jax.device_get(jax.jit(partial(tree_steps.process, width=4))(params, logits, context, tree))
+
+    rows, whole = np.repeat(np.arange(7), 7), sequences(context, tree).reshape(49, SLOTS)
+    ends = (lengths[:, None] + tree.depth).reshape(-1)
+    states = [
+        alternation(path[start:end], row == 5)
+        for path, start, end, row in zip(whole, lengths[rows], ends, rows, strict=True)
+    ]
+    own = context._replace(
+        tokens=whole,
+        length=ends,
+        active=np.ones(49, bool),
+        prompt_length=context.prompt_length[rows],
+        guided_state=params.guide.initial[rows] + np.array(states),
+    )
+    of_rows = state_rows.take_sampling(params, lambda x: x[rows])
+    expected = jax.device_get(
+        jax.jit(sampling.process)(of_rows, logits.reshape(49, 1, 23), own, np.zeros((49, 0), np.int32))
+    )
+    np.testing.assert_allclose(found.logits.reshape(49, 23), expected.logits[:, 0], atol=1e-6)
+    np.testing.assert_allclose(found.min_logit.reshape(49), expected.min_logit[:, 0], atol=1e-6)
+    assert len(set(states)) == 2
+
+
+def alternation(drafts, is_guided):
+    """The state after drafts of even and odd ids in turn, which those out of turn do not change."""
+    state = 0
+    for token in drafts:
+        state ^= int(is_guided and token % 2 == state)
+    return state
+
+
+def test_a_tree_finds_room_for_all_of_its_nodes_or_none():
+    context = a_context()._replace(length=np.array([9, 10], np.int32))
+    assert tree_steps.fit(context, a_tree()).num_nodes.tolist() == [7, 1]
+    assert tree_steps.fit(context._replace(active=np.array([False, True])), a_tree()).num_nodes.tolist() == [1, 1]
+
+
+def test_features_and_rows_of_a_path():
+    verified = Verified(PATH, COUNT - 1, path=PATH)
+    hidden, logits = np.arange(14.0).reshape(2, 7, 1), np.arange(28.0).reshape(2, 7, 2)
+    features, target = tree_steps.of_path(hidden, Categorical(logits), verified)
+    np.testing.assert_array_equal(features[..., 0], PATH + 7 * np.arange(2)[:, None])
+    np.testing.assert_array_equal(target.rows, PATH + 7 * np.arange(2)[:, None])
+    assert tree_steps.of_path(hidden, target, verified._replace(path=None)) == (hidden, target)
 
 
 @partial(jax.jit, static_argnames="max_length")

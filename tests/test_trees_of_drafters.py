@@ -17,7 +17,10 @@ from test_medusa import authors
 from specjax import LLM, Context, Engine, SamplingParams, decode, models, proposers, sampling, testing, trees, verifiers
 from specjax.decoding import tree_steps
 from specjax.decoding.binding import as_pytree, of_draft
+from specjax.decoding.drafters import with_tree
 from specjax.engine.trees import as_trees
+from specjax.proposers.block_draft import BlockDraft, BlockHead
+from specjax.proposers.p_eagle import ParallelEagle
 from specjax.proposers.tree_drawing import shape_of
 from specjax.types import ModelInput
 
@@ -61,7 +64,7 @@ def test_medusa(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["authors", "dspark"])
+@pytest.mark.parametrize("case", ["authors", "dspark", "jetspec"])
 def test_blocks(tmp_path, case):
     layers = CASES[case][2]
     target, tensors = heads.make_target(layers), write(tmp_path, case)
@@ -110,11 +113,15 @@ def test_the_distribution_over_several_steps():
 
 @pytest.mark.slow
 def test_in_an_engine_beside_neighbours(tmp_path):
-    """A request gets the text of plain decoding, whatever drafts its neighbours have; pages are used again."""
+    """A request gets the text of plain decoding, whatever drafts its neighbours have.
+
+    Pages are used again, and prompts share the pages of their beginning.
+    """
     target = heads.make_target((2, 0, 1))
     write_eagle3(tmp_path, target, "authors")
-    head = proposers.load(tmp_path, target, num_draft_tokens=3).with_tree(7, coupled=True)
+    head = proposers.load(tmp_path, target, num_draft_tokens=2).with_tree(12, coupled=True)
     prompts = [np.random.default_rng(i).integers(0, heads.VOCAB, 5 + i).tolist() for i in range(4)]
+    prompts[2:] = [prompts[0][:4] + prompt for prompt in prompts[2:]]
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=22, ignore_eos=True, presence_penalty=0.5)
         for i, temperature in enumerate((0, 0.7, 0.9, 0.4))
@@ -127,8 +134,24 @@ def test_in_an_engine_beside_neighbours(tmp_path):
             requests = [engine.submit(*request) for request in zip(prompts, params, strict=True)]
             results = [request.result(timeout=100) for request in requests]
             found.append([result.token_ids for result in results])
+            assert engine.stats().pages.num_hit_tokens > 0
     assert found[0] == found[1]
     assert sum(result.metrics.num_accepted for result in results) > 0
+
+
+def test_an_engine_has_pages_for_all_nodes():
+    """The last nodes of trees of the target's own drafts are accepted; their keys and values need slots before."""
+    target, prompt = heads.make_target(num_layers=1), [5, 6, 7, 8]
+    tree = proposers.draft_model(target, 4, tree=14, coupled=True)
+    sizes = {"num_slots": 1, "max_length": 40, "tokenizer": Tokenizer(), "capacities": FEW, "step_sizes": ()}
+    sizes |= {"num_pages": 10, "page_size": 4, "chunk_size": 4, "verifier": verifiers.match}
+    found = []
+    for proposer in (None, tree):
+        with Engine(target, proposer, **sizes) as engine:
+            request = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+            found.append(request.result(timeout=100))
+    assert found[0].token_ids == found[1].token_ids
+    assert found[1].metrics.num_accepted > 9
 
 
 @pytest.mark.slow
@@ -201,6 +224,20 @@ def test_bad_trees():
     assert of_draft(as_pytree(options), tree).keywords == {"posterior_alpha": 0.5}
 
 
+@pytest.mark.parametrize("kind", [ParallelEagle, proposers.MLPSpeculator, proposers.SelfDraft, proposers.Assistant])
+def test_drafters_of_chains_alone_are_refused(kind):
+    with pytest.raises(ValueError, match=f"tree must be None for {kind.__name__}, which makes chains alone .* got 8"):
+        with_tree(object.__new__(kind), 8, coupled=True)
+
+
+def test_blocks_that_cut_chains_are_refused():
+    head = BlockHead(heads.CONFIG, 1, heads.HIDDEN, heads.VOCAB, block_size=4, mask_token=0, num_candidates=5)
+    with pytest.raises(ValueError, match=r"tree must be None for a drafter of DFlash2, .* among 5 candidates, got 8"):
+        with_tree(BlockDraft(head, {}, 3), 8, coupled=True)
+    with pytest.raises(ValueError, match="min_confidence must be None for trees, because it ends chains, got tree = 8"):
+        with_tree(BlockDraft(replace(head, num_candidates=0), {}, 3, min_confidence=0.5), 8, coupled=True)
+
+
 def test_trees_of_an_llm():
     """Its verifier chooses the trees; what takes none is refused before anything is compiled."""
     target = testing.bigram_model(jnp.eye(3))
@@ -215,7 +252,7 @@ def test_trees_of_an_llm():
     with pytest.raises(ValueError, match="a target with a recurrent state takes no trees"):
         as_trees(drafter, replace(target, commit=tree_steps.compact), verifiers.match, 4)
     with pytest.raises(
-        ValueError, match="tree must be None for a draft without the method with_tree, got 4 and Fallback"
+        ValueError, match="tree must be None for Fallback, which makes chains alone and has no method with_tree, got 4"
     ):
         as_trees(proposers.fallback(ngram, drafter), target, verifiers.match, 4)
     with pytest.raises(ValueError, match=r"tree must be more than 9, the tokens of the longest chain .*, got 9"):

@@ -149,7 +149,8 @@ def with_tree(proposer: Proposer, tree: int | None, *, coupled: bool) -> Propose
     change = getattr(proposer, "with_tree", None)
     if change is None:
         raise ValueError(
-            f"tree must be None for a draft without the method with_tree, got {tree!r} and {type(proposer).__name__}"
+            f"tree must be None for {type(proposer).__name__}, which makes chains alone and has no method with_tree, "
+            f"got {tree!r}"
         )
     return change(tree, coupled=coupled)
 

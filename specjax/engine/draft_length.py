@@ -143,11 +143,12 @@ class _Places:
 class ByStepTimes:
     """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
 
-    While plain decoding is the fastest, the smallest other K is tried from time to time, for `PROBE_SHARE` of the
-    time. Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of their time is set
-    aside for that. A drafter that takes more for each token is not tried again in sequences that it has been left
-    behind in. While a chain is the fastest, a tree is tried for as small a share of the time, if its longest path could
-    pay at all.
+    While plain decoding is the fastest, the smallest other K is tried from time to time, in turn with a tree, for
+    `PROBE_SHARE` of the time. Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of
+    their time is set aside for that. A drafter that takes more for each token is not tried again in sequences that it
+    has been left behind in. While a chain is the fastest, a tree is tried once, and then for as small a share of the
+    time. A tree whose longest path would not pay is not tried. While a tree is the fastest, the best chain is tried so
+    often that this takes `PROBE_SHARE` of the time more than the tree would.
 
     Args:
         times: the seconds of steps.
@@ -169,8 +170,9 @@ class ByStepTimes:
         self._chains = [k for k in self._lengths if k != self._tree]
         self._places = _Places(self._chains[-1] if self._chains else 0)
         self._of_tree, self._depth = _Places(proposer.num_draft_tokens), proposer.num_draft_tokens
-        self._saved = 0.0  # seconds that may go into the next probe
-        self._saved_for_tree, self._has_tried_tree = 0.0, False
+        self._saved, self._num_probes = 0.0, 0  # seconds that may go into the next probe
+        self._saved_for_tree, self._saved_for_chain = math.inf, 0.0  # the first step with the tree needs no savings
+        self._has_tried_tree = False
 
     def rates(self) -> np.ndarray:
         """Return the acceptance rate [K] of a chain's draft at each place, given that those before it are accepted.
@@ -182,32 +184,58 @@ class ByStepTimes:
     def choose(self, num_running: int, num_behind: int) -> int:
         seconds, tokens = self._times.at(num_running), self._places.tokens()
         best = max(self._chains, key=lambda k: tokens[k] / seconds[k])
-        if best == 0 and len(self._chains) > 1:
-            return self._probe(self._chains[1], seconds, num_behind)
-        if self._tree is not None and self._takes_tree(best, tokens[best] / seconds[best], seconds):
+        if self._tree is not None and self._speed_of_tree(seconds) > tokens[best] / seconds[best]:
+            return self._tree_or_chain(best, tokens, seconds)
+        if best == 0:
+            return self._probe(seconds, num_behind)
+        if self._tree is not None and self._is_turn_of_tree(best, tokens[best] / seconds[best], seconds):
             return self._tree
         return best
 
-    def _takes_tree(self, best: int, speed: float, seconds: Mapping[int, float]) -> bool:
-        """Return whether the tree is faster than the best chain, or its turn to be tried has come."""
+    def _speed_of_tree(self, seconds: Mapping[int, float]) -> float:
+        """Return the tokens per second of steps with the tree; 0 as long as none was taken."""
         assert self._tree is not None
-        cost = seconds[self._tree]
-        if self._has_tried_tree and self._of_tree.tokens()[-1] / cost > speed:
-            return True
-        if (1 + self._depth) / cost <= speed:  # not even the longest path would pay
+        return self._of_tree.tokens()[-1] / seconds[self._tree] if self._has_tried_tree else 0.0
+
+    def _may_pay(self, speed: float, seconds: Mapping[int, float]) -> bool:
+        """Return whether the tree would be faster than `speed` if its longest path were accepted each time."""
+        return self._tree is not None and (1 + self._depth) / seconds[self._tree] > speed
+
+    def _tree_or_chain(self, best: int, tokens: np.ndarray, seconds: Mapping[int, float]) -> int:
+        """Return the tree, which is the fastest, or the best chain where its turn to be tried has come."""
+        assert self._tree is not None
+        chain = best or next(iter(self._chains[1:]), 0)
+        lost = seconds[chain] - tokens[chain] / self._speed_of_tree(seconds)
+        if chain and self._saved_for_chain >= lost:
+            self._saved_for_chain = 0.0
+            return chain
+        self._saved_for_chain += PROBE_SHARE * seconds[self._tree]
+        return self._tree
+
+    def _is_turn_of_tree(self, best: int, speed: float, seconds: Mapping[int, float]) -> bool:
+        """Return whether the tree is tried in place of a chain, which is the fastest."""
+        assert self._tree is not None
+        if not self._may_pay(speed, seconds):
             return False
-        if self._saved_for_tree >= cost:
+        if self._saved_for_tree >= seconds[self._tree]:
             self._saved_for_tree = 0.0
             return True
         self._saved_for_tree += PROBE_SHARE * seconds[best]
         return False
 
-    def _probe(self, length: int, seconds: Mapping[int, float], num_behind: int) -> int:
+    def _probe(self, seconds: Mapping[int, float], num_behind: int) -> int:
         """Return a K > 0 where the time that earlier plain steps have set aside allows it, and else 0."""
-        cost = max(seconds[length] - seconds[0], 0)
-        feeding = cost * min(num_behind, self._most_behind) / FED_IN_PROBE
+        lengths = self._chains[1:2]
+        if self._tree is not None and self._may_pay(1 / seconds[0], seconds):
+            lengths = [*lengths, self._tree]
+        if not lengths:
+            return 0
+        length = lengths[self._num_probes % len(lengths)]
+        cost, of_drafts = (max(seconds[k] - seconds[0], 0) for k in (length, lengths[0]))
+        feeding = of_drafts * min(num_behind, self._most_behind) / FED_IN_PROBE
         if self._saved >= cost + max(feeding - FEED_SHARE * seconds[0] * num_behind, 0):
             self._saved = 0.0
+            self._num_probes += 1
             return length
         self._saved += PROBE_SHARE * seconds[0]
         return 0
@@ -233,7 +261,7 @@ def check_choice(
     """
     given = draft_lengths
     if step_times is not None and draft_lengths is None:
-        draft_lengths = table_lengths(step_times, proposer.num_draft_tokens)
+        draft_lengths = table_lengths(step_times, num_fed(proposer) - 1)
     is_chosen = draft_lengths is not None and len(set(draft_lengths)) > 1
     for name, value in (("choose_draft_length", choose_draft_length), ("step_times", step_times)):
         if value is not None and not is_chosen:

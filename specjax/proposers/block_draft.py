@@ -227,11 +227,13 @@ class BlockDraft(InTrees):
         return replace(self, num_draft_tokens=num_draft_tokens) if num_draft_tokens else Paused(self)
 
     def with_tree(self, tree: int | None, *, coupled: bool) -> "BlockDraft":
-        if self.min_confidence is not None or self.head.num_candidates:
+        if tree is not None and self.head.num_candidates:
             raise ValueError(
-                "a tree needs a block head without candidates and without min_confidence, which cut chains, got "
-                f"num_candidates = {self.head.num_candidates} and min_confidence = {self.min_confidence}"
+                f"tree must be None for a drafter of DFlash2, which chooses each draft of a chain among "
+                f"{self.head.num_candidates} candidates, got {tree!r}"
             )
+        if tree is not None and self.min_confidence is not None:
+            raise ValueError(f"min_confidence must be None for trees, because it ends chains, got {tree = !r}")
         return super().with_tree(tree, coupled=coupled)
 
     def init_memory(self, batch_size: int, num_pages: int, page_size: int) -> Memory:

@@ -1,10 +1,11 @@
-"""Read the checkpoints of DFlash, DFlash2 and DSpark, in the layouts of those who train them.
+"""Read the checkpoints of DFlash, DFlash2, DSpark and JetSpec, in the layouts of those who train them.
 
 The authors of DFlash write a config of Qwen3 with the table `dflash_config`, and each mask token gives the draft at its
-own place. DeepSpec writes all fields flat, and the pending token gives the first draft. speculators keeps the sizes of
-the layers in `transformer_layer_config` and says by `sample_from_anchor` which of the two it is; where it does not,
-only blocks of DSpark are of the second kind. Its windows are the positions before a block, the same for all tokens of
-the block; all others are counted from each token.
+own place. JetSpec writes the same with `causal_head` in the table: the tokens of a block then see none after them.
+DeepSpec writes all fields flat, and the pending token gives the first draft. speculators keeps the sizes of the layers
+in `transformer_layer_config` and says by `sample_from_anchor` which of the two it is; where it does not, only blocks of
+DSpark are of the second kind. Its windows are the positions before a block, the same for all tokens of the block; all
+others are counted from each token.
 """
 
 from collections.abc import Mapping
@@ -183,8 +184,9 @@ def _read_head(
     # Where the files of speculators lack a field, it has the default of their kind.
     kind = configs.whole.choice("speculators_model_type", ("dflash", "dflash2", "dspark"), "dflash")
     is_anchored = kind == "dspark" if "speculators_model_type" in configs.whole else configs.own is configs.whole
-    size, field = files.target_weights(target).hidden_size, configs.whole.where("target_hidden_size")
-    files.expect(field, configs.whole.size("target_hidden_size", size), size, "the hidden size of the target")
+    size, place = files.target_weights(target).hidden_size, of("target_hidden_size")
+    given = place.size("target_hidden_size", size)
+    files.expect(place.where("target_hidden_size"), given, size, "the hidden size of the target")
     of("projector_type").choice("projector_type", ("dflash", "dspark"), "dflash")
     of("markov_head_type").choice("markov_head_type", ("vanilla",), "vanilla")
     of("attention_sink_bias").only("attention_sink_bias", False)
@@ -212,7 +214,8 @@ def _is_causal(configs: _Configs, kind: str) -> bool | None:
     """Return whether tokens of a block see none after them; None where only those in layers with a window do not."""
     if configs.whole.get("sliding_window_non_causal", bool, kind == "dflash2"):
         return False
-    own = configs.of("causal").get("causal", bool, None)
+    of_jetspec = configs.of("causal_head").get("causal_head", bool, None)
+    own = configs.of("causal").get("causal", bool, of_jetspec)
     is_causal = configs.of("is_causal").get("is_causal", bool, own)
     # Where `use_swa` gives windows to layers without the type of a window, their blocks are open.
     return False if is_causal is None and _has_window_everywhere(configs) else is_causal

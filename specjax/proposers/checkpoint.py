@@ -78,8 +78,8 @@ def load(
 ) -> Proposer:
     """Load a drafter that reads the features of a target.
 
-    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2 and DSpark, the layers for
-    multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next or Qwen3.5, assistants of Gemma 4,
+    These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2, JetSpec and DSpark, the layers
+    for multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next or Qwen3.5, assistants of Gemma 4,
     Medusa heads and MLP speculators. The names of its tensors and its config.json tell the kind of a drafter. The
     embedding and the head of the drafter are the target's where the files have none.
 
