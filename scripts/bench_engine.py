@@ -9,7 +9,7 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * loads: requests of mixed lengths, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest
   loop, or at the rates of --arrivals. Clients are streams: they see each token as its text becomes certain. With random
   weights they see ids alone, because most of their tokens have no text in the tokenizer of the embedded family.
-* together: the loads, by an engine with mixed steps, which feed prompts and decode in one program.
+* apart: the loads, by an engine without mixed steps, which feed prompts and decode in one program.
 * mixed: the time of a step, of a call that feeds prompts, and of a mixed step that does both, for each of the engine's
   `mixed_sizes`.
 * sizes: closed loops of a few streams by an engine of as many slots as for loads, against an engine of as many slots as
@@ -354,7 +354,7 @@ def mixed(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield rows with the seconds of steps, of calls that feed prompts, and of mixed steps."""
     setting = bench.setting
     max_length = setting.prompts[1] + setting.outputs[1]
-    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate, mixed_sizes=None) as engine:
+    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate) as engine:
         device = engine._scheduler._device
         for num_slots, num_tokens in device.mixed_sizes:
             active = list(range(num_slots - 1))  # the last slot gets the prompt
@@ -606,7 +606,7 @@ def checks(row: dict[str, Any]) -> list[Any]:
 CHECKS = ("compilations", "pages in use after")
 PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str], Callable[[dict[str, Any]], str]]] = {
     "loads": (loads, COLUMNS, load_row),
-    "together": (partial(loads, mixed_sizes=None), COLUMNS, load_row),
+    "apart": (partial(loads, mixed_sizes=()), COLUMNS, load_row),
     "mixed": (mixed, ("slots", "K", "tokens of prompts", "ms: step", "prompts", "mixed", "ratio"), mixed_row),
     "sizes": (
         sizes,

@@ -538,15 +538,17 @@ def test_bad_sizes(target, options, message):
 
 
 def test_mixed_steps_are_those_that_pay(target, monkeypatch):
-    """Where the rows that decode or the tokens of prompts are fewer than the ridge, and on GPUs alone."""
+    """Without drafts, where slots or tokens of prompts are fewer than the ridge, and on GPUs alone."""
     half = replace(target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
     given = (1, 8, 32), 64, (128, 256)
     assert mixed_sizes_of(half, proposers.none(), *given) == ()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     every = tuple((slots, tokens) for slots in (8, 64) for tokens in (128, 256))
     assert mixed_sizes_of(half, proposers.none(), *given) == every
-    assert mixed_sizes_of(half, proposers.ngram(3), *given) == every[:-1]  # 256 rows decode
-    assert mixed_sizes_of(target, proposers.ngram(3), *given) == every  # whose weights take twice as long to read
+    assert mixed_sizes_of(half, proposers.none(), (1, 8, 32), 256, (128, 256)) == ((8, 128), (8, 256), (256, 128))
+    of_256 = (8, 128), (8, 256), (256, 128), (256, 256)
+    assert mixed_sizes_of(target, proposers.none(), (1, 8, 32), 256, (128, 256)) == of_256  # read in twice the time
+    assert mixed_sizes_of(half, proposers.ngram(3), *given) == ()
     assert mixed_sizes_of(replace(half, takes_groups=False), proposers.none(), *given) == ()
 
 

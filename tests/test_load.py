@@ -258,7 +258,7 @@ def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_
     bench.main()
     rows = json.loads(path.read_text())["rows"]
     of_gpus = ["gap"] if jax.default_backend() == "gpu" else []
-    parts = ["loads"] * 3 + ["together"] * 3 + ["sizes", "full", "static", "entering", "shared", *of_gpus]
+    parts = ["loads"] * 3 + ["apart"] * 3 + ["sizes", "full", "static", "entering", "shared", *of_gpus]
     assert [row["part"] for row in rows] == parts
     assert not any(row["pages_used"] for row in rows)
     assert rows[parts.index("shared")]["num_cached_tokens"] == 128

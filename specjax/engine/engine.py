@@ -135,8 +135,9 @@ class Engine:
         mixed_sizes: pairs (slots, tokens): where a step has at most that number of active slots, and the prompts that
             wait would be fed by a call of that number of tokens, one program does both and reads the weights once. Each
             pair is a program. None is the pairs for which that is less work on GPUs, with all slots and with 8, and no
-            pairs on CPUs, with `step_sizes=()`, or with several `draft_lengths`. () always feeds prompts by separate
-            calls, as they are beside requests that ask for log-probabilities or change logits.
+            pairs on CPUs, with `step_sizes=()`, with several `draft_lengths`, or with drafts for a model that is no
+            mixture of experts. () always feeds prompts by separate calls, as they are beside requests that ask for
+            log-probabilities or change logits.
         warm_up: parameters of requests to expect: the engine compiles the programs of these when it starts, and others
             when a request first needs them. None compiles all at the start, so that nothing is compiled later.
 
@@ -166,7 +167,7 @@ class Engine:
         step_times: StepTimes | str | Path | None = None,
         grammar_seconds: float = 10.0,
         step_sizes: Sequence[int] | None = None,
-        mixed_sizes: Sequence[tuple[int, int]] | None = (),
+        mixed_sizes: Sequence[tuple[int, int]] | None = None,
         warm_up: Sequence[SamplingParams] | None = None,
     ):
         defaults = default_sizes("server")

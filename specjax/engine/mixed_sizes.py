@@ -2,10 +2,12 @@
 
 A product takes the time of reading its weights up to some number of rows, the *ridge*, and beyond it the time of its
 arithmetic. Where the rows that decode or the tokens of prompts alone are below the ridge, both together read the
-weights once instead of twice. Tokens of prompts choose nearly all experts of a mixture, so there it always pays.
+weights once instead of twice. Tokens of prompts choose nearly all experts of a mixture, so there it always pays. Beside
+steps with drafts, which have more rows, loads of a dense model got no more tokens by it.
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import jax
@@ -40,14 +42,16 @@ def mixed_sizes_of(
     few = [size for size in sorted(step_sizes) if size >= FEW][:1]
     ridge, num_rows = _ridge(model), num_fed(proposer)
     pairs = [(slots, tokens) for slots in (*few, num_slots) for tokens in prompt_sizes]
-    return tuple((slots, tokens) for slots, tokens in pairs if min(slots * num_rows, tokens) < ridge)
+    if num_rows > 1 and ridge < inf:
+        return ()
+    return tuple((slots, tokens) for slots, tokens in pairs if min(slots, tokens) < ridge)
 
 
 def _ridge(model: Model) -> float:
     """Return the ridge of the products of a model, by the bits of a weight; of a mixture infinity."""
     config: Any = getattr(of_one_device(model), "config", None)
     if getattr(config, "expert_size", 0):
-        return float("inf")
+        return inf
     weights = jax.tree.leaves(model.params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     return RIDGE * num_bytes / max(sum(2 * weight.size for weight in weights), 1)
