@@ -4,6 +4,7 @@
     python scripts/bench_devices.py --preset 8b-1b --one --json 8b.json
     python scripts/bench_devices.py --preset 8b --one --batches 64 --tables engine
     python scripts/bench_devices.py --preset 70b-1b --batches 1 8 --tables steps prompt
+    python scripts/bench_devices.py --preset 70b --quantization fp8 --batches 1 --tables steps
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python scripts/bench_devices.py --preset embedded \\
         --batches 1 --num-drafts 2 --vocab 4096 --context 16 --prompt 64
 
@@ -30,7 +31,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_decode import EAGLE_LAYERS, SHAPES, Drafter, measure, random_head, random_model
+from bench_decode import EAGLE_LAYERS, SHAPES, Drafter, measure, quantized, random_head, random_model
 from bench_prefill import prefill_seconds
 from bench_verify import CASES, inputs
 from jax.sharding import Mesh, NamedSharding
@@ -74,13 +75,25 @@ def shared_model(config: DecoderConfig, mesh: Mesh) -> Model:
     return model if links is None else replace(model, params=model.params | {"links": links})
 
 
-def load(preset: str, mesh: Mesh | None) -> tuple[Model, Drafter | None]:
+def shared_quantized(config: DecoderConfig, mesh: Mesh, quantization: str) -> Model:
+    """Return a model on a mesh whose layers are matrices of few bits; the host makes one layer, which all repeat."""
+    single = replace(config, num_layers=1)
+    params = jax.device_get(quantized(random_model(single), quantization, False).params)
+    params["layers"] = dict.fromkeys(range(config.num_layers), params["layers"][0])
+    return models.tensor_parallel(decoder_model(config, params), mesh, AXIS)
+
+
+def load(preset: str, mesh: Mesh | None, quantization: str | None) -> tuple[Model, Drafter | None]:
     """Return the target and, where the preset has one, the draft, which each device has whole; None is one device."""
     if preset == "embedded":
         target, draft = models.load(models.EMBEDDED / "target", mesh=mesh), models.load(models.EMBEDDED / "draft")
     else:
         name, _, kind = preset.partition("-")
-        target = random_model(SIZES[name]) if mesh is None else shared_model(SIZES[name], mesh)
+        if quantization is not None and mesh is not None:
+            target = shared_quantized(SIZES[name], mesh, quantization)
+        else:
+            target = random_model(SIZES[name]) if mesh is None else shared_model(SIZES[name], mesh)
+            target = target if quantization is None else quantized(target, quantization, False)
         draft = random_model(SIZES[kind]) if kind in SIZES else None
         if kind == "eagle3":
             target = models.with_feature_layers(target, EAGLE_LAYERS)
@@ -178,7 +191,7 @@ def time_engine(args: argparse.Namespace, devices: int, target: Model) -> Iterat
 def time_model(args: argparse.Namespace, mesh: Mesh | None) -> Iterator[dict]:
     """Print the tables of steps and of the prompt and yield their rows; a mesh of None is one device."""
     devices = 1 if mesh is None else mesh.size
-    target, draft = load(args.preset, mesh)
+    target, draft = load(args.preset, mesh, args.quantization)
     if "steps" in args.tables:
         yield from time_steps(args, devices, target, draft)
     if "prompt" in args.tables:
@@ -193,6 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--tables", nargs="+", choices=("verify", "steps", "prompt", "engine"), default=["verify", "steps", "prompt"]
     )
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8"), help="of the layers of the target")
     parser.add_argument("--devices", type=int, help="how many devices share a model; the default is all")
     parser.add_argument("--one", action="store_true", help="also time the model on one device")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
