@@ -161,7 +161,7 @@ def run_measuring_nothing(script, run, monkeypatch):
             "bench_delta_net": {"step_seconds": stand_in(1e-6), "prompt_seconds": stand_in(1e-6)},
             "bench_devices": {
                 "measure": stand_in(step),
-                "load": lambda preset, mesh: (model, model),
+                "load": lambda preset, mesh, quantization: (model, model),
                 "verify_seconds": stand_in(1e-6),
                 "prefill_seconds": stand_in(0.1),
             },
