@@ -33,9 +33,38 @@ class Resources(NamedTuple):
 
 def triton_kernels(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVICE, **keywords) -> list[Kernel]:
     """The Triton kernels that `function` lowers to for an H200."""
+    return list(_kernels_in(_lowered(function, *arguments, mesh=mesh, **keywords)))
+
+
+def decisions_of_the_host(function: Callable, *arguments, mesh: AbstractMesh = ONE_DEVICE, **keywords) -> list[str]:
+    """The branches and loops of `function` whose condition a GPU computes: the host waits for each of them."""
+    return list(_decisions_in(_lowered(function, *arguments, mesh=mesh, **keywords)))
+
+
+def _lowered(function: Callable, *arguments, mesh: AbstractMesh, **keywords):
     with use_abstract_mesh(mesh):
         lowered = jax.jit(function).trace(*arguments, **keywords).lower(lowering_platforms=("cuda",))
-    return list(_kernels_in(lowered.compiler_ir("stablehlo").operation))
+    return lowered.compiler_ir("stablehlo").operation
+
+
+def _decisions_in(operation) -> Iterator[str]:
+    is_branch = operation.name in ("stablehlo.case", "stablehlo.if") and not _is_constant(operation.operands[0])
+    if is_branch or operation.name == "stablehlo.while":
+        yield str(operation.location)
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _decisions_in(inner.operation)
+
+
+def _is_constant(value) -> bool:
+    """Whether a value is computed from constants alone, as the index of the platform is."""
+    if isinstance(value.owner, ir.Block):
+        return False
+    made_by = value.owner
+    return made_by.name == "stablehlo.constant" or (
+        len(made_by.operands) > 0 and all(map(_is_constant, made_by.operands))
+    )
 
 
 def _kernels_in(operation) -> Iterator[Kernel]:

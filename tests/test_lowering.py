@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from lowering import H200, compile_for_sm90, triton_kernels
+from lowering import H200, compile_for_sm90, decisions_of_the_host, triton_kernels
 
 from pallas_kernels import all_reduce
 from specjax import (
@@ -35,6 +35,7 @@ NUM_DRAFTS = 5
 BY_RESIDUAL = ["_statistics_kernel", "_accept_kernel", "_recover_kernel"]
 KERNELS = dict.fromkeys(("rejection", "block", "typical", "synthetic"), BY_RESIDUAL)
 KERNELS |= {"match": ["_block_mass_kernel", "_draw_kernel"]}
+CUT = ["_block_kernel", "_candidate_kernel", "_row_kernel"]
 OPTIONS = {"synthetic": {"acceptance_length": 3.0}}
 
 
@@ -139,12 +140,14 @@ def test_kernels_of_a_shared_vocabulary(verifier, batch_size, dtype, shaped, tmp
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, kernel.grid, resources)
 
 
-def test_a_shared_model_is_verified_by_kernels():
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_shared_model_is_verified_by_kernels(top_p):
+    """The host waits for no condition inside a step, so that it starts the next one before this one has ended."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
     gpus = AbstractMesh((2,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
     target, proposer = models.load(models.EMBEDDED / "target", mesh=mesh), proposers.ngram(2)
     target = replace(target, apply=replace(target.apply, mesh=gpus))
-    prompts = jnp.ones((1, 3), jnp.int32), jnp.array([3]), sampling.batch([SamplingParams(max_tokens=4)])
+    prompts = jnp.ones((1, 3), jnp.int32), jnp.array([3]), sampling.batch([SamplingParams(max_tokens=4, top_p=top_p)])
 
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -153,7 +156,8 @@ def test_a_shared_model_is_verified_by_kernels():
     prefill = partial(decode.prefill, max_length=9)
     state = jax.tree.map(shape, jax.eval_shape(prefill, target, proposer, *prompts, jax.random.key(0)))
     names = [kernel.name for kernel in triton_kernels(decode.step, target, proposer, state, mesh=gpus)]
-    assert names == list(OF_PARTS["match"])
+    assert names == [*(CUT if top_p < 1 else ()), *OF_PARTS["match"]]
+    assert decisions_of_the_host(decode.step, target, proposer, state, mesh=gpus) == []
 
 
 @pytest.mark.parametrize("size, dtype, number", [(4096, jnp.bfloat16, 2), (100, jnp.float32, 8)])
@@ -184,7 +188,7 @@ def test_cut_compiles_without_spilling(vocab_size, dtype, tmp_path):
     fields["top_k"] = jax.ShapeDtypeStruct((4, 6), jnp.int32)
     logits = jax.ShapeDtypeStruct((4, 6, vocab_size), dtype)
     kernels = triton_kernels(lambda logits, fields: min_logit(logits, **fields), logits, fields)
-    assert [kernel.name for kernel in kernels] == ["_block_kernel", "_candidate_kernel", "_row_kernel"]
+    assert [kernel.name for kernel in kernels] == CUT
     for kernel in kernels:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.stack_bytes == 0, (kernel.name, resources)

@@ -106,6 +106,39 @@ def join(own: PyTree, once: PyTree, axis_name: str, links: Array | None = None) 
     return own_structure.unflatten(views[: len(parts)]), once_structure.unflatten(views[len(parts) :])
 
 
+def whole_rows(logits: Array, axis_name: str | None) -> Array:
+    """Exchange parts of R rows [R, V / n] for whole rows: device r gets ceil(R / n) of them, from r ceil(R / n) on.
+
+    Rows of -inf follow the last one.
+    """
+    if axis_name is None:
+        return logits
+    unequal = -logits.shape[0] % num_shards(axis_name)
+    padded = jnp.pad(logits, ((0, unequal), (0, 0)), constant_values=-jnp.inf)
+    return jax.lax.all_to_all(padded, axis_name, split_axis=0, concat_axis=1, tiled=True)
+
+
+def own_rows(values: PyTree, axis_name: str | None) -> PyTree:
+    """Return what belongs to the rows that `whole_rows` gives a device, of arrays [R, ...] that every device holds.
+
+    The last row stands for the rows that follow it.
+    """
+    if axis_name is None:
+        return values
+
+    def own(array: Array) -> Array:
+        size = -(-array.shape[0] // num_shards(axis_name))
+        rows = jax.lax.axis_index(axis_name) * size + jnp.arange(size, dtype=jnp.int32)
+        return array.at[rows].get(mode="clip")
+
+    return jax.tree.map(own, values)
+
+
+def all_rows(values: Array, num_rows: int, axis_name: str | None) -> Array:
+    """Return the results [R] of all rows from those [ceil(R / n)] that each device has found for `whole_rows`."""
+    return values if axis_name is None else table(values, axis_name).reshape(-1)[:num_rows]
+
+
 def total(values: Array, axis_name: str | None) -> Array:
     """Return the sum of the values [...] of all devices, added in one order everywhere."""
     return values if axis_name is None else jnp.sum(table(values, axis_name), axis=0)
@@ -114,11 +147,6 @@ def total(values: Array, axis_name: str | None) -> Array:
 def largest(values: Array, axis_name: str | None) -> Array:
     """Return the largest of the values [...] of all devices."""
     return values if axis_name is None else jnp.max(table(values, axis_name), axis=0)
-
-
-def smallest(values: Array, axis_name: str | None) -> Array:
-    """Return the smallest of the values [...] of all devices."""
-    return values if axis_name is None else jnp.min(table(values, axis_name), axis=0)
 
 
 def of_owner(values: Array, is_owner: Array, axis_name: str | None) -> Array:

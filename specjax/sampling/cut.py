@@ -10,8 +10,6 @@ threshold, or sums their mass, and goes on between the two logits next to the an
 `pallas_kernels/cut.py` does the same in kernels.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -74,17 +72,19 @@ def min_logit(
     shape, dtype = logits.shape[:-1], _wide(logits)
     if logits.size == 0 or (top_k is None and top_p is None and min_p is None):
         return jnp.full_like(logits, -jnp.inf, dtype, shape)
+    rows = logits.reshape(-1, logits.shape[-1])
     vocab_size = logits.shape[-1] * shards.num_shards(axis_name)
     limits = _limits(Limits(temperature, top_k, top_p, min_p), shape, vocab_size, dtype)
+    # Each device searches some rows whole: no search waits for another device, and the host waits for none of them.
     cut = dispatch(
-        (logits.reshape(-1, logits.shape[-1]), limits),
-        xla=partial(_find_cut, axis_name=axis_name),
+        (shards.whole_rows(rows, axis_name), shards.own_rows(limits, axis_name)),
+        xla=_find_cut,
         pallas=find_cut,
-        reason=lambda logits, limits: "the kernels take whole vocabularies" if axis_name else unsupported(logits),
+        reason=lambda logits, limits: unsupported(logits),
         is_worthwhile=lambda logits, limits: logits.shape[-1] >= SMALL_VOCAB,
         implementation=implementation,
     )
-    return cut.reshape(shape)
+    return shards.all_rows(cut, len(rows), axis_name).reshape(shape)
 
 
 def _limits(given: Limits, shape: tuple[int, ...], vocab_size: int, dtype: jnp.dtype) -> Limits:
@@ -119,16 +119,15 @@ def _wide(logits: Array) -> jnp.dtype:
     return jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
 
 
-def _find_cut(logits: Array, limits: Limits, axis_name: str | None = None) -> Array:
+def _find_cut(logits: Array, limits: Limits) -> Array:
     """Find the cut [R] of logits [R, V] by XLA; they are not read where no row has a limit."""
     dtype = _wide(logits)
-    like = logits[:, 0] if axis_name is None else limits.is_asked  # the cut is the same for all parts of a vocabulary
-    uncut = jnp.full_like(like, -jnp.inf, dtype)
-    return lax.cond(limits.is_asked.any(), lambda: _cut(logits, limits, dtype, axis_name), lambda: uncut)
+    uncut = jnp.full_like(logits[:, 0], -jnp.inf, dtype)
+    return lax.cond(limits.is_asked.any(), lambda: _cut(logits, limits, dtype), lambda: uncut)
 
 
-def _cut(logits: Array, limits: Limits, dtype: jnp.dtype, axis_name: str | None) -> Array:
-    """Find the cut [R] of logits [R, V], first in the best blocks of each row (of each device's part of it)."""
+def _cut(logits: Array, limits: Limits, dtype: jnp.dtype) -> Array:
+    """Find the cut [R] of logits [R, V], first in the best blocks of each row."""
     num_rows, vocab_size = logits.shape
     num_blocks = -(-vocab_size // _BLOCK)
 
@@ -137,26 +136,25 @@ def _cut(logits: Array, limits: Limits, dtype: jnp.dtype, axis_name: str | None)
         return padded.reshape(x.shape[0], num_blocks, _BLOCK)
 
     if num_blocks <= _CANDIDATES:
-        return _search(in_blocks(logits).astype(dtype), limits, axis_name=axis_name)[0]
+        return _search(in_blocks(logits).astype(dtype), limits)[0]
 
     best, blocks = lax.top_k(in_blocks(logits).max(-1).astype(dtype), _CANDIDATES)
-    outside = shards.largest(best.min(-1), axis_name)  # no logit outside these blocks is larger
+    outside = best.min(-1)  # no logit outside these blocks is larger
     tokens = blocks[:, :, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None, None]
     candidates = logits.at[jnp.arange(num_rows)[:, None, None], tokens].get(mode="fill", fill_value=-jnp.inf)
     total = None
     if limits.top_p is not None:
-        highest = shards.largest(best.max(-1, keepdims=True), axis_name)
+        highest = best.max(-1, keepdims=True)
 
         def mass() -> Array:
-            own = jnp.exp(_scaled(logits.astype(dtype), highest, limits.temperature)).sum(-1)
-            return shards.total(own, axis_name)
+            return jnp.exp(_scaled(logits.astype(dtype), highest, limits.temperature)).sum(-1)
 
         is_needed = jnp.any((limits.top_p < 1) & ~limits.is_restricted)
         total = lax.cond(is_needed, mass, lambda: jnp.zeros_like(outside))
-    cut, decisive = _search(candidates.astype(dtype), limits, total, axis_name)
+    cut, decisive = _search(candidates.astype(dtype), limits, total)
 
     # The maximum of NaN and numbers is not the same on every device.
-    clean = shards.total(jnp.isnan(logits).any(-1).astype(jnp.float32), axis_name) == 0
+    clean = ~jnp.isnan(logits).any(-1)
     settled = ~limits.is_asked | (clean & ((decisive > outside) | (outside == -jnp.inf)))
     unsettled_first = jnp.argsort(settled)
     # A symbolic number of rows cannot be compared with a number.
@@ -167,52 +165,50 @@ def _cut(logits: Array, limits: Limits, dtype: jnp.dtype, axis_name: str | None)
         # Without the barrier XLA may convert all bfloat16 logits to float32 before the loop.
         whole = lax.optimization_barrier((logits, rows))[0][rows]
         of_rows = jax.tree.map(lambda limit: limit[rows], limits)
-        found, _ = _search(in_blocks(whole).astype(dtype), of_rows, axis_name=axis_name)
+        found, _ = _search(in_blocks(whole).astype(dtype), of_rows)
         return cut.at[rows].set(found)
 
     return lax.fori_loop(0, -(-jnp.sum(~settled, dtype=jnp.int32) // chunk), search_whole, cut)
 
 
-def _search(x: Array, limits: Limits, total: Array | None = None, axis_name: str | None = None) -> tuple[Array, Array]:
+def _search(x: Array, limits: Limits, total: Array | None = None) -> tuple[Array, Array]:
     """Find the cut of x [N, C, _BLOCK], which may be a part of each row.
 
     Args:
         x: logits in any order.
         limits: of the N rows.
         total: [N] mass of the whole row, for rows without min-p and top-k; None where x is the whole row.
-        axis_name: the axis whose devices have the rest of x; None is none.
 
     Returns:
         The cut [N], and a logit [N]: the cut holds for the whole row if this logit lies above all that x leaves out.
     """
     x = jnp.nan_to_num(x, nan=-jnp.inf, neginf=-jnp.inf)
-    highest = shards.largest(x.max((1, 2)), axis_name)
+    highest = x.max((1, 2))
     scaled = _scaled(x, highest[:, None, None], limits.temperature)
     cut = jnp.full_like(highest, -jnp.inf)
     if limits.min_p is not None:
         kept = jnp.where(scaled >= jnp.log(limits.min_p)[:, None, None], x, jnp.inf).min((1, 2))
-        kept = shards.smallest(kept, axis_name)
         cut = jnp.where(limits.min_p > 0, jnp.minimum(kept, highest), cut)
     if limits.top_k is not None:
         high = jnp.where(limits.top_k > 0, highest, cut)
-        cut = _raise(cut, high, x, jnp.ones_like(x), limits.top_k.astype(x.dtype), axis_name)
+        cut = _raise(cut, high, x, jnp.ones_like(x), limits.top_k.astype(x.dtype))
     decisive = cut
     if limits.top_p is not None:
         weights = jnp.exp(scaled)
-        mass = _sum_above(x, weights, cut[:, None], axis_name)[:, 0]
+        mass = _sum_above(x, weights, cut[:, None])[:, 0]
         if total is not None:
             mass = jnp.where(limits.is_restricted, mass, total)
-        cut = _raise(cut, jnp.where(limits.top_p < 1, highest, cut), x, weights, limits.top_p * mass, axis_name)
+        cut = _raise(cut, jnp.where(limits.top_p < 1, highest, cut), x, weights, limits.top_p * mass)
         decisive = jnp.where(limits.is_restricted, decisive, cut)
     return cut, decisive
 
 
-def _raise(low: Array, high: Array, x: Array, weights: Array, target: Array, axis_name: str | None) -> Array:
+def _raise(low: Array, high: Array, x: Array, weights: Array, target: Array) -> Array:
     """Find the largest logit in (low, high] of x [N, C, _BLOCK] such that the weights from it up sum to `target`.
 
     It is `low` where there is none.
     """
-    lowest = shards.smallest(jnp.where(x > -jnp.inf, x, jnp.inf).min((1, 2)), axis_name)
+    lowest = jnp.where(x > -jnp.inf, x, jnp.inf).min((1, 2))
     fractions = jnp.linspace(0, 1, _THRESHOLDS, dtype=x.dtype)[None]
 
     def narrow(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -221,23 +217,22 @@ def _raise(low: Array, high: Array, x: Array, weights: Array, target: Array, axi
         first, last = (jnp.where(jnp.isfinite(end), end, 0) for end in ends)  # infinite in a row without a bracket
         thresholds = first[:, None] * (1 - fractions) + last[:, None] * fractions
         thresholds = jnp.minimum(thresholds, high[:, None])
-        reached = _sum_above(x, weights, thresholds, axis_name) >= target[:, None]
+        reached = _sum_above(x, weights, thresholds) >= target[:, None]
         best_reached = jnp.where(reached, thresholds, low[:, None]).max(-1)
         least_missed = jnp.where(reached, jnp.inf, thresholds).min(-1)
         above = jnp.where(x >= best_reached[:, None, None], x, jnp.inf).min((1, 2))
         below = jnp.where(x < least_missed[:, None, None], x, -jnp.inf).max((1, 2))
-        above, below = shards.smallest(above, axis_name), shards.largest(below, axis_name)
         return jnp.where(best_reached > low, above, low), jnp.minimum(high, below)
 
     return lax.while_loop(lambda bracket: jnp.any(bracket[0] < bracket[1]), narrow, (low, high))[0]
 
 
-def _sum_above(x: Array, weights: Array, thresholds: Array, axis_name: str | None) -> Array:
+def _sum_above(x: Array, weights: Array, thresholds: Array) -> Array:
     """Sum the weights [N, C, _BLOCK] where x is at least each of the thresholds [N, P], in one read: [N, P]."""
     terms = [jnp.where(x >= threshold[:, None, None], weights, 0) for threshold in thresholds.T]
     zeros = [jnp.zeros((), x.dtype)] * len(terms)
     sums = lax.reduce(terms, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), (2,))
-    return shards.total(jnp.stack(sums, 1).sum(-1), axis_name)
+    return jnp.stack(sums, 1).sum(-1)
 
 
 def _scaled(x: Array, highest: Array, temperature: Array | None) -> Array:
