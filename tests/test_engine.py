@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from test_scheduler import Letters, alone, replace_params
 from test_slots import (
     CAPACITIES,
@@ -30,7 +31,6 @@ from test_slots import (
     NUM_SLOTS,
     PAGE_SIZE,
     VOCAB,
-    Compilations,
     make,
     make_proposer,
     some_jobs,

@@ -7,11 +7,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from compilations import Compilations
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import proposers, verifiers
-from specjax.engine import empty_slots, run, slots
+from specjax.engine import run, slots
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.engine import Engine
 from specjax.engine.llm import LLM, Completion, GenerationError, Piece
@@ -236,22 +237,15 @@ class TestGenerate:
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("all_programs")
-    def test_few_compilations(self, pair):
+    def test_nothing_is_compiled_after_the_start(self, pair):
         llm = LLM(*pair)
-
-        def num_programs():
-            return [
-                f._cache_size()
-                for f in (empty_slots._empty, slots._prefill_chunk, slots._insert, slots._evict, slots._step)
-            ]
-
-        llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=40))
-        before = num_programs()
-        llm.generate([PROMPTS[0] * 3, *PROMPTS * 5], SamplingParams(temperature=0.8, max_tokens=30, seed=1))
-        llm.generate(PROMPTS[:2], SamplingParams(temperature=0.5, max_tokens=30, stop="no such text", top_k=7))
         params = [GREEDY, SamplingParams(temperature=1, max_tokens=9, stop_token_ids=[5, 6, 7])] * 6
-        llm.generate(PROMPTS * 4, params)
-        assert num_programs() == before
+        llm.generate(PROMPTS, SamplingParams(temperature=0.5, max_tokens=40))
+        with Compilations() as later:
+            llm.generate([PROMPTS[0] * 3, *PROMPTS * 5], SamplingParams(temperature=0.8, max_tokens=30, seed=1))
+            llm.generate(PROMPTS[:2], SamplingParams(temperature=0.5, max_tokens=30, stop="no such text", top_k=7))
+            llm.generate(PROMPTS * 4, params)
+        assert later.number == 0
 
     @pytest.mark.slow
     def test_bad_words_are_text(self, chain):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 from test_engine import Tokenizer
-from test_slots import Compilations
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
 from specjax.engine import slots as engine_slots

@@ -1,7 +1,6 @@
 """Slots of a batch: whatever enters and leaves in whatever order, each request gets the tokens it gets alone."""
 
 import logging
-import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import monitoring
+from compilations import Compilations
 
 from specjax import decode, keys, proposers, sampling, verifiers
 from specjax.engine.grammars import GrammarTables
@@ -500,24 +499,6 @@ def test_a_fallback_and_blocks_without_pages(target, draft):
     """
     given = target, make_proposer("fallback", draft), "block", False
     assert set.union(*(run_and_compare(*given, seed=seed, is_mixed=True) for seed in (1, 2))) == EVERY_END
-
-
-class Compilations:
-    """Counts programs that XLA compiles or loads from the cache, eager operations included; and traced functions."""
-
-    def __enter__(self):
-        self.number = self.number_in_threads = self.number_traced = 0
-        jax.monitoring.register_event_duration_secs_listener(self.count)
-        return self
-
-    def count(self, event, duration, **kwargs):
-        is_compilation = event == "/jax/core/compile/backend_compile_duration"
-        self.number += is_compilation
-        self.number_in_threads += is_compilation and threading.current_thread() is not threading.main_thread()
-        self.number_traced += event == "/jax/core/compile/jaxpr_trace_duration"
-
-    def __exit__(self, *error):
-        monitoring.unregister_event_duration_listener(self.count)
 
 
 @pytest.mark.usefixtures("all_programs")
