@@ -118,13 +118,13 @@ def random_block(target: Model) -> BlockDraft:
     return proposers.dflash(head, params | tables)
 
 
-def random_head(target: Model) -> FeatureDraft:
+def random_head(target: Model, config: DecoderConfig = EAGLE) -> FeatureDraft:
     """Return an EAGLE-3 head of random bfloat16 weights, with the embedding of the target and 32,000 of its tokens."""
-    head = proposers.Eagle3Head(EAGLE, EAGLE.hidden_size, len(EAGLE_LAYERS))
-    shapes = head.shapes() | {"lm_head": (EAGLE.vocab_size, EAGLE.hidden_size)}
+    head = proposers.Eagle3Head(config, config.hidden_size, len(EAGLE_LAYERS))
+    shapes = head.shapes() | {"lm_head": (config.vocab_size, config.hidden_size)}
     params = trunk.random_params(shapes, jax.random.key(1), jnp.bfloat16)
     params |= {"embedding": target_weights(target).embedding}
-    reduced = reduced_vocabulary(np.arange(EAGLE.vocab_size) * 4, target.vocab_size)
+    reduced = reduced_vocabulary(np.arange(config.vocab_size) * 4, target.vocab_size)
     return proposers.eagle3(head, params, 1, reduced=reduced)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_decode import EAGLE_LAYERS, SHAPES, Drafter, measure, quantized, random_head, random_model
+from bench_decode import EAGLE, EAGLE_LAYERS, SHAPES, Drafter, measure, quantized, random_head, random_model
 from bench_prefill import prefill_seconds
 from bench_verify import CASES, inputs
 from jax.sharding import Mesh, NamedSharding
@@ -44,7 +44,7 @@ from specjax.models.checkpoint import Checkpoint
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.parallel import put, shards
 from specjax.parallel.links import links_of
-from specjax.types import Categorical, Draft, Model
+from specjax.types import Categorical, Draft, Model, PyTree
 
 AXIS = "tensor"
 OUTPUTS = 32, 160  # tokens of the requests of an engine
@@ -54,19 +54,25 @@ SIZES = SHAPES | {
 }
 
 
-def shared_model(config: DecoderConfig, mesh: Mesh) -> Model:
-    """Return a model of random bfloat16 weights on a mesh, of which each device makes its part."""
+def shape_on(mesh: Mesh, config: DecoderConfig) -> Model:
+    """Return a model of bfloat16 weights on a mesh, with their shapes in place of them."""
 
     def zeros() -> Model:
         params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), param_shapes(config))
         return models.tensor_parallel(decoder_model(config, params), mesh, AXIS)
+
+    return jax.eval_shape(zeros)
+
+
+def shared_model(config: DecoderConfig, mesh: Mesh) -> Model:
+    """Return a model of random bfloat16 weights on a mesh, of which each device makes its part."""
 
     @partial(jax.jit, static_argnums=(1, 2))
     def weights(key: jax.Array, shape: tuple[int, ...], spec: P) -> jax.Array:
         made = 0.02 * jax.random.normal(key, shape, jnp.bfloat16) if len(shape) > 1 else jnp.ones(shape, jnp.bfloat16)
         return jax.lax.with_sharding_constraint(made, NamedSharding(mesh, spec))
 
-    model = jax.eval_shape(zeros)
+    model = shape_on(mesh, config)
     leaves, tree = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(config.hidden_size), len(leaves))
     made = zip(keys, leaves, model.apply.param_specs, strict=True)
@@ -76,11 +82,21 @@ def shared_model(config: DecoderConfig, mesh: Mesh) -> Model:
 
 
 def shared_quantized(config: DecoderConfig, mesh: Mesh, quantization: str) -> Model:
-    """Return a model on a mesh whose layers are matrices of few bits; the host makes one layer, which all repeat."""
-    single = replace(config, num_layers=1)
-    params = jax.device_get(quantized(random_model(single), quantization, False).params)
-    params["layers"] = dict.fromkeys(range(config.num_layers), params["layers"][0])
-    return models.tensor_parallel(decoder_model(config, params), mesh, AXIS)
+    """Return a model on a mesh whose layers are matrices of few bits: copies of a first layer, made where they stay."""
+    single = models.tensor_parallel(
+        quantized(random_model(replace(config, num_layers=1)), quantization, False), mesh, AXIS
+    )
+    specs = jax.tree.unflatten(jax.tree.structure(single.params), single.apply.param_specs)
+    first = single.params["layers"][0]
+    copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=jax.tree.map(lambda x: x.sharding, first))
+
+    def with_layers(tree: PyTree, of_layer: Callable[[], PyTree]) -> PyTree:
+        return tree | {"layers": {i: of_layer() for i in range(config.num_layers)}}
+
+    model = shape_on(mesh, config)
+    specs = jax.tree.leaves(with_layers(specs, lambda: specs["layers"][0]))
+    apply = replace(model.apply, param_specs=tuple(specs))
+    return replace(model, apply=apply, params=with_layers(single.params, lambda: copied(first)))
 
 
 def load(preset: str, mesh: Mesh | None, quantization: str | None) -> tuple[Model, Drafter | None]:
@@ -97,7 +113,7 @@ def load(preset: str, mesh: Mesh | None, quantization: str | None) -> tuple[Mode
         draft = random_model(SIZES[kind]) if kind in SIZES else None
         if kind == "eagle3":
             target = models.with_feature_layers(target, EAGLE_LAYERS)
-            draft = random_head(target)
+            draft = random_head(target, replace(SIZES[name], num_layers=1, vocab_size=EAGLE.vocab_size))
     return target, draft if mesh is None else put(draft, NamedSharding(mesh, P()))
 
 
