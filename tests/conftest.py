@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
-from specjax.engine import sizes
+from specjax.engine import garbage, sizes
 from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
 
@@ -99,6 +99,8 @@ def programs_when_used():
             few = replace(of_use["cpu"], step_sizes=(), prompts=(of_use["cpu"].chunk,))
             patch.setitem(sizes.SIZES, use, of_use | {"cpu": few})
         patch.setattr(Slots, "compile", lambda *args: None)
+        patch.setattr(garbage, "leave_out", lambda: None)  # a search of all objects takes as long as most tests
+        patch.setattr(garbage, "take_back", lambda: None)
         patch.setattr(_Device, "compiling_steps", lambda *args: nullcontext())
         yield compile_all
 

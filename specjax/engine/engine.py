@@ -19,6 +19,7 @@ import numpy as np
 
 from specjax import proposers, verifiers
 from specjax.decoding.drafters import in_memory
+from specjax.engine import garbage
 from specjax.engine.draft_length import ByStepTimes, check_choice
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import encode_prompt, key_data
@@ -231,7 +232,8 @@ class Engine:
         log_caches(device, pool)
         self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
         uses = None if warm_up is None else {self._use_of(each) for each in warm_up}
-        device.compile(chunk_size, prompt_sizes, uses)
+        with garbage.paused():
+            device.compile(chunk_size, prompt_sizes, uses)
         if draft_length is None and draft_lengths is not None and len(device.draft_lengths) > 1:
             use = max((use for use, log_probs in uses or () if not log_probs), default=Needs.EVERYTHING)
             draft_length = ByStepTimes(step_times_of(device, device.step_sizes, use), draft_lengths, proposer)
@@ -264,6 +266,7 @@ class Engine:
         self._default_device = config.jax_default_device  # of the caller, for the thread, as the next one is
         self._matmul_precision = config.jax_default_matmul_precision
         self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
+        garbage.leave_out()
         _engines.add(self)
         self._thread.start()
 
@@ -407,6 +410,9 @@ class Engine:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
+        if self in _engines:
+            _engines.discard(self)
+            garbage.take_back()
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,6 +1,5 @@
 """Run the server of an LLM until a signal ends it."""
 
-import gc
 import logging
 import math
 import re
@@ -106,23 +105,15 @@ def _signals(end: Callable[[], object]) -> Iterator[None]:
 
 
 def start_engine(llm: LLM, num_slots: int, max_waiting: int | None, step_sizes: Sequence[int] | None = None) -> Engine:
-    """Start an engine for the requests of clients, with the arguments of `Engine`.
-
-    Tracing makes many objects that stay, so garbage is not searched for until it is ready.
-    """
-    gc.disable()
-    try:
-        return Engine.of(
-            llm,
-            num_slots=num_slots,
-            capacities=CAPACITIES,
-            grammar_seconds=GRAMMAR_SECONDS,
-            max_waiting=max_waiting,
-            step_sizes=step_sizes,
-        )
-    finally:
-        gc.freeze()
-        gc.enable()
+    """Start an engine for the requests of clients, with the arguments of `Engine`."""
+    return Engine.of(
+        llm,
+        num_slots=num_slots,
+        capacities=CAPACITIES,
+        grammar_seconds=GRAMMAR_SECONDS,
+        max_waiting=max_waiting,
+        step_sizes=step_sizes,
+    )
 
 
 def make_app(engine: Engine, llm: LLM, known: Served, **options: Any) -> App:
