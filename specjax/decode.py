@@ -1,6 +1,7 @@
 """The decoding loop: prefill, then steps that propose, score, verify and commit tokens, all on the device."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -262,8 +263,12 @@ def _step_on_mesh(
     if rows is not None and model.apply.batch_axis is not None:
         raise ValueError(f"rows must be None where devices share the rows, along {model.apply.batch_axis!r}, got rows")
 
+    has_slots = model.apply.has_slots  # where the rows are shared, they hold them
+
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
         proposer, state, rows, (verifier, scorer) = operands
+        if has_slots:
+            model, cache = replace(model, takes_pages=True), Memory(pools=cache.rows)
         state, info = step(
             model,
             proposer,
@@ -273,7 +278,8 @@ def _step_on_mesh(
             scorer=scorer,
             num_logprobs=num_logprobs,
         )
-        return state.cache, (state._replace(cache=None), info)
+        cache = Memory(rows=state.cache.pools) if has_slots else state.cache
+        return cache, (state._replace(cache=None), info)
 
     model.apply.check_batch(state.context.length.shape[0])
     rest = state._replace(cache=None)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
+from test_eagle import write_eagle3
 from test_engine import Tokenizer
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
@@ -213,6 +215,21 @@ def test_trees_of_one_device(verifier, changes):
     np.testing.assert_array_equal(got.totals.accepted_at, expected.totals.accepted_at)
     accepted, drafted = (np.sum(x) for x in (expected.totals.accepted, expected.totals.drafted))
     assert 0.1 * drafted < accepted < 0.9 * drafted, (accepted, drafted)
+
+
+@pytest.mark.slow
+def test_trees_of_a_head_where_devices_share_rows_and_weights(tmp_path):
+    """The tokens are those of plain decoding: the features of a path are on the devices that have the row."""
+    target = heads.make_target((2, 0, 1))
+    write_eagle3(tmp_path, target, "authors")
+    head = proposers.load(tmp_path, target, num_draft_tokens=2).with_tree(12, coupled=True)
+    shared = with_shared_rows(target, rows=2, parts=2)
+    plain, trees = (
+        decode.generate(shared, each, heads.start(shared, each, temperature=0.7), verifier=verifiers.match)
+        for each in (None, put(head, shared.apply.whole))
+    )
+    np.testing.assert_array_equal(trees.context.tokens, plain.context.tokens)
+    assert np.all(trees.totals.accepted > 0)
 
 
 def test_slots_where_devices_share_the_rows():

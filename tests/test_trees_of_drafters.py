@@ -115,7 +115,7 @@ def test_the_distribution_over_several_steps():
 def test_in_an_engine_beside_neighbours(tmp_path):
     """A request gets the text of plain decoding, whatever drafts its neighbours have.
 
-    Pages are used again, and prompts share the pages of their beginning.
+    Prompts share the pages of their beginning, one request is cancelled, and some lose their pages to others.
     """
     target = heads.make_target((2, 0, 1))
     write_eagle3(tmp_path, target, "authors")
@@ -127,15 +127,20 @@ def test_in_an_engine_beside_neighbours(tmp_path):
         for i, temperature in enumerate((0, 0.7, 0.9, 0.4))
     ]
     sizes = {"num_slots": 2, "max_length": 40, "tokenizer": Tokenizer(), "eos_token_ids": (), "capacities": FEW}
-    sizes |= {"num_pages": 18, "page_size": 4, "chunk_size": 4, "verifier": verifiers.match, "step_sizes": ()}
+    sizes |= {"num_pages": 17, "page_size": 4, "chunk_size": 4, "verifier": verifiers.match, "step_sizes": ()}
     found = []
     for proposer in (None, head):
         with Engine(target, proposer, **sizes) as engine:
+            first = engine.submit(prompts[0], params[0])
             requests = [engine.submit(*request) for request in zip(prompts, params, strict=True)]
+            next(iter(first))
+            first.cancel()
             results = [request.result(timeout=100) for request in requests]
             found.append([result.token_ids for result in results])
-            assert engine.stats().pages.num_hit_tokens > 0
+            stats = engine.stats()
+            assert stats.pages.num_hit_tokens > 0 and stats.pages.num_used == 0
     assert found[0] == found[1]
+    assert stats.num_preempted > 0
     assert sum(result.metrics.num_accepted for result in results) > 0
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from specjax import distributions
 from specjax.decoding import state_rows
 from specjax.pages import locate, write_slots
+from specjax.parallel import OnMesh
 from specjax.sampling import Sampling, guided
 from specjax.sampling import process as sampling_process
 from specjax.sampling.logits import adjust, reads_token_ids, with_cut
@@ -38,7 +39,8 @@ def check_target(model: Model) -> None:
             "a target with a recurrent state takes no trees, because siblings would need states of their own, got a "
             f"DraftTree for {model!r}: use a chain, with tree=None"
         )
-    if not model.takes_pages:
+    has_slots = model.takes_pages or (isinstance(model.apply, OnMesh) and model.apply.has_slots)
+    if not has_slots:
         raise ValueError(
             "a target must take pages to score trees, because only then its leaves are known to have the slots as "
             f"their second axis, got a DraftTree for {model!r}: set takes_pages=True, or use a chain"

@@ -37,6 +37,7 @@ class OnMesh:
     cache_spec: P  # of every leaf of the cache
     vocab_size: int
     batch_axis: str | None = None  # the axis whose devices share the rows; None where each has them all
+    has_slots: bool = False  # whether the leaves of a cache of shared rows are known to be [B, slots, ...]
     init_rows: Callable[[int], PyTree] | None = None  # of one device; None where the model keeps slots alone
     row_specs: tuple[P, ...] = ()  # of the leaves that `init_rows` returns, in their order
 
@@ -234,6 +235,7 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     if not isinstance(shared, OnMesh):
         specs = tuple(WHOLE for _ in jax.tree.leaves(model.params))
         shared = OnMesh(model.apply, model.init_cache, mesh, None, specs, P(axis_name), model.vocab_size, axis_name)
+        shared = replace(shared, has_slots=model.takes_pages)
         params = put(model.params, shared.whole)
         init_cache = InitOnMesh(model.init_cache, shared.of_cache)
         return replace(model, params=params, apply=shared, init_cache=init_cache, takes_pages=False, takes_groups=False)
@@ -243,7 +245,7 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
         taken = [axis for axis in (shared.axis_name, shared.batch_axis) if axis is not None]
         raise ValueError(f"axis_name must be an axis that the model does not take yet, as {taken}, got {axis_name!r}")
     spec = P(axis_name, *shared.cache_spec[1:])
-    shared = replace(shared, cache_spec=spec, batch_axis=axis_name)
+    shared = replace(shared, cache_spec=spec, batch_axis=axis_name, has_slots=model.takes_pages)
     assert isinstance(model.init_cache, InitOnMesh), "a model on a mesh has it"
     init_cache = replace(model.init_cache, sharding=shared.of_cache)
     return replace(model, apply=shared, init_cache=init_cache, takes_pages=False, takes_groups=False)
