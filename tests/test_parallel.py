@@ -219,7 +219,7 @@ def test_trees_of_one_device(verifier, changes):
 
 @pytest.mark.slow
 def test_trees_of_a_head_where_devices_share_rows_and_weights(tmp_path):
-    """The tokens are those of plain decoding: the features of a path are on the devices that have the row."""
+    """They give the tokens of plain decoding: each device has the features of the paths of its rows."""
     target = heads.make_target((2, 0, 1))
     write_eagle3(tmp_path, target, "authors")
     head = proposers.load(tmp_path, target, num_draft_tokens=2).with_tree(12, coupled=True)
