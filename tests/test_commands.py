@@ -173,6 +173,11 @@ class TestTune:
         assert "| 1 | 1000.00 | 1500.00 | 2000.00 | 2500.00 |" in out
         assert out.endswith("| 1 | 2.92 | 3.27 | 3.65 | 4.20 | - |\n")  # 2.5 (1 + 0.5 + 0.25) / 1.5, ...
         assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0, 6: 2.5}
+        _, out, _, path = tune("--batches", "1", "--tree", "9,7")
+        assert "| tree of 7 nodes, K = 4 | tree of 9 nodes, K = 4 |" in out
+        assert sorted(StepTimes.load(path).at(1)) == [0, 2, 4, 6, 8]
+        with pytest.raises(SystemExit):
+            tune("--tree", "7,x")
 
     def test_wrong_arguments(self, tune):
         exit_code, out, err, _ = tune("--batches", "0")

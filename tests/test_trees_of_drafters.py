@@ -18,7 +18,7 @@ from specjax import LLM, Context, Engine, SamplingParams, decode, models, propos
 from specjax.decoding import tree_steps
 from specjax.decoding.binding import as_pytree, of_draft
 from specjax.decoding.drafters import with_tree
-from specjax.engine.trees import as_trees
+from specjax.engine.trees import as_trees, numbers_of_nodes
 from specjax.proposers.block_draft import BlockDraft, BlockHead
 from specjax.proposers.p_eagle import ParallelEagle
 from specjax.proposers.tree_drawing import shape_of
@@ -262,7 +262,15 @@ def test_trees_of_an_llm():
         as_trees(proposers.fallback(ngram, drafter), target, verifiers.match, 4)
     with pytest.raises(ValueError, match=r"tree must be more than 9, the tokens of the longest chain .*, got 9"):
         LLM(tree=9, num_draft_tokens="auto", draft=ngram.with_num_draft_tokens(8))
-    with pytest.raises(ValueError, match="tree must be None or an integer >= 2, the nodes of a tree, got 1"):
+    with pytest.raises(ValueError, match=r"tree must be one number .* unless num_draft_tokens is 'auto', got \[8, 4\]"):
+        LLM(tree=[8, 4])
+    assert numbers_of_nodes([8, 4, 8], is_auto=True) == (4, 8) and numbers_of_nodes((8,), is_auto=False) == (8,)
+    for wrong in ([], "8", [8, 1], 8.0):
+        with pytest.raises(ValueError, match=r"tree must be None or an integer >= 2, .* or several, got "):
+            LLM(tree=wrong, num_draft_tokens="auto")
+    with pytest.raises(
+        ValueError, match="tree must be None or an integer >= 2, the nodes of a tree, or several, got 1"
+    ):
         LLM(tree=1)
     with pytest.raises(ValueError, match="tree must be less than 64, the longest sequence, got 64"):
         LLM(tree=64, max_length=64)

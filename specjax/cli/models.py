@@ -51,9 +51,9 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--tree",
-        type=int,
+        type=_numbers,
         metavar="N",
-        help="draft a tree of N nodes, the last token among them; default: a chain",
+        help="draft a tree of N nodes, the last token among them; with auto also several, as 8,32; default: a chain",
     )
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
@@ -121,6 +121,14 @@ def add_engine_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--any-model-name", action="store_true", help="let requests call the model by any name")
     add_draft_length_arguments(command)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the integers of a text such as "8,32"."""
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be one or more integers, as 16 or 8,32, got {text!r}") from None
 
 
 def load_llm(args: argparse.Namespace) -> "LLM":

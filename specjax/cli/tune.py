@@ -44,48 +44,42 @@ def add_tune(commands: Any) -> None:
 def _tune(args: argparse.Namespace) -> int:
     """Run `specjax tune` and return its exit code."""
     from specjax.engine.draft_length import choices, with_draft_lengths
-    from specjax.engine.trees import as_trees, check_beside_chains
+    from specjax.engine.trees import as_trees, check_beside_chains, numbers_of_nodes
     from specjax.theory import StepTimes
 
     for name, values in (("batches", args.batches), ("context", [args.context])):
         if min(values) < 1:
             raise ValueError(f"--{name} must be at least 1, got {min(values)}")
-    tree, args.tree = args.tree, None  # chains are measured with the same models
+    nodes, args.tree = numbers_of_nodes(args.tree, is_auto=True), None  # chains are measured with the same models
     llm = load(args)
     if not hasattr(llm.proposer, "with_num_draft_tokens"):
         raise ValueError(f"--draft must be able to make other numbers of drafts, got {type(llm.proposer).__name__}")
     lengths = sorted(choices(llm.proposer))
-    proposers = with_draft_lengths(llm.proposer, lengths)
-    most, labels = lengths[-1], [f"K = {k}" for k in lengths]
-    in_trees = as_trees(proposers[most], llm.model, llm.verifier, tree) if tree is not None else None
-    if tree is not None:
-        check_beside_chains(tree, most)
-        labels.append(f"tree of {tree} nodes, K = {most}")
+    proposers, most = with_draft_lengths(llm.proposer, lengths), lengths[-1]
+    if nodes:
+        check_beside_chains(nodes[0], most)
+    in_trees = {each: as_trees(proposers[most], llm.model, llm.verifier, each) for each in nodes}
+    labels = [f"K = {k}" for k in lengths] + [f"tree of {each} nodes, K = {most}" for each in nodes]
     print(f"milliseconds of a step, context {args.context}\n\n| B | {' | '.join(labels)} |")
     print("|---" * (len(labels) + 1) + "|")
     measured: dict[int, dict[int, float]] = {}
-    of_trees: dict[int, float] = {}
+    of_trees: dict[int, dict[int, float]] = {}
     for batch in args.batches:
         measured[batch] = {k: step_seconds(llm, proposers[k], batch, args.context) for k in lengths}
-        row = [*measured[batch].values()]
-        if in_trees is not None:
-            of_trees[batch] = step_seconds(llm, in_trees, batch, args.context)
-            row.append(of_trees[batch])
+        of_trees[batch] = {n: step_seconds(llm, each, batch, args.context) for n, each in in_trees.items()}
+        row = [*measured[batch].values(), *of_trees[batch].values()]
         print(f"| {batch} | {' | '.join(f'{1e3 * seconds:.2f}' for seconds in row)} |", flush=True)
     times = StepTimes(measured)
     about = {"model": args.model, "draft": args.draft, "device": jax.devices()[0].device_kind, "context": args.context}
-    of_all = measured if tree is None else {b: chains | {tree - 1: of_trees[b]} for b, chains in measured.items()}
+    of_all = {b: chains | {n - 1: seconds for n, seconds in of_trees[b].items()} for b, chains in measured.items()}
     StepTimes(of_all).save(args.out, **about, specjax=__version__, jax=jax.__version__)
     best = {batch: [str(times.best(batch, rate)) for rate in RATES] for batch in args.batches}
     _print_by_rate("best K by acceptance rate", best)
-    if of_trees:
-        needed = {
-            batch: [tokens_of_tree(times.at(batch), seconds, rate) for rate in RATES]
-            for batch, seconds in of_trees.items()
-        }
+    for each in nodes:
+        needed = {b: [tokens_of_tree(times.at(b), of_trees[b][each], rate) for rate in RATES] for b in args.batches}
         _print_by_rate(
-            "tokens of a step with a tree that is as fast as the best chain, by the chain's acceptance rate; a dash is "
-            f"more than the {most + 1} of the longest path",
+            f"tokens of a step with a tree of {each} nodes that is as fast as the best chain, by the chain's "
+            f"acceptance rate; a dash is more than the {most + 1} of the longest path",
             {batch: [f"{x:.2f}" if x <= most + 1 else "-" for x in tokens] for batch, tokens in needed.items()},
         )
     return 0

@@ -37,27 +37,30 @@ def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict
 
     Args:
         proposer: a proposer with the method `with_num_draft_tokens`, as all built-in proposers are.
-        draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding. Where a proposer of trees of N
-            nodes has N - 1 among them, beside its own number or less, the tree is that step, and the others are chains.
+        draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding. A proposer of trees of N nodes
+            has N - 1 among them. A number above its own is a tree of one node more, and the others are chains.
 
     Raises:
         ValueError: there is no number, one is out of its range, or the proposer does not have the method.
     """
-    most, tree = proposer.num_draft_tokens, tree_length(proposer, draft_lengths or ())
-    chains = [k for k in draft_lengths or () if k != tree]
+    most, trees = proposer.num_draft_tokens, tree_lengths(proposer, draft_lengths or ())
+    chains = sorted({k for k in draft_lengths or () if k not in trees}, reverse=True)
     if not draft_lengths or not all(is_integer(k) and 0 <= k <= most for k in chains):
         raise ValueError(f"draft_lengths must be one or more integers in [0, {most}], got {draft_lengths!r}")
-    found = {}
-    if tree is not None:
-        found[tree] = with_num_draft_tokens(proposer, most, may_pause=True)
+    forms = {k: proposer for k in trees[:1]}
+    forms |= {k: with_tree(proposer, k + 1, coupled=getattr(proposer, "coupled", True)) for k in trees[1:]}
+    if trees:
         proposer = with_tree(proposer, None, coupled=False)
-    return found | {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in sorted(set(chains), reverse=True)}
+    found = {k: with_num_draft_tokens(form, most, may_pause=True) for k, form in forms.items()}
+    return found | {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in chains}
 
 
-def tree_length(proposer: Proposer, draft_lengths: Sequence[int]) -> int | None:
-    """Return the number of draft tokens that stands for a tree in `with_draft_lengths`; None where there is none."""
-    num_drafts = num_fed(proposer) - 1
-    return num_drafts if num_drafts > proposer.num_draft_tokens and num_drafts in draft_lengths else None
+def tree_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> list[int]:
+    """Return the numbers of draft tokens that stand for trees in `with_draft_lengths`, the largest first."""
+    most, largest = proposer.num_draft_tokens, num_fed(proposer) - 1
+    if largest == most or largest not in draft_lengths:
+        return []
+    return sorted({k for k in draft_lengths if is_integer(k) and most < k <= largest}, reverse=True)
 
 
 class DraftLength(Protocol):
@@ -143,16 +146,18 @@ class _Places:
 class ByStepTimes:
     """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
 
-    While plain decoding is the fastest, the smallest other K is tried from time to time, in turn with a tree, for
+    Trees compete with the best chain. A tree is not tried where its longest path would not pay. After its first step it
+    takes turns with the other trees, for `PROBE_SHARE` of the time: beside a chain all seconds of a step count, beside
+    a faster tree the seconds that it loses. The best chain is tried beside a tree in the same way.
+
+    While plain decoding is the fastest, the smallest other K is tried from time to time, in turn with the trees, for
     `PROBE_SHARE` of the time. Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of
     their time is set aside for that. A drafter that takes more for each token is not tried again in sequences that it
-    has been left behind in. While a chain is the fastest, a tree is tried once, and then for as small a share of the
-    time. A tree whose longest path would not pay is not tried. While a tree is the fastest, the best chain is tried so
-    often that this takes `PROBE_SHARE` of the time more than the tree would.
+    has been left behind in.
 
     Args:
         times: the seconds of steps.
-        draft_lengths: the K to choose from.
+        draft_lengths: the K to choose from, as `with_draft_lengths` takes them.
         proposer: the proposer that makes the drafts.
 
     Raises:
@@ -166,13 +171,14 @@ class ByStepTimes:
                 expected = f"the seconds of a step for each K of {self._lengths}"
                 raise ValueError(f"step_times must have {expected}, got {sorted(seconds)} for {batch} sequences")
         self._times, self._most_behind = times, _most_behind(proposer)
-        self._tree = tree_length(proposer, self._lengths)
-        self._chains = [k for k in self._lengths if k != self._tree]
+        trees, self._depth = tree_lengths(proposer, self._lengths), proposer.num_draft_tokens
+        self._chains = [k for k in self._lengths if k not in trees]
         self._places = _Places(self._chains[-1] if self._chains else 0)
-        self._of_tree, self._depth = _Places(proposer.num_draft_tokens), proposer.num_draft_tokens
-        self._saved, self._num_probes = 0.0, 0  # seconds that may go into the next probe
-        self._saved_for_tree, self._saved_for_chain = math.inf, 0.0  # the first step with the tree needs no savings
-        self._has_tried_tree = False
+        self._of_trees = {k: _Places(self._depth) for k in trees}
+        self._tried: set[int] = set()  # trees whose acceptance is known
+        self._asked: set[int] = set()  # trees that a step was chosen to have
+        self._saved = {"plain": 0.0, "chain": 0.0, "tree": 0.0}  # seconds for the next try beside each form
+        self._num_tries = 0
 
     def rates(self) -> np.ndarray:
         """Return the acceptance rate [K] of a chain's draft at each place, given that those before it are accepted.
@@ -182,68 +188,56 @@ class ByStepTimes:
         return self._places.rates()
 
     def choose(self, num_running: int, num_behind: int) -> int:
-        seconds, tokens = self._times.at(num_running), self._places.tokens()
-        best = max(self._chains, key=lambda k: tokens[k] / seconds[k])
-        if self._tree is not None and self._speed_of_tree(seconds) > tokens[best] / seconds[best]:
-            return self._tree_or_chain(best, tokens, seconds)
+        seconds, of_chains = self._times.at(num_running), self._places.tokens()
+        tokens = {k: of_chains[k] for k in self._chains}
+        tokens |= {k: self._of_trees[k].tokens()[-1] for k in self._tried}
+        chain = max(self._chains, key=lambda k: tokens[k] / seconds[k])
+        best = max(tokens, key=lambda k: (tokens[k] / seconds[k], k == chain))
+        speed = tokens[best] / seconds[best]
+        trees = [k for k in self._of_trees if k != best and (1 + self._depth) / seconds[k] > speed]
         if best == 0:
-            return self._probe(seconds, num_behind)
-        if self._tree is not None and self._is_turn_of_tree(best, tokens[best] / seconds[best], seconds):
-            return self._tree
-        return best
+            return self._beside_plain([*self._chains[1:2], *trees], seconds, num_behind)
+        if best in self._of_trees:
+            others = [k for k in (chain or next(iter(self._chains[1:]), 0),) if k] + trees
+            cost = {k: seconds[k] - tokens.get(k, 0) / speed for k in others}
+            return self._beside("tree", best, cost, seconds)
+        return self._beside("chain", best, {k: seconds[k] for k in trees}, seconds)
 
-    def _speed_of_tree(self, seconds: Mapping[int, float]) -> float:
-        """Return the tokens per second of steps with the tree; 0 as long as none was taken."""
-        assert self._tree is not None
-        return self._of_tree.tokens()[-1] / seconds[self._tree] if self._has_tried_tree else 0.0
+    def _beside(self, kind: str, best: int, cost: Mapping[int, float], seconds: Mapping[int, float]) -> int:
+        """Return the fastest K, or one of others where its turn has come and its cost is saved or it is a new tree."""
+        if not cost:
+            return best
+        new = [k for k in cost if k in self._of_trees and k not in self._asked]
+        other = new[0] if new else list(cost)[self._num_tries % len(cost)]
+        if not new and self._saved[kind] < cost[other]:
+            self._saved[kind] += PROBE_SHARE * seconds[best]
+            return best
+        return self._try(kind, other)
 
-    def _may_pay(self, speed: float, seconds: Mapping[int, float]) -> bool:
-        """Return whether the tree would be faster than `speed` if its longest path were accepted each time."""
-        return self._tree is not None and (1 + self._depth) / seconds[self._tree] > speed
-
-    def _tree_or_chain(self, best: int, tokens: np.ndarray, seconds: Mapping[int, float]) -> int:
-        """Return the tree, which is the fastest, or the best chain where its turn to be tried has come."""
-        assert self._tree is not None
-        chain = best or next(iter(self._chains[1:]), 0)
-        lost = seconds[chain] - tokens[chain] / self._speed_of_tree(seconds)
-        if chain and self._saved_for_chain >= lost:
-            self._saved_for_chain = 0.0
-            return chain
-        self._saved_for_chain += PROBE_SHARE * seconds[self._tree]
-        return self._tree
-
-    def _is_turn_of_tree(self, best: int, speed: float, seconds: Mapping[int, float]) -> bool:
-        """Return whether the tree is tried in place of a chain, which is the fastest."""
-        assert self._tree is not None
-        if not self._may_pay(speed, seconds):
-            return False
-        if self._saved_for_tree >= seconds[self._tree]:
-            self._saved_for_tree = 0.0
-            return True
-        self._saved_for_tree += PROBE_SHARE * seconds[best]
-        return False
-
-    def _probe(self, seconds: Mapping[int, float], num_behind: int) -> int:
+    def _beside_plain(self, lengths: Sequence[int], seconds: Mapping[int, float], num_behind: int) -> int:
         """Return a K > 0 where the time that earlier plain steps have set aside allows it, and else 0."""
-        lengths = self._chains[1:2]
-        if self._tree is not None and self._may_pay(1 / seconds[0], seconds):
-            lengths = [*lengths, self._tree]
         if not lengths:
             return 0
-        length = lengths[self._num_probes % len(lengths)]
+        length = lengths[self._num_tries % len(lengths)]
         cost, of_drafts = (max(seconds[k] - seconds[0], 0) for k in (length, lengths[0]))
         feeding = of_drafts * min(num_behind, self._most_behind) / FED_IN_PROBE
-        if self._saved >= cost + max(feeding - FEED_SHARE * seconds[0] * num_behind, 0):
-            self._saved = 0.0
-            self._num_probes += 1
-            return length
-        self._saved += PROBE_SHARE * seconds[0]
+        if self._saved["plain"] >= cost + max(feeding - FEED_SHARE * seconds[0] * num_behind, 0):
+            return self._try("plain", length)
+        self._saved["plain"] += PROBE_SHARE * seconds[0]
         return 0
 
+    def _try(self, kind: str, length: int) -> int:
+        self._saved[kind] = 0.0
+        self._num_tries += 1
+        if length in self._of_trees:
+            self._asked.add(length)
+        return length
+
     def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray, length: int | None = None) -> None:
-        is_tree = self._tree is not None and length == self._tree
-        self._has_tried_tree |= is_tree
-        (self._of_tree if is_tree else self._places).count(num_drafts, num_accepted)
+        of_tree = None if length is None else self._of_trees.get(length)
+        if length is not None and of_tree is not None:
+            self._tried.add(length)
+        (of_tree or self._places).count(num_drafts, num_accepted)
 
 
 def check_choice(

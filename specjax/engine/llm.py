@@ -22,7 +22,7 @@ from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
 from specjax.engine.setup import Setup
 from specjax.engine.step_times import as_step_times
-from specjax.engine.trees import as_trees, check_beside_chains, check_num_nodes, check_tree_fits
+from specjax.engine.trees import as_trees, check_beside_chains, check_tree_fits, numbers_of_nodes
 from specjax.models import smollm2
 from specjax.models.cache_dtype import check_cache_dtype
 from specjax.models.directory import Checkpoint, check_quantization
@@ -96,7 +96,8 @@ class LLM:
         tree: number of nodes of a tree of drafts, the pending token among them, in place of a chain; an integer above
             `num_draft_tokens`, which is the depth. Under `match` it holds the likeliest drafts, under `rejection` and
             `block` sampled ones, which `trees.traversal` verifies; other verifiers but `typical` take none. With "auto"
-            each step has a chain or a tree; the table of `step_times` then has the N - 1 drafts of a tree as a K.
+            each step has a chain or a tree, of one of several numbers of nodes where this is a sequence of them; the
+            table of `step_times` then has the N - 1 drafts of each tree as a K.
         cache_dtype: "fp8" keeps the keys and values of the target, and of a draft model that is given as a checkpoint,
             in float8_e4m3fn, which has half the size of bfloat16. Both then give slightly other distributions. None is
             the dtype of the weights.
@@ -135,16 +136,17 @@ class LLM:
         draft_quantization: str | None = None,
         cache_dtype: str | None = None,
         step_times: StepTimes | str | Path | None = None,
-        tree: int | None = None,
+        tree: int | Sequence[int] | None = None,
     ):
-        check_num_nodes(tree)
         is_auto = num_draft_tokens == "auto"
+        nodes = numbers_of_nodes(tree, is_auto)
+        largest = nodes[-1] if nodes else None
         if step_times is not None and not is_auto:
             raise ValueError(f"step_times must be None unless num_draft_tokens is 'auto', got {num_draft_tokens!r}")
         times = as_step_times(step_times)
         if is_auto:
             of_chains = CHOICES if times is None else table_lengths(times)
-            num_draft_tokens = max((k for k in of_chains if tree is None or k < tree - 1), default=0)
+            num_draft_tokens = max((k for k in of_chains if not nodes or k < nodes[0] - 1), default=0)
         if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         if not callable(verifier):
@@ -189,7 +191,7 @@ class LLM:
             raise ValueError(f"num_draft_tokens must be less than {limit}, the model's limit, got {num_draft_tokens}")
         if not (max_length is None or (is_integer(max_length) and 2 <= max_length <= limit)):
             raise ValueError(f"max_length must be in [2, {limit}], the model's limit, got {max_length!r}")
-        check_tree_fits(tree, max_length or limit)
+        check_tree_fits(largest, max_length or limit)
 
         if found == "self":
             proposer = proposers.self_draft(target, num_draft_tokens, quantization=draft_quantization or "int4")
@@ -204,12 +206,12 @@ class LLM:
         _check_proposer(proposer, target, is_auto)
         draft_lengths = None
         if is_auto and proposer.num_draft_tokens > 0:
-            most = proposer.num_draft_tokens if tree is None else tree - 1
+            most = proposer.num_draft_tokens if largest is None else largest - 1
             draft_lengths = choices(proposer) if times is None else table_lengths(times, most)
-            if tree is not None:
-                check_beside_chains(tree, proposer.num_draft_tokens)
-                draft_lengths = *(k for k in draft_lengths if k < tree - 1), tree - 1
-        proposer = as_trees(proposer, target, verifier, tree)
+            if nodes:
+                check_beside_chains(nodes[0], proposer.num_draft_tokens)
+                draft_lengths = *(k for k in draft_lengths if k < nodes[0] - 1), *(each - 1 for each in nodes)
+        proposer = as_trees(proposer, target, verifier, largest)
         if draft_lengths is not None and times is not None:
             ByStepTimes(times, draft_lengths, proposer)  # raises for a table that lacks some
         self.setup = Setup(

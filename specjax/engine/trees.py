@@ -1,5 +1,7 @@
 """The trees of an `LLM`: whether its target, its proposer and its verifier fit them."""
 
+from collections.abc import Sequence
+
 from specjax import trees
 from specjax.decoding import tree_steps
 from specjax.decoding.binding import of_trees
@@ -8,12 +10,20 @@ from specjax.types import Model, Proposer, Verifier
 from specjax.validation import is_integer
 
 
-def check_num_nodes(tree: int | None) -> None:
-    """Raise ValueError unless `tree` is None, or a number of nodes."""
+def numbers_of_nodes(tree: int | Sequence[int] | None, is_auto: bool) -> tuple[int, ...]:
+    """Return the numbers of nodes that the argument `tree` of an `LLM` names, the smallest first.
+
+    Raises:
+        ValueError: it is none of them, or several where a step has no choice.
+    """
     if tree is None:
-        return
-    if not (is_integer(tree) and tree >= 2):
-        raise ValueError(f"tree must be None or an integer >= 2, the nodes of a tree, got {tree!r}")
+        return ()
+    numbers: Sequence[int] = tree if isinstance(tree, Sequence) else [tree]
+    if isinstance(tree, str) or not (numbers and all(is_integer(each) and each >= 2 for each in numbers)):
+        raise ValueError(f"tree must be None or an integer >= 2, the nodes of a tree, or several, got {tree!r}")
+    if len(numbers) > 1 and not is_auto:
+        raise ValueError(f"tree must be one number of nodes unless num_draft_tokens is 'auto', got {tree!r}")
+    return tuple(sorted(set(numbers)))
 
 
 def check_tree_fits(tree: int | None, max_length: int) -> None:
