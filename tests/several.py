@@ -20,7 +20,7 @@ PARAMS = [
 
 
 def load(target, draft):
-    return specjax.LLM(target, draft, 2, tensor_parallel=2, max_length=128, num_slots=3)
+    return specjax.LLM(target, draft, 2, tree=5, tensor_parallel=2, max_length=128, num_slots=3)
 
 
 def requests(llm):

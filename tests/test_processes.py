@@ -337,6 +337,9 @@ class TestFingerprints:
             ValueError, match=r"num_draft_tokens must be the same .* got 2 in process 0 and 3 in process 4"
         ):
             fingerprint.check_same(own, theirs, 4)
+        own, theirs = (fingerprint.of_proposer(proposers.draft_model(model, 2, tree=number)) for number in (5, 6))
+        with pytest.raises(ValueError, match=r"tree must be the same .* got 5 in process 0 and 6 in process 1"):
+            fingerprint.check_same(own, theirs, 1)
 
     def test_settings(self, monkeypatch):
         own = fingerprint.of_start("1", 2, {})
