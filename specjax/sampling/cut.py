@@ -84,7 +84,7 @@ def min_logit(
         is_worthwhile=lambda logits, limits: logits.shape[-1] >= SMALL_VOCAB,
         implementation=implementation,
     )
-    return shards.all_rows(cut, len(rows), axis_name).reshape(shape)
+    return shards.all_rows(cut, rows.shape[0], axis_name).reshape(shape)
 
 
 def _limits(given: Limits, shape: tuple[int, ...], vocab_size: int, dtype: jnp.dtype) -> Limits:
