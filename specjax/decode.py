@@ -263,7 +263,8 @@ def _step_on_mesh(
     if rows is not None and model.apply.batch_axis is not None:
         raise ValueError(f"rows must be None where devices share the rows, along {model.apply.batch_axis!r}, got rows")
 
-    has_slots = model.apply.has_slots  # where the rows are shared, they hold them
+    # A tree is scored on slots. Where devices share the rows, these hold them.
+    has_slots = model.apply.has_slots and getattr(proposer, "tree", None) is not None
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
         proposer, state, rows, (verifier, scorer) = operands
