@@ -50,11 +50,13 @@ def error(y, reference) -> float:
     return float(np.abs(np.asarray(y) - reference).max() / np.sqrt(np.mean(reference**2)))
 
 
+ONE_ROW = (34, 352, True, RowTiling(4, 1, 2)), (7, 2200, False, RowTiling(2, 1)), (32, 2048, False, RowTiling(8, 2, 3))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SUPPORTED)
 @pytest.mark.parametrize(
-    ("num_outputs", "size", "gated", "tiling"),
-    [(34, 352, True, RowTiling(4, 1, 2)), (7, 2200, False, RowTiling(2, 1)), (32, 2048, False, RowTiling(8, 2, 3))],
+    ("case", "num_outputs", "size", "gated", "tiling"),
+    [(case, *sizes) for i, case in enumerate(SUPPORTED) for j, sizes in enumerate(ONE_ROW) if (i + j) % 3],
 )
 @pytest.mark.parametrize("interpret", INTERPRET)
 def test_one_row(case, num_outputs, size, gated, tiling, interpret):
@@ -253,10 +255,13 @@ FORMATS = ("int8", "fp8", "fp8 in blocks", "int4", "int4 in groups of 32", "mxfp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "num_outputs", "gated", "num_rows"),
-    [(14336, 4096, False, 1), (4096, 28672, True, 1), (14336, 4096, False, 6), (4096, 28672, True, 64)],
+    ("format", "size", "num_outputs", "gated", "num_rows"),
+    [
+        (format, 14336, 4096, False, num_rows) if (i + num_rows) % 2 else (format, 4096, 28672, True, num_rows)
+        for i, format in enumerate(FORMATS)
+        for num_rows in (1, 6, 64)
+    ],
 )
-@pytest.mark.parametrize("format", FORMATS)
 def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, tmp_path):
     """The products of a layer with 8 billion parameters, norm, gate and sum included."""
     pytest.importorskip("triton")

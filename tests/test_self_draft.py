@@ -23,7 +23,6 @@ from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.slot_rows import empty
 from specjax.engine.slots import Slots
 from specjax.models.quantized import Quantized
-from specjax.models.sharding import tensor_parallel
 from specjax.pages import read_slots
 from specjax.sampling import SamplingParams
 from specjax.theory import StepTimes
@@ -199,20 +198,16 @@ def test_in_slots_beside_requests_of_every_use():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, parts", [(1, 4), (2, 2)])
-def test_devices_that_share_the_target(rows, parts):
+def test_devices_that_share_the_target():
     """Each quantises its parts; the tokens equal plain decoding on one device."""
     with jax.default_device(jax.devices("cpu")[0]):
         model = test_parallel.decoder(vocab_size=2047, tie_embeddings=False, hidden_size=32)
-        params = test_parallel.PARAMS[: 2 if rows > 1 else None]
+        params = test_parallel.PARAMS[:2]
         expected = test_parallel.generated(model, None, verifiers.match, params)
-        if rows > 1:
-            shared = test_parallel.with_shared_rows(model, rows, parts)
-        else:
-            shared = tensor_parallel(model, test_parallel.mesh_of(parts))
+        shared = test_parallel.with_shared_rows(model, rows=2, parts=2)
         proposer = proposers.self_draft(shared, 3, quantization="int8")
         part = proposer.model.params["layers"][0]["mlp_out"].values.addressable_shards[0].data
-        assert part.size == proposer.model.params["layers"][0]["mlp_out"].values.size // parts
+        assert part.size == proposer.model.params["layers"][0]["mlp_out"].values.size // 2
         state = test_parallel.generated(shared, proposer, verifiers.match, params)
         np.testing.assert_array_equal(state.context.tokens, expected.context.tokens)
         greedy = jax.tree.map(lambda x: x[0], state.totals)  # a match and a draft have different noise
@@ -238,15 +233,10 @@ def test_text_of_an_llm(checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_draft_tokens": "auto", "step_times": StepTimes({1: {0: 1.0, 2: 1.1, 4: 1.3}})},
-        {"tensor_parallel": 2, "draft_quantization": "int8"},
-    ],
-)
-def test_an_llm_of_other_options(checkpoint, options):
-    """In pages, by steps of several lengths; and on devices that share the target."""
+def test_an_llm_of_other_options(checkpoint):
+    """In pages, by steps of several lengths, on devices that share the target."""
+    options = {"num_draft_tokens": "auto", "step_times": StepTimes({1: {0: 1.0, 2: 1.1, 4: 1.3}})}
+    options |= {"tensor_parallel": 2, "draft_quantization": "int8"}
     llm = LLM(checkpoint, "self", verifier=verifiers.match, **options)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     results, expected = (each.generate(["the cat sat", "a"], params) for each in (llm, LLM(checkpoint)))
@@ -268,7 +258,7 @@ def test_acceptance_of_the_embedded_target():
     target, tokenizer = models.load(checkpoint), checkpoint.tokenizer()
     text = (Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py").read_text()
     ids = tokenizer.encode(text).ids
-    places = [ids[start : start + 64] for start in range(0, 64 * 24, 64)]
+    places = [ids[start : start + 64] for start in range(0, 64 * 12, 64)]
     proposer = proposers.self_draft(target, 4)
     for temperature, floor in ((0.0, 0.9), (0.8, 0.8)):
         params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)

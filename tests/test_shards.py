@@ -182,9 +182,17 @@ FAST = with_bonus_tokens, with_equal_logits
 @pytest.mark.parametrize(
     "name, change",
     [
-        pytest.param(name, change, marks=() if name == "rejection" and change in FAST else pytest.mark.slow)
-        for name in VERIFIERS
-        for change in (packed_in_bfloat16, *FAST)
+        *(("rejection", change) for change in FAST),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("block", packed_in_bfloat16),
+                ("block", with_bonus_tokens),
+                ("match", with_equal_logits),
+                ("typical", packed_in_bfloat16),
+                ("synthetic", with_bonus_tokens),
+            )
+        ),
     ],
 )
 def test_kernels_of_parts_and_of_one_device(name, change, case):

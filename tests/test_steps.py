@@ -50,9 +50,13 @@ def random_pages():
 
 
 @pytest.mark.parametrize(
-    "form", ["dense", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pages", "no pages"))]
+    "form, verifier",
+    [
+        ("dense", "rejection"),
+        pytest.param("pages", "block", marks=pytest.mark.slow),
+        pytest.param("no pages", "rejection", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_rows_in_any_order_and_number(form, verifier):
     """Each row gets the tokens of steps of all rows, and rows that a step does not compute stay as they are."""
     target, draft = decoder(0), decoder(1)
