@@ -165,12 +165,9 @@ def slow(*values):
     [
         ("empty and full", TURNED),
         slow("past the end", WINDOW),
-        slow("one token", {"page_size": 16}),
-        slow("one token", TURNED),
-        slow("one split", {"page_size": 16}),
+        slow("one token", TURNED | {"page_size": 16}),
         slow("one split", WINDOW | {"page_size": 80}),
-        slow("blocks of several splits", TURNED),
-        slow("blocks of several splits", {"page_size": 64}),
+        slow("blocks of several splits", TURNED | {"page_size": 64}),
         slow("several blocks of queries", {"page_size": 16, "turned": True}),
         slow("several blocks of queries", TREE),
         slow("odd sizes", TREE | {"page_size": 152}),
@@ -190,7 +187,6 @@ def test_few_tokens(case, options):
     "case, options",
     [
         ("from the start", {"turned": True}),
-        slow("from the start", {"page_size": 32}),
         slow("in the middle", TURNED | {"page_size": 16}),
         slow("in the middle", WINDOW | {"page_size": 152}),
         slow("past the end", {"page_size": 208}),
@@ -200,7 +196,6 @@ def test_few_tokens(case, options):
         slow("from the start", HIDDEN),
         slow("in the middle", TURNED | SINKS),
         slow("odd sizes", {"page_size": 76} | SINKS),
-        slow("in the middle", {"page_size": 16} | HIDDEN),
     ],
 )
 def test_many_tokens(case, options):

@@ -63,8 +63,9 @@ DECODERS = ("tied, transposed=True", "tied, transposed=False", "varied", "opt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize("name", [name for name in DECODERS if name != "opt"])
+@pytest.mark.parametrize(
+    "name, format", list(zip([name for name in DECODERS if name != "opt"], ("int8", "int4", "int4"), strict=True))
+)
 def test_devices_share_matrices(name, format):
     """Heads, columns and tokens of the vocabulary, with scales of a row and of groups of inputs."""
     model, transposed = decoders()[name]
