@@ -69,7 +69,7 @@ def find(name: str, entry: dict[str, str], tier: str, programs: str) -> str:
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
         for folder in FOLDERS:
-            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
         for file in FILES:
             shutil.copy(ROOT / file, copy / file)
         (copy / entry["file"]).write_text(broken_text(name, entry))

@@ -26,7 +26,7 @@ from specjax import (
     trees,
     verifiers,
 )
-from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params, param_shapes
 from specjax.sampling.cut import min_logit
 
 pytestmark = pytest.mark.slow  # compiles kernels for a GPU, and runs none
@@ -149,7 +149,9 @@ def test_a_shared_model_is_verified_by_kernels(top_p):
     """The host waits for no condition inside a step, so that it starts the next one before this one has ended."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
     gpus = AbstractMesh((2,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
-    target, proposer = models.load(models.EMBEDDED / "target", mesh=mesh), proposers.ngram(2)
+    config = DecoderConfig(4096, 64, 2, 4, 2, 16, 128, 256)
+    target = models.tensor_parallel(decoder_model(config, init_params(config, 0)), mesh)
+    proposer = proposers.ngram(2)
     target = replace(target, apply=replace(target.apply, mesh=gpus))
     prompts = jnp.ones((1, 3), jnp.int32), jnp.array([3]), sampling.batch([SamplingParams(max_tokens=4, top_p=top_p)])
 

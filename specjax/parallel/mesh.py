@@ -234,8 +234,8 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     shared = model.apply
     if not isinstance(shared, OnMesh):
         specs = tuple(WHOLE for _ in jax.tree.leaves(model.params))
-        shared = OnMesh(model.apply, model.init_cache, mesh, None, specs, P(axis_name), model.vocab_size, axis_name)
-        shared = replace(shared, has_slots=model.takes_pages)
+        rows = {"cache_spec": P(axis_name), "batch_axis": axis_name, "has_slots": model.takes_pages}
+        shared = OnMesh(model.apply, model.init_cache, mesh, None, specs, vocab_size=model.vocab_size, **rows)
         params = put(model.params, shared.whole)
         init_cache = InitOnMesh(model.init_cache, shared.of_cache)
         return replace(model, params=params, apply=shared, init_cache=init_cache, takes_pages=False, takes_groups=False)
