@@ -177,11 +177,15 @@ def out_shapes(outputs: Any, inputs: Any) -> Any:
     return jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axes_type), outputs)
 
 
+def compute_capability() -> str | None:
+    """Return the compute capability of this machine's GPU, None without a GPU."""
+    return getattr(jax.devices()[0], "compute_capability", None)
+
+
 def shared_bytes() -> int:
     """Return the bytes of shared memory that a program may take on this machine's GPU; without a GPU, on an H200."""
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     kilobytes = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
-    return 1024 * kilobytes.get(capability, 99)
+    return 1024 * kilobytes.get(compute_capability() or "9.0", 99)
 
 
 def num_multiprocessors() -> int:

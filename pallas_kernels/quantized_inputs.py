@@ -10,6 +10,7 @@ changes the numbers, so that the codes hardly need decoding:
   bfloat16 down to 2^-31 of the largest input of a row.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,12 +48,56 @@ class Inputs(NamedTuple):
         return self.numbers.dtype
 
 
-def has_scaled_inputs(weight: Quantized, num_rows: int) -> bool:
-    """Return whether inputs are changed for the codes of a matrix, which has 8 bits and scales of rows or of tiles."""
+def scaled_dtype(weight: Quantized, num_rows: int) -> Any:
+    """Return the dtype to which inputs are changed for a matrix of 8 bits with scales of rows or of tiles, or None."""
     if weight.bits != 8 or weight.zero is not None or weight.minimum is not None or weight.group[1] % STEP:
-        return False
+        return None
     # The sums of both parts of more rows do not fit the registers beside large tiles of codes.
-    return num_rows <= 64 if weight.code == "int" else has_float8()
+    if weight.code == "int":
+        return jnp.int8 if num_rows <= 64 else None
+    return jnp.float16 if has_float8() else None
+
+
+class Order(NamedTuple):
+    """An order of the inputs of a block: the digits of a place, and how far each of them moves the input."""
+
+    sizes: tuple[int, ...]  # of the digits, the highest one first
+    strides: tuple[int, ...]
+
+    def input_at(self, at: Array) -> Array:
+        """Return the inputs that stand in some places of a row, int32."""
+        found, rest = jnp.zeros_like(at), at
+        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
+            divisor = jnp.full_like(rest, size)
+            found += jax.lax.rem(rest, divisor) * stride
+            rest = jax.lax.div(rest, divisor)
+        return rest * math.prod(self.sizes) + found
+
+
+def order_of_words(places: int, dtype: Any) -> Order:
+    """Return the order in which the four words of a block follow each other.
+
+    They do once with all of their codes, where integers of 8 bits are multiplied, else once for each pair of codes of a
+    word. A pair of e4m3 are neighbours, and other pairs stand half a word apart.
+
+    Args:
+        places: codes in a word.
+        dtype: to which inputs are changed, None if they are not.
+    """
+    if dtype == jnp.int8:
+        return Order((WORDS_IN_BLOCK, places), (1, WORDS_IN_BLOCK))
+    pair, second = (1, places // 2) if dtype is None else (2, 1)
+    return Order((places // 2, WORDS_IN_BLOCK, 2), (WORDS_IN_BLOCK * pair, 1, WORDS_IN_BLOCK * second))
+
+
+def order_of_tiles(places: int) -> Order:
+    """Return the order of `hopper.product`, in which eight words, two blocks, follow each other.
+
+    A thread has two words side by side. The tensor cores take 16 inputs at a time, of which a thread gives two pairs of
+    codes of one word, half a word apart.
+    """
+    # Word of the two, pair of pairs, pair, block, two words of a block, half of a word.
+    return Order((2, places // 4, 2, 2, 2, 2), (1, 8, 4, 4 * places, 2, 2 * places))
 
 
 def arranged(
@@ -60,7 +105,8 @@ def arranged(
     weight: Quantized,
     size: int,
     *,
-    is_scaled: bool = False,
+    dtype: Any = None,
+    order: Order | None = None,
     norm: tuple[Array, float] | tuple[Array, float, float] | None = None,
     interpret: bool = False,
 ) -> Inputs:
@@ -70,7 +116,8 @@ def arranged(
         x: [T, K] bfloat16 or float16.
         weight: [..., N, K].
         size: inputs of a row of the result, a multiple of a block of codes.
-        is_scaled: whether inputs are changed for codes of 8 bits that `has_scaled_inputs` knows.
+        dtype: int8 or float16, to which inputs are changed for codes of 8 bits; None leaves them as they are.
+        order: of the inputs; None is `order_of_words`.
         norm: scale [K], epsilon and optionally an offset: a row is first divided by its root mean square and multiplied
             by the scale, to which the offset is added.
         interpret: run the kernel interpreted, on any platform.
@@ -79,10 +126,8 @@ def arranged(
         Rows of `size` inputs. Where a row has a number that is not finite, its factor is NaN.
     """
     num_rows = x.shape[0]
-    dtype, num_parts = x.dtype, 1
-    if is_scaled:
-        dtype, num_parts = (jnp.float16, 1) if weight.code == "e4m3" else (jnp.int8, 2)
-    factor = jax.ShapeDtypeStruct((num_rows,), jnp.float32) if is_scaled else None
+    factor = None if dtype is None else jax.ShapeDtypeStruct((num_rows,), jnp.float32)
+    num_parts = 2 if dtype == jnp.int8 else 1
     lanes = pl.next_power_of_2(size)
     return call(
         partial(
@@ -90,10 +135,10 @@ def arranged(
             epsilon=None if norm is None else norm[1],
             offset=0.0 if norm is None else sum(norm[2:]),
             lanes=lanes,
-            places=weight.places,
+            order=order or order_of_words(weight.places, dtype),
             interpret=interpret,
         ),
-        Inputs(jax.ShapeDtypeStruct((num_parts, num_rows, size), dtype), factor),
+        Inputs(jax.ShapeDtypeStruct((num_parts, num_rows, size), dtype or x.dtype), factor),
         (x, None if norm is None else norm[0]),
         grid=(num_rows,),
         num_warps=min(32, max(4, lanes // 512)),
@@ -101,10 +146,10 @@ def arranged(
     )
 
 
-def _arrange_kernel(inputs, out, *, epsilon: float | None, offset: float, lanes: int, places: int, interpret: bool):
+def _arrange_kernel(inputs, out, *, epsilon: float | None, offset: float, lanes: int, order: Order, interpret: bool):
     x_ref, scale_ref = inputs
     row, at = pl.program_id(0), jax.lax.iota(jnp.int32, lanes)
-    column = input_at(at, places, is_scaled=out.factor is not None, dtype=out.dtype)
+    column = order.input_at(at)
     exists = column < x_ref.shape[1]
 
     def load(ref, *index) -> Array:
@@ -138,30 +183,3 @@ def _arrange_kernel(inputs, out, *, epsilon: float | None, offset: float, lanes:
     upper = jax.lax.shift_right_arithmetic(whole + 128, jnp.full_like(whole, 8))
     store(0, upper)
     store(1, whole - (upper << 8))
-
-
-def input_at(at: Array, places: int, *, is_scaled: bool, dtype: Any) -> Array:
-    """Return the inputs that stand in some places of a row.
-
-    The four words of a block follow each other: once with all of their codes, where integers of 8 bits are multiplied,
-    else once for each pair of codes of a word. A pair of e4m3 are neighbours, and other pairs stand half a word apart.
-
-    Args:
-        at: int32.
-        places: codes in a word.
-        is_scaled: whether inputs are changed for the codes.
-        dtype: of the numbers that stand there.
-    """
-    per_block = WORDS_IN_BLOCK * places
-
-    def digits(x: Array, size: int) -> tuple[Array, Array]:
-        return jax.lax.div(x, jnp.full_like(x, size)), jax.lax.rem(x, jnp.full_like(x, size))
-
-    block, rest = digits(at, per_block)
-    if dtype == jnp.int8:
-        word, place = digits(rest, places)
-    else:
-        rest, second = digits(rest, 2)
-        pair, word = digits(rest, WORDS_IN_BLOCK)
-        place = 2 * pair + second if is_scaled else pair + places // 2 * second
-    return block * per_block + WORDS_IN_BLOCK * place + word

@@ -32,7 +32,7 @@ from pallas_kernels.quantized import (
     offset_of,
     unsupported_weight,
 )
-from pallas_kernels.quantized_inputs import Inputs, arranged, has_scaled_inputs
+from pallas_kernels.quantized_inputs import Inputs, arranged, scaled_dtype
 from pallas_kernels.triton import plgpu
 
 MAX_ROWS = 512
@@ -87,7 +87,7 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     if not has_pairs(weight, dtype):
         words = 16 if weight.group[1] == 16 * weight.places else 32
         tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
-    elif num_rows > 128 and weight.code == "e4m3" and has_scaled_inputs(weight, num_rows):
+    elif num_rows > 128 and weight.code == "e4m3" and scaled_dtype(weight, num_rows) is not None:
         tiling = Tiling(128 // halves, words // 2, 8, 4, rows=256)
         programs_wanted = 3 * NUM_MULTIPROCESSORS // 4
     elif num_rows > 64:
@@ -145,8 +145,8 @@ def matmul(
     tiling = tiling or default_tiling(weight, num_outputs, num_rows, x.dtype)
     num_steps = pl.cdiv(weight.values.shape[1], tiling.words * tiling.num_tiles * tiling.num_splits)
     inputs_of_tile = tiling.words * weight.places
-    is_scaled = has_scaled_inputs(weight, num_rows)
-    if is_scaled and weight.group[1] % inputs_of_tile:
+    changed = scaled_dtype(weight, num_rows)
+    if changed is not None and weight.group[1] % inputs_of_tile:
         raise ValueError(f"tiling.words must divide the words of a scale, got {tiling.words} for {weight.group}")
     size = num_steps * tiling.num_splits * tiling.num_tiles * inputs_of_tile  # of the inputs that all programs ask for
     padded_rows = min(tiling.rows, max(_MIN_ROWS, pl.next_power_of_2(num_rows)))
@@ -163,7 +163,7 @@ def matmul(
         ),
         jax.ShapeDtypeStruct(shape, jnp.float32 if is_split else dtype),
         (
-            arranged(x, weight, size, is_scaled=is_scaled, norm=norm, interpret=interpret),
+            arranged(x, weight, size, dtype=changed, norm=norm, interpret=interpret),
             weight,
             None if is_split else residual,
         ),

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from lowering import compile_for_sm90, triton_kernels
 from test_quantized import CASES, E2M1, fabricated
 
-from pallas_kernels import quantized_linear, quantized_matmul
+from pallas_kernels import quantized_linear, quantized_matmul, quantized_tiles
 from pallas_kernels.quantized import as_pair, assembly, decode_pairs, field_of
 from pallas_kernels.quantized_linear import RowTiling, _bytes, bytes_of_e2m1
 from pallas_kernels.quantized_matmul import Tiling
@@ -172,7 +173,17 @@ def run_assembly(text: str, registers: dict[str, np.ndarray]) -> np.ndarray:
         taken = np.where(chosen & 8, np.where(taken > 127, 255, 0), taken).astype(np.uint8)
         return np.ascontiguousarray(taken).view("<u4")[..., 0]
 
+    def halves(x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x)[..., None].view(np.float16)
+
+    def converted(x: np.ndarray) -> np.ndarray:
+        codes = np.stack([x & 255, x >> 8 & 255], -1).astype(np.uint8).view(jnp.float8_e4m3fn)
+        return codes.astype(np.float16).view(np.uint32)[..., 0]
+
     operations = {
+        "add.rn.f16x2": lambda x, y: (halves(x) + halves(y)).view(np.uint32)[..., 0],
+        "cvt.u16.u32": lambda x: x & 0xFFFF,
+        "cvt.rn.f16x2.e4m3x2": converted,
         "prmt.b32": permuted,
         "shl.b32": lambda x, n: x << n,
         "shr.b32": lambda x, n: x >> n,
@@ -183,8 +194,10 @@ def run_assembly(text: str, registers: dict[str, np.ndarray]) -> np.ndarray:
         "lop3.b32": lambda x, y, z, table: {0xEA: (x & y) | z, 0x6A: (x & y) ^ z}[int(table)],
         "fma.rn.bf16x2": multiplied,
     }
-    for line in text.strip("{} ").split(";")[1:-1]:
+    for line in filter(None, map(str.strip, text.strip("{} ").split(";"))):
         name, rest = line.split(maxsplit=1)
+        if name == ".reg":
+            continue
         result, *arguments = rest.split(", ")
         registers[result] = operations[name](*map(value, arguments))
     return registers["$0"]
@@ -233,6 +246,11 @@ def test_bytes_of_e2m1():
     np.testing.assert_array_equal(np.stack(interpreted, -1).view(np.uint8).T, expected)
 
 
+def without_tiles(function):
+    """Run a test as on a GPU of another generation than Hopper's."""
+    return mock.patch.object(quantized_tiles, "compute_capability", lambda: "8.0")(function)
+
+
 def described(case: str, num_outputs: int, size: int) -> Quantized:
     """The shapes and dtypes of a matrix."""
     bits, code, group, dtype, has_zero = {
@@ -262,6 +280,7 @@ FORMATS = ("int8", "fp8", "fp8 in blocks", "int4", "int4 in groups of 32", "mxfp
         for num_rows in (1, 6, 64)
     ],
 )
+@without_tiles
 def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, tmp_path):
     """The products of a layer with 8 billion parameters, norm, gate and sum included."""
     pytest.importorskip("triton")
@@ -282,6 +301,7 @@ def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
+@without_tiles
 def test_what_in_a_model_takes_a_kernel(format):
     def kernels(num_tokens: int, dtype=jnp.bfloat16) -> list[str]:
         x = jax.ShapeDtypeStruct((1, num_tokens, 4096), dtype)

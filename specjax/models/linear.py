@@ -13,6 +13,7 @@ from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
 from pallas_kernels import quantized_linear as quantized_row
 from pallas_kernels import quantized_matmul as quantized_rows
+from pallas_kernels import quantized_tiles
 from specjax.models.quantized import Quantized, dequantize, rows
 from specjax.operations.dispatch import dispatch, has_static_shape, is_partitioned
 from specjax.types import Array
@@ -96,14 +97,15 @@ def linear(
             x, before = x[..., order], None if before is None else before._replace(scale=before.scale[order])
     numbers = None if before is None else (before.epsilon, before.offset)
     static = {"norm": numbers, "activation": activation, "dtype": dtype or x.dtype}
+    kernel_of = partial(_kernel_of, interpret=implementation == "interpret")
 
     def reason(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None) -> str | None:
         if not transposed:
             return "the kernels take a transposed weight [N, D], got transposed=False"
-        return _kernel_of(x, weight).unsupported(x, weight)
+        return kernel_of(x, weight).unsupported(x, weight)
 
     def is_worthwhile(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None) -> bool:
-        return _kernel_of(x, weight).is_worthwhile(x, weight)
+        return kernel_of(x, weight).is_worthwhile(x, weight)
 
     return dispatch(
         (x, weight, None if before is None else before.scale, residual),
@@ -184,12 +186,13 @@ def _in_chunks(x: Array, weight: Array, *, transposed: bool) -> Array:
     return jnp.einsum("rkc,kcn->krn", x, weight).sum(axis=0)
 
 
-def _kernel_of(x: Array, weight: Array | Quantized) -> ModuleType:
+def _kernel_of(x: Array, weight: Array | Quantized, *, interpret: bool) -> ModuleType:
     """The kernel for these: a faster one than XLA, else one that can multiply them, else one that says why not."""
-    kernels = (quantized_row, quantized_rows) if isinstance(weight, Quantized) else (one_row, few_rows)
+    kernels = (quantized_row, quantized_tiles, quantized_rows) if isinstance(weight, Quantized) else (one_row, few_rows)
+    kernels = [kernel for kernel in kernels if kernel is not quantized_tiles or not interpret]  # it cannot be
     able = [kernel for kernel in kernels if kernel.unsupported(x, weight) is None]
     faster = [kernel for kernel in able if kernel.is_worthwhile(x, weight)]
-    return (faster or able or [kernels[0] if x.size == x.shape[-1] else kernels[1]])[0]
+    return (faster or able or [kernels[0] if x.size == x.shape[-1] else kernels[-1]])[0]
 
 
 def _by_kernel(
@@ -204,11 +207,13 @@ def _by_kernel(
 ) -> Array:
     static["interpret"] = interpret
     before = None if scale is None or norm is None else Norm(scale, *norm)
-    kernel = _kernel_of(x, weight)
+    kernel = _kernel_of(x, weight, interpret=interpret)
     if kernel in (one_row, quantized_row):
         residual = None if residual is None else residual.ravel()
         return kernel.linear(x.ravel(), weight, norm=before, residual=residual, **static)[None, None]
-    if kernel is quantized_rows:
+    if kernel is quantized_tiles:
+        del static["interpret"]
+    if kernel in (quantized_tiles, quantized_rows):
         static["norm"] = before
     elif before is not None:
         x = rms_norm(x, before)
