@@ -1,8 +1,8 @@
 """The product of many rows with a quantised matrix on GPUs of Hopper's generation.
 
 The kernel (`pallas_kernels.hopper`) copies tiles to shared memory ahead of the tensor cores, and decodes codes while
-they multiply. From some twenty rows on it is faster than `quantized_matmul`, whatever the number of rows. It needs
-Mosaic GPU, which JAX changes often: the versions of JAX with which it ran are named here, and others do without it.
+they multiply. It is faster than `quantized_matmul` from some twenty rows on, and has no limit of rows. It needs Mosaic
+GPU, which JAX changes often: the versions of JAX with which it ran are named here, and others do without it.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from pallas_kernels.quantized_inputs import arranged, order_of_tiles
 
 TRIED = "0.11."  # versions of JAX with which the kernel ran
 CODES = 128  # of a row in a tile
-_FEW_ROWS = 16  # rows that `quantized_matmul` multiplies as fast or faster
+_FEW_ROWS, _MANY_ROWS = 16, 1024  # as fast or faster: up to these `quantized_matmul`, beyond those XLA with floats
 _MOST_ROWS = 128  # of a program
 _MOST_STAGES = 8
 _SHARED_BYTES = 226 * 1024  # of a program, without barriers
@@ -62,7 +62,7 @@ def unsupported_case(x: Array, weight: Quantized) -> str | None:
 
 def is_worthwhile(x: Array, weight: Quantized) -> bool:
     """Return whether the kernel is faster than the other ones and than XLA."""
-    return x.size > _FEW_ROWS * x.shape[-1]
+    return _FEW_ROWS < x.size // x.shape[-1] <= _MANY_ROWS
 
 
 def default_tiling(weight: Quantized, num_rows: int, has_activation: bool) -> Tiling:
