@@ -17,6 +17,12 @@ TEXT = families.GEMMA4 | {
 PLAIN = {"model_type": "gemma4_assistant", "backbone_hidden_size": 32, "text_config": TEXT}
 CASES = {
     "plain": PLAIN,
+    "unified": PLAIN
+    | {
+        "model_type": "gemma4_unified_assistant",
+        "text_config": {name: value for name, value in TEXT.items() if "per_layer_input" not in name}
+        | {"model_type": "gemma4_unified_text"},
+    },
     "groups": PLAIN | {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 5},
 }
 

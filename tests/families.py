@@ -260,6 +260,8 @@ VARIANTS = {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 8.0,
     },
+    "gemma4_unified": {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
+    | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4_moe": GEMMA4
     | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20},
     "glm4_moe": GLM,

@@ -15,6 +15,7 @@ PREFIXES = {  # of the language model in files of transformers before 4.52 and a
 }
 CASES = {
     "gemma3": "gemma3",
+    "gemma4_unified": "gemma4_unified",
     "ministral3": "mistral3",
     "mistral": "mistral3",
 }  # model_type, by the case of the text part

@@ -199,10 +199,10 @@ def load_assistant(
     if rope_theta is not None:
         raise ValueError(f"rope_theta must be None for an assistant, whose layers turn in two ways, got {rope_theta!r}")
     own = apply.config
-    config.choice("model_type", ("gemma4_assistant",))
+    model_type = config.choice("model_type", ("gemma4_assistant", "gemma4_unified_assistant"))
     where = config.where("backbone_hidden_size")
     expect(where, config.size("backbone_hidden_size", 1536), weights.hidden_size, "the hidden size of the target")
-    text = config.table("text_config").with_defaults(rope_parameters=gemma4.TURNS)
+    text = config.table("text_config").with_defaults(**gemma4.defaults_of(model_type))
     text.only("enable_moe_block", False)
     text.only("use_double_wide_mlp", False)
     text.only("hidden_size_per_layer_input", 0)

@@ -44,6 +44,8 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "gemma3_text": gemma3.build,
     "gemma4": gemma4.build,
     "gemma4_text": gemma4.build,
+    "gemma4_unified": gemma4.build,
+    "gemma4_unified_text": gemma4.build,
     "glm4_moe": glm4_moe.build,
     "glm4_moe_lite": deepseek_v3.build_lite,
     "gpt_oss": gpt_oss.build,

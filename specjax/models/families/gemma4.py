@@ -23,10 +23,18 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 FULL, SLIDING = ropes.TYPES
+UNIFIED = "gemma4_unified"  # how model types begin whose images and sound pass no tower of their own
 TURNS: dict[str, Any] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
+
+
+def defaults_of(model_type: str) -> dict[str, Any]:
+    """Return the values of fields that a file of a model type may leave out."""
+    if model_type.startswith(UNIFIED):
+        return {"rope_parameters": TURNS, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+    return {"rope_parameters": TURNS}
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,9 @@ def _read_layers(text: ConfigFile, types: Sequence[str]) -> None:
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Gemma 4 checkpoint."""
+    model_type = config.get("model_type", str)
     text, tensors = text_part(config, tensors)
-    text = text.with_defaults(rope_parameters=TURNS)
+    text = text.with_defaults(**defaults_of(model_type))
     parts, options = read_parts(text), {}
     is_wide = text.get("use_double_wide_mlp", bool, False)
     wide = replace(parts.mlp, size=2 * text.size("intermediate_size")) if is_wide else parts.mlp
