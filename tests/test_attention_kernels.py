@@ -10,7 +10,7 @@ from heads import prefill
 from lowering import compile_for_sm90, triton_kernels
 
 from pallas_kernels.decode_attention import MAX_TOKENS, decode_attention, unsupported
-from pallas_kernels.prompt_attention import prompt_attention
+from pallas_kernels.prompt_attention import _program_size, prompt_attention
 from specjax import SamplingParams, decode, proposers, sampling
 from specjax.models.attention import attend, attend_to_cache, memories
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
@@ -190,7 +190,6 @@ def test_few_tokens(case, options):
         slow("in the middle", TURNED | {"page_size": 16}),
         slow("in the middle", WINDOW | {"page_size": 152}),
         slow("past the end", {"page_size": 208}),
-        slow("large programs", WINDOW),
         slow("odd sizes", TURNED | {"page_size": 76}),
         slow("large heads", {"softcap": 3.0}),
         slow("from the start", HIDDEN),
@@ -226,11 +225,20 @@ def test_few_tokens_and_a_cache_in_float8(case, options):
         ("in the middle", TURNED | {"page_size": 16} | FLOAT8 | scales(2)),
         ("past the end", {"page_size": 208} | FLOAT8 | scales(2)),
         ("odd sizes", WINDOW | {"page_size": 76} | FLOAT8),
-        ("large programs", HIDDEN | FLOAT8 | scales(8)),
     ],
 )
 def test_many_tokens_and_a_cache_in_float8(case, options):
     check(PROMPTS[case], True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [WINDOW, HIDDEN | FLOAT8 | scales(1)])
+def test_large_programs(options, monkeypatch):
+    """Programs of 128 queries, as those of the case above on a GPU, on a device that those of one kv head fill."""
+    monkeypatch.setattr("pallas_kernels.prompt_attention.NUM_MULTIPROCESSORS", 20)
+    batch, num_tokens, _, _, size, slots, start = PROMPTS["large programs"]
+    assert _program_size(batch, 2 * num_tokens, size)[0] == 128
+    check((batch, num_tokens, 2, 1, size, slots, start), True, **options)
 
 
 @pytest.mark.slow
