@@ -27,6 +27,7 @@ VERIFIERS = {
     "synthetic": partial(verifiers.synthetic, acceptance_length=2.5),
 }
 MORE = [name for name in VERIFIERS if name != "typical"]
+ONE_DEVICE = {name: jax.jit(partial(verify, log_probs=True)) for name, verify in VERIFIERS.items()}
 
 
 def on_shards(number, function, *operands, per_device=False):
@@ -89,8 +90,8 @@ def case(on_cpus):
     ],
 )
 def test_tokens_of_one_device(name, number, case):
+    expected = ONE_DEVICE[name](*case)
     verify = partial(VERIFIERS[name], log_probs=True)
-    expected = jax.jit(verify)(*case)
     got = on_shards(number, partial(verify, axis_name="vocab"), *case)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
@@ -111,8 +112,8 @@ def test_tokens_of_one_device(name, number, case):
     ],
 )
 def test_kernels_of_parts_emit_the_tokens_of_one_device(name, number, case):
+    expected = ONE_DEVICE[name](*case)
     verify = partial(VERIFIERS[name], log_probs=True)
-    expected = jax.jit(verify)(*case)
     got = on_shards(number, partial(verify, axis_name="vocab", implementation="interpret"), *case)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_array_equal(got.num_accepted, expected.num_accepted)
@@ -225,7 +226,7 @@ def test_kernels_of_parts_without_drafts(has_bonus, case):
 def test_deterministic_drafts_and_bonus_tokens(case):
     keys, draft, target = case
     draft, bonus = draft._replace(distribution=None), jnp.arange(BATCH, dtype=jnp.int32)
-    expected = verifiers.rejection(keys, draft, target, bonus_tokens=bonus)
+    expected = ONE_DEVICE["rejection"](keys, draft, target, bonus_tokens=bonus)
     verify = partial(verifiers.rejection, axis_name="vocab", bonus_tokens=bonus)
     np.testing.assert_array_equal(on_shards(4, verify, keys, draft, target).tokens, expected.tokens)
 
@@ -234,7 +235,7 @@ def test_deterministic_drafts_and_bonus_tokens(case):
 def test_packed_logits(case):
     keys, draft, target = case
     packed = distributions.pack(target)
-    expected = jax.jit(verifiers.rejection)(keys, draft, target)
+    expected = ONE_DEVICE["rejection"](*case)
     got = on_shards(2, partial(verifiers.rejection, axis_name="vocab"), keys, draft, packed)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
 
