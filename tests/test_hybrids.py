@@ -227,7 +227,8 @@ def test_steps_that_are_refused(hybrid):
 @pytest.mark.slow
 def test_one_long_sequence_by_a_script(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["check_long_sequence.py", "--tokens", "100"])
-    path = Path(__file__).parent.parent / "scripts" / "check_long_sequence.py"
-    runpy.run_path(str(path), run_name="__main__")
+    main = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "check_long_sequence.py"))["main"]
+    monkeypatch.setitem(main.__globals__, "CHUNK", 64)  # two for this sequence
+    main()
     *windows, last = capsys.readouterr().out.splitlines()
     assert len(windows) >= 10 and last.startswith("after 1")
