@@ -149,11 +149,14 @@ def assert_nothing_left(scheduler, tables):
 
 
 def job_alone(device, request, job):
-    """The last state of a job alone; without grammars the parameters of all have the same sizes, and one program."""
+    """The last state of a job alone, with log-probabilities.
+
+    Without grammars the parameters of all have the same sizes, and one program; with grammars they have another.
+    """
     params = None
     if job.grammar is None:
         params = jax.tree.map(lambda x: np.asarray(x)[None], job.sampling._replace(guide=None))
-    return alone(device.model, device.proposer, verifiers.rejection, request, params=params)
+    return alone(device.model, device.proposer, verifiers.rejection, request, CAPACITIES.logprobs, params)
 
 
 def assert_as_alone(device, request, job):
@@ -298,7 +301,7 @@ def test_log_probs_are_those_of_the_request_alone(device):
         if not job.wants_log_probs:
             assert job.log_probs == []
             continue
-        buffer = alone(device.model, device.proposer, verifiers.rejection, request, num_logprobs=3).log_probs
+        buffer = job_alone(device, request, job).log_probs
         start, count = len(job.prompt), len(job.output.token_ids)
         chosen = np.concatenate([part.chosen for part in job.log_probs])[:count]
         np.testing.assert_allclose(chosen, np.asarray(buffer.chosen)[0, start : start + count], rtol=1e-4, atol=1e-5)
