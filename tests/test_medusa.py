@@ -119,9 +119,8 @@ def bigram_heads(size=8, num_heads=2, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4])},
+        {"size": 5, "token_ids": np.array([6, 1, 3, 0, 4]), "temperature": 0},
         {"temperature": 0.6},
-        {"temperature": 0},
     ],
 )
 def test_the_distribution_is_the_targets(options):
