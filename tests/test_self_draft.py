@@ -17,7 +17,7 @@ from heads import prefill
 from test_llm import random_tensors, write_checkpoint
 from test_steps import LENGTHS, MAX_LENGTH, VOCAB, decoder, prompts, random_pages, recurrent, start, step
 
-from specjax import LLM, decode, metrics, models, proposers, sampling, testing, training, verifiers
+from specjax import LLM, decode, metrics, models, proposers, sampling, testing, verifiers
 from specjax.cli import main
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.slot_rows import empty
@@ -51,8 +51,7 @@ def decode_all(target, proposer, verifier="match", pages=None, some_rows=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dense", "pages", "no pages"])
-@pytest.mark.parametrize("some_rows", [False, True])
+@pytest.mark.parametrize("form, some_rows", [("dense", True), ("pages", False), ("pages", True), ("no pages", True)])
 def test_tokens_are_those_of_plain_decoding(target, proposer, form, some_rows):
     """Greedy rows and, verified by matches, sampled ones; and the cache holds what plain decoding leaves in it."""
     if form == "no pages":
@@ -259,10 +258,12 @@ def test_acceptance_of_the_embedded_target():
     text = (Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py").read_text()
     ids = tokenizer.encode(text).ids
     places = [ids[start : start + 64] for start in range(0, 64 * 12, 64)]
-    proposer = proposers.self_draft(target, 4)
-    for temperature, floor in ((0.0, 0.9), (0.8, 0.8)):
-        params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)
-        found = training.replay(target, proposer, places, params, key=jax.random.key(0)).by_position
+    proposer, floors = proposers.self_draft(target, 4), {0.0: 0.9, 0.8: 0.8}
+    rows = sampling.batch([SamplingParams(temperature=t, max_tokens=24) for t in floors for _ in places])
+    given = target, proposer, np.array(places * 2, np.int32), np.full(24, 64, np.int32), rows, jax.random.key(0)
+    state = decode.generate(target, proposer, prefill(*given, max_length=88))
+    for i, floor in enumerate(floors.values()):
+        found = metrics.acceptance_rate_per_position(jax.tree.map(lambda x, i=i: x[12 * i :][:12], state.totals))
         tests = 1 + found[:-1].sum()  # of a step: draft i is tested where all before it are accepted
         assert found.sum() / tests >= floor
 
