@@ -234,7 +234,7 @@ def test_many_tokens_and_a_cache_in_float8(case, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [WINDOW, HIDDEN | FLOAT8 | scales(1)])
 def test_large_programs(options, monkeypatch):
-    """Programs of 128 queries, as those of the case above on a GPU, on a device that those of one kv head fill."""
+    """Programs of 128 queries, where one kv head fills a small device; on a GPU the case above has eight."""
     monkeypatch.setattr("pallas_kernels.prompt_attention.NUM_MULTIPROCESSORS", 20)
     batch, num_tokens, _, _, size, slots, start = PROMPTS["large programs"]
     assert _program_size(batch, 2 * num_tokens, size)[0] == 128
