@@ -21,6 +21,7 @@ from pallas_kernels.quantized_inputs import arranged, order_of_tiles
 TRIED = "0.11."  # versions of JAX with which the kernel ran
 CODES = 128  # of a row in a tile
 _FEW_ROWS, _MANY_ROWS = 16, 1024  # as fast or faster: up to these `quantized_matmul`, beyond those XLA with floats
+_SMALL = 2**19  # numbers of a matrix; the time of a smaller one is the start of its kernels
 _MOST_ROWS = 128  # of a program
 _MOST_STAGES = 8
 _SHARED_BYTES = 226 * 1024  # of a program, without barriers
@@ -51,18 +52,19 @@ def unsupported_case(x: Array, weight: Quantized) -> str | None:
         return f"the kernel takes bfloat16 rows, got {x.dtype}"
     if (reason := unsupported_weight(weight)) is not None:
         return reason
-    if weight.minimum is not None or weight.code not in ("int", "e4m3"):
-        return f"the kernel takes integers and e4m3 without a minimum, got {weight.code}"
+    if weight.minimum is not None or weight.code not in ("int", "e4m3") or weight.scale.dtype == jnp.uint8:
+        return f"the kernel takes integers and e4m3, without a minimum and with floats as scales, got {weight.code}"
     if weight.zero is not None and (weight.bits == 8 or not jnp.issubdtype(weight.zero.dtype, jnp.integer)):
         return "the kernel takes zeros that are integers, beside codes of 4 bits"
-    if weight.group[1] % CODES or weight.values.shape[1] * weight.places % CODES or weight.shape[0] % 128:
-        return f"the kernel takes groups and rows of multiples of {CODES} inputs, and multiples of 128 outputs"
+    num_codes = weight.values.shape[1] * weight.places
+    if weight.group[1] % CODES or num_codes % CODES or num_codes < 2 * CODES or weight.shape[0] % 128:
+        return f"the kernel takes 256 inputs or more, {CODES} n of them, groups of {CODES} n, and 128 n outputs"
     return None
 
 
 def is_worthwhile(x: Array, weight: Quantized) -> bool:
     """Return whether the kernel is faster than the other ones and than XLA."""
-    return _FEW_ROWS < x.size // x.shape[-1] <= _MANY_ROWS
+    return _FEW_ROWS < x.size // x.shape[-1] <= _MANY_ROWS and weight.size >= _SMALL
 
 
 def default_tiling(weight: Quantized, num_rows: int, has_activation: bool) -> Tiling:

@@ -19,6 +19,8 @@ The script prints each row as soon as it is measured. Models are made once, engi
   at given rates.
 * static: four times the requests of a load, of mixed lengths, all there at the start, against static batches of as many
   as there are slots, in that order.
+* auto: tokens/s of a few streams by an engine that chooses K by what its steps cost, against the better of one with the
+  largest K and one without a drafter, at given rates of acceptance. The runs of the three take turns.
 * entering: the time between pieces of running streams while a long prompt is fed, against a step and a
   chunk.
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
@@ -42,7 +44,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,12 +105,24 @@ class Setting(NamedTuple):
     long: int  # tokens of a long prompt
     requests: int = 64
     rate: float | None = None  # at which drafts of loads are accepted, if set
+    auto: tuple[tuple[int, float], ...] = ()  # streams, and the rate at which drafts are accepted
+    auto_lengths: tuple[int, int] = (64, 1900)  # tokens of prompt and output
     arrivals: tuple[float, ...] = ()  # Poisson arrivals a second; none: a share of the capacity of the largest loop
 
 
 # The longest mixed lengths together are as long as a full batch, so that both have the same programs.
 SETTINGS = {
-    "embedded": Setting(4, 8, (1, 4, 8), (16, 64), (32, 128), ((8, 4, None), (8, 0, None)), (64, 128), 1024),
+    "embedded": Setting(
+        4,
+        8,
+        (1, 4, 8),
+        (16, 64),
+        (32, 128),
+        ((8, 4, None), (8, 0, None)),
+        (64, 128),
+        1024,
+        auto=((1, 0.3), (1, 0.9), (8, 0.3), (8, 0.9)),
+    ),
     "8b-1b": Setting(
         0,
         64,
@@ -122,7 +136,13 @@ SETTINGS = {
     ),
 }
 SETTINGS["1b-100m"] = SETTINGS["8b-1b"]
-SETTINGS["8b-eagle3"] = SETTINGS["8b-1b"]._replace(num_drafts=3, rate=0.7, full=((1, 3, 0.7), (64, 3, 0.7)))
+SETTINGS["8b-eagle3"] = SETTINGS["8b-1b"]._replace(
+    num_drafts=3,
+    rate=0.7,
+    full=((1, 3, 0.7), (64, 3, 0.7)),
+    auto=tuple((streams, rate) for streams in (1, 8, 64, 256) for rate in (0.3, 0.9)),
+    auto_lengths=(512, 256),
+)
 
 
 class Compilations:
@@ -440,6 +460,27 @@ def static(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row | medians(runs)
 
 
+def auto(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield rows with the speed of an engine that chooses K, of one with a fixed K, and of one without a drafter."""
+    (prompt, output), most = bench.setting.auto_lengths, bench.setting.num_drafts
+    for number, rate in bench.setting.auto:
+        works = make_works(number, (prompt, prompt), (output, output), bench.source)
+        row: dict[str, Any] = {"streams": number, "rate": rate}
+        with ExitStack() as stack:
+
+            def start(num_drafts: int, **options: Any) -> specjax.Engine:
+                return stack.enter_context(bench.engine(number, prompt + output, num_drafts, rate, **options))  # noqa: B023
+
+            engines = {"plain": start(0), "fixed": start(most), "auto": start(most, draft_lengths=range(most + 1))}
+            runs = []
+            for _ in range(REPEATS):
+                runs.append({})
+                for name, engine in engines.items():
+                    with bench.measured(engine, row):
+                        runs[-1][f"{name}_tokens_per_s"] = run_all(engine, works)["tokens_per_s"]
+        yield row | medians(runs)
+
+
 def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median of each figure of some runs."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -582,6 +623,12 @@ def static_row(row: dict[str, Any]) -> str:
     )
 
 
+def auto_row(row: dict[str, Any]) -> str:
+    plain, fixed, chosen = (row[f"{name}_tokens_per_s"] for name in ("plain", "fixed", "auto"))
+    speeds = [f"{speed:.0f}" for speed in (plain, fixed, chosen)]
+    return table_row([row["streams"], row["rate"], *speeds, f"{chosen / max(plain, fixed):.2f}", *checks(row)])
+
+
 def entering_row(row: dict[str, Any]) -> str:
     between = row["between_arrivals_s"]
     names = row["step_s"], row["chunk_s"], between["p50"], between["p99"], row["longest_s"], row["first_token_s"]
@@ -630,6 +677,11 @@ PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str
         full_row,
     ),
     "static": (static, ("slots", "requests", "tokens/s", "static batches", "ratio", *CHECKS), static_row),
+    "auto": (
+        auto,
+        ("streams", "accepted at", "tokens/s: no drafter", "largest K", "chosen K", "against the better", *CHECKS),
+        auto_row,
+    ),
     "entering": (
         entering,
         (

@@ -249,7 +249,9 @@ def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_
     config = DecoderConfig(vocab_size=4096, max_length=1024, **sizes)
     monkeypatch.setattr(bench, "load_models", lambda _: [decoder_model(config, init_params(config, i)) for i in (0, 1)])
     # Sizes are such that all engines have the same programs.
-    setting = bench.Setting(2, 2, (1, 2), (4, 12), (8, 244), ((2, 2, None),), (8, 248), 192, 6)
+    setting = bench.Setting(
+        2, 2, (1, 2), (4, 12), (8, 244), ((2, 2, None),), (8, 248), 192, 6, auto=((2, 0.5),), auto_lengths=(8, 248)
+    )
     monkeypatch.setitem(bench.SETTINGS, "embedded", setting)
     monkeypatch.setattr(bench, "POLL", 0.002)
     path = tmp_path / "numbers.json"
@@ -259,7 +261,7 @@ def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_
     bench.main()
     rows = json.loads(path.read_text())["rows"]
     of_gpus = ["gap"] if jax.default_backend() == "gpu" else []
-    parts = ["loads"] * 3 + ["sizes", "full", "static", "entering", "shared", *of_gpus]
+    parts = ["loads"] * 3 + ["sizes", "full", "static", "auto", "entering", "shared", *of_gpus]
     assert [row["part"] for row in rows] == parts
     assert not any(row["pages_used"] for row in rows)
     assert rows[parts.index("shared")]["num_cached_tokens"] == 128

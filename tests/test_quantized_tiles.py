@@ -145,8 +145,10 @@ def test_unsupported(monkeypatch):
     monkeypatch.setattr(quantized_tiles, "TRIED", jax.__version__[:5])
     assert reason("int8") == reason("e4m3 in blocks") == reason("int4") == reason("int4 in a row") == ""
     assert "got float32" in reason("int8", x.astype(jnp.float32)) and "got e2m1" in reason("mxfp4")
-    assert "multiples of 128 outputs" in reason("int8", num_outputs=64)
-    assert "multiples of 128 inputs" in reason("int4 with zeros") and "without a minimum" in reason("int4 with minima")
+    assert "128 n outputs" in reason("int8", num_outputs=64) and "groups of 128 n" in reason("int4 with zeros")
+    assert "without a minimum" in reason("int4 with minima") and "floats as scales" in reason(
+        "int8", scale=jnp.zeros((128, 1), jnp.uint8)
+    )
     assert "another order" in reason("int8", order=jnp.arange(1024))
     monkeypatch.setattr(quantized_tiles, "compute_capability", lambda: "8.0")
     assert "capability 9.0, got 8.0" in reason("int8")
@@ -156,13 +158,13 @@ def test_unsupported(monkeypatch):
 
 def test_choice(monkeypatch):
     """Rows beyond `quantized_matmul`'s go to tiles where a GPU has them; an interpreted product never does."""
-    weight, _ = fabricated("int8", 128, 1024)
 
-    def kernel(num_rows: int, interpret: bool = False):
-        return models._kernel_of(jnp.zeros((1, num_rows, 1024), jnp.bfloat16), weight, interpret=interpret)
+    def kernel(num_rows: int, interpret: bool = False, num_outputs: int = 512):
+        weight, x = described("int8", num_outputs, 1024), jnp.zeros((1, num_rows, 1024), jnp.bfloat16)
+        return models._kernel_of(x, weight, interpret=interpret)
 
     assert kernel(64) is quantized_matmul
     monkeypatch.setattr(quantized_tiles, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(quantized_tiles, "TRIED", jax.__version__[:5])
     assert kernel(17) is kernel(1024) is quantized_tiles
-    assert kernel(16) is kernel(64, interpret=True) is quantized_matmul
+    assert kernel(16) is kernel(64, interpret=True) is kernel(64, num_outputs=384) is quantized_matmul
