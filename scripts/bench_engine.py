@@ -106,7 +106,7 @@ class Setting(NamedTuple):
     requests: int = 64
     rate: float | None = None  # at which drafts of loads are accepted, if set
     auto: tuple[tuple[int, float], ...] = ()  # streams, and the rate at which drafts are accepted
-    auto_lengths: tuple[int, int] = (64, 1900)  # tokens of prompt and output
+    auto_lengths: tuple[int, int] = (64, 1000)  # tokens of prompt and output
     arrivals: tuple[float, ...] = ()  # Poisson arrivals a second; none: a share of the capacity of the largest loop
 
 
@@ -121,7 +121,7 @@ SETTINGS = {
         ((8, 4, None), (8, 0, None)),
         (64, 128),
         1024,
-        auto=((1, 0.3), (1, 0.9), (8, 0.3), (8, 0.9)),
+        auto=((8, 0.3), (8, 0.9)),
     ),
     "8b-1b": Setting(
         0,
@@ -200,10 +200,7 @@ class Bench:
             self.target,
             self.proposer(num_drafts),
             tokenizer=self.tokenizer,
-            verifier=verifier_of(num_drafts, rate),
-            capacities=capacities,
-            **sizes,
-            **options,
+            **{"verifier": verifier_of(num_drafts, rate), "capacities": capacities} | sizes | options,
         )
         try:
             with engine:
@@ -247,6 +244,12 @@ def verifier_of(num_drafts: int, rate: float | None) -> Any:
     if rate is None:
         return verifiers.rejection
     return Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(num_drafts)])
+
+
+def at_rate(rate: float, keys: Any, draft: Any, target: Any, **options: Any) -> Any:
+    """Verify like `verifier_of`, steps with any number of drafts."""
+    rates = [rate ** (i + 1) for i in range(draft.tokens.shape[1])]
+    return verifiers.synthetic(keys, draft, target, acceptance_rates=rates, **options)
 
 
 def params_of(work: Work, has_text: bool = True) -> SamplingParams:
@@ -466,12 +469,13 @@ def auto(bench: Bench) -> Iterator[dict[str, Any]]:
     for number, rate in bench.setting.auto:
         works = make_works(number, (prompt, prompt), (output, output), bench.source)
         row: dict[str, Any] = {"streams": number, "rate": rate}
+        chosen = {"draft_lengths": range(most + 1), "verifier": partial(at_rate, rate)}
         with ExitStack() as stack:
 
             def start(num_drafts: int, **options: Any) -> specjax.Engine:
                 return stack.enter_context(bench.engine(number, prompt + output, num_drafts, rate, **options))  # noqa: B023
 
-            engines = {"plain": start(0), "fixed": start(most), "auto": start(most, draft_lengths=range(most + 1))}
+            engines = {"plain": start(0), "fixed": start(most), "auto": start(most, **chosen)}
             runs = []
             for _ in range(REPEATS):
                 runs.append({})
