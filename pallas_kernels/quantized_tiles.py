@@ -82,7 +82,7 @@ def default_tiling(weight: Quantized, num_rows: int, has_activation: bool) -> Ti
 
 
 def num_stages(weight: Quantized, tiling: Tiling, staged_bytes: int) -> int:
-    """Return the number of tiles that fit the shared memory of a program beside what it stages."""
+    """Return the number of tiles that fit the shared memory of a program beside the results on their way out."""
     of_tile = CODES * (tiling.outputs * weight.bits // 8 + tiling.rows * 2)
     return min(_MOST_STAGES, (_SHARED_BYTES - staged_bytes) // of_tile)
 
@@ -114,7 +114,7 @@ def matmul(
     Returns:
         [T, N], or with an activation [T, N / 2].
     """
-    from pallas_kernels import hopper  # other versions of JAX may not have what it imports
+    from pallas_kernels import hopper  # other versions of JAX may lack its imports
 
     num_rows, dtype = x.shape[0], dtype or x.dtype
     tiling = tiling or default_tiling(weight, num_rows, activation is not None)

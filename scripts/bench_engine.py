@@ -106,7 +106,7 @@ class Setting(NamedTuple):
     requests: int = 64
     rate: float | None = None  # at which drafts of loads are accepted, if set
     auto: tuple[tuple[int, float], ...] = ()  # streams, and the rate at which drafts are accepted
-    auto_lengths: tuple[int, int] = (64, 1000)  # tokens of prompt and output
+    auto_lengths: tuple[int, int] = (64, 500)  # tokens of prompt and output
     arrivals: tuple[float, ...] = ()  # Poisson arrivals a second; none: a share of the capacity of the largest loop
 
 

@@ -29,7 +29,7 @@ def lowered(function, *arguments) -> str:
 
 @pytest.mark.parametrize("places", [4, 8])
 def test_order(places):
-    """Where the tensor cores take input 16 s + 8 h + 2 c + e from thread c, register h, it has a code of its own word.
+    """Input 16 s + 8 h + 2 c + e, which the tensor cores take from thread c, register h, has a code of a word there.
 
     Words 2 c and 2 c + 1 lie in the thread. Each gives places / 4 times two pairs of codes, half a word apart.
     """
