@@ -163,6 +163,7 @@ def test_choice(monkeypatch):
         weight, x = described("int8", num_outputs, 1024), jnp.zeros((1, num_rows, 1024), jnp.bfloat16)
         return models._kernel_of(x, weight, interpret=interpret)
 
+    monkeypatch.setattr(quantized_tiles, "compute_capability", lambda: "8.0")
     assert kernel(64) is quantized_matmul
     monkeypatch.setattr(quantized_tiles, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(quantized_tiles, "TRIED", jax.__version__[:5])

@@ -188,8 +188,9 @@ def _in_chunks(x: Array, weight: Array, *, transposed: bool) -> Array:
 
 def _kernel_of(x: Array, weight: Array | Quantized, *, interpret: bool) -> ModuleType:
     """The kernel for these: a faster one than XLA, else one that can multiply them, else one that says why not."""
-    kernels = (quantized_row, quantized_tiles, quantized_rows) if isinstance(weight, Quantized) else (one_row, few_rows)
-    kernels = [kernel for kernel in kernels if kernel is not quantized_tiles or not interpret]  # it cannot be
+    kernels = (one_row, few_rows)
+    if isinstance(weight, Quantized):  # the kernel for tiles cannot be interpreted
+        kernels = (quantized_row, quantized_rows) if interpret else (quantized_row, quantized_tiles, quantized_rows)
     able = [kernel for kernel in kernels if kernel.unsupported(x, weight) is None]
     faster = [kernel for kernel in able if kernel.is_worthwhile(x, weight)]
     return (faster or able or [kernels[0] if x.size == x.shape[-1] else kernels[-1]])[0]
