@@ -27,12 +27,16 @@ import jax.numpy as jnp
 from timing import device_seconds
 
 from pallas_kernels import delta_net as kernels
-from specjax.models.delta_net import MAX_STEP, DeltaMemory, DeltaNet, delta_rule
+from specjax.models.delta_net import DeltaMemory, DeltaNet, delta_rule
 
 PEAK = {"NVIDIA H100 80GB HBM3": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes/s that a copy reaches
 MAX_XLA = 64  # tokens
 STEPS, REPEATS = 20, 5  # steps of a timed run, and timed runs
-STEP_TILINGS = [kernels.StepTiling(*pair) for pair in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4))]
+STEP_TILINGS = [
+    kernels.StepTiling(*pair, block)
+    for pair in ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4))
+    for block in (1, 2, 4)
+]
 CHUNK_TILINGS = [kernels.ChunkTiling(*pair) for pair in ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8))]
 
 
@@ -51,37 +55,36 @@ def step_seconds(net: DeltaNet, batch: int, num_tokens: int, tiling: kernels.Ste
     heads = net.num_value_heads
     held = {
         "state": normal(batch, heads, net.key_size, net.value_size),
-        "window": normal(batch, net.conv_size - 1, net.channels, dtype="bfloat16"),
-        "inputs": normal(batch, MAX_STEP, net.channels, dtype="bfloat16"),
-        "rates": jnp.stack(rates(batch, MAX_STEP, heads), axis=2),
+        "inputs": normal(batch, net.num_slots, net.channels, dtype="bfloat16"),
+        "rates": jnp.stack(rates(batch, net.num_slots, heads), axis=2),
     }
-    never, count = jnp.zeros(batch, bool), jnp.full(batch, num_tokens, jnp.int32)
+    count = jnp.full(batch, num_tokens, jnp.int32)
     inputs = normal(batch, num_tokens, net.channels, dtype="bfloat16")
-    new_rates = jnp.stack(rates(batch, num_tokens, heads), axis=2)
-    weight = normal(net.channels, 1, net.conv_size, dtype="bfloat16")
+    new_rates = normal(batch, num_tokens, 2, heads, dtype="bfloat16")
+    names = "delta_conv", "delta_decay", "delta_decay_bias"
+    shapes = (net.channels, 1, net.conv_size), (heads,), (heads,)
+    params = {name: normal(*shape, dtype="bfloat16") for name, shape in zip(names, shapes, strict=True)}
 
-    def step(held: dict) -> tuple[jax.Array, jax.Array]:
-        memory = DeltaMemory(held, count, never, never, count, is_step=True)
+    def step(held: dict, start: jax.Array) -> tuple[jax.Array, dict]:
         if tiling is None:
-            output, (state, _) = net.step({"delta_conv": weight}, memory, inputs, new_rates, implementation="xla")
-            return output, state
-        flags = {"from_nothing": never.astype(jnp.int32), "begins": never.astype(jnp.int32)}
-        replayed = kernels.Replayed(**held, count=count, **flags)
-        return kernels.step(replayed, inputs, new_rates, weight, net.heads, tiling=tiling)
+            memory = DeltaMemory(held, start, count, count, is_step=True)
+            return net.step(params, memory, inputs, new_rates, implementation="xla")
+        new = kernels.Tokens(inputs, new_rates, *params.values(), start, count)
+        output, after = kernels.step(kernels.Held(**held), new, net.heads, tiling=tiling)
+        return output, after._asdict()
 
-    @partial(jax.jit, static_argnums=2, donate_argnums=0)
-    def run(state: jax.Array, rest: dict, steps: int) -> tuple[jax.Array, jax.Array]:
-        def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            output, state = step(rest | {"state": carry[0]})
-            return state, carry[1] + jnp.sum(output)
+    @partial(jax.jit, static_argnums=1, donate_argnums=0)
+    def run(held: dict, steps: int) -> tuple[dict, jax.Array]:
+        def body(index: jax.Array, carry: tuple[dict, jax.Array]) -> tuple[dict, jax.Array]:
+            output, held = step(carry[0], jnp.full(batch, 100 + index * num_tokens, jnp.int32))
+            return held, carry[1] + jnp.sum(output)
 
-        return jax.lax.fori_loop(0, steps, body, (state, jnp.float32(0)))
+        return jax.lax.fori_loop(0, steps, body, (held, jnp.float32(0)))
 
-    state = held.pop("state")
-    return slope(lambda state, steps: run(state, held, steps)[0], state)
+    return slope(lambda held, steps: run(held, steps)[0], held)
 
 
-def slope(run: Callable[[jax.Array, int], jax.Array], state: jax.Array) -> float:
+def slope(run: Callable[[dict, int], dict], state: dict) -> float:
     """Return the seconds of a step from runs of one step and of more, each of which continues a state."""
     seconds = []
     for steps in (1, 1 + STEPS):
@@ -105,7 +108,7 @@ def prompt_seconds(net: DeltaNet, num_tokens: int, tiling: kernels.ChunkTiling |
     if tiling is None:
         return device_seconds(partial(delta_rule, implementation="xla"), state, *operands)
     return device_seconds(
-        lambda state, *tokens: kernels.chunks(state, kernels.Tokens(*tokens), net.heads, tiling=tiling),
+        lambda state, *tokens: kernels.chunks(state, kernels.Prompt(*tokens), net.heads, tiling=tiling),
         state,
         *operands,
     )
@@ -116,7 +119,7 @@ def time_steps(args: argparse.Namespace, net: DeltaNet, peak: float | None) -> I
     print("| B | K | by | us | TB/s of one read and one write of the states | % of peak |\n|---|---|---|---|---|---|")
     size = net.num_value_heads * net.key_size * net.value_size * 4
     for batch in args.batches:
-        for tiling in tilings_of(args, STEP_TILINGS, kernels.step_tiling(net.heads, batch)):
+        for tiling in tilings_of(args, STEP_TILINGS, kernels.step_tiling(net.heads, args.num_drafts + 1)):
             seconds = step_seconds(net, batch, args.num_drafts + 1, tiling)
             rate = 2 * batch * size / seconds
             share = f"{100 * rate / peak:.0f}" if peak else "-"

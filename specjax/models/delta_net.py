@@ -1,8 +1,10 @@
 """Gated delta nets, the recurrent layers of hybrids: a mixer of the one layer, and the rows of its memory.
 
-A layer keeps one checkpoint of its state for each sequence, and beside it the inputs of the last step. `commit` says
-how many of them the sequence keeps. The next call first applies these to the checkpoint, and then computes its own
-tokens. So a rejected draft never enters a state, and a step writes one state, not one for each of its tokens.
+A layer keeps one checkpoint of its state for each sequence, and beside it the inputs of recent tokens, each in the slot
+of its position modulo the number of slots. `commit` says how many inputs of the last step the sequence keeps. The next
+call first applies these to the checkpoint, and then computes its own tokens. So a rejected draft never enters a state,
+and a step writes one state, not one for each of its tokens. The new inputs have other slots than those that the call
+reads, so that a kernel writes and reads at the same time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,23 +28,20 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens that the chunk form takes at a time
 MAX_STEP = 16  # tokens of a step whose inputs a row keeps: the pending token and 15 drafts
-HEAD_AXES = {"state": 1, "window": 2, "inputs": 2, "rates": 3}  # of `DeltaNet.rows`, which devices may share
+HEAD_AXES = {"state": 1, "inputs": 2, "rates": 3}  # of `DeltaNet.rows`, which devices may share
 UNROLLED = 16  # up to so many rows, the substitution has no loop
 
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["held", "count", "from_nothing", "begins", "num_tokens"],
-    meta_fields=["is_step"],
+    jax.tree_util.register_dataclass, data_fields=["held", "start", "count", "num_tokens"], meta_fields=["is_step"]
 )
 @dataclass(frozen=True)
 class DeltaMemory:
     """The memory of one layer in a call of R rows; without `held` the rows are whole sequences, which are not kept."""
 
     held: Mapping[str, Array] | None  # of `DeltaNet.rows`, [R, ...]
-    count: Array | None = None  # [R] int32, inputs of the last step that the sequence keeps
-    from_nothing: Array | None = None  # [R] bool, whether these inputs begin the sequence: the checkpoint is older
-    begins: Array | None = None  # [R] bool, whether the call begins the sequence
+    start: Array | None = None  # [R] int32, position of the first pending input; at 0 the sequence begins
+    count: Array | None = None  # [R] int32, pending inputs: these of the last step that the sequence keeps
     num_tokens: Array | None = None  # [R] int32, tokens of the call that stay; of a step, all its tokens
     is_step: bool = False  # whether `commit` will say which tokens stay
 
@@ -64,6 +63,11 @@ class DeltaNet:
         """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of recent inputs: of the convolution's window, of a step that may be pending, and of the next one."""
+        return self.conv_size - 1 + 2 * MAX_STEP
+
     def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
         """Return the shapes of the parameters by name."""
         heads, width = self.num_value_heads, self.num_value_heads * self.value_size
@@ -82,9 +86,8 @@ class DeltaNet:
         heads = self.num_value_heads
         return {
             "state": jnp.zeros((batch_size, heads, self.key_size, self.value_size), jnp.float32),
-            "window": jnp.zeros((batch_size, self.conv_size - 1, self.channels), dtype),
-            "inputs": jnp.zeros((batch_size, MAX_STEP, self.channels), dtype),
-            "rates": jnp.zeros((batch_size, MAX_STEP, 2, heads), jnp.float32),
+            "inputs": jnp.zeros((batch_size, self.num_slots, self.channels), dtype),
+            "rates": jnp.zeros((batch_size, self.num_slots, 2, heads), jnp.float32),
         }
 
     def __call__(
@@ -93,28 +96,27 @@ class DeltaNet:
         """Return the residual stream after the mixer [R, T, h], and the layer's rows afterwards."""
         wide, gate, rates = self._project(config, params, call)
         num_rows, num_tokens = wide.shape[:2]
-        inputs = wide[..., : self.channels]
-        if memory.held is None:
-            nothing = self.rows(num_rows, inputs.dtype)
-            count = jnp.full(num_rows, num_tokens, jnp.int32)
-            attended, _ = self._run(params["delta_conv"], (nothing["state"], nothing["window"]), inputs, rates, count)
-            kept = None
+        if memory.held is not None and memory.is_step:
+            attended, kept = self.step(params, memory, wide, rates)
         else:
-            kept = dict(memory.held)
-            if memory.is_step:
-                attended, after = self.step(params, memory, wide, rates)
-                kept["inputs"] = kept["inputs"].at[:, :num_tokens].set(inputs.astype(kept["inputs"].dtype))
-                kept["rates"] = kept["rates"].at[:, :num_tokens].set(rates)
+            inputs, count = wide[..., : self.channels], memory.num_tokens
+            if memory.held is None:
+                nothing, count = self.rows(num_rows, inputs.dtype), jnp.full(num_rows, num_tokens, jnp.int32)
+                before = nothing["state"], nothing["inputs"][:, : self.conv_size - 1]
             else:
-                before = _unless(memory.begins, self._replayed(params["delta_conv"], memory))
-                attended, after = self._run(params["delta_conv"], before, inputs, rates, memory.num_tokens)
-            kept["state"], kept["window"] = after
+                before = self._replayed(params["delta_conv"], memory)
+            rates = _rates(rates, params["delta_decay"], params["delta_decay_bias"])
+            attended, (state, window) = self._run(params["delta_conv"], before, inputs, rates, count)
+            kept = None
+            if memory.held is not None:
+                first = memory.start + memory.count + count - window.shape[1]
+                kept = memory.held | {"state": state, "inputs": _written(memory.held["inputs"], first, window)}
         normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
         return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), kept
 
     def _project(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array, Array]:
-        """Return the convolution's inputs, gates [R, T, heads, size], and beta and g [R, T, 2, heads].
+        """Return the convolution's inputs, gates [R, T, heads, size], and rates [R, T, 2, heads].
 
         The inputs are the first C numbers of each token in an array that may have more, which kernels read as it is.
         """
@@ -128,15 +130,10 @@ class DeltaNet:
             parts = jnp.split(mixed.reshape(*shape, self.num_key_heads, -1), ends, axis=-1)
             *inputs, gate = [part.reshape(*shape, -1) for part in parts]
             inputs = jnp.concatenate(inputs, axis=-1)
-            rates = rates.reshape(*shape, self.num_key_heads, 2, share).swapaxes(2, 3).reshape(*shape, 2, heads)
+            rates = rates.reshape(*shape, self.num_key_heads, 2, share).swapaxes(2, 3)
         else:
             inputs, gate = mixed, mixed[..., self.channels :]
-            rates = rates.reshape(*shape, 2, heads)
-        rates = rates.astype(jnp.float32)
-        decay, bias = (params[name].astype(jnp.float32)[None, None] for name in ("delta_decay", "delta_decay_bias"))
-        beta = jax.nn.sigmoid(rates[:, :, 0])
-        g = -jnp.exp(decay) * jax.nn.softplus(rates[:, :, 1] + bias)
-        return inputs, gate.reshape(*shape, heads, self.value_size), jnp.stack([beta, g], axis=2)
+        return inputs, gate.reshape(*shape, heads, self.value_size), rates.reshape(*shape, 2, heads)
 
     @property
     def heads(self) -> kernels.Heads:
@@ -145,43 +142,45 @@ class DeltaNet:
 
     def step(
         self, params: Params, memory: DeltaMemory, inputs: Array, rates: Array, *, implementation: str | None = None
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """Replay the kept inputs of the last step, and run the tokens of this one.
+    ) -> tuple[Array, dict[str, Array]]:
+        """Replay the pending inputs of the last step, and run the tokens of this one.
 
         Args:
             params: of the layer.
             memory: of the layer, with `held`.
             inputs: [R, T, C] or more numbers of a token, of which the convolution has the first C.
-            rates: [R, T, 2, heads] float32: beta and g.
+            rates: [R, T, 2, heads] floats, from which beta and g are computed.
             implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they support the sizes.
 
         Returns:
-            The outputs of the tokens [R, T, heads, size] float32, and the state and window after the kept inputs alone.
+            The outputs of the tokens [R, T, heads, size] float32, and the layer's rows: the state after the pending
+            inputs alone, and the inputs and rates of the tokens in their slots.
 
         Raises:
             NotImplementedError: if the named implementation does not support the sizes.
         """
 
-        def by_xla(
-            memory: DeltaMemory, inputs: Array, rates: Array, weight: Array
-        ) -> tuple[Array, tuple[Array, Array]]:
-            checkpoint = self._replayed(weight, memory)
-            before = _unless(memory.begins, checkpoint)
-            return self._run(weight, before, inputs[..., : self.channels], rates, memory.num_tokens)[0], checkpoint
+        def by_xla(memory: DeltaMemory, new: kernels.Tokens) -> tuple[Array, dict[str, Array]]:
+            held, inputs = memory.held, new.inputs[..., : self.channels]
+            assert held is not None and memory.start is not None and memory.count is not None
+            before = self._replayed(new.weight, memory)
+            rates = _rates(new.rates, new.decay, new.bias)
+            kept = {
+                "state": before[0],
+                "inputs": _written(held["inputs"], memory.start + memory.count, inputs),
+                "rates": _written(held["rates"], memory.start + memory.count, rates),
+            }
+            return self._run(new.weight, before, inputs, rates, memory.num_tokens)[0], kept
 
-        def by_kernel(
-            memory: DeltaMemory, inputs: Array, rates: Array, weight: Array, *, interpret: bool
-        ) -> tuple[Array, tuple[Array, Array]]:
-            held, count, from_nothing, begins = memory.held, memory.count, memory.from_nothing, memory.begins
-            assert held is not None and count is not None and from_nothing is not None and begins is not None
-            flags = {"from_nothing": from_nothing.astype(jnp.int32), "begins": begins.astype(jnp.int32)}
-            replayed = kernels.Replayed(**held, count=count, **flags)
-            output, state = kernels.step(replayed, inputs, rates, weight, self.heads, interpret=interpret)
-            before = jnp.where(from_nothing[:, None, None], 0, held["window"])
-            return output, (state, _window_after(before, held["inputs"], count))
+        def by_kernel(memory: DeltaMemory, new: kernels.Tokens, *, interpret: bool) -> tuple[Array, dict[str, Array]]:
+            assert memory.held is not None
+            output, held = kernels.step(kernels.Held(**memory.held), new, self.heads, interpret=interpret)
+            return output, held._asdict()
 
+        vectors = params["delta_decay"], params["delta_decay_bias"]
+        new = kernels.Tokens(inputs, rates, params["delta_conv"], *vectors, memory.start, memory.count)
         return dispatch(
-            (memory, inputs, rates, params["delta_conv"]),
+            (memory, new),
             xla=by_xla,
             pallas=by_kernel,
             reason=lambda *operands: kernels.unsupported(self.heads),
@@ -189,11 +188,14 @@ class DeltaNet:
         )
 
     def _replayed(self, weight: Array, memory: DeltaMemory) -> tuple[Array, Array]:
-        """Return the state and the window after the kept inputs of the last step."""
-        held = memory.held
-        assert held is not None, "only a call that keeps its rows replays"
-        checkpoint = _unless(memory.from_nothing, (held["state"], held["window"]))
-        return self._run(weight, checkpoint, held["inputs"], held["rates"], memory.count)[1]
+        """Return the state and the window after the pending inputs of the last step."""
+        held, start, count = memory.held, memory.start, memory.count
+        assert held is not None and start is not None and count is not None, "only a call that keeps its rows replays"
+        size = self.conv_size - 1
+        line = _read(held["inputs"], start - size, size + MAX_STEP)
+        state = jnp.where((start == 0)[:, None, None, None], 0, held["state"])
+        rates = _read(held["rates"], start, MAX_STEP)
+        return self._run(weight, (state, line[:, :size]), line[:, size:], rates, count)[1]
 
     def _run(
         self, weight: Array, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array | None
@@ -226,11 +228,31 @@ def _window_after(window: Array, inputs: Array, count: Array) -> Array:
     return jnp.take_along_axis(line, places[:, :, None], axis=1).astype(window.dtype)
 
 
-def _unless(is_empty: Array | None, parts: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the state and the window, with zeros for the rows that `is_empty` [R]."""
-    assert is_empty is not None, "calls that keep rows have it"
-    state, window = (jnp.where(is_empty.reshape(-1, *[1] * (x.ndim - 1)), 0, x) for x in parts)
-    return state, window
+def _slots(first: Array, number: int, num_slots: int) -> Array:
+    """Return the slots [R, number] of consecutive positions, given the first of each row."""
+    return jnp.remainder(first[:, None] + jnp.arange(number, dtype=jnp.int32)[None], num_slots)
+
+
+def _read(ring: Array, first: Array, number: int) -> Array:
+    """Return the entries [R, number, ...] of consecutive positions from slots [R, S, ...]; 0 before position 0."""
+    slots = _slots(first, number, ring.shape[1])
+    exists = first[:, None] + jnp.arange(number, dtype=jnp.int32)[None] >= 0
+    indices = (jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None], slots)
+    return jnp.where(exists.reshape(*exists.shape, *[1] * (ring.ndim - 2)), ring[indices], 0)
+
+
+def _written(ring: Array, first: Array, entries: Array) -> Array:
+    """Return the slots [R, S, ...] with the entries [R, T, ...] of consecutive positions."""
+    slots = _slots(first, entries.shape[1], ring.shape[1])
+    row = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
+    return ring.at[row, slots].set(entries.astype(ring.dtype), unique_indices=True)
+
+
+def _rates(rates: Array, decay: Array, bias: Array) -> Array:
+    """Return beta and g [R, T, 2, heads] float32."""
+    first, second = (rates[:, :, i].astype(jnp.float32) for i in range(2))
+    decay, bias = (x.astype(jnp.float32)[None, None] for x in (decay, bias))
+    return jnp.stack(kernels.rates_of(first, second, decay, bias), axis=2)
 
 
 def _unit(x: Array) -> Array:
@@ -269,7 +291,7 @@ def delta_rule(
     heads = kernels.Heads(key.shape[2], value.shape[2], key.shape[3], value.shape[3])
 
     def by_kernel(state: Array, *tokens: Array, interpret: bool) -> tuple[Array, Array]:
-        return kernels.chunks(state, kernels.Tokens(*tokens), heads, interpret=interpret)
+        return kernels.chunks(state, kernels.Prompt(*tokens), heads, interpret=interpret)
 
     return dispatch(
         (state, query, key, value, beta, g),
@@ -350,8 +372,8 @@ class InitRows:
 
     def __call__(self, batch_size: int) -> PyTree:
         return {
-            "count": jnp.zeros(batch_size, jnp.int32),  # inputs of the last step that the sequence keeps
-            "start": jnp.zeros(batch_size, jnp.int32),  # position of the first of them
+            "count": jnp.zeros(batch_size, jnp.int32),  # pending inputs: of the last step, what the sequence keeps
+            "start": jnp.zeros(batch_size, jnp.int32),  # position of the first of them, or of the next token
             "layers": [mixer.rows(batch_size, self.dtype) for _, mixer in self.mixers],
         }
 
@@ -384,19 +406,17 @@ def memories(inputs: ModelInput, memory: Memory | None, layers: Sequence[int]) -
         )
     part = memory.take(inputs.rows).rows
     begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
-    of_call = DeltaMemory(
-        held=None,
-        count=part["count"],
-        from_nothing=(part["start"] == 0) & (part["count"] > 0),
-        begins=begins,
-        num_tokens=inputs.counts,
-        is_step=is_step,
-    )
+    start, count = (jnp.where(begins, 0, part[name]) for name in ("start", "count"))
+    of_call = DeltaMemory(held=None, start=start, count=count, num_tokens=inputs.counts, is_step=is_step)
     return {layer: replace(of_call, held=held) for layer, held in zip(layers, part["layers"], strict=True)}
 
 
 def after_call(inputs: ModelInput, memory: Memory, pools: PyTree, layers: Sequence[Any]) -> Memory:
     """Return the memory after a call, given pools and rows of recurrent layers; nothing is pending until `commit`."""
     part = memory.take(inputs.rows).rows
-    rows = part | {"count": jnp.zeros_like(part["count"]), "layers": list(layers)}
+    begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
+    start = jnp.where(begins, 0, part["start"] + part["count"])
+    if inputs.num_tokens is not None:
+        start += inputs.counts
+    rows = {"start": start, "count": jnp.zeros_like(part["count"]), "layers": list(layers)}
     return memory.put(inputs.rows, Memory(pools, rows))
