@@ -1,12 +1,9 @@
 """Gated delta nets: a step of a few tokens a sequence after the replay of earlier ones, and the chunks of prompts.
 
 The columns of a state never mix: column j of the state S of a head depends on entry j of the values alone. So a program
-holds some columns of one state in registers and takes one block of tokens after the other, or one chunk after the
-other. Each state is read once and written once.
-
-In a block of a step every change of the state is one vector of values, less one product of a vector of keys with the
-state before the block. These vectors need no state. So the products of all tokens with the state are independent, where
-the rule itself takes one token after the other.
+holds some columns of one state in registers and takes one token after the other, or one chunk after the other. Each
+state is read once and written once. The queries, keys and values of a step are computed by a launch before, since many
+programs want the same ones.
 """
 
 from functools import partial
@@ -23,6 +20,7 @@ from pallas_kernels.triton import plgpu
 CHUNK = 64  # tokens of a chunk
 _BLOCK = 16  # tokens of a block on the diagonal of a triangular system
 _MIN_SIZE, _MAX_SIZE = 16, 256  # entries of keys and values
+_BLOCK_OF_STEP = 4  # tokens of a step that a program loads at a time
 
 
 class Heads(NamedTuple):
@@ -51,15 +49,14 @@ class Tokens(NamedTuple):
     decay: Any  # [H] floats, the logarithm of the factor of g
     bias: Any  # [H] floats, added to the second of the rates
     start: Any  # [R] int32, position of the first token that is replayed; 0 is the begin of a sequence
-    count: Any  # [R] int32 in [0, S - W + 1 - T], the number of tokens that are replayed, which the new ones follow
+    count: Any  # [R] int32 in [0, M], the number of tokens that are replayed, which the new ones follow
 
 
 class StepTiling(NamedTuple):
-    """How the states are split among programs, and the tokens over time."""
+    """How the states are split among programs."""
 
     columns: int  # columns of a state that a program holds, a power of two
     num_warps: int
-    block: int = 4  # tokens of a block
 
 
 class ChunkTiling(NamedTuple):
@@ -69,9 +66,9 @@ class ChunkTiling(NamedTuple):
     num_warps: int = 4
 
 
-def step_tiling(heads: Heads, num_tokens: int) -> StepTiling:
-    """Choose a tiling with few columns, so that few warps share a sum; blocks in a loop need more registers."""
-    return StepTiling(min(16, heads.value_size), 1 if num_tokens <= 4 else 2, min(4, pl.next_power_of_2(num_tokens)))
+def step_tiling(heads: Heads) -> StepTiling:
+    """Choose a tiling with few columns, so that one warp holds them, and its sums need no barrier."""
+    return StepTiling(min(16, heads.value_size), 1)
 
 
 def unsupported(heads: Heads) -> str | None:
@@ -83,7 +80,13 @@ def unsupported(heads: Heads) -> str | None:
 
 
 def step(
-    held: Held, tokens: Tokens, heads: Heads, *, tiling: StepTiling | None = None, interpret: bool = False
+    held: Held,
+    tokens: Tokens,
+    heads: Heads,
+    most: int,
+    *,
+    tiling: StepTiling | None = None,
+    interpret: bool = False,
 ) -> tuple[Array, Held]:
     """Apply the kept inputs of the last step to each state, and run new tokens without keeping how they change it.
 
@@ -91,185 +94,165 @@ def step(
         held: the rows of the layer.
         tokens: the new tokens.
         heads: the sizes of the layer.
+        most: M, the most tokens that are replayed. With W - 1 + M + T slots or more, no slot is both read and written.
         tiling: how the work is split; None chooses it by the sizes.
-        interpret: run the kernel interpreted, on any platform.
+        interpret: run the kernels interpreted, on any platform.
 
     Returns:
         The outputs of the new tokens [R, T, H, value size] float32, and the rows with the states after the replayed
         tokens, and with the inputs and rates of the new tokens.
     """
     num_rows, num_tokens = tokens.inputs.shape[:2]
-    columns, num_warps, block = tiling or step_tiling(heads, num_tokens)
-    output = jax.ShapeDtypeStruct((num_rows, num_tokens, heads.num_value_heads, heads.value_size), jnp.float32)
-    after, output = call(
-        partial(_step_kernel, heads=heads, columns=columns, block=block),
-        (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held), output),
-        (tokens, held),
+    columns, num_warps = tiling or step_tiling(heads)
+    shape = jax.ShapeDtypeStruct
+    rings = held.inputs, held.rates
+    (inputs, rates), mixed = call(
+        partial(_mix_kernel, heads=heads, most=most),
+        (
+            jax.tree.map(lambda x: shape(x.shape, x.dtype), rings),
+            shape((num_rows, most + num_tokens, held.inputs.shape[2]), jnp.float32),
+        ),
+        (tokens, rings),
+        grid=(
+            2 * heads.num_key_heads + heads.num_value_heads,
+            pl.cdiv(most, _BLOCK_OF_STEP) + pl.cdiv(num_tokens, _BLOCK_OF_STEP),
+            num_rows,
+        ),
+        num_warps=1,
+        interpret=interpret,
+        begun=rings,
+    )
+    state, output = call(
+        partial(_step_kernel, heads=heads, columns=columns, most=most),
+        (
+            shape(held.state.shape, held.state.dtype),
+            shape((num_rows, num_tokens, heads.num_value_heads, heads.value_size), jnp.float32),
+        ),
+        (tokens.start, tokens.count, mixed, rates, held.state),
         grid=(heads.value_size // columns, heads.num_value_heads, num_rows),
         num_warps=num_warps,
         interpret=interpret,
-        begun=held,
+        begun=held.state,
     )
-    return output, after
+    return output, Held(state, inputs, rates)
 
 
-class _Block(NamedTuple):
-    """Consecutive tokens of a head: a token adds its key times c - m^T S to the state, which was S before the block."""
-
-    keys: list[Array]  # [key size] of each
-    totals: list[Array]  # sums of g up to each
-    m: list[Array]  # [key size] of each
-    c: list[Array]  # [columns] of each
-
-
-def _step_kernel(refs, out, *, heads: Heads, columns: int, block: int):
-    new, held = refs
-    after, output_ref = out
-    head, row = pl.program_id(1), pl.program_id(2)
-    column = pl.program_id(0) * columns + lax.iota(jnp.int32, columns)
-    entry = lax.iota(jnp.int32, heads.key_size)
-    of_query, of_key, of_value = _channels(heads, head, entry, column)
-    num_tokens, num_slots, taps = new.inputs.shape[1], held.inputs.shape[1], new.weight.shape[2]
+def _mix_kernel(refs, out, *, heads: Heads, most: int):
+    """Store the queries, keys or values of a head, of a block of replayed tokens or of new ones, which are kept."""
+    new, (held_inputs, _) = refs
+    (inputs_out, rates_out), mixed_ref = out
+    part, block, row = (pl.program_id(axis) for axis in range(3))
+    first_new = pl.cdiv(most, _BLOCK_OF_STEP)  # block
+    is_new = block >= first_new
+    num_key_heads, num_tokens = heads.num_key_heads, new.inputs.shape[1]
+    num_slots, taps = inputs_out.shape[1], new.weight.shape[2]
     start, count = plgpu.load(new.start.at[row]), plgpu.load(new.count.at[row])
     position = start + count  # of the first new token
-    # Programs of other columns and heads have the same rates, queries and keys: one of them stores these.
-    is_first = pl.program_id(0) == 0
-    is_first_of_key = is_first & (lax.rem(head, jnp.int32(heads.num_value_heads // heads.num_key_heads)) == 0)
-    decay, bias = (plgpu.load(ref.at[head]).astype(jnp.float32) for ref in (new.decay, new.bias))
+    number = jnp.where(is_new, block - first_new, block) * _BLOCK_OF_STEP  # of the first token of the block
+    end = jnp.where(is_new, num_tokens, count)
+    of_values, head = part >= 2 * num_key_heads, part - 2 * num_key_heads
+    entry = lax.iota(jnp.int32, max(heads.key_size, heads.value_size))
+    in_head = jnp.where(of_values, entry < heads.value_size, entry < heads.key_size)
+    channel = entry + jnp.where(
+        of_values, 2 * num_key_heads * heads.key_size + head * heads.value_size, part * heads.key_size
+    )
+    owner = jnp.maximum(head, 0)  # of rates
 
     def load(ref: Ref, *index, exists: Array) -> Array:
-        mask = jnp.broadcast_to(exists, jnp.broadcast_shapes(*(jnp.shape(i) for i in index)))
-        return plgpu.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
-
-    def store(ref: Ref, *index, value: Array, exists: Array) -> None:
-        plgpu.store(ref.at[index], value.astype(ref.dtype), mask=jnp.broadcast_to(exists, value.shape))
+        mask = in_head & exists
+        return plgpu.load(ref.at[row, *index, channel], mask=mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
 
     def slot_of(at: Array) -> Array:
         return lax.rem(jnp.maximum(at, 0), jnp.int32(num_slots))
 
-    def weights_of(channel: Array) -> list[Array]:
-        return [plgpu.load(new.weight.at[channel, jnp.int32(0), jnp.int32(i)]).astype(jnp.float32) for i in range(taps)]
+    def own_input(i: int) -> tuple[Array, Array]:
+        """Load the inputs of a new token, given its place in the block, and return whether there is one."""
+        own = number + i
+        exists = is_new & (own >= 0) & (own < num_tokens)
+        return load(new.inputs, jnp.clip(own, 0, num_tokens - 1), exists=exists), exists
 
-    def earlier(channel: Array, at: Array) -> Array:
-        """Load inputs of a token at a position before the new ones; 0 before the sequence."""
-        return load(held.inputs, row, slot_of(at), channel, exists=(at >= 0) & (at < position))
-
-    def convolved(line: list[Array], weights: list[Array]) -> list[Array]:
-        """Return the numbers of the tokens of a block after the convolution and SiLU."""
-        sums = [
-            sum((x * w for x, w in zip(line[i + 1 :], weights[1:], strict=False)), line[i] * weights[0])
-            for i in range(block)
+    def run(_, carry):
+        at = jnp.where(is_new, position, start) + number
+        places = range(1 - taps, _BLOCK_OF_STEP)
+        olds = [load(held_inputs, slot_of(at + i), exists=(at + i >= 0) & (at + i < position)) for i in places]
+        owns = [own_input(i) for i in places]
+        line = [old + own for old, (own, _) in zip(olds, owns, strict=True)]
+        weights = [
+            plgpu.load(new.weight.at[channel, jnp.int32(0), jnp.int32(i)], mask=in_head, other=0.0) for i in range(taps)
         ]
-        return [x / (1 + jnp.exp(-x)) for x in sums]
+        weights = [weight.astype(jnp.float32) for weight in weights]
+        decay, bias = (plgpu.load(ref.at[owner]).astype(jnp.float32) for ref in (new.decay, new.bias))
+        clipped = [jnp.clip(number + i, 0, num_tokens - 1) for i in range(_BLOCK_OF_STEP)]
+        raw = [[plgpu.load(new.rates.at[row, i, jnp.int32(j), owner]) for j in range(2)] for i in clipped]
+        for i in range(_BLOCK_OF_STEP):
+            own, exists = owns[i + taps - 1]
+            slot = slot_of(at + i)
+            plgpu.store(inputs_out.at[row, slot, channel], own.astype(inputs_out.dtype), mask=in_head & exists)
+            rates = rates_of(raw[i][0].astype(jnp.float32), raw[i][1].astype(jnp.float32), decay, bias)
+            for j, x in enumerate(rates):
+                plgpu.store(rates_out.at[row, slot, jnp.int32(j), owner], x, mask=exists & of_values)
+            x = line[i] * weights[0]
+            for j in range(1, taps):
+                x += line[i + j] * weights[j]
+            x = jnp.where(in_head, x / (1 + jnp.exp(-x)), 0.0)
+            x = jnp.where(of_values, x, _unit(x))
+            x = jnp.where(part < num_key_heads, x * heads.key_size**-0.5, x)
+            place = mixed_ref.at[row, jnp.where(is_new, most, 0 * block) + number + i, channel]
+            plgpu.store(place, x, mask=in_head & (number + i < end))
+        return carry
 
-    key_weights, value_weights = weights_of(of_key), weights_of(of_value)
+    lax.fori_loop(0, (number < end).astype(jnp.int32), run, 0)  # nothing where the block has no tokens
 
-    def replay(index, state):
-        first = start + index * block
-        lines = ([earlier(c, first + i) for i in range(1 - taps, block)] for c in (of_key, of_value))
-        keys, values = (convolved(x, w) for x, w in zip(lines, (key_weights, value_weights), strict=True))
-        ats = [first + i for i in range(block)]
-        beta, g = (
-            [load(held.rates, row, slot_of(at), jnp.int32(i), head, exists=at < position) for at in ats]
-            for i in range(2)
-        )
-        return _state_after(_block(keys, values, beta, g), state)
+
+def _step_kernel(refs, out, *, heads: Heads, columns: int, most: int):
+    start_ref, count_ref, mixed_ref, rates_ref, state_ref = refs
+    state_out, output_ref = out
+    head, row = pl.program_id(1), pl.program_id(2)
+    column = pl.program_id(0) * columns + lax.iota(jnp.int32, columns)
+    entry = lax.iota(jnp.int32, heads.key_size)
+    of_query, of_key, of_value = _channels(heads, head, entry, column)
+    start, count = plgpu.load(start_ref.at[row]), plgpu.load(count_ref.at[row])
+    num_tokens, num_slots = output_ref.shape[1], rates_ref.shape[1]
+
+    def load(number: Array, at: Array) -> tuple[Array, ...]:
+        """Load the key, some values, beta and g of a token, given its number and its position."""
+        slot = lax.rem(at, jnp.int32(num_slots))
+        rates = (plgpu.load(rates_ref.at[row, slot, jnp.int32(i), head]) for i in range(2))
+        return *(plgpu.load(mixed_ref.at[row, number, channel]) for channel in (of_key, of_value)), *rates
+
+    def load_new(index: int) -> tuple[Array, tuple[Array, ...]]:
+        """Load the query and the rest of a new token."""
+        number = jnp.int32(most + index)
+        return plgpu.load(mixed_ref.at[row, number, of_query]), load(number, start + count + index)
+
+    def after(token: tuple[Array, ...], state: Array) -> Array:
+        key, value, beta, g = token
+        state *= jnp.exp(g)
+        change = beta * (value - jnp.sum(key[:, None] * state, axis=0))
+        return state + key[:, None] * change[None]
+
+    def replay(index, carry):
+        """Apply a token, and load the next one meanwhile: an earlier one where there is no other."""
+        token, state = carry
+        following = jnp.minimum(index + 1, count - 1)
+        return load(following, start + following), after(token, state)
 
     place = row, head, entry[:, None], column[None]
-    state = jnp.where(start == 0, 0.0, plgpu.load(held.state.at[place]))
-    state = lax.fori_loop(0, pl.cdiv(count, block), replay, state)
-    plgpu.store(after.state.at[place], state)
-    query_weights = weights_of(of_query)
-
-    def line_of(channel: Array, first: Array, is_owner: Array | bool) -> list[Array]:
-        """Load the inputs that the tokens of a block read, and keep these of the tokens."""
-        line = []
-        for i in range(1 - taps, block):
-            number = first + i  # of the new tokens
-            is_new = (number >= 0) & (number < num_tokens)
-            x = load(new.inputs, row, jnp.clip(number, 0, num_tokens - 1), channel, exists=is_new)
-            if i >= 0:
-                store(after.inputs, row, slot_of(position + number), channel, value=x, exists=is_new & is_owner)
-            else:
-                x += jnp.where(number < 0, earlier(channel, position + number), 0.0)
-            line.append(x)
-        return line
-
-    def new_block(first) -> tuple[list[Array], _Block]:
-        """Return the queries and the rest of a block of new tokens, which are kept."""
-        queries = convolved(line_of(of_query, first, is_first_of_key), query_weights)
-        keys = convolved(line_of(of_key, first, is_first_of_key), key_weights)
-        values = convolved(line_of(of_value, first, True), value_weights)
-        betas, gs = [], []
-        for i in range(block):
-            number, exists = first + i, first + i < num_tokens
-            raw = (load(new.rates, row, number, jnp.int32(j), head, exists=exists) for j in range(2))
-            for j, (found, x) in enumerate(zip((betas, gs), rates_of(*raw, decay, bias), strict=True)):
-                x = jnp.where(exists, x, 0.0)
-                store(
-                    after.rates, row, slot_of(position + number), jnp.int32(j), head, value=x, exists=exists & is_first
-                )
-                found.append(x)
-        return [_unit(x) * heads.key_size**-0.5 for x in queries], _block(keys, values, betas, gs)
-
-    def run(first, state) -> _Block:
-        """Store the outputs of a block of new tokens, and return it."""
-        queries, found = new_block(first)
-        for i, output in enumerate(_outputs(queries, found, state)):
-            exists = jnp.broadcast_to(first + i < num_tokens, output.shape)
-            plgpu.store(output_ref.at[row, first + i, head, column], output, mask=exists)
-        return found
-
-    def next_block(index, state):
-        return _state_after(run(index * block, state), state)
-
-    num_blocks = pl.cdiv(num_tokens, block)
-    if num_blocks > 1:
-        state = lax.fori_loop(0, num_blocks - 1, next_block, state)
-    run(count * 0 + (num_blocks - 1) * block, state)
+    state = jnp.where(start == 0, 0.0, plgpu.load(state_ref.at[place]))
+    tokens = [load_new(index) for index in range(min(_BLOCK_OF_STEP, num_tokens))]  # ahead
+    _, state = lax.fori_loop(0, count, replay, (load(count * 0, start), state))
+    plgpu.store(state_out.at[place], state)
+    for index in range(num_tokens):
+        if index + _BLOCK_OF_STEP < num_tokens:
+            tokens.append(load_new(index + _BLOCK_OF_STEP))
+        query, token = tokens[index]
+        state = after(token, state)
+        plgpu.store(output_ref.at[row, jnp.int32(index), head, column], jnp.sum(query[:, None] * state, axis=0))
 
 
 def rates_of(first: Array, second: Array, decay: Array, bias: Array) -> tuple[Array, Array]:
     """Return beta and g of a token and head from its two rates, all float32."""
     return jax.nn.sigmoid(first), -jnp.exp(decay) * jax.nn.softplus(second + bias)
-
-
-def _block(keys: list[Array], values: list[Array], beta: list[Array], g: list[Array]) -> _Block:
-    """Return a block, given keys that are not yet units; a token with beta = 0 and g = 0 changes nothing."""
-    keys, totals = [_unit(key) for key in keys], [g[0]]
-    for one in g[1:]:
-        totals.append(totals[-1] + one)
-    ms: list[Array] = []
-    cs: list[Array] = []
-    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
-        m, c = beta[i] * jnp.exp(totals[i]) * key, beta[i] * value
-        for j in range(i):
-            factor = beta[i] * jnp.exp(totals[i] - totals[j]) * jnp.sum(key * keys[j])
-            m, c = m - factor * ms[j], c - factor * cs[j]
-        ms.append(m)
-        cs.append(c)
-    return _Block(keys, totals, ms, cs)
-
-
-def _state_after(block: _Block, state: Array) -> Array:
-    """Return the state [key size, columns] after the tokens of a block."""
-    changes = [c - jnp.sum(m[:, None] * state, axis=0) for m, c in zip(block.m, block.c, strict=True)]
-    state = state * jnp.exp(block.totals[-1])
-    for key, total, change in zip(block.keys, block.totals, changes, strict=True):
-        state += (key * jnp.exp(block.totals[-1] - total))[:, None] * change[None]
-    return state
-
-
-def _outputs(queries: list[Array], block: _Block, state: Array) -> list[Array]:
-    """Return the outputs [columns] of the tokens of a block, given the state before it."""
-    outputs = []
-    for i, query in enumerate(queries):
-        z, output = jnp.exp(block.totals[i]) * query, jnp.zeros_like(block.c[0])
-        for j in range(i + 1):
-            factor = jnp.exp(block.totals[i] - block.totals[j]) * jnp.sum(query * block.keys[j])
-            z, output = z - factor * block.m[j], output + factor * block.c[j]
-        outputs.append(output + jnp.sum(z[:, None] * state, axis=0))
-    return outputs
 
 
 def _channels(heads: Heads, head: Array, entry: Array, column: Array) -> tuple[Array, Array, Array]:

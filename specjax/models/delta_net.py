@@ -96,21 +96,11 @@ class DeltaNet:
         """Return the residual stream after the mixer [R, T, h], and the layer's rows afterwards."""
         wide, gate, rates = self._project(config, params, call)
         num_rows, num_tokens = wide.shape[:2]
-        if memory.held is not None and memory.is_step:
+        if memory.is_step:
             attended, kept = self.step(params, memory, wide, rates)
         else:
-            inputs, count = wide[..., : self.channels], memory.num_tokens
-            if memory.held is None:
-                nothing, count = self.rows(num_rows, inputs.dtype), jnp.full(num_rows, num_tokens, jnp.int32)
-                before = nothing["state"], nothing["inputs"][:, : self.conv_size - 1]
-            else:
-                before = self._replayed(params["delta_conv"], memory)
             rates = _rates(rates, params["delta_decay"], params["delta_decay_bias"])
-            attended, (state, window) = self._run(params["delta_conv"], before, inputs, rates, count)
-            kept = None
-            if memory.held is not None:
-                first = memory.start + memory.count + count - window.shape[1]
-                kept = memory.held | {"state": state, "inputs": _written(memory.held["inputs"], first, window)}
+            attended, kept = self._prompt(params["delta_conv"], memory, wide[..., : self.channels], rates)
         normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
         return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), kept
@@ -174,7 +164,7 @@ class DeltaNet:
 
         def by_kernel(memory: DeltaMemory, new: kernels.Tokens, *, interpret: bool) -> tuple[Array, dict[str, Array]]:
             assert memory.held is not None
-            output, held = kernels.step(kernels.Held(**memory.held), new, self.heads, interpret=interpret)
+            output, held = kernels.step(kernels.Held(**memory.held), new, self.heads, MAX_STEP, interpret=interpret)
             return output, held._asdict()
 
         vectors = params["delta_decay"], params["delta_decay_bias"]
@@ -186,6 +176,20 @@ class DeltaNet:
             reason=lambda *operands: kernels.unsupported(self.heads),
             implementation=implementation,
         )
+
+    def _prompt(
+        self, weight: Array, memory: DeltaMemory, inputs: Array, rates: Array
+    ) -> tuple[Array, dict[str, Array] | None]:
+        """Run tokens of prompts; return the outputs [R, T, heads, size], and the layer's rows where they are kept."""
+        held, start, count, num_tokens = memory.held, memory.start, memory.count, memory.num_tokens
+        if held is None:
+            nothing, number = self.rows(len(inputs), inputs.dtype), jnp.full(len(inputs), inputs.shape[1], jnp.int32)
+            before = nothing["state"], nothing["inputs"][:, : self.conv_size - 1]
+            return self._run(weight, before, inputs, rates, number)[0], None
+        assert start is not None and count is not None and num_tokens is not None
+        output, (state, window) = self._run(weight, self._replayed(weight, memory), inputs, rates, num_tokens)
+        first = start + count + num_tokens - window.shape[1]
+        return output, {**held, "state": state, "inputs": _written(held["inputs"], first, window)}
 
     def _replayed(self, weight: Array, memory: DeltaMemory) -> tuple[Array, Array]:
         """Return the state and the window after the pending inputs of the last step."""
@@ -372,7 +376,7 @@ class InitRows:
 
     def __call__(self, batch_size: int) -> PyTree:
         return {
-            "count": jnp.zeros(batch_size, jnp.int32),  # pending inputs: of the last step, what the sequence keeps
+            "count": jnp.zeros(batch_size, jnp.int32),  # pending inputs, which the sequence keeps of the last step
             "start": jnp.zeros(batch_size, jnp.int32),  # position of the first of them, or of the next token
             "layers": [mixer.rows(batch_size, self.dtype) for _, mixer in self.mixers],
         }
