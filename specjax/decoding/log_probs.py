@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distributions
+from specjax.operations.top_k import top_k
 from specjax.parallel import shards
 from specjax.types import Array, Categorical
 from specjax.validation import check_array, check_categorical, is_integer
@@ -67,7 +68,7 @@ def logprobs(logits: Categorical | Array, tokens: Array, n: int = 0, *, axis_nam
     chosen = shards.of_owner(chosen, is_own, axis_name)
     chosen = jnp.where(tokens < vocab_size * shards.num_shards(axis_name), chosen, -jnp.inf)[..., None]
     num_above = shards.total(jnp.sum(kept > chosen, axis=-1).astype(jnp.float32), axis_name)
-    top_ids = jax.lax.top_k(kept, n)[1]
+    top_ids = top_k(kept, n)[1]
     top = distributions.log_probs(normalized, top_ids).astype(jnp.float32)
     if axis_name is not None:
         top_ids, top = _most_likely(top_ids + shards.first_id(vocab_size, axis_name), top, axis_name)

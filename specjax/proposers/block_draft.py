@@ -20,6 +20,7 @@ from specjax.models.layer import matrix_shape
 from specjax.models.linear import linear, lookup, rms_norm
 from specjax.models.rope import rotation
 from specjax.operations.pieces import by_tile, in_tiles
+from specjax.operations.top_k import top_k
 from specjax.proposers import trunk
 from specjax.proposers.convolution import Convolutions
 from specjax.proposers.drawing import Drawer, Reduced, drawer_of, last_token, only_in
@@ -303,11 +304,11 @@ class BlockDraft(InTrees):
 
     def _choose(self, drawer: Drawer, output: Array, logits: Array, pending: Array) -> Draft:
         """Draw the drafts among the candidates of their rows, given the rows' logits [B, K, V]."""
-        candidates = jax.lax.top_k(logits, self.head.num_candidates)
+        candidates = top_k(logits, self.head.num_candidates)
 
         def row(token: Array, index: Array | int, carry: tuple) -> tuple[Array, tuple]:
             own, of_row = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), (tuple(candidates), output)
+                lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), (candidates, output)
             )
             return self.head.select(self.params, of_row, token, own), carry
 

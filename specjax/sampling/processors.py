@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
+from specjax.operations.top_k import top_k
 from specjax.types import Array, Context
 from specjax.validation import is_integer
 
@@ -38,5 +38,5 @@ class ExactTopK:
             raise ValueError(f"k must be an integer >= 1, got {self.k!r}")
 
     def __call__(self, logits: Array, context: Context) -> Array:
-        kept, ids = jax.lax.top_k(logits, min(self.k, logits.shape[-1]))
+        kept, ids = top_k(logits, min(self.k, logits.shape[-1]))
         return jnp.full_like(logits, -jnp.inf).at[ids].set(kept)
