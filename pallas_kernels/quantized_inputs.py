@@ -105,6 +105,7 @@ def arranged(
     weight: Quantized,
     size: int,
     *,
+    num_rows: int | None = None,
     dtype: Any = None,
     order: Order | None = None,
     norm: tuple[Array, float] | tuple[Array, float, float] | None = None,
@@ -116,6 +117,7 @@ def arranged(
         x: [T, K] bfloat16 or float16.
         weight: [..., N, K].
         size: inputs of a row of the result, a multiple of a block of codes.
+        num_rows: rows of the result, zeros after the last row of x; None is T.
         dtype: int8 or float16, to which inputs are changed for codes of 8 bits; None leaves them as they are.
         order: of the inputs; None is `order_of_words`.
         norm: scale [K], epsilon and optionally an offset: a row is first divided by its root mean square and multiplied
@@ -125,7 +127,7 @@ def arranged(
     Returns:
         Rows of `size` inputs. Where a row has a number that is not finite, its factor is NaN.
     """
-    num_rows = x.shape[0]
+    num_rows = num_rows or x.shape[0]
     factor = None if dtype is None else jax.ShapeDtypeStruct((num_rows,), jnp.float32)
     num_parts = 2 if dtype == jnp.int8 else 1
     lanes = pl.next_power_of_2(size)
@@ -150,7 +152,7 @@ def _arrange_kernel(inputs, out, *, epsilon: float | None, offset: float, lanes:
     x_ref, scale_ref = inputs
     row, at = pl.program_id(0), jax.lax.iota(jnp.int32, lanes)
     column = order.input_at(at)
-    exists = column < x_ref.shape[1]
+    exists = (column < x_ref.shape[1]) & (row < x_ref.shape[0])
 
     def load(ref, *index) -> Array:
         return plgpu.load(ref.at[index], mask=exists, other=0.0).astype(jnp.float32)

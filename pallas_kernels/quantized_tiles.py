@@ -1,8 +1,9 @@
 """The product of many rows with a quantised matrix on GPUs of Hopper's generation.
 
 The kernel (`pallas_kernels.hopper`) copies tiles to shared memory ahead of the tensor cores, and decodes codes while
-they multiply. It is faster than `quantized_matmul` from some twenty rows on, and has no limit of rows. It needs Mosaic
-GPU, which JAX changes often: the versions of JAX with which it ran are named here, and others do without it.
+they multiply. It is faster than `quantized_matmul` from some twenty rows on, for some matrices of e4m3 from two rows
+on, and has no limit of rows. It needs Mosaic GPU, which JAX changes often: the versions of JAX with which it ran are
+named here, and others do without it.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,8 @@ TRIED = "0.11."  # versions of JAX with which the kernel ran
 CODES = 128  # of a row in a tile
 _FEW_ROWS, _MANY_ROWS = 16, 1024  # as fast or faster: up to these `quantized_matmul`, beyond those XLA with floats
 _SMALL = 2**19  # numbers of a matrix; the time of a smaller one is the start of its kernels
+_LARGE = 2**24  # numbers of a matrix of e4m3 from which the kernel is the faster one for few rows, too
+_WAVE = 128 * NUM_MULTIPROCESSORS  # outputs of the programs that run at once, with 128 each
 _MOST_ROWS = 128  # of a program
 _MOST_STAGES = 8
 _SHARED_BYTES = 226 * 1024  # of a program, without barriers
@@ -64,18 +67,27 @@ def unsupported_case(x: Array, weight: Quantized) -> str | None:
 
 def is_worthwhile(x: Array, weight: Quantized) -> bool:
     """Return whether the kernel is faster than the other ones and than XLA."""
-    return _FEW_ROWS < x.size // x.shape[-1] <= _MANY_ROWS and weight.size >= _SMALL
+    num_rows = x.size // x.shape[-1]
+    if num_rows <= _FEW_ROWS:
+        return num_rows > 1 and weight.code == "e4m3" and weight.size >= _LARGE and weight.shape[0] <= _WAVE
+    return num_rows <= _MANY_ROWS and weight.size >= _SMALL
 
 
 def default_tiling(weight: Quantized, num_rows: int, has_activation: bool) -> Tiling:
     """Choose a tiling that fills the device. Few programs share the inputs of an output, as each writes its sums."""
     row_tiles = pl.cdiv(num_rows, _MOST_ROWS)
     rows = 8 * pl.cdiv(pl.cdiv(num_rows, row_tiles), 8)
-    outputs = 256
-    if row_tiles == 1 and not has_activation and weight.shape[0] < 128 * NUM_MULTIPROCESSORS:
+    num_tiles = weight.values.shape[1] * weight.places // CODES
+    if num_rows <= _FEW_ROWS and weight.shape[0] < _WAVE // 2 and not has_activation:
+        # Sums of few rows are small, so that any number of programs shares them.
+        for outputs in (256, 128):
+            num_splits = max(1, NUM_MULTIPROCESSORS // pl.cdiv(weight.shape[0], outputs))
+            if num_tiles >= 8 * num_splits > 8:
+                return Tiling(outputs, rows, num_splits)
+    num_splits, outputs = 1, 256
+    if row_tiles == 1 and not has_activation and weight.shape[0] < _WAVE:
         outputs = 128
     programs = pl.cdiv(weight.shape[0], outputs) * row_tiles
-    num_tiles, num_splits = weight.values.shape[1] * weight.places // CODES, 1
     while programs * num_splits * 2 <= 1.1 * NUM_MULTIPROCESSORS and num_tiles >= 16 * num_splits:
         num_splits *= 2
     return Tiling(outputs, rows, num_splits)
@@ -120,9 +132,10 @@ def matmul(
     tiling = tiling or default_tiling(weight, num_rows, activation is not None)
     is_split, is_half = tiling.num_splits > 1, hopper.has_half(weight)
     inputs = arranged(
-        jnp.pad(x, ((0, -num_rows % 8), (0, 0))),
+        x,
         weight,
         weight.values.shape[1] * weight.places,
+        num_rows=num_rows + -num_rows % 8,
         dtype=jnp.float16 if is_half else None,
         order=order_of_tiles(weight.places),
         norm=norm,

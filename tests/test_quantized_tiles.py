@@ -123,7 +123,7 @@ def test_tilings_fit_and_fill_the_device(format):
     """At least three tiles are in flight, and programs fill two thirds of the device where the matrix is large."""
     for (num_outputs, size, gated), num_rows in product(
         ((28672, 4096, True), (4096, 14336, False), (6144, 4096, False), (4096, 4096, False), (512, 1024, False)),
-        (17, 32, 64, 100, 128, 130, 256, 512, 2048),
+        (8, 17, 32, 64, 100, 128, 130, 256, 512, 2048),
     ):
         weight = described(format, num_outputs, size)
         tiling = quantized_tiles.default_tiling(weight, num_rows, gated)
@@ -159,8 +159,8 @@ def test_unsupported(monkeypatch):
 def test_choice(monkeypatch):
     """Rows beyond `quantized_matmul`'s go to tiles where a GPU has them; an interpreted product never does."""
 
-    def kernel(num_rows: int, interpret: bool = False, num_outputs: int = 512):
-        weight, x = described("int8", num_outputs, 1024), jnp.zeros((1, num_rows, 1024), jnp.bfloat16)
+    def kernel(num_rows: int, interpret: bool = False, num_outputs: int = 512, size: int = 1024, format: str = "int8"):
+        weight, x = described(format, num_outputs, size), jax.ShapeDtypeStruct((1, num_rows, size), jnp.bfloat16)
         return models._kernel_of(x, weight, interpret=interpret)
 
     monkeypatch.setattr(quantized_tiles, "compute_capability", lambda: "8.0")
@@ -169,3 +169,6 @@ def test_choice(monkeypatch):
     monkeypatch.setattr(quantized_tiles, "TRIED", jax.__version__[:5])
     assert kernel(17) is kernel(1024) is quantized_tiles
     assert kernel(16) is kernel(64, interpret=True) is kernel(64, num_outputs=384) is quantized_matmul
+    large = {"num_outputs": 4096, "size": 4096}
+    assert kernel(2, **large, format="fp8") is kernel(16, **large, format="fp8 in blocks") is quantized_tiles
+    assert kernel(16, **large) is kernel(16, num_outputs=28672, format="fp8") is quantized_matmul
