@@ -1,7 +1,8 @@
 """The products of few rows with the matrices of their experts, where the matrices have codes.
 
 Few rows seldom share an expert. So each pair of a row and an expert is a product of one row, as `quantized_linear`
-computes it: for one row the tensor cores would take as long as for 16.
+computes it: for one row the tensor cores would take as long as for 16. Pairs that share an expert read its codes from
+the cache.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ def products(
     row: Array,
     expert: Array,
     *,
-    activation: Callable[[Array], Array] | None = None,
+    bias: Array | None = None,
+    gate: Callable[[Array, Array], Array] | None = None,
+    is_interleaved: bool = False,
     dtype: DTypeLike | None = None,
     tiling: RowTiling | None = None,
     interpret: bool = False,
@@ -38,29 +41,32 @@ def products(
         weight: [E, N, K], of codes that `quantized.unsupported_codes` allows.
         row: [P] int32, the row of each pair.
         expert: [P] int32, the expert of each pair.
-        activation: function that the first half of the products goes through before the second half multiplies it.
+        bias: [E, N] floats, added to the products.
+        gate: function of two halves of the N products, which gives the results; None gives the products themselves.
+        is_interleaved: whether the halves alternate; otherwise one comes after the other.
         dtype: of the result; None is the dtype of x.
         tiling: how a matrix is split; None chooses it by the sizes.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
-        [P, N], or with an activation [P, N / 2].
+        [P, N], or with a gate [P, N / 2].
     """
-    num_pairs, num_outputs = len(row), weight.shape[1] // (1 if activation is None else 2)
+    num_pairs, num_outputs = len(row), weight.shape[1] // (1 if gate is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs, num_pairs)
-    num_programs = pl.cdiv(num_outputs, tiling.outputs)
+    num_programs = tiling.num_programs_of(num_outputs, num_pairs)
     return call(
         partial(
             _expert_row_kernel,
             epsilon=None,
             offset=0.0,
-            activation=activation,
+            gate=gate,
+            is_interleaved=is_interleaved,
             tile=(tiling.outputs, tiling.num_warps * _WARP),
             num_programs=num_programs,
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((num_pairs, num_outputs), dtype or x.dtype),
-        (x, weight, row, expert),
+        (x, weight, bias, row, expert),
         grid=(num_programs, num_pairs),
         num_warps=tiling.num_warps,
         interpret=interpret,
@@ -68,8 +74,8 @@ def products(
 
 
 def _expert_row_kernel(inputs, out_ref, **options):
-    x_ref, weight, row_ref, expert_ref = inputs
+    x_ref, weight, bias_ref, row_ref, expert_ref = inputs
     pair = pl.program_id(1)
     row, expert = plgpu.load(row_ref.at[pair]), plgpu.load(expert_ref.at[pair])
-    of_expert = jax.tree.map(lambda ref: Entry(ref, expert), weight)
-    quantized_linear_kernel((Entry(x_ref, row), of_expert, None, None), Entry(out_ref, pair), **options)
+    weight, bias_ref = jax.tree.map(lambda ref: Entry(ref, expert), (weight, bias_ref))
+    quantized_linear_kernel((Entry(x_ref, row), weight, None, bias_ref, None), Entry(out_ref, pair), **options)

@@ -1,4 +1,4 @@
-"""The product of one row with a quantised matrix, with the norm before it and the gate or the sum after it.
+"""The product of one row with a quantised matrix, with the norm before it, and the bias, the gate or the sum after it.
 
 The kernel is bound by memory, and with codes of 4 bits by instructions, too. A program has several outputs at a time:
 its threads share the inputs, so that a thread prepares an input once for all of them. The sums of outputs are added up
@@ -11,6 +11,7 @@ these.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from pallas_kernels.triton import plgpu
 
 _WARP = 32  # threads in a warp
 _SHORT_ROW = 8192  # inputs of a row up to which preparing integers costs more than they save for codes of 8 bits
-_KEPT_INPUTS = 64  # the most inputs that a thread keeps
+_KEPT_INPUTS = 64  # the most inputs that a thread keeps beside the codes of 4 outputs
 # Bits of an integer that stands for an input, without its sign: sums of the products of a load fit in int32.
 _INPUT_BITS = {("int", 4): 22, ("e2m1", 4): 21, ("int", 8): 19}
 _MIDDLE_OF_E2M1 = 12  # added to twice the numbers e2m1, so that bytes hold no negative ones
@@ -50,7 +51,24 @@ class RowTiling(NamedTuple):
 
     outputs: int  # outputs of a program, a power of two
     num_warps: int  # warps of a program, which share the inputs
-    num_programs: int = 4 * NUM_MULTIPROCESSORS  # the most programs, where threads keep their inputs
+    # The most programs, whose threads keep their inputs where a program has several groups of outputs; None is a
+    # program for each group.
+    num_programs: int | None = None
+
+    def num_programs_of(self, num_outputs: int, num_products: int = 1) -> int:
+        """Return the number of programs of each of some products with so many outputs."""
+        num_groups = pl.cdiv(num_outputs, self.outputs)
+        return num_groups if self.num_programs is None else min(num_groups, pl.cdiv(self.num_programs, num_products))
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """The function activation(gate) * up of two halves of the products."""
+
+    activation: Callable[[Array], Array]
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return self.activation(gate) * up
 
 
 class _Sums(NamedTuple):
@@ -97,22 +115,25 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
 
     The same launch may compute the products of `num_products` matrices of this shape.
     """
-    loads = weight.values.shape[-1] // WORDS_IN_BLOCK
+    loads, num_halves = weight.values.shape[-1] // WORDS_IN_BLOCK, weight.shape[-2] // num_outputs
+    if weight.bits == 4 and pl.cdiv(loads, _WARP) == 3:  # a fourth warp would have nothing to load
+        return RowTiling(2 // num_halves, 1, 8 * NUM_MULTIPROCESSORS)
     num_warps, outputs = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP))), 8
-    if _keeps_inputs(weight, num_warps):
+    keeps_inputs = can_keep_inputs(weight, num_warps)
+    if keeps_inputs:
         outputs = 4
     elif weight.bits == 4 and _has_dots(weight):
         num_warps = min(2, num_warps)
     while weight.bits == 8 and num_warps > 1 and loads % (num_warps * _WARP):  # no thread waits in the last step
         num_warps //= 2
-    outputs //= weight.shape[-2] // num_outputs
+    outputs //= num_halves
     while outputs > 2 and num_products * num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
         outputs //= 2
-    return RowTiling(outputs, num_warps)
+    return RowTiling(outputs, num_warps, 16 // num_warps * NUM_MULTIPROCESSORS if keeps_inputs else None)
 
 
-def _keeps_inputs(weight: Quantized, num_warps: int) -> bool:
-    """Return whether the threads of a program keep their inputs."""
+def can_keep_inputs(weight: Quantized, num_warps: int) -> bool:
+    """Return whether the threads of a program have registers for their inputs beside the codes of 4 outputs."""
     loads = pl.cdiv(weight.values.shape[-1], WORDS_IN_BLOCK * num_warps * _WARP)
     return weight.bits == 4 and loads * WORDS_IN_BLOCK * weight.places <= _KEPT_INPUTS
 
@@ -153,20 +174,20 @@ def linear(
     """
     num_outputs = weight.shape[0] // (1 if activation is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs)
-    num_groups = pl.cdiv(num_outputs, tiling.outputs)
-    num_programs = min(num_groups, tiling.num_programs) if _keeps_inputs(weight, tiling.num_warps) else num_groups
+    num_programs = tiling.num_programs_of(num_outputs)
     return call(
         partial(
             quantized_linear_kernel,
             epsilon=None if norm is None else norm[1],
             offset=0.0 if norm is None else sum(norm[2:]),
-            activation=activation,
+            gate=None if activation is None else _Gated(activation),
+            is_interleaved=False,
             tile=(tiling.outputs, tiling.num_warps * _WARP),
             num_programs=num_programs,
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
-        (x, weight, None if norm is None else norm[0], residual),
+        (x, weight, None if norm is None else norm[0], None, residual),
         grid=(num_programs,),
         num_warps=tiling.num_warps,
         interpret=interpret,
@@ -174,48 +195,66 @@ def linear(
 
 
 def quantized_linear_kernel(
-    inputs, out_ref, *, epsilon, offset, activation, tile: tuple[int, int], num_programs: int, interpret: bool
+    inputs,
+    out_ref,
+    *,
+    epsilon: float | None,
+    offset: float,
+    gate: Callable[[Array, Array], Array] | None,
+    is_interleaved: bool,
+    tile: tuple[int, int],
+    num_programs: int,
+    interpret: bool,
 ):
-    """Store the product of a row with a matrix, as `linear` describes it; inside a kernel."""
-    x_ref, weight, norm_ref, residual_ref = inputs
+    """Store the product of a row with a matrix, as `linear` describes it; inside a kernel.
+
+    The products have a bias and then go through a gate, a function of their two halves. The halves alternate where they
+    are interleaved; otherwise one comes after the other.
+    """
+    x_ref, weight, norm_ref, bias_ref, residual_ref = inputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
     outputs, lanes = tile
     num_loads = weight.values.shape[1] // WORDS_IN_BLOCK  # of a row, by all threads
     block = WORDS_IN_BLOCK * weight.places  # inputs of a load
     num_steps, num_groups = pl.cdiv(num_loads, lanes), pl.cdiv(num_outputs, outputs)
-    halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
+    halves = (0,) if gate is None else (0, 1)
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
     is_converted = weight.code == "e4m3" and has_float8()
     is_raised = field_of(weight, interpret) != 1 and not (is_converted or _has_dots(weight))
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
     group_refs = weight.scale, weight.zero, weight.minimum
-    keeps_inputs = _keeps_inputs(weight, lanes // _WARP)
+    keeps_inputs = num_programs < num_groups
     # A program that keeps its inputs also asks for outputs after its last ones.
     exists_always = num_outputs % outputs == 0 and not keeps_inputs
 
     def outputs_of(group) -> Array:
         return group * outputs + jax.lax.iota(jnp.int32, outputs)
 
+    def row_of(output: Array, half: int) -> Array:
+        """Return the rows of the matrix that outputs have in a half of it."""
+        return 2 * output + half if is_interleaved else half * num_outputs + output
+
     def load(ref, *index, exists: Array | None = None) -> Array:
         return plgpu.load(ref.at[index], mask=exists, other=None if exists is None else jnp.zeros((), ref.dtype))
 
     def load_codes(group, step) -> _Codes:
         """Load the codes that the threads have of a group of outputs in a step."""
-        row, at = outputs_of(group)[:, None], step * lanes + lane[None]
+        output, at = outputs_of(group)[:, None], step * lanes + lane[None]
         masks = [at < num_loads] if num_loads % lanes else []
-        masks += [] if exists_always else [row < num_outputs]
+        masks += [] if exists_always else [output < num_outputs]
         exists = jnp.broadcast_to(masks[0] & masks[-1], (outputs, lanes)) if masks else None
         column = at[:, :, None] * WORDS_IN_BLOCK + word[None, None]
         of_words = None if exists is None else jnp.broadcast_to(exists[:, :, None], (outputs, lanes, WORDS_IN_BLOCK))
-        words = [load(weight.values, (half + row)[:, :, None], column, exists=of_words) for half in halves]
+        rows = [row_of(output, half) for half in halves]
+        words = [load(weight.values, row[:, :, None], column, exists=of_words) for row in rows]
 
-        def of_group(ref, half: int) -> Array | None:
+        def of_group(ref, row: Array) -> Array | None:
             if ref is None or all_inputs:
                 return None
-            return load(ref, (half + row) // weight.group[0], at * block // weight.inputs_of_scale, exists=exists)
+            return load(ref, row // weight.group[0], at * block // weight.inputs_of_scale, exists=exists)
 
-        return _Codes(words, [tuple(of_group(ref, half) for ref in group_refs) for half in halves])
+        return _Codes(words, [tuple(of_group(ref, row) for ref in group_refs) for row in rows])
 
     def load_inputs(step) -> list[tuple[Array, Array | None]]:
         """Load the inputs of the threads in a step, and the numbers of the norm that scale them, of each place."""
@@ -274,21 +313,23 @@ def quantized_linear_kernel(
         """Add up the sums [outputs, lanes] of a group of outputs, and store it."""
         output = outputs_of(group)
         exists = output < num_outputs
-        y = [jnp.sum(one, axis=-1) for one in sums]
+        rows, y = [row_of(output, half) for half in halves], [jnp.sum(one, axis=-1) for one in sums]
         if all_inputs:
 
-            def of_row(ref, half: int) -> Array:
-                row = (half + output) // weight.group[0]
+            def of_row(ref, row: Array) -> Array:
+                row = row // weight.group[0]
                 return load(ref, row, jnp.zeros_like(row), exists=exists)
 
-            for i, half in enumerate(halves):
+            for i, row in enumerate(rows):
                 if weight.zero is not None:
-                    y[i] -= of_row(weight.zero, half).astype(jnp.float32) * total
-                y[i] *= as_scale(of_row(weight.scale, half))
+                    y[i] -= of_row(weight.zero, row).astype(jnp.float32) * total
+                y[i] *= as_scale(of_row(weight.scale, row))
                 if weight.minimum is not None:
-                    y[i] += of_row(weight.minimum, half).astype(jnp.float32) * total
+                    y[i] += of_row(weight.minimum, row).astype(jnp.float32) * total
         y = [one * factor for one in y]
-        y = y[0] if activation is None else activation(y[0]) * y[1]
+        if bias_ref is not None:
+            y = [one + load(bias_ref, row, exists=exists).astype(jnp.float32) for one, row in zip(y, rows, strict=True)]
+        y = y[0] if gate is None else gate(*y)
         if residual_ref is not None:
             y += load(residual_ref, output, exists=exists).astype(jnp.float32)
         plgpu.store(out_ref.at[output], y.astype(out_ref.dtype), mask=exists)

@@ -308,6 +308,9 @@ def time_steps(args: argparse.Namespace, bandwidth: float) -> list[dict]:
             share = 100 * size / bandwidth / seconds
             cells = name, batch, num_drafts, distinct, f"{size / 1e6:.0f}", f"{1e3 * seconds:.2f}", f"{share:.0f}"
             print(f"| {' | '.join(map(str, cells))} | {' | '.join(f'{rate:.0f}' for rate in rates)} |")
+            if args.profile:
+                with jax.profiler.trace(str(args.profile / f"{name}-{batch}-{num_drafts}")):
+                    run.steps(3, verifiers.rejection)
             row = {"mixture": name, "batch": batch, "num_drafts": num_drafts, "experts": distinct, "bytes": size}
             rows.append(row | {"step_s": seconds})
             del run
@@ -325,6 +328,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tune", action="store_true", help="try the tilings of the kernels")
     parser.add_argument("--baseline", action="store_true", help="also time jax.lax.ragged_dot")
+    parser.add_argument("--profile", type=Path, help="write profiles of some steps here")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import timing
 
 from pallas_kernels import quantized_linear, quantized_matmul
+from pallas_kernels.launch import NUM_MULTIPROCESSORS
 from pallas_kernels.quantized_linear import RowTiling
 from pallas_kernels.quantized_matmul import Tiling
 from specjax.models.linear import linear
@@ -116,6 +117,9 @@ def tilings_of(num_rows: int, weight: Quantized) -> Iterator[RowTiling | Tiling]
     if num_rows == 1:
         yield quantized_linear.default_tiling(weight, num_outputs)
         yield from ROW_TILINGS
+        for tiling in ROW_TILINGS:
+            if quantized_linear.can_keep_inputs(weight, tiling.num_warps):
+                yield tiling._replace(num_programs=max(1, 16 // tiling.num_warps) * NUM_MULTIPROCESSORS)
     else:
         yield quantized_matmul.default_tiling(weight, num_outputs, num_rows)
     yield from TILINGS

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from lowering import compile_for_sm90, triton_kernels
 from test_experts import choices, dense_sum, make_experts, numbers
 from test_quantized import fabricated
 
-from pallas_kernels import choice
+from pallas_kernels import choice, expert_rows, row_choice
 from pallas_kernels import experts as kernels
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized_linear import RowTiling
 from specjax.models.experts import (
     ClippedGated,
     Experts,
@@ -24,6 +26,7 @@ from specjax.models.experts import (
     sizes_of_tiles,
     tiles_of,
 )
+from specjax.models.quantized import dequantize
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
 PLAIN, CLIPPED = {}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}
@@ -79,21 +82,60 @@ def test_codes(case, interpret):
         assert error(got, expected) < 2e-2
 
 
+def experts_of_codes(case: str, number: int, hidden: int, size: int, **options) -> tuple[Experts, dict, dict]:
+    """A mixture of codes whose products are about 1, its parameters, and its parameters as floats."""
+    ffn, params, floats = Experts(SoftmaxTopK(number, 2), **options), {}, {}
+    for name, shape in (("experts_gate_up", (2 * size, hidden)), ("experts_out", (hidden, size))):
+        weight, _ = fabricated(case, number, *shape)
+        norm = np.sqrt(np.square(dequantize(weight)).sum(-1).mean())
+        if weight.scale.dtype == np.uint8:  # exponents
+            parts = {"scale": (weight.scale - round(float(np.log2(norm)))).astype(np.uint8)}
+        else:
+            parts = {part: getattr(weight, part) for part in ("scale", "minimum")}
+            parts = {part: (x / norm).astype(x.dtype) for part, x in parts.items() if x is not None}
+        params[name] = jax.tree.map(jnp.asarray, weight.replace(**parts))
+        floats[name] = np.asarray(dequantize(params[name]), np.float64)
+    if ffn.has_bias:
+        params["experts_gate_up_bias"] = jnp.asarray(numbers(number, 2 * size, seed=2), jnp.bfloat16)
+        floats["experts_gate_up_bias"] = np.asarray(params["experts_gate_up_bias"], np.float64)
+    return ffn, params, floats
+
+
 @pytest.mark.parametrize("interpret", INTERPRET)
-@pytest.mark.parametrize("case", ["int8", "e4m3 in blocks"])
-def test_pairs_of_few_rows(case, interpret):
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("int8", PLAIN),
+        ("e4m3 in blocks", CLIPPED),
+        ("mxfp4", CLIPPED),
+        ("int4 with minima", {"has_bias": True}),
+    ],
+)
+def test_pairs_of_few_rows(case, options, interpret):
     """Each is a product of one row; the second expert of the first row is the first one of the second."""
-    number, hidden, size = 16, 160, 72
-    ffn, experts = Experts(SoftmaxTopK(number, 2)), np.array([[3, 7], [7, 0]], np.int32)
-    made = {"experts_gate_up": fabricated(case, number, 2 * size, hidden)}
-    made["experts_out"] = fabricated(case, number, hidden, size)
-    norms = {name: np.sqrt(np.square(floats).sum(-1).mean()) for name, (_, floats) in made.items()}
-    params = {name: jax.tree.map(jnp.asarray, weight) for name, (weight, _) in made.items()}
-    params |= {name: one.replace(scale=one.scale / norms[name]) for name, one in params.items()}
-    floats = {name: (one / norms[name]).astype(np.float64) for name, (_, one) in made.items()}
-    x, weights = jnp.asarray(numbers(2, hidden), jnp.bfloat16), np.array([[0.25, 0.75], [0.5, 0.5]], np.float32)
+    number, hidden = 16, 160
+    ffn, params, floats = experts_of_codes(case, number, hidden, 72, **options)
+    experts, weights = np.array([[3, 7], [7, 0]], np.int32), np.array([[0.25, 0.75], [0.5, 0.5]], np.float32)
+    x = jnp.asarray(numbers(2, hidden), jnp.bfloat16)
     got = jax.jit(partial(ffn.mix, implementation=implementation(interpret)))(params, x, experts, weights)
     assert error(got, dense_sum(ffn, floats, np.asarray(x, np.float64), experts, weights, jnp.bfloat16)) < 1e-2
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize(
+    ("case", "tiling"),
+    [("mxfp4", RowTiling(2, 1)), ("int4 with zeros", RowTiling(4, 1, 6)), ("mxfp4", RowTiling(8, 2, 3))],
+)
+def test_tilings_of_pairs(case, tiling, interpret):
+    """Steps and programs that end early, one group of outputs a program and several; three pairs, two of an expert."""
+    ffn, params, floats = experts_of_codes(case, 3, 1376, 37, **CLIPPED)
+    x, row, expert = jnp.asarray(numbers(2, 1376), jnp.bfloat16), np.array([0, 1, 1]), np.array([2, 2, 0])
+    options = {"gate": ffn.gate, "is_interleaved": True, "dtype": jnp.float32, "tiling": tiling, "interpret": interpret}
+    options["bias"] = params["experts_gate_up_bias"]
+    got = jax.jit(partial(expert_rows.products, **options))(x, params["experts_gate_up"], row, expert)
+    each = np.einsum("pk,pnk->pn", np.asarray(x, np.float64)[row], floats["experts_gate_up"][expert])
+    both = ffn.split(jnp.asarray(each + floats["experts_gate_up_bias"][expert], jnp.float32))
+    assert error(got, np.asarray(ffn.gate(*both), np.float64)) < 1e-5
 
 
 CHOICES = [  # a router of each kind, for rows that pad to a power of two and that do not
@@ -124,6 +166,36 @@ def test_choice(num_rows, router, interpret):
         assert is_inside.sum() == count and (experts.reshape(-1)[is_inside] == expert).all()
 
 
+MANY = [  # a router of each kind, of sizes that are powers of two and that are not
+    SoftmaxTopK(256, 8),
+    SoftmaxTopK(512, 10, has_scales=True),
+    TopKSoftmax(128, 5),
+    SigmoidTopK(160, 6, scale=2.5),
+]
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("router", MANY)
+def test_choice_among_many(router, interpret):
+    """Rows of random, equal, infinite and very different logits, of zeros of both signs and of NaN."""
+    number, rng = router.num_experts, np.random.default_rng(2)
+    vectors = {name: jnp.asarray(np.round(numbers(*shape, seed=1)) / 2) for name, shape in router.shapes().items()}
+    logits = np.stack([scale * numbers(number, seed=i) for i, scale in enumerate((1, 1, 100))] + 4 * [np.zeros(number)])
+    logits[3] = rng.integers(0, 3, number)
+    logits[4] = rng.choice([-0.0, 0.0, -1.0], number)
+    logits[5] = np.where(np.arange(number) % 50 == 7, logits[0], -np.inf)
+    logits[6] = np.where(np.arange(number) % 40 == 7, np.nan, logits[0])
+    logits = logits.astype(np.float32)
+    without = jax.tree.map(jnp.zeros_like, vectors)
+    call = jax.jit(partial(row_choice.choose, rule=router, num_chosen=router.num_chosen, interpret=interpret))
+    for own in (vectors, without):
+        experts, weights = call(logits, own)
+        expected, of_expected = router(own, jnp.asarray(logits))
+        np.testing.assert_array_equal(experts, expected)
+        np.testing.assert_allclose(weights, of_expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(call(logits[4:5], own)[1], weights[4:5])
+
+
 @pytest.mark.parametrize("interpret", INTERPRET)
 def test_routes(interpret):
     """The kernels together, from logits to sums, against the choice and the products by themselves."""
@@ -136,6 +208,22 @@ def test_routes(interpret):
     y, experts, weights = jax.jit(partial(ffn.route, **by))(params, x, logits)
     np.testing.assert_array_equal(experts, ffn.router(params, logits)[0])
     np.testing.assert_allclose(y, jax.jit(partial(ffn.mix, **by))(params, x, experts, weights), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_routes_of_codes(num_rows, interpret):
+    """Experts as gpt-oss has them, by one row and by rows that share experts."""
+    number, chosen, hidden = 8, 4, 160
+    ffn, params, _ = experts_of_codes("mxfp4", number, hidden, 96, **CLIPPED)
+    ffn = replace(ffn, router=TopKSoftmax(number, chosen))
+    params["router_bias"] = jnp.asarray(numbers(number, seed=3))
+    x, logits = jnp.asarray(numbers(num_rows, hidden), jnp.bfloat16), jnp.asarray(numbers(num_rows, number, seed=4))
+    y, *made = jax.jit(partial(ffn.route, implementation=implementation(interpret)))(params, x, logits)
+    expected, *made_by_xla = jax.jit(partial(ffn.route, implementation="xla"))(params, x, logits)
+    np.testing.assert_array_equal(made[0], made_by_xla[0])
+    np.testing.assert_allclose(made[1], made_by_xla[1], rtol=1e-5)
+    assert error(y, np.asarray(expected, np.float64)) < 2e-2
 
 
 def test_choices_without_the_kernel():
@@ -151,6 +239,13 @@ def test_choices_without_the_kernel():
     assert reason(4, 128) == "the kernel takes at most 64 experts, got 128"
     assert reason(5, 64) == "the kernel makes at most 16384 comparisons, got 5 rows of 64 experts"
     assert not SigmoidTopK(16, 2, num_groups=4, num_chosen_groups=2).has_kernel
+    for shape, chosen, message in (
+        ((64, 512), 16, None),
+        ((65, 128), 8, "the kernel takes at most 64 rows, got 65"),
+        ((1, 513), 8, "the kernel takes at most 512 experts, got 513"),
+        ((1, 128), 17, "the kernel takes at most 16 chosen experts, got 17"),
+    ):
+        assert row_choice.unsupported(jax.ShapeDtypeStruct(shape, jnp.float32), chosen) == message
 
 
 def test_unsupported():
@@ -160,6 +255,8 @@ def test_unsupported():
         ffn.mix(params, x, experts, weights, implementation="interpret")
     with pytest.raises(NotImplementedError, match="the kernel takes one dtype, got rows bfloat16 and float32"):
         ffn.mix(params, x.astype(jnp.bfloat16), experts, weights, implementation="interpret")
+    with pytest.raises(NotImplementedError, match="the kernels have no error function, got the activation gelu"):
+        replace(ffn, gate=Gated("gelu")).mix(params, x, experts, weights, implementation="interpret")
 
 
 SHAPES = {  # of released models: experts, chosen ones, hidden size, width of an expert
@@ -193,8 +290,14 @@ def described(name: str, format: str) -> tuple[Experts, dict, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1, 2048])
-@pytest.mark.parametrize(("name", "format"), [("gpt-oss", "mxfp4"), ("qwen3", "bf16"), ("qwen3", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "format", "num_rows"),
+    [
+        *product(("gpt-oss",), ("mxfp4",), (1, 2048)),
+        *product(("qwen3",), ("bf16", "fp8"), (1, 2048)),
+        ("qwen3", "int4", 1),
+    ],
+)
 def test_compiles_without_spilling(name, format, num_rows, tmp_path):
     pytest.importorskip("triton")
     ffn, params, hidden = described(name, format)
@@ -203,14 +306,29 @@ def test_compiles_without_spilling(name, format, num_rows, tmp_path):
     logits = shape((num_rows, ffn.router.num_experts), jnp.float32)
     params |= {name: shape(size, jnp.bfloat16) for name, size in ffn.router.shapes().items()}
     found = triton_kernels(ffn.route, params, rows, logits)
-    has_choice = num_rows == 1 and name == "gpt-oss"
-    products = "_expert_row_kernel" if num_rows == 1 and format == "fp8" else "_expert_kernel"
+    chosen = "_choice_kernel" if name == "gpt-oss" else "_row_choice_kernel"
+    products = "_expert_row_kernel" if num_rows == 1 and format != "bf16" else "_expert_kernel"
     arranged = format != "bf16" and products == "_expert_kernel"
-    names = ["_choice_kernel"] * has_choice + 2 * [*["_arrange_kernel"] * arranged, products]
+    names = [chosen] * (num_rows == 1) + 2 * [*["_arrange_kernel"] * arranged, products]
     assert [kernel.name for kernel in found] == names
     for kernel in found:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, resources
+
+
+@pytest.mark.parametrize(("name", "format", "most"), [("gpt-oss", "mxfp4", 4), ("qwen3", "fp8", 4)])
+def test_pairs_apart(name, format, most):
+    """Few pairs with codes of 4 bits are products of one row, and so are pairs of which few share an expert."""
+    ffn, params, hidden = described(name, format)
+
+    def products(num_rows: int) -> set[str]:
+        shape = partial(jax.ShapeDtypeStruct, (num_rows, ffn.router.num_chosen))
+        x = jax.ShapeDtypeStruct((num_rows, hidden), jnp.bfloat16)
+        found = triton_kernels(ffn.mix, params, x, shape(jnp.int32), shape(jnp.float32))
+        return {kernel.name for kernel in found}
+
+    assert products(most) == {"_expert_row_kernel"}
+    assert products(most + 1) == {"_arrange_kernel", "_expert_kernel"}
 
 
 def test_no_row_of_another_expert_is_read():

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels import choice, expert_rows
+from pallas_kernels import choice, expert_rows, row_choice
 from pallas_kernels import experts as kernels
 from pallas_kernels.experts import Tiles
+from pallas_kernels.row_choice import Largest
 from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
 from specjax.models.linear import linear, rms_norm
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
 MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that XLA multiplies at a time
+FEW_PAIRS = 16  # pairs of a row and an expert that kernels multiply apart even if pairs share experts; codes of 4 bits
 FEW_ROWS = 64  # rows whose largest scores are found by comparing each with each
 Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
 
@@ -50,8 +53,11 @@ class Router(Protocol):
         """Return the shapes of the parameters beside the matrix "router" [experts, hidden size]."""
         ...
 
-    def __call__(self, params: Params, logits: Array) -> Chosen:
-        """Choose from logits [T, experts] float32; of equal experts the one with the lower index comes first."""
+    def __call__(self, params: Params, logits: Array, largest: Largest = ...) -> Chosen:
+        """Choose from logits [T, experts] float32; of equal experts the one with the lower index comes first.
+
+        A kernel brings its function `largest`, which may fill a row with places that no expert has.
+        """
         ...
 
 
@@ -104,9 +110,9 @@ class SoftmaxTopK:
     def shapes(self) -> Shapes:
         return {"router_scale": (self.num_experts,)} if self.has_scales else {}
 
-    def __call__(self, params: Params, logits: Array) -> Chosen:
+    def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
         # Probabilities that underflow are equal; their logits are not.
-        _, experts = _largest(logits, self.num_chosen)
+        _, experts = largest(logits, self.num_chosen)
         weights = _at(jax.nn.softmax(logits, axis=-1), experts)
         if self.is_renormalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -133,8 +139,8 @@ class TopKSoftmax:
     def shapes(self) -> Shapes:
         return {"router_bias": (self.num_experts,)}
 
-    def __call__(self, params: Params, logits: Array) -> Chosen:
-        best, experts = _largest(logits + params["router_bias"].astype(jnp.float32)[None], self.num_chosen)
+    def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
+        best, experts = largest(logits + params["router_bias"].astype(jnp.float32)[None], self.num_chosen)
         return experts, jax.nn.softmax(best, axis=-1)
 
 
@@ -178,7 +184,7 @@ class SigmoidTopK:
     def shapes(self) -> Shapes:
         return {"router_correction": (self.num_experts,)}
 
-    def __call__(self, params: Params, logits: Array) -> Chosen:
+    def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
         scores = jax.nn.sigmoid(logits)
         corrected = scores + params["router_correction"].astype(jnp.float32)[None]
         if self.num_chosen_groups < self.num_groups:
@@ -187,7 +193,7 @@ class SigmoidTopK:
             _, best = jax.lax.top_k(of_group, self.num_chosen_groups)
             is_kept = jnp.any(best[:, :, None] == jnp.arange(self.num_groups, dtype=best.dtype)[None, None], axis=1)
             corrected = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(corrected.shape)
-        _, experts = _largest(corrected, self.num_chosen)
+        _, experts = largest(corrected, self.num_chosen)
         weights = _at(scores, experts)
         if self.is_renormalized:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -311,7 +317,7 @@ class Experts:
         """
 
         def reason(x: Array, experts: Array, weights: Array, gate_up: Array, bias: Array | None, out: Array):
-            return kernels.unsupported(x, gate_up) or kernels.unsupported(x, out)
+            return self._unsupported(x, gate_up, out)
 
         return dispatch(
             (x, experts, weights, *self._matrices(params)),
@@ -347,7 +353,7 @@ class Experts:
             return y, experts, weights
 
         def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
-            return kernels.unsupported(x, gate_up) or kernels.unsupported(x, out)
+            return self._unsupported(x, gate_up, out)
 
         return dispatch(
             (x, logits, vectors, *self._matrices(params)),
@@ -357,6 +363,12 @@ class Experts:
             implementation=implementation,
         )
 
+    def _unsupported(self, x: Array, gate_up: Array | Quantized, out: Array | Quantized) -> str | None:
+        """Return why the kernels cannot compute the mixture of rows x, or None where they can."""
+        if self.gate == Gated("gelu"):
+            return "the kernels have no error function, got the activation gelu"
+        return kernels.unsupported(x, gate_up) or kernels.unsupported(x, out)
+
     def _matrices(self, params: Params) -> tuple[Any, Array | None, Any]:
         bias = params["experts_gate_up_bias"] if self.has_bias else None
         return params["experts_gate_up"], bias, params["experts_out"]
@@ -364,8 +376,12 @@ class Experts:
     def _choose(self, vectors: Params, logits: Array, *, interpret: bool) -> tuple[Array, Array, Tiles | None]:
         """Return the experts of each row, their weights, and the tiles where a kernel has made them."""
         router = self.router
-        if not router.has_kernel or choice.unsupported(logits, router.num_chosen) is not None:
+        if not router.has_kernel:
             return *router(vectors, logits), None
+        if choice.unsupported(logits, router.num_chosen) is not None:
+            if row_choice.unsupported(logits, router.num_chosen) is not None:
+                return *router(vectors, logits), None
+            return *row_choice.choose(logits, vectors, router, router.num_chosen, interpret=interpret), None
         sizes = logits.shape[0], router.num_chosen, router.num_experts
         num_tiles, size = sizes_of_tiles(*sizes, kernels.MIN_TILE, kernels.MAX_TILE)
         made = choice.choose(
@@ -385,34 +401,25 @@ class Experts:
         interpret: bool,
         tiles: Tiles | None = None,
     ) -> Array:
-        if self._is_of_rows(experts, gate_up, out, bias):
-            return self._by_rows(x, experts, weights, gate_up, out, interpret)
+        first = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved, "interpret": interpret}
+        last = {"dtype": jnp.float32, "interpret": interpret}
+        if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
+            pair = jnp.asarray(np.arange(experts.size, dtype=np.int32))  # a constant of the program, without a launch
+            flat = experts.reshape(-1)
+            inner = expert_rows.products(x, gate_up, pair // experts.shape[1], flat, **first)
+            return _sum_of_chosen(expert_rows.products(inner, out, pair, flat, **last), weights)
         if tiles is None:
             tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
-        options = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved}
-        inner = kernels.product(x, gate_up, tiles, is_gathered=True, interpret=interpret, **options)
-        y = kernels.product(inner, out, tiles, is_gathered=False, dtype=jnp.float32, interpret=interpret)
-        return _sum_of_chosen(y, tiles, weights)
+        inner = kernels.product(x, gate_up, tiles, is_gathered=True, **first)
+        y = kernels.product(inner, out, tiles, is_gathered=False, **last)
+        return _sum_of_chosen(y[tiles.place], weights)
 
-    def _is_of_rows(
-        self, experts: Array, gate_up: Array | Quantized, out: Array | Quantized, bias: Array | None
-    ) -> bool:
-        """Return whether each pair of a row and an expert is a separate product: few rows, and codes of 8 bits."""
-        if not isinstance(self.gate, Gated) or self.gate.activation == "gelu" or self.is_interleaved:
-            return False
-        has_codes = all(isinstance(one, Quantized) and one.bits == 8 for one in (gate_up, out))
+    def _is_by_rows(self, experts: Array, gate_up: Quantized, out: Quantized) -> bool:
+        """Return whether each pair of a row and an expert is a product of one row, as few pairs are."""
         num_rows, num_chosen = experts.shape
-        return has_codes and bias is None and share_no_tiles(num_rows, num_chosen, self.router.num_experts)
-
-    def _by_rows(self, x: Array, experts: Array, weights: Array, gate_up: Any, out: Any, interpret: bool) -> Array:
-        assert isinstance(self.gate, Gated), "only these have an activation"
-        flat, pair = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
-        activation = ACTIVATIONS[self.gate.activation]
-        inner = expert_rows.products(
-            x, gate_up, pair // experts.shape[1], flat, activation=activation, interpret=interpret
-        )
-        y = expert_rows.products(inner, out, pair, flat, dtype=jnp.float32, interpret=interpret)
-        return jnp.sum(y.reshape(*experts.shape, -1) * weights[..., None], axis=1)
+        if share_no_tiles(num_rows, num_chosen, self.router.num_experts):
+            return True
+        return experts.size <= FEW_PAIRS and gate_up.bits == out.bits == 4
 
     def _by_xla(
         self,
@@ -441,7 +448,7 @@ class Experts:
         y = jnp.zeros((row.shape[0], x.shape[1]), jnp.float32)
         y = as_carry(partial(tile, 0), y, x, gate_up_weight, bias, out, tiles)
         y = jax.lax.fori_loop(0, tiles.start.shape[0], tile, y)
-        return _sum_of_chosen(y, tiles, weights)
+        return _sum_of_chosen(y[tiles.place], weights)
 
     def split(self, gate_up: Array) -> tuple[Array, Array]:
         """Return the gate and the up projection [..., I] in outputs [..., 2 I] of the first matrix."""
@@ -463,9 +470,9 @@ def router_logits(router: Array | Quantized, x: Array) -> Array:
     return jax.lax.optimization_barrier(logits)
 
 
-def _sum_of_chosen(y: Array, tiles: Tiles, weights: Array) -> Array:
-    """Return the weighted sum [T, h] of the products y [P, h] of each row's pairs."""
-    return jnp.sum(y[tiles.place].reshape(*weights.shape, -1) * weights[..., None], axis=1)
+def _sum_of_chosen(y: Array, weights: Array) -> Array:
+    """Return the weighted sum [T, h] of the products y [T k, h] of each row's pairs."""
+    return jnp.sum(y.reshape(*weights.shape, -1) * weights[..., None], axis=1)
 
 
 def _rows_of_expert(x: Array, weights: Array | Quantized, expert: Array) -> Array:
