@@ -3,6 +3,7 @@
     python scripts/bench_engine.py
     python scripts/bench_engine.py --preset 8b-1b --json engine.json
     python scripts/bench_engine.py --preset embedded --parts loads --requests 8
+    python scripts/bench_engine.py --preset 8b-eagle3 --parts auto --streams 8 64
 
 The script prints each row as soon as it is measured. Models are made once, engines once for each setting. The parts:
 
@@ -19,8 +20,13 @@ The script prints each row as soon as it is measured. Models are made once, engi
   at given rates.
 * static: four times the requests of a load, of mixed lengths, all there at the start, against static batches of as many
   as there are slots, in that order.
-* auto: tokens/s of a few streams by an engine that chooses K by what its steps cost, against the better of one with the
-  largest K and one without a drafter, at given rates of acceptance. The runs of the three take turns.
+* auto: tokens/s by an engine that chooses K by what its steps cost, against the better of one with the largest K and
+  one without a drafter, for each number of streams and at each rate of acceptance. --streams replaces the numbers of
+  streams of the preset. All rows share the three engines, which have as many slots as the most streams, and programs
+  for steps of each number of streams. The engines compile only what these requests need, and steps that compute all
+  parameters, which the engine that chooses K measures. The runs of the three take turns where IN_TURNS slots suffice.
+  Each run has other requests, and the ratio is the median of the ratios of runs with the same requests. A row also says
+  which share of the steps had each K.
 * entering: the time between pieces of running streams while a long prompt is fed, against a step and a
   chunk.
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
@@ -34,6 +40,7 @@ requests had ended; both must be 0.
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -42,9 +49,12 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +67,7 @@ from jax.tree_util import Partial
 
 import specjax
 from specjax import SamplingParams, decode, models, sampling, verifiers
+from specjax.decoding.binding import as_pytree
 from specjax.engine.engine import Stats
 from specjax.engine.sizes import default_sizes
 from specjax.engine.slot_calls import chunk_at
@@ -88,6 +99,7 @@ SHARED = 0.9  # of long prompts
 REPEATS = 3  # runs of full and mixed batches, whose medians count
 PROMPTS = 5  # of each kind, for the time to the first token
 POLL = 0.05  # seconds between looks at the engine
+IN_TURNS = 64  # slots of three engines whose caches fit on a device together
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
 
@@ -164,6 +176,7 @@ class Bench:
         num_requests: requests of a load.
         num_slots: slots of the engine for loads, and the streams of its closed loop.
         arrivals: Poisson arrivals a second of loads; none is a share of the capacity.
+        streams: numbers of streams for auto; none takes the numbers of the preset.
 
     Attributes:
         compile_s: seconds that the start of the last engine took.
@@ -175,8 +188,12 @@ class Bench:
         num_requests: int | None = None,
         num_slots: int | None = None,
         arrivals: tuple[float, ...] = (),
+        streams: tuple[int, ...] = (),
     ):
         self.setting = SETTINGS[preset]._replace(arrivals=arrivals)
+        if streams:
+            rates = dict.fromkeys(rate for _, rate in self.setting.auto)
+            self.setting = self.setting._replace(auto=tuple(itertools.product(streams, rates)))
         if num_slots is not None:
             self.setting = self.setting._replace(num_slots=num_slots, concurrency=(num_slots,), requests=4 * num_slots)
         if num_requests is not None:
@@ -246,9 +263,11 @@ def verifier_of(num_drafts: int, rate: float | None) -> Any:
     return Partial(verifiers.synthetic, acceptance_rates=[rate ** (i + 1) for i in range(num_drafts)])
 
 
-def at_rate(rate: float, keys: Any, draft: Any, target: Any, **options: Any) -> Any:
-    """Verify like `verifier_of`, steps with any number of drafts."""
-    rates = [rate ** (i + 1) for i in range(draft.tokens.shape[1])]
+def at_rate(keys: Any, draft: Any, target: Any, *, rate: Any, **options: Any) -> Any:
+    """Verify like `verifier_of`, steps with any number of drafts. All rates share a program."""
+    if not draft.tokens.shape[1]:
+        return verifiers.rejection(keys, draft, target, **options)
+    rates = rate ** jax.numpy.arange(1, draft.tokens.shape[1] + 1)
     return verifiers.synthetic(keys, draft, target, acceptance_rates=rates, **options)
 
 
@@ -463,26 +482,88 @@ def static(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row | medians(runs)
 
 
+class Counted:
+    """A choice of K that counts the steps of each K.
+
+    Args:
+        choice: the choice.
+
+    Attributes:
+        steps: the number of steps of each K.
+    """
+
+    def __init__(self, choice: Any):
+        self._choice, self.steps = choice, Counter()
+
+    def choose(self, num_running: int, num_behind: int) -> int:
+        num_drafts = self._choice.choose(num_running, num_behind)
+        self.steps[num_drafts] += 1
+        return num_drafts
+
+    def count(self, *counts: Any) -> None:
+        self._choice.count(*counts)
+
+
 def auto(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield rows with the speed of an engine that chooses K, of one with a fixed K, and of one without a drafter."""
     (prompt, output), most = bench.setting.auto_lengths, bench.setting.num_drafts
-    for number, rate in bench.setting.auto:
-        works = make_works(number, (prompt, prompt), (output, output), bench.source)
-        row: dict[str, Any] = {"streams": number, "rate": rate}
-        chosen = {"draft_lengths": range(most + 1), "verifier": partial(at_rate, rate)}
+    if not bench.setting.auto:
+        return
+    num_slots = max(number for number, _ in bench.setting.auto)
+    options = auto_options(bench, num_slots)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {"num_drafts": 0},
+        "fixed": {"num_drafts": most},
+        "auto": {"num_drafts": most, "draft_lengths": range(most + 1)},
+    }
+    rows = [({"streams": number, "rate": rate}, [{} for _ in range(REPEATS)]) for number, rate in bench.setting.auto]
+    for names in [tuple(kinds)] if num_slots <= IN_TURNS else [(name,) for name in kinds]:
         with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(bench.engine(num_slots, prompt + output, **kinds[name], **options))
+                for name in names
+            }
+            choice = engines["auto"]._scheduler._draft_length if "auto" in engines else None
+            if choice is not None:
+                print(f"seconds of steps: {choice._times.seconds}", file=sys.stderr)
+            for row, runs in rows:
+                for engine in engines.values():
+                    engine._scheduler._device.verifier = as_pytree(Partial(at_rate, rate=row["rate"]))
+                counted = Counted(deepcopy(choice))  # which knows nothing of other rates
+                if choice is not None:
+                    engines["auto"]._scheduler._draft_length = counted
+                for seed, run in enumerate(runs):
+                    works = make_works(row["streams"], (prompt, prompt), (output, output), bench.source, seed=seed)
+                    for name, engine in engines.items():
+                        with bench.measured(engine, row):
+                            speeds = run_all(engine, works)
+                        run |= {f"{name}_{key}": speed for key, speed in speeds.items()}
+                        print(row | {"engine": name} | speeds, file=sys.stderr)
+                if choice is not None:
+                    for run in runs:
+                        run |= against_the_better(run)
+                    yield row | medians(runs) | {"steps": dict(sorted(counted.steps.items()))}
 
-            def start(num_drafts: int, **options: Any) -> specjax.Engine:
-                return stack.enter_context(bench.engine(number, prompt + output, num_drafts, rate, **options))  # noqa: B023
 
-            engines = {"plain": start(0), "fixed": start(most), "auto": start(most, **chosen)}
-            runs = []
-            for _ in range(REPEATS):
-                runs.append({})
-                for name, engine in engines.items():
-                    with bench.measured(engine, row):
-                        runs[-1][f"{name}_tokens_per_s"] = run_all(engine, works)["tokens_per_s"]
-        yield row | medians(runs)
+def against_the_better(run: dict[str, float]) -> dict[str, float]:
+    """Return the ratios of the speeds of the engine that chooses K to the speeds of the better one of the others."""
+    keys = {"ratio": "tokens_per_s", "full_ratio": "full_tokens_per_s"}
+    return {name: run[f"auto_{key}"] / max(run[f"plain_{key}"], run[f"fixed_{key}"]) for name, key in keys.items()}
+
+
+def auto_options(bench: Bench, num_slots: int) -> dict[str, Any]:
+    """Return options of the engines of `auto`, which leave out programs that its requests do not need."""
+    (prompt, output), defaults = bench.setting.auto_lengths, default_sizes("server")
+    sizes = {*defaults.step_sizes, *(number for number, _ in bench.setting.auto)}
+    chunk = min(prompt, defaults.chunk)
+    params = params_of(Work([], output, 0))
+    return {
+        "rate": None,
+        "verifier": Partial(at_rate, rate=0.5),
+        "step_sizes": sorted(size for size in sizes if size < num_slots),
+        "prompt_sizes": [size for size in defaults.prompts if chunk <= size <= max(chunk * num_slots, defaults.chunk)],
+        "warm_up": [params, replace(params, presence_penalty=0.1)],
+    }
 
 
 def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -628,9 +709,11 @@ def static_row(row: dict[str, Any]) -> str:
 
 
 def auto_row(row: dict[str, Any]) -> str:
-    plain, fixed, chosen = (row[f"{name}_tokens_per_s"] for name in ("plain", "fixed", "auto"))
-    speeds = [f"{speed:.0f}" for speed in (plain, fixed, chosen)]
-    return table_row([row["streams"], row["rate"], *speeds, f"{chosen / max(plain, fixed):.2f}", *checks(row)])
+    speeds = [f"{row[f'{name}_tokens_per_s']:.0f}" for name in ("plain", "fixed", "auto")]
+    ratios = [f"{row[name]:.2f}" for name in ("ratio", "full_ratio")]
+    num_steps = sum(row["steps"].values())
+    shares = ", ".join(f"{k}: {100 * number / num_steps:.1f}" for k, number in row["steps"].items())
+    return table_row([row["streams"], row["rate"], *speeds, *ratios, shares, *checks(row)])
 
 
 def entering_row(row: dict[str, Any]) -> str:
@@ -683,7 +766,17 @@ PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str
     "static": (static, ("slots", "requests", "tokens/s", "static batches", "ratio", *CHECKS), static_row),
     "auto": (
         auto,
-        ("streams", "accepted at", "tokens/s: no drafter", "largest K", "chosen K", "against the better", *CHECKS),
+        (
+            "streams",
+            "accepted at",
+            "tokens/s: no drafter",
+            "largest K",
+            "chosen K",
+            "against the better",
+            "while all streams run",
+            "% of the steps of each K",
+            *CHECKS,
+        ),
         auto_row,
     ),
     "entering": (
@@ -713,11 +806,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="requests of a load; default: those of the preset")
     parser.add_argument("--arrivals", type=float, nargs="+", default=[], help="Poisson arrivals a second, for loads")
     parser.add_argument("--slots", type=int, help="slots for loads, and streams of their one closed loop")
+    parser.add_argument("--streams", type=int, nargs="+", default=[], help="numbers of streams, for auto")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
 
-    bench = Bench(args.preset, args.requests, args.slots, tuple(args.arrivals))
+    bench = Bench(args.preset, args.requests, args.slots, tuple(args.arrivals), tuple(args.streams))
     device = jax.devices()[0]
     print(f"device {device.device_kind}, jax {jax.__version__}, {args.preset}.")
     rows = []
