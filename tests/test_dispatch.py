@@ -66,3 +66,23 @@ def test_symbolic_shapes_take_xla():
     assert exported.call(jnp.array([5, 6])).tolist() == [6, 7]
     with pytest.raises(NotImplementedError, match="take static shapes"):
         export.export(jax.jit(lambda x: function((x,), implementation="pallas")))(x)
+
+
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_derivatives_are_of_xla(implementation):
+    """Kernels have none. Only some operands have a direction, and integers and absent ones have no derivative."""
+
+    def product(x, weight, times):
+        return dispatch(
+            ({"x": x, "none": None}, weight, times),
+            xla=lambda rows, weight, times: rows["x"] * weight * times,
+            pallas=lambda rows, weight, times, interpret: jax.lax.stop_gradient(rows["x"] * weight * times),
+            reason=lambda *operands: None,
+            implementation=implementation,
+        ).sum()
+
+    x, weight, times = jnp.array([1.0, 2.0]), jnp.array([5.0, 7.0]), jnp.array([1, 3])
+    value, slopes = jax.jit(jax.value_and_grad(product, argnums=(0, 1)))(x, weight, times)
+    assert value == 47
+    assert slopes[0].tolist() == [5, 21] and slopes[1].tolist() == [1, 6]
+    assert jax.grad(product)(x, weight, times).tolist() == [5, 21]

@@ -7,7 +7,8 @@ Every public operation that has kernels takes `implementation`:
 * "pallas": the kernels; an error where they cannot run the case or there is no NVIDIA GPU;
 * "interpret": the kernels, interpreted operation by operation on any platform, for tests.
 
-A named implementation never falls back to another one.
+A named implementation never falls back to another one. Derivatives are XLA's, whatever the implementation: kernels have
+none, so that a program that differentiates an operation computes it by XLA.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType
 
 from pallas_kernels.rows import Rows
@@ -62,10 +64,30 @@ def dispatch(
     if implementation is not None:
         if lacking is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run this case: {lacking}")
-        return pallas(*operands, interpret=implementation == "interpret")
+        return _differentiable(partial(pallas, interpret=implementation == "interpret"), xla)(*operands)
     if lacking is not None or is_partitioned(operands) or not (is_worthwhile is None or is_worthwhile(*operands)):
         return xla(*operands)
-    return jax.lax.platform_dependent(*operands, cuda=partial(pallas, interpret=False), default=xla)
+    by_kernels = _differentiable(partial(pallas, interpret=False), xla)
+    return jax.lax.platform_dependent(*operands, cuda=by_kernels, default=xla)
+
+
+def _differentiable(kernels: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes by kernels, and where it is differentiated by XLA."""
+    function = jax.custom_jvp(kernels)
+
+    @partial(function.defjvp, symbolic_zeros=True)
+    def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        leaves, treedef = jax.tree.flatten(primals)
+        directions = jax.tree.leaves(tangents)
+        moving = [i for i, one in enumerate(directions) if not isinstance(one, SymbolicZero)]
+
+        def of_moving(*given: Any) -> Any:
+            changed = dict(zip(moving, given, strict=True))
+            return xla(*jax.tree.unflatten(treedef, [changed.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+        return jax.jvp(of_moving, [leaves[i] for i in moving], [directions[i] for i in moving])
+
+    return function
 
 
 def _general_reason(operands: tuple[Any, ...]) -> str | None:
