@@ -1,5 +1,6 @@
 """The number of drafts chosen from past acceptance."""
 
+import time
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import Partial
 from test_eagle import write_eagle3
 from test_engine import FEW, Tokenizer
 from test_llm import random_tensors, write_checkpoint
@@ -39,8 +41,10 @@ from specjax.engine.draft_length import (
     choices,
     with_draft_lengths,
 )
+from specjax.engine.scheduler import Scheduler
 from specjax.engine.slots import Slots
 from specjax.proposers.medusa import Medusa
+from specjax.sampling.capacities import Needs
 from specjax.theory import StepTimes, expected_tokens
 
 # The seconds of a step of one sequence, and of 64, which leave less room for drafts.
@@ -171,9 +175,9 @@ def test_counts_trials():
     recent.update(np.full(3, 4), np.array([0, 1, 4]))
     assert (recent._accepted, recent._trials) == (5, 7)
     choice = ByStepTimes(TIMES, (0, 4), proposers.ngram(4))
-    before = choice._places._trials.copy(), choice._places._accepted.copy()
+    before = np.array([choice._places._trials, choice._places._accepted])
     choice.count(np.array([4, 4, 4, 0]), np.array([0, 1, 4, 0]))
-    trials, accepted = choice._places._trials - before[0], choice._places._accepted - before[1]
+    trials, accepted = np.array([choice._places._trials, choice._places._accepted]) - before
     np.testing.assert_allclose(trials[1:], [2, 1, 1], atol=1e-6)
     np.testing.assert_allclose(accepted[1:], [1, 1, 1], atol=1e-6)
     assert 2.8 < trials[0] <= 3 and 1.8 < accepted[0] <= 2  # the assumption at first has faded a little
@@ -414,6 +418,39 @@ def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
     chosen = [k for k in used if k is not None]
     num_trees = sum(k > 2 for k in chosen)
     assert set(chosen) == ({2, 4, 6} if is_taken else {2}) and num_trees > (10 if is_taken else -1), chosen
+
+
+@pytest.mark.parametrize("max_length", [8, 24])
+def test_the_seconds_of_steps_contain_the_work_of_the_host(monkeypatch, max_length):
+    """Every round waits for a host that is slower than the device, also where sequences end meanwhile."""
+    read = Scheduler._read
+
+    def slow(self):
+        time.sleep(0.005)
+        read(self)
+
+    monkeypatch.setattr(Scheduler, "_read", slow)
+    monkeypatch.setattr(step_times, "REPEATS", 1)
+    sizes = {"num_slots": 1, "max_length": max_length, "capacities": FEW}
+    device = Slots(bigram(0), proposers.ngram(2), draft_lengths=(0, 2), **sizes)
+    found = step_times.measure(device, device.step_sizes)
+    assert all(seconds >= 0.005 for seconds in found.at(1).values()), found
+    assert not np.asarray(device.state.context.active).any()
+
+
+def test_the_file_of_seconds_is_one_for_each_program():
+    """Other features of sampling, and other options of a verifier, take other times."""
+    options = {"num_slots": 1, "max_length": 8, "capacities": FEW, "draft_lengths": (0, 2)}
+    own = [
+        verifiers.rejection,
+        Partial(verifiers.rejection, outcomes=True),
+        Partial(verifiers.rejection, outcomes=False),
+        Partial(verifiers.match, outcomes=True),
+        Partial(verifiers.typical, posterior_alpha=0.2),
+    ]
+    devices = [Slots(bigram(0), proposers.ngram(2), verifier=verifier, **options) for verifier in own]
+    names = [step_times._name_of(device, (1,), use) for device in devices for use in (Needs.CUT, Needs.EVERYTHING)]
+    assert len(set(names)) == 2 * len(own)
 
 
 @pytest.mark.slow

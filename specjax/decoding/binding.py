@@ -50,6 +50,13 @@ def as_pytree(function: Callable) -> Partial:
     return Partial(_WithKeywords(function.func, tuple(sorted(static.items()))), *function.args, **traced)
 
 
+def name_of(function: Callable) -> str:
+    """Return the name of the function of a pytree of `as_pytree`, and the bound values that are static."""
+    if isinstance(function, _WithKeywords):
+        return f"{name_of(function.function)} {dict(function.keywords)}"
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
 def of_trees(verifier: Verifier) -> tuple[TreeVerifier, dict[str, Any]]:
     """Return the verifier of trees that takes the place of a verifier, and the options that are bound to it.
 

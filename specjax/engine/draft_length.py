@@ -4,7 +4,9 @@ A choice reads counts of earlier steps alone, and of each row only up to its fir
 the coming step could have changed.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -112,35 +114,44 @@ class ByFunction:
 
 
 class _Places:
-    """How often the draft at each place was accepted lately, given that those before it are accepted."""
+    """How often the draft at each place was accepted lately, given that those before it are accepted.
+
+    The places are few, and numbers of Python take less time than arrays, which a small model would notice.
+    """
 
     def __init__(self, num_places: int):
-        self._trials = np.zeros(num_places)
-        self._trials[:1] = FEW_TRIALS
-        self._accepted = PRIOR_RATE * self._trials
+        self._trials = [FEW_TRIALS, *[0.0] * num_places][:num_places]
+        self._accepted = [PRIOR_RATE * trials for trials in self._trials]
 
-    def rates(self) -> np.ndarray:
+    def rates(self) -> list[float]:
         """Return the rate of each place. Where a place has few trials, it is close to the rate of the place before."""
-        rates, before, weight = np.zeros_like(self._trials), 0.0, 0.0
-        for i, (accepted, trials) in enumerate(zip(self._accepted, self._trials, strict=True)):
-            rates[i] = before = (accepted + weight * before) / (trials + weight)
+        rates, before, weight = [], 0.0, 0.0
+        for accepted, trials in zip(self._accepted, self._trials, strict=True):
+            before = (accepted + weight * before) / (trials + weight)
+            rates.append(before)
             weight = FEW_TRIALS
         return rates
 
-    def tokens(self) -> np.ndarray:
+    def tokens(self) -> list[float]:
         """Return the tokens of a step with drafts at the first K places, for each K from 0 on."""
-        return 1 + np.concatenate([[0], np.cumsum(np.cumprod(self.rates()))])
+        return list(itertools.accumulate(itertools.accumulate(self.rates(), operator.mul), initial=1.0))
 
     def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
-        most, place = len(self._trials), np.arange(len(self._trials))
+        place = np.arange(len(self._trials))
         is_tried = place < np.minimum(num_accepted + 1, num_drafts)[:, None]
         is_accepted = place < np.minimum(num_accepted, num_drafts)[:, None]
-        num_rows = max(int((num_drafts > 0).sum()), 1)
-        factor = np.full(most, math.exp(-min(num_rows / MEMORY, 1 / MEMORY_STEPS)))
+        num_rows = max(np.count_nonzero(num_drafts), 1)
+        factors = [math.exp(-min(num_rows / MEMORY, 1 / MEMORY_STEPS))] * len(self._trials)
         # The estimate of the first place stays while nothing is drafted, and weighs less and less.
-        factor[:1] = np.maximum(factor[:1], np.minimum(FEW_TRIALS / self._trials[:1], 1))
-        self._trials = factor * self._trials + is_tried.sum(axis=0)
-        self._accepted = factor * self._accepted + is_accepted.sum(axis=0)
+        factors[:1] = [max(factors[0], min(FEW_TRIALS / trials, 1)) for trials in self._trials[:1]]
+        self._trials = _faded(self._trials, factors, is_tried)
+        self._accepted = _faded(self._accepted, factors, is_accepted)
+
+
+def _faded(counts: Sequence[float], factors: Sequence[float], is_new: np.ndarray) -> list[float]:
+    """Return the counts at each place times its factor, and one more for each row [B, place] that is new."""
+    new = is_new.sum(axis=0).tolist()
+    return [factor * count + number for count, factor, number in zip(counts, factors, new, strict=True)]
 
 
 class ByStepTimes:
@@ -185,7 +196,7 @@ class ByStepTimes:
 
         Where a place has few trials, its rate is close to the rate of the place before.
         """
-        return self._places.rates()
+        return np.array(self._places.rates())
 
     def choose(self, num_running: int, num_behind: int) -> int:
         seconds, of_chains = self._times.at(num_running), self._places.tokens()

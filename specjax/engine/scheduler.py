@@ -112,6 +112,12 @@ class Scheduler:
         self._num_jobs += 1
         self._wait(job)
 
+    def take_over(self, job: Job, slot: int) -> None:
+        """Let a job have a vacant slot, in which the device decodes its tokens already. The caches are not in pages."""
+        job.seat = Seat(slot, num_computed=len(job.tokens))
+        self._slots[slot] = job
+        self._take_part(job)
+
     def cancel(self, job: Job) -> None:
         """End a job now; tokens that the device still computes for it are not read."""
         if not job.is_done:
@@ -344,7 +350,11 @@ class Scheduler:
         self._device.insert(seat.slot, row)
         if not job.is_scored:
             job.scores, job.is_scored = seat.scores, True
-        seat.is_active = True
+        self._take_part(job)
+
+    def _take_part(self, job: Job) -> None:
+        """Make a job take part in steps from now on."""
+        seat_of(job).is_active = True
         self._active = [*self._active]
         bisect.insort(self._active, job, key=lambda job: seat_of(job).slot)
         self.changed.append(job)

@@ -1,4 +1,7 @@
-"""The seconds of an engine's steps, measured once for a kind of device, a model and a version, and kept in a file."""
+"""The seconds of an engine's steps, measured once for a kind of device, a model and a version, and kept in a file.
+
+They are the seconds of whole rounds of a scheduler, with the host's work: a small model may wait for the host.
+"""
 
 import hashlib
 import itertools
@@ -11,21 +14,28 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.decoding.binding import name_of
 from specjax.engine import compilation_cache
+from specjax.engine.draft_length import ByFunction
+from specjax.engine.jobs import Job
+from specjax.engine.requests import Samples
+from specjax.engine.scheduler import Scheduler
 from specjax.engine.slot_rows import request
 from specjax.engine.slots import Slots
+from specjax.sampling import SamplingParams
 from specjax.sampling.capacities import Needs, neutral
 from specjax.theory import StepTimes
 from specjax.types import PyTree
 from specjax.version import __version__
 
 CONTEXT = 256  # tokens of a sequence before the steps that are measured, where there is room
-STEPS, REPEATS = 6, 3  # steps that are measured at a time, and how often, in turn; the fastest counts
+STEPS, REPEATS = 6, 3  # rounds that are measured at a time, and how often, in turn; the fastest counts
 
 logger = logging.getLogger(__name__)
 _known: dict[str, StepTimes] = {}  # of this process, by the name of the file
@@ -55,7 +65,7 @@ def step_times_of(device: Slots, sizes: Sequence[int], use: int = Needs.EVERYTHI
         sizes: the sizes of steps that will be taken, of `device.step_sizes`.
         use: the sampling features that measured steps of all slots compute, as `Slots.step` takes it.
     """
-    name = _name_of(device, sizes)
+    name = _name_of(device, sizes, use)
     folder = compilation_cache.used_folder()
     path = Path(folder) / name if folder is not None and Path(folder).is_dir() else None
     if name not in _known and path is not None and path.exists():
@@ -81,20 +91,43 @@ def measure(device: Slots, sizes: Sequence[int], use: int = Needs.EVERYTHING) ->
 
 
 def _seconds(device: Slots, size: int, num_draft_tokens: int, length: int, use: int) -> float:
-    """Return the seconds of a step with K drafts of `size` sequences of `length` tokens, whose caches hold anything."""
-    count = max(min(STEPS, (device.max_length - length) // (num_draft_tokens + 1) - 1), 1)
-    slots = list(range(size))
-    rows = device.rows_of(slots)
+    """Return the seconds of a scheduler's round whose step has K drafts of `size` sequences of `length` tokens.
 
-    def steps(count: int) -> float:
+    A round dispatches a step and reads the one before, so the host's work counts where it does not fit beside a step.
+    """
+    count = max(min(STEPS, (device.max_length - length) // (num_draft_tokens + 1) - 2), 1)
+    scheduler = _Endless(device, None, 1, draft_length=ByFunction(lambda *_: num_draft_tokens))
+
+    def rounds(count: int) -> float:
         start = time.perf_counter()
-        outputs = [device.step(use, num_draft_tokens=num_draft_tokens, rows=rows) for _ in range(count)]
-        jax.block_until_ready(outputs[-1].tokens)
+        for _ in range(count):
+            scheduler.advance()
+            for job in scheduler.changed:
+                job.owner.update(start)
         return (time.perf_counter() - start) / count
 
-    with occupied(device, slots, length, (count + 1) * (num_draft_tokens + 1)):
-        steps(1)  # compiles, and feeds a drafter that has been left behind
-        return steps(count)
+    with occupied(device, range(size), length, (count + 2) * (num_draft_tokens + 1)):
+        for slot in range(size):
+            scheduler.take_over(_job(device, use), slot)
+        rounds(2)  # compile, feed a drafter that has been left behind, and leave a step to be read
+        return rounds(count)
+
+
+class _Endless(Scheduler):
+    """A scheduler whose jobs keep their slots when they end, so that its steps have all of them."""
+
+    def _leave(self, job: Job) -> None:
+        pass
+
+
+def _job(device: Slots, use: int) -> Job:
+    """Return a job without text, for a slot that decodes already, whose steps compute the features `use`."""
+    tokenizer: Any = SimpleNamespace(decode=lambda *_: "")
+    params, row = SamplingParams(detokenize=False), neutral(device.capacities)
+    samples = Samples("", [0], params, row, np.zeros(2, np.uint32), tokenizer)
+    (job,) = samples.jobs
+    job.owner, job.use = samples, Needs(use)
+    return job
 
 
 @contextmanager
@@ -116,27 +149,29 @@ def occupied(device: Slots, slots: Sequence[int], length: int, num_tokens: int) 
 
 
 def _table(device: Slots, length: int) -> np.ndarray | None:
-    """Return a page table in which each row has `length` tokens, no page twice where the pool has enough."""
+    """Return a page table in which each row has `length` tokens, no page twice where the pool has enough.
+
+    It is None where caches are not in pages, or hold nothing.
+    """
     pages = device.state.context.pages
-    if pages is None:
+    if pages is None or not (pools := jax.tree.leaves(device.state.cache.pools)):
         return None
-    num_pages, page_size, *_ = jax.tree.leaves(device.state.cache.pools)[0].shape
+    num_pages, page_size, *_ = pools[0].shape
     table = np.full(pages.shape, num_pages, np.int32)
     used = min(-(-length // page_size), table.shape[1])
     table[:, :used] = np.arange(table.shape[0] * used).reshape(table.shape[0], used) % num_pages
     return table
 
 
-def _name_of(device: Slots, sizes: Sequence[int]) -> str:
+def _name_of(device: Slots, sizes: Sequence[int], use: int) -> str:
     """Return the name of the file for a device: its kind, the sizes of the models and of the steps, and versions."""
-    verifier = device.verifier.func
     about = {
         "versions": [__version__, jax.__version__],
         "device": [jax.devices()[0].device_kind, len(_devices_of(device.model.params))],
         "model": _shapes_of(device.model.params),
         "drafter": [type(device.proposer).__name__, _shapes_of(device.proposer)],
-        "verifier": getattr(verifier, "__qualname__", type(verifier).__name__),
-        "steps": [list(sizes), device.draft_lengths],
+        "verifier": [name_of(device.verifier.func), _shapes_of(device.verifier)],
+        "rounds": [list(sizes), device.draft_lengths, int(use)],
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     return f"specjax-step-times-{digest[:24]}.json"
