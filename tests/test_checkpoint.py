@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from test_tokenizer import make_tokenizer
 
 from specjax import proposers
@@ -403,6 +403,20 @@ def test_missing_shard(tmp_path):
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-1.safetensors is missing, .*; copy the checkpoint"):
         load(tmp_path)
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    write(tmp_path, CONFIG, make_tensors(CONFIG), num_shards=2)
+    twice = load_file(tmp_path / "model-1.safetensors") | load_file(tmp_path / "model-0.safetensors")
+    save_file(twice, tmp_path / "model-1.safetensors")
+    with pytest.raises(ValueError, match=r"tensor .* must be in one file, got it in .*-0.safetensors and .*-1.safe"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"text_config": {"torch_dtype": "bfloat16"}}])
+def test_dtype_of_a_file(tmp_path, fields):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": "float16"}} | fields))
+    assert Checkpoint(tmp_path).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -18,6 +18,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import Experts, Shared, SigmoidTopK
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
+from specjax.models.rope import YarnScaling
 from specjax.testing import assert_model
 from specjax.types import ModelInput
 
@@ -170,3 +171,18 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
     (directory / "config.json").write_text(json.dumps(ALL[case] | change))
     with pytest.raises(ValueError, match=message):
         load(directory)
+
+
+@pytest.mark.parametrize(
+    ("case", "absent", "theta", "scaling"),
+    [
+        ("mixtral", ["rope_theta"], 1e6, None),
+        ("gpt_oss", ["rope_theta"], 150000.0, YarnScaling(4.0, 16, 150000.0, 2.0, 1.0, False, 1.138629436111989)),
+        ("gpt_oss", ["rope_scaling"], 500.0, YarnScaling(32.0, 4096, 500.0, 32.0, 1.0, False, 1.3465735902799727)),
+    ],
+)
+def test_turns_that_files_do_not_tell(case, absent, theta, scaling, tmp_path):
+    """The values are the defaults of transformers."""
+    fields = {name: value for name, value in ALL[case].items() if name not in absent}
+    config = load(write(tmp_path / case, case, config=fields)).apply.config
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import quantized_files as files
@@ -91,6 +92,10 @@ def test_awq(rng, n, k, group):
 def test_fp8_with_scales_of_blocks(rng, n, k):
     arrays, w = files.fp8(rng, n, k, (128, 128))
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    powers = rng.integers(-9, 0, arrays["weight_scale_inv"].shape)
+    rounded = arrays | {"weight_scale_inv": np.exp2(powers).astype(ml_dtypes.float8_e8m0fnu)}
+    wide = np.exp2(powers)[np.arange(n)[:, None] // 128, np.arange(k)[None] // 128]
+    check(config | {"scale_fmt": "ue8m0"}, rounded, arrays["weight"].astype(np.float32) * wide.astype(np.float32))
     check(config, arrays, w, code="e4m3", group=(128, 128 if k > 128 else 0))
 
 
@@ -209,7 +214,7 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
         linear = in_memory(name, (8, 64), {}, np.dtype(np.float32))
         if not how.is_quantized(linear):
             return None
-        group = how._group_of(name)
+        group = how._group_of(linear)
         return group.format, group.bits
 
     assert bits("a.up_proj") == ("int-quantized", 8)

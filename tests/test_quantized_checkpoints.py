@@ -15,6 +15,8 @@ from test_checkpoint import CONFIG, make_tensors, tensor_shapes, write
 
 import specjax
 from specjax import SamplingParams, models
+from specjax.models.config_file import ConfigFile
+from specjax.models.quantization.compressed_tensors import CompressedTensors
 from specjax.models.quantized import NF4, Quantized, dequantize, quantize
 from specjax.types import ModelInput
 
@@ -163,6 +165,62 @@ def test_groups_of_several_formats_and_matrices_that_stay_floats(tmp_path):
     # Query and key have 4 bits and value has 8, so the three become floats.
     assert [name for name, x in layers[0].items() if is_quantized(x)] == ["attention_out", "gate_up", "mlp_out"]
     assert [name for name, x in layers[1].items() if is_quantized(x)] == ["attention_out"]
+
+
+def test_fields_of_early_files(tmp_path):
+    """Their status is "frozen", and a table of sparsity says that the codes are dense."""
+    quantization, fabricate = FORMATS["int8"]
+    sparsity = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured"}
+    early = {"quantization_status": "frozen", "sparsity_config": sparsity}
+    quantized, floats = write_both(tmp_path, quantization | early, fabricate)
+    expected = logits(models.load(floats))
+    np.testing.assert_allclose(logits(models.load(quantized)), expected, atol=2e-5 * np.abs(expected).max())
+    with pytest.raises(ValueError, match=r"sparsity_config in .* must be absent"):
+        CompressedTensors.of(ConfigFile(tmp_path, quantization | {"sparsity_config": {"format": "x"}}))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("change", ["targets", "ignore", "in text_config"])
+def test_codes_of_a_text_part(tmp_path, prefix, change):
+    """Patterns are of the names that files have; the table stands in config.json or in its text_config."""
+    quantization, fabricate = FORMATS["int8"]
+    if change == "targets":
+        group = quantization["config_groups"]["group_0"] | {"targets": ["re:.*language_model.*"]}
+        quantization = quantization | {"config_groups": {"group_0": group}}
+    elif change == "ignore":
+        quantization = quantization | {"ignore": ["re:^(?!.*language_model)"]}
+    path, floats = write_both(tmp_path, quantization, fabricate)
+    head = "" if prefix.startswith("model.") else "language_model."
+    stored = load_file(path / "model.safetensors")
+    named = {prefix + k.removeprefix("model.") if k.startswith("model.") else head + k: v for k, v in stored.items()}
+    save_file(named, path / "model.safetensors")
+    text = BASE | {"model_type": "mistral", "sliding_window": None}
+    config = {"model_type": "mistral3", "text_config": text}
+    (text if change == "in text_config" else config)["quantization_config"] = quantization
+    (path / "config.json").write_text(json.dumps(config))
+    model, expected = models.load(path), logits(models.load(floats))
+    assert len(quantized_leaves(model)) == 8
+    np.testing.assert_allclose(logits(model), expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"model.layers.0.mlp.up_proj.lora_A": np.ones((4, 64), np.float32)}, "up_proj.lora_A .* does not belong"),
+        (
+            {"lm_head.weight": np.ones((48, 64), np.int8)},
+            "tie_word_embeddings in config.json must be false where lm_head",
+        ),
+    ],
+)
+def test_tensors_beside_codes(tmp_path, added, message):
+    path, _ = write_both(tmp_path, *FORMATS["int8"], BASE | {"tie_word_embeddings": True})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(path / "model.safetensors") | added, path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        models.load(path)
 
 
 @pytest.mark.slow

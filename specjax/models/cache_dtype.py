@@ -123,7 +123,7 @@ def _read_scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> np.ndar
 
 def _check_scheme(checkpoint: Checkpoint) -> None:
     """Raise ValueError where the config says that the scales of the cache belong to another dtype than e4m3."""
-    config = checkpoint.config.table("quantization_config")
+    config = checkpoint.quantization_fields
     if config.fields.get("kv_cache_scheme"):
         scheme = config.table("kv_cache_scheme")
         scheme.choice("type", ("float",))

@@ -35,6 +35,12 @@ def check_quantization(name: str, quantization: str | None) -> None:
         raise ValueError(f"{name} must be None, {', '.join(map(repr, FORMATS))}, got {quantization!r}{hint}")
 
 
+def _text_part(config: ConfigFile) -> ConfigFile:
+    """Return the fields of the language model in a checkpoint that takes images, too; of others, no fields."""
+    is_table = isinstance(config.fields.get("text_config"), dict)
+    return config.table("text_config") if is_table else ConfigFile(config.path, {})
+
+
 class Checkpoint:
     """A checkpoint of a model or of a drafter, in the Hugging Face layout or in one GGUF file.
 
@@ -110,15 +116,17 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The dtype that config.json names for the weights; float32 if the file names none.
+        """The dtype that config.json, or its table text_config, names for the weights; float32 if there is none.
 
         Raises:
             FileNotFoundError: there is no config.json.
             ValueError: the file is damaged, or names a dtype that `models.load` does not take.
         """
-        config = self.config
-        name = next((name for name in ("dtype", "torch_dtype") if config.fields.get(name) is not None), "dtype")
-        return config.choice(name, DTYPES, default="float32")
+        for config in (self.config, _text_part(self.config)):
+            for name in ("dtype", "torch_dtype"):
+                if name in config:
+                    return config.choice(name, DTYPES)
+        return "float32"
 
     def tensors(
         self, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None, *, in_parts: bool = False
@@ -165,12 +173,24 @@ class Checkpoint:
         return scheme
 
     def _stored_scheme(self) -> "Scheme | None":
-        config, beside = self.config, self.settings("hf_quant_config.json")
-        if not config.fields.get("quantization_config") and not beside.fields:
+        config, beside = self.quantization_fields, self.settings("hf_quant_config.json")
+        if not config.fields and not beside.fields:
             return None
         from specjax.models.quantization import scheme_of
 
-        return scheme_of(config.table("quantization_config") if "quantization_config" in config else beside)
+        return scheme_of(config if config.fields else beside)
+
+    @property
+    def quantization_fields(self) -> ConfigFile:
+        """The table quantization_config of config.json or of its table text_config; empty where neither has one.
+
+        Raises:
+            FileNotFoundError: there is no config.json.
+            ValueError: the file is damaged.
+        """
+        config = self.config
+        has_own = bool(config.fields.get("quantization_config"))
+        return (config if has_own else _text_part(config)).table("quantization_config")
 
     @cached_property
     def _drafter_tensors(self) -> "Tensors":
@@ -201,8 +221,8 @@ class Checkpoint:
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Return the ids of the tokens that end a sequence, without duplicates.
 
-        They are the eos_token_id of generation_config.json or, if that file names none, of config.json, the eos_token
-        of tokenizer_config.json, and the tokens that end a turn of gpt-oss.
+        They are the eos_token_id of generation_config.json or, if that file names none, of config.json or of its table
+        text_config, the eos_token of tokenizer_config.json, and the tokens that end a turn of gpt-oss.
 
         Args:
             vocab_size: V of the model.
@@ -211,7 +231,8 @@ class Checkpoint:
             ValueError: a file is damaged, or it names something that is not a token.
         """
         ids = tokenizers.eos_ids(self.settings("generation_config.json"), vocab_size)
-        ids = ids or tokenizers.eos_ids(self.settings("config.json"), vocab_size)
+        config = self.settings("config.json")
+        ids = ids or tokenizers.eos_ids(config, vocab_size) or tokenizers.eos_ids(_text_part(config), vocab_size)
         config = self.settings("tokenizer_config.json")
         token = tokenizers.token_text(config, "eos_token")
         if token is not None:

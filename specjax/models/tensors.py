@@ -28,6 +28,42 @@ CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, cou
 LOG_SECONDS = 10.0  # between two lines of the log while tensors are read
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, with bytes per number
 
+# endings of the names of the arrays that belong to a matrix: in codes, and for its activations, which nothing reads
+ENDINGS = (
+    "",  # a stack of floats
+    "_blocks",
+    "_scales",
+    ".activation_scale",
+    ".g_idx",
+    ".input_global_scale",
+    ".input_scale",
+    ".input_zero_point",
+    ".k_scale",
+    ".output_scale",
+    ".q_scale",
+    ".qweight",
+    ".qzeros",
+    ".SCB",
+    ".scales",
+    ".v_scale",
+    ".weight",
+    ".weight.absmax",
+    ".weight.nested_absmax",
+    ".weight.nested_quant_map",
+    ".weight.quant_map",
+    ".weight.quant_state.bitsandbytes__fp4",
+    ".weight.quant_state.bitsandbytes__nf4",
+    ".weight_format",
+    ".weight_g_idx",
+    ".weight_global_scale",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_scale_inv",
+    ".weight_shape",
+    ".weight_zero_point",
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -105,6 +141,8 @@ class Tensors:
         for path in model_files(directory) if files is None else files:
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118, the file is not a dict
+                    if name in self._paths:
+                        raise ValueError(f"tensor {name} must be in one file, got it in {self._paths[name]} and {path}")
                     entry = file.get_slice(name)
                     self._paths[name] = path
                     self._headers[name] = tuple(entry.get_shape()), entry.get_dtype()
@@ -283,6 +321,11 @@ class Tensors:
         """Raise ValueError if the files hold the tensor `name` and it differs from the tensor `other`."""
         if name not in self:
             return
+        if self._is_quantized(self._linear(name, shape)):
+            raise ValueError(
+                f"tie_word_embeddings in config.json must be false where {name} has codes, as in {self._directory}: "
+                f"it is then not tied to {other}"
+            )
         self._check(name, shape)
         for rows in _chunks(0, shape[0], math.prod(shape[1:])):
             if not np.array_equal(self._read_slice(name, rows), self._read_slice(other, rows)):
@@ -361,7 +404,7 @@ class Tensors:
             matrix = jax.device_put(matrix) if self._sharding is None else put(matrix, self._sharding)
         for linear in linears:
             names = self._candidates(linear.name)
-            self._mark_all_read(tuple(f"{name}{end}" for name in names for end in "._"))
+            self._mark_all_read(tuple(f"{name}{end}" for name in names for end in ENDINGS))
         return matrix
 
     def _stacked(self, matrices: Sequence[Quantized | np.ndarray]) -> Quantized | np.ndarray:
@@ -417,10 +460,10 @@ class Tensors:
         whole._sharding, whole._in_parts = None, False
         return whole._read({f"{linear.name}.weight": linear.shape for linear in linears})
 
-    def _mark_all_read(self, beginnings: tuple[str, ...]) -> None:
-        """Count as read all tensors whose names begin so, but biases."""
-        for name in [name for name in self._unread if name.startswith(beginnings) and not name.endswith(".bias")]:
-            self._unread.pop(name)
+    def _mark_all_read(self, names: tuple[str, ...]) -> None:
+        """Count as read all tensors with these names, of which the files may have some."""
+        for name in names:
+            self._unread.pop(name, None)
 
     def _candidates(self, name: str) -> tuple[str, ...]:
         """Return the names that a tensor may have in the files."""

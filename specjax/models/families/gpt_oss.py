@@ -1,15 +1,25 @@
 """gpt-oss: changes Llama by mixtures of experts, sinks of attention, biases, and a window in every other layer."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig
 from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
-from specjax.models.families import llama, mixtures
+from specjax.models.families import llama, mixtures, ropes
 from specjax.models.layer import Attention, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
+
+YARN = {  # the scaling of models whose files do not say it
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -26,8 +36,11 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.ignore("initial_context_length")  # the table of rope has it, too
     config.only("experts_per_token", sizes[1])
     layers = llama.windowed(LayerConfig(attention, experts), llama.windows(config, lambda i: i % 2 == 0))
-    size = config.size("intermediate_size")
-    return llama.decoder(config, tensors, layers, head_size=64, expert_size=size, mixture=Names())
+    if "rope_parameters" not in config and "rope_scaling" not in config:
+        config.fields["rope_scaling"] = None if is_apart else YARN  # a GGUF file says it
+    options: dict[str, Any] = {"head_size": 64, "expert_size": config.size("intermediate_size")}
+    options["rope"] = partial(ropes.read, theta=150000.0)
+    return llama.decoder(config, tensors, layers, mixture=Names(), **options)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """Mixtral: changes Mistral by mixtures of experts in all layers."""
 
+from functools import partial
+from typing import Any
+
 from specjax.models.config_file import ConfigFile
 from specjax.models.experts import Experts, SoftmaxTopK
-from specjax.models.families import llama, mixtures
+from specjax.models.families import llama, mixtures, ropes
 from specjax.models.layer import LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
@@ -18,4 +21,5 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     # transformers 5 names the block "mlp" where it saves the experts of a layer as one tensor.
     block = "mlp" if "model.layers.0.mlp.gate.weight" in tensors else "block_sparse_moe"
     names = mixtures.Names(block, gate="w1", up="w3", down="w2")
-    return llama.decoder(config, tensors, layers, expert_size=config.size("intermediate_size"), mixture=names)
+    options: dict[str, Any] = {"expert_size": config.size("intermediate_size"), "rope": partial(ropes.read, theta=1e6)}
+    return llama.decoder(config, tensors, layers, mixture=names, **options)

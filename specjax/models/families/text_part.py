@@ -20,6 +20,7 @@ def text_part(config: ConfigFile, tensors: Tensors) -> tuple[ConfigFile, Tensors
     if "text_config" not in config:
         return config, tensors
     text = config.table("text_config")
+    text.fields = {**text.fields, "quantization_config": None}  # `Checkpoint.scheme` has read it
     names = tensors.names()
     if "tie_word_embeddings" in config:
         is_tied = config.get("tie_word_embeddings", bool)

@@ -31,15 +31,21 @@ def config_of(header: Header) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     if heads < 1 or "token_embd.weight" not in header.tensors:
         raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
+    kv_heads = fields.get("attention.head_count_kv", int, heads)
+    if kv_heads < 1:
+        raise ValueError(
+            f"{fields.architecture}.attention.head_count_kv in {header.path} must be at least 1, got {kv_heads}"
+        )
     head_size = fields.get("attention.key_length", int, config["hidden_size"] // heads)
     fields.only("attention.value_length", head_size)
+    fields.only("attention.causal", True)
     if not architecture.has_partial_rotary:
         fields.only("rope.dimension_count", head_size)
     if not architecture.has_experts:
         fields.only("expert_count", 0)
     config |= {
         "model_type": fields.architecture,
-        "num_key_value_heads": fields.get("attention.head_count_kv", int, heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_size,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),

@@ -128,6 +128,8 @@ def read_header(path: Path) -> Header:
     """
     header = _header(path)
     count = header.fields.get("split.count", 1)
+    if type(count) is not int:
+        raise ValueError(f"split.count in {path} must be a number of files, got {count!r}")
     if count in (0, 1):
         return header
     named, number = PART.fullmatch(path.name), header.fields.get("split.no")

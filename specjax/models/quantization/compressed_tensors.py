@@ -24,6 +24,8 @@ from specjax.models.quantized import Quantized, pack
 MODULE = "Linear"  # class of every module that holds a matrix
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 MXFP4_BLOCK = 32
+CODES = ".weight", ".weight_packed"  # endings of the names of codes
+STATUSES = "compressed", "frozen"  # early tools write the second for codes, too
 
 
 def matches(config: ConfigFile) -> bool:
@@ -61,9 +63,11 @@ class CompressedTensors:
             ValueError: a field is missing, has a wrong value, or is not supported.
         """
         for name in ("sparsity_config", "transform_config"):
-            if config.fields.get(name) not in (None, {}, {"format": "dense"}):
+            value = config.fields.get(name)
+            is_dense = isinstance(value, dict) and value.get("format") == "dense"  # other fields then say how dense
+            if value and not is_dense:
                 raise config.refused(name)
-        config.only("quantization_status", "compressed")
+        config.choice("quantization_status", STATUSES, default=STATUSES[0])
         whole = config.get("format", str, None)
         tables = config.table("config_groups")
         if not tables.fields and not config.fields.get("kv_cache_scheme"):
@@ -73,7 +77,7 @@ class CompressedTensors:
 
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether a group has the matrix, and the files do not hold it as floats."""
-        return self._group_of(linear.name) is not None and not linear.has(".weight", *FLOATS)
+        return not linear.has(".weight", *FLOATS) and self._group_of(linear) is not None
 
     def shape(self, linear: StoredLinear) -> tuple[int, ...]:
         """Return the shape of a matrix."""
@@ -94,18 +98,23 @@ class CompressedTensors:
         return READERS[group.format](group, linear)
 
     def _of(self, linear: StoredLinear) -> Group:
-        group = self._group_of(linear.name)
+        group = self._group_of(linear)
         assert group is not None, "is_quantized says so"
         return group
 
-    def _group_of(self, name: str) -> Group | None:
-        """Return the group of a matrix: its name goes before patterns, and patterns before classes."""
-        if any(_rank(target, name) is not None for target in self.ignored):
+    def _group_of(self, linear: StoredLinear) -> Group | None:
+        """Return the group of a matrix: its name goes before patterns, and patterns before classes.
+
+        Targets have the names of the files, where the language model may be a part of another one.
+        """
+        names = dict.fromkeys([linear.stored_name(*CODES), linear.name])
+        if any(_rank(target, next(iter(names))) is not None for target in self.ignored):
             return None
         ranked = [
             (rank, i)
             for i, group in enumerate(self.groups)
             for target in group.targets
+            for name in names
             if (rank := _rank(target, name)) is not None
         ]
         return self.groups[min(ranked)[1]] if ranked else None

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from specjax.models.config_file import ConfigFile
 from specjax.models.quantization.linear_files import FLOATS, StoredLinear, shape_in
 from specjax.models.quantized import Quantized, pack
+
+E8M0 = "float8_e8m0fnu"  # powers of two, where scale_fmt is "ue8m0"
 
 
 def matches(config: ConfigFile) -> bool:
@@ -78,14 +82,9 @@ def read_e4m3(linear: StoredLinear, ending: str, block: tuple[int, int] | None) 
     codes = linear.array(".weight", linear.shape, "float8_e4m3fn")
     if block is not None:
         shape = -(-outputs // block[0]), -(-inputs // block[1])
-        return pack(
-            codes,
-            linear.array(ending, shape, *FLOATS),
-            bits=8,
-            code="e4m3",
-            group=block,
-            dtype=linear.dtype,
-        )
+        scale = linear.array(ending, shape, *FLOATS, E8M0)
+        scale = scale.astype(np.float32) if scale.dtype.name == E8M0 else scale
+        return pack(codes, scale, bits=8, code="e4m3", group=block, dtype=linear.dtype)
     scale = scale_of_outputs(linear, ending)
     return pack(codes, scale, bits=8, code="e4m3", dtype=linear.dtype)
 

@@ -18,6 +18,8 @@ class Entry(Protocol):
     """An array in a file, of which the shape and dtype are known before it is read."""
 
     @property
+    def name(self) -> str: ...  # in the file
+    @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str: ...  # name of the NumPy dtype
@@ -52,6 +54,13 @@ class StoredLinear:
         """
         entry = self.find(self.name + ending)
         return entry is not None and (not dtypes or entry.dtype in dtypes)
+
+    def stored_name(self, *endings: str) -> str:
+        """Return the name that the matrix has in the files, given endings of arrays of which they have one."""
+        for ending in endings:
+            if (entry := self.find(self.name + ending)) is not None:
+                return entry.name.removesuffix(ending)
+        return self.name
 
     def entry(self, ending: str) -> Entry:
         """Return an array that is not read yet; raise ValueError if it is missing."""
@@ -101,7 +110,7 @@ class ArrayEntry:
     """An `Entry` that is in memory."""
 
     array: np.ndarray
-    place: str = "tensor"
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,6 +120,10 @@ class ArrayEntry:
     def dtype(self) -> str:
         return self.array.dtype.name
 
+    @property
+    def place(self) -> str:
+        return f"tensor {self.name}"
+
     def read(self) -> np.ndarray:
         return self.array
 
@@ -119,7 +132,7 @@ def in_memory(name: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray
     """Return a matrix whose arrays are given by their names."""
 
     def find(full: str) -> ArrayEntry | None:
-        return ArrayEntry(arrays[full], f"tensor {full}") if full in arrays else None
+        return ArrayEntry(arrays[full], full) if full in arrays else None
 
     return StoredLinear(name, shape, find, dtype)
 
