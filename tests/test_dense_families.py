@@ -112,3 +112,10 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
     (directory / "config.json").write_text(json.dumps(ALL[case] | change))
     with pytest.raises(ValueError, match=message):
         load(directory)
+
+
+def test_phi_has_an_original_length(tmp_path):
+    """The value is the default of transformers, which goes before the one in the table of rope."""
+    fields = {name: x for name, x in ALL["phi4_mini"].items() if name != "original_max_position_embeddings"}
+    config = load(write(tmp_path / "model", "phi4_mini", config=fields)).apply.config
+    assert config.rope_scaling.original_length == 4096

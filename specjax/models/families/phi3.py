@@ -9,6 +9,7 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 OLD_NAMES = "su", "yarn"  # of LongRoPE, in early files
+ORIGINAL_LENGTH = 4096  # positions of the training, where a file does not say them beside the table of rope
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -21,6 +22,8 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         for key in ("type", "rope_type"):
             if isinstance(table, dict) and table.get(key) in OLD_NAMES:
                 table = config.fields[name] = {**table, key: "longrope"}
+    if config.fields.get("original_max_position_embeddings") is None:
+        config.fields["original_max_position_embeddings"] = ORIGINAL_LENGTH
     window = config.size("sliding_window", None)
     rope = partial(ropes.read, rotary_factor=1.0, kinds=("default", "longrope"))
     return llama.decoder(config, tensors, llama.windowed(LayerConfig(), (window,)), rope=rope)
