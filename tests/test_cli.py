@@ -271,6 +271,7 @@ class TestErrors:
             (["generate", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
             (["nonsense"], "argument COMMAND: invalid choice: 'nonsense'"),
             (["generate", "a", "b"], "unrecognized arguments: b"),
+            (["generate", "--temp", "0"], "unrecognized arguments: --temp; did you mean '--temperature'?"),
         ],
     )
     def test_usage(self, arguments, message, capsys):

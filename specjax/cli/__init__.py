@@ -160,14 +160,19 @@ def _follow(args: argparse.Namespace, group: "Follower") -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser whose errors are one line, without the usage."""
+    """Argument parser whose errors are one line, without the usage, and whose options have no abbreviations."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options, allow_abbrev=False)  # "--prompt" would be "--prompt-logprobs"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments; an option that is unknown is an error, which may name one that is known."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(unknown[0], known)}")
+            begun = [option for option in known if option.startswith(unknown[0])]
+            hint = f"; did you mean {begun[0]!r}?" if len(begun) == 1 else suggestion(unknown[0], known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
     def error(self, message: str):
