@@ -106,16 +106,18 @@ def step(
     columns, num_warps = tiling or step_tiling(heads)
     shape = jax.ShapeDtypeStruct
     rings = held.inputs, held.rates
+    num_old_blocks = pl.cdiv(most, _BLOCK_OF_STEP)
+    first_new = num_old_blocks * _BLOCK_OF_STEP  # place of the first new token among the mixed ones
     (inputs, rates), mixed = call(
-        partial(_mix_kernel, heads=heads, most=most),
+        partial(_mix_kernel, heads=heads, num_old_blocks=num_old_blocks),
         (
             jax.tree.map(lambda x: shape(x.shape, x.dtype), rings),
-            shape((num_rows, most + num_tokens, held.inputs.shape[2]), jnp.float32),
+            shape((num_rows, first_new + num_tokens, held.inputs.shape[2]), jnp.float32),
         ),
         (tokens, rings),
         grid=(
             2 * heads.num_key_heads + heads.num_value_heads,
-            pl.cdiv(most, _BLOCK_OF_STEP) + pl.cdiv(num_tokens, _BLOCK_OF_STEP),
+            num_old_blocks + pl.cdiv(num_tokens, _BLOCK_OF_STEP),
             num_rows,
         ),
         num_warps=1,
@@ -123,7 +125,7 @@ def step(
         begun=rings,
     )
     state, output = call(
-        partial(_step_kernel, heads=heads, columns=columns, most=most),
+        partial(_step_kernel, heads=heads, columns=columns, first_new=first_new),
         (
             shape(held.state.shape, held.state.dtype),
             shape((num_rows, num_tokens, heads.num_value_heads, heads.value_size), jnp.float32),
@@ -137,18 +139,17 @@ def step(
     return output, Held(state, inputs, rates)
 
 
-def _mix_kernel(refs, out, *, heads: Heads, most: int):
+def _mix_kernel(refs, out, *, heads: Heads, num_old_blocks: int):
     """Store the queries, keys or values of a head, of a block of replayed tokens or of new ones, which are kept."""
     new, (held_inputs, _) = refs
     (inputs_out, rates_out), mixed_ref = out
     part, block, row = (pl.program_id(axis) for axis in range(3))
-    first_new = pl.cdiv(most, _BLOCK_OF_STEP)  # block
-    is_new = block >= first_new
+    is_new = block >= num_old_blocks
     num_key_heads, num_tokens = heads.num_key_heads, new.inputs.shape[1]
     num_slots, taps = inputs_out.shape[1], new.weight.shape[2]
     start, count = plgpu.load(new.start.at[row]), plgpu.load(new.count.at[row])
     position = start + count  # of the first new token
-    number = jnp.where(is_new, block - first_new, block) * _BLOCK_OF_STEP  # of the first token of the block
+    number = jnp.where(is_new, block - num_old_blocks, block) * _BLOCK_OF_STEP  # of the first token of the block
     end = jnp.where(is_new, num_tokens, count)
     of_values, head = part >= 2 * num_key_heads, part - 2 * num_key_heads
     entry = lax.iota(jnp.int32, max(heads.key_size, heads.value_size))
@@ -197,14 +198,14 @@ def _mix_kernel(refs, out, *, heads: Heads, most: int):
             x = jnp.where(in_head, x / (1 + jnp.exp(-x)), 0.0)
             x = jnp.where(of_values, x, _unit(x))
             x = jnp.where(part < num_key_heads, x * heads.key_size**-0.5, x)
-            place = mixed_ref.at[row, jnp.where(is_new, most, 0 * block) + number + i, channel]
+            place = mixed_ref.at[row, block * _BLOCK_OF_STEP + i, channel]
             plgpu.store(place, x, mask=in_head & (number + i < end))
         return carry
 
     lax.fori_loop(0, (number < end).astype(jnp.int32), run, 0)  # nothing where the block has no tokens
 
 
-def _step_kernel(refs, out, *, heads: Heads, columns: int, most: int):
+def _step_kernel(refs, out, *, heads: Heads, columns: int, first_new: int):
     start_ref, count_ref, mixed_ref, rates_ref, state_ref = refs
     state_out, output_ref = out
     head, row = pl.program_id(1), pl.program_id(2)
@@ -222,7 +223,7 @@ def _step_kernel(refs, out, *, heads: Heads, columns: int, most: int):
 
     def load_new(index: int) -> tuple[Array, tuple[Array, ...]]:
         """Load the query and the rest of a new token."""
-        number = jnp.int32(most + index)
+        number = jnp.int32(first_new + index)
         return plgpu.load(mixed_ref.at[row, number, of_query]), load(number, start + count + index)
 
     def after(token: tuple[Array, ...], state: Array) -> Array:

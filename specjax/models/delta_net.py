@@ -41,7 +41,7 @@ class DeltaMemory:
 
     held: Mapping[str, Array] | None  # of `DeltaNet.rows`, [R, ...]
     start: Array | None = None  # [R] int32, position of the first pending input; at 0 the sequence begins
-    count: Array | None = None  # [R] int32, pending inputs: these of the last step that the sequence keeps
+    count: Array | None = None  # [R] int32, number of pending inputs, which the sequence keeps of the last step
     num_tokens: Array | None = None  # [R] int32, tokens of the call that stay; of a step, all its tokens
     is_step: bool = False  # whether `commit` will say which tokens stay
 
@@ -392,6 +392,12 @@ def commit(memory: Memory, inputs: ModelInput, path: Array, count: Array) -> Mem
     return memory.put(inputs.rows, Memory(memory.pools, kept))
 
 
+def _pending(inputs: ModelInput, rows: Mapping[str, Any]) -> tuple[Array, Array]:
+    """Return the position of the first pending input and their number [R] int32, both 0 where a call begins a row."""
+    begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
+    return jnp.where(begins, 0, rows["start"]), jnp.where(begins, 0, rows["count"])
+
+
 def memories(inputs: ModelInput, memory: Memory | None, layers: Sequence[int]) -> dict[int, DeltaMemory]:
     """Return the memory of each of some layers in a call.
 
@@ -409,8 +415,7 @@ def memories(inputs: ModelInput, memory: Memory | None, layers: Sequence[int]) -
             f"at most {MAX_STEP - 1}, got {inputs.tokens.shape[1]}"
         )
     part = memory.take(inputs.rows).rows
-    begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
-    start, count = (jnp.where(begins, 0, part[name]) for name in ("start", "count"))
+    start, count = _pending(inputs, part)
     of_call = DeltaMemory(held=None, start=start, count=count, num_tokens=inputs.counts, is_step=is_step)
     return {layer: replace(of_call, held=held) for layer, held in zip(layers, part["layers"], strict=True)}
 
@@ -418,9 +423,9 @@ def memories(inputs: ModelInput, memory: Memory | None, layers: Sequence[int]) -
 def after_call(inputs: ModelInput, memory: Memory, pools: PyTree, layers: Sequence[Any]) -> Memory:
     """Return the memory after a call, given pools and rows of recurrent layers; nothing is pending until `commit`."""
     part = memory.take(inputs.rows).rows
-    begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
-    start = jnp.where(begins, 0, part["start"] + part["count"])
+    first, count = _pending(inputs, part)
+    start = first + count
     if inputs.num_tokens is not None:
         start += inputs.counts
-    rows = {"start": start, "count": jnp.zeros_like(part["count"]), "layers": list(layers)}
+    rows = {"start": start, "count": jnp.zeros_like(count), "layers": list(layers)}
     return memory.put(inputs.rows, Memory(pools, rows))
