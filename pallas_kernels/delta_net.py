@@ -1,12 +1,14 @@
 """Gated delta nets: a step of a few tokens a sequence after the replay of earlier ones, and the chunks of prompts.
 
 The columns of a state never mix: column j of the state S of a head depends on entry j of the values alone. So a program
-holds some columns of one state in registers and takes one token after the other, or one chunk after the other. Each
-state is read once and written once. The queries, keys and values of a step are computed by a launch before, since many
-programs want the same ones.
+holds some columns of one state in registers and takes one block of tokens after the other, or one chunk after the
+other. Each state is read once and written once. A launch before a step computes its queries, keys and values, and their
+products, since many programs want the same ones. A replayed token adds its key times a vector that the step before has
+computed; the sums over keys that a new token needs are of the state before its block, so that none waits for another.
 """
 
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +16,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.launch import Ref, call
+from pallas_kernels.launch import Ref, call, runtime_zero
 from pallas_kernels.triton import plgpu
 
 CHUNK = 64  # tokens of a chunk
 _BLOCK = 16  # tokens of a block on the diagonal of a triangular system
 _MIN_SIZE, _MAX_SIZE = 16, 256  # entries of keys and values
-_BLOCK_OF_STEP = 4  # tokens of a step that a program loads at a time
+_BLOCK_OF_STEP = 4  # tokens of a step that a program takes at a time
+_MANY_STATES = 1024
 
 
 class Heads(NamedTuple):
@@ -33,11 +36,16 @@ class Heads(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The rows that a layer keeps. The slot of a token is its position modulo the number of slots S."""
+    """The rows that a layer keeps. The slot of a token is its position modulo the number of slots.
+
+    Token t changes the state S to exp(g) S + k u^T, where k is its key and u its change, beta (v - exp(g) S^T k).
+    """
 
     state: Any  # [R, H, key size, value size] float32, before the replayed tokens
-    inputs: Any  # [R, S, C] floats, of the convolution
-    rates: Any  # [R, S, 2, H] float32: beta and g
+    inputs: Any  # [R, I, C] floats, of the convolution
+    keys: Any  # [R, S, key heads, key size] float32
+    changes: Any  # [R, S, H, value size] float32
+    decays: Any  # [R, S, H] float32, g
 
 
 class Tokens(NamedTuple):
@@ -49,14 +57,34 @@ class Tokens(NamedTuple):
     decay: Any  # [H] floats, the logarithm of the factor of g
     bias: Any  # [H] floats, added to the second of the rates
     start: Any  # [R] int32, position of the first token that is replayed; 0 is the begin of a sequence
-    count: Any  # [R] int32 in [0, M], the number of tokens that are replayed, which the new ones follow
+    count: Any  # [R] int32, the number of tokens that are replayed, which the new ones follow
+
+
+class _Mixed(NamedTuple):
+    """The new tokens after the convolution; keys and decays lie among the rows that a layer keeps."""
+
+    query: Any  # [R, T, key heads, key size] float32
+    value: Any  # [R, T, H, value size] float32
+    beta: Any  # [R, T, H] float32
+    products: Any  # [R, key heads, 2, T, b] float32: queries, and keys, times the keys of the block up to the own one
+
+
+class _New(NamedTuple):
+    """A new token, as a program of a step holds it."""
+
+    value: Array  # [columns]
+    g: Array
+    beta: Array
+    by_query: list[Array]  # products of the query and the keys of its block, up to the own one
+    by_key: list[Array]  # of the key and the keys before it
 
 
 class StepTiling(NamedTuple):
-    """How the states are split among programs."""
+    """How the states are split among programs, and in time."""
 
     columns: int  # columns of a state that a program holds, a power of two
     num_warps: int
+    entries: int  # rows of them that it holds at a time, a power of two; all where a step has more than one block
 
 
 class ChunkTiling(NamedTuple):
@@ -66,9 +94,15 @@ class ChunkTiling(NamedTuple):
     num_warps: int = 4
 
 
-def step_tiling(heads: Heads) -> StepTiling:
-    """Choose a tiling with few columns, so that one warp holds them, and its sums need no barrier."""
-    return StepTiling(min(16, heads.value_size), 1)
+def step_tiling(heads: Heads, num_rows: int, num_tokens: int) -> StepTiling:
+    """Choose a tiling for an H100.
+
+    Few states are cut into few columns, so that one warp holds them, and its sums need no barrier. Where states are
+    many, a warp takes more columns, some rows after the others, and loads the next rows meanwhile.
+    """
+    if num_tokens <= _BLOCK_OF_STEP and num_rows * heads.num_value_heads >= _MANY_STATES:
+        return StepTiling(min(64, heads.value_size), 1, 8)
+    return StepTiling(min(16, heads.value_size), 1, heads.key_size)
 
 
 def unsupported(heads: Heads) -> str | None:
@@ -80,187 +114,314 @@ def unsupported(heads: Heads) -> str | None:
 
 
 def step(
-    held: Held,
-    tokens: Tokens,
-    heads: Heads,
-    most: int,
-    *,
-    tiling: StepTiling | None = None,
-    interpret: bool = False,
+    held: Held, tokens: Tokens, heads: Heads, *, tiling: StepTiling | None = None, interpret: bool = False
 ) -> tuple[Array, Held]:
-    """Apply the kept inputs of the last step to each state, and run new tokens without keeping how they change it.
+    """Apply the kept tokens of the last step to each state, and run new tokens without keeping how they change it.
 
     Args:
-        held: the rows of the layer.
+        held: the rows of the layer. W - 1 + T slots of inputs are enough, and S slots for T and the most of `count`, so
+            that no slot is both read and written; S is a power of two.
         tokens: the new tokens.
         heads: the sizes of the layer.
-        most: M, the most tokens that are replayed. With W - 1 + M + T slots or more, no slot is both read and written.
         tiling: how the work is split; None chooses it by the sizes.
         interpret: run the kernels interpreted, on any platform.
 
     Returns:
         The outputs of the new tokens [R, T, H, value size] float32, and the rows with the states after the replayed
-        tokens, and with the inputs and rates of the new tokens.
+        tokens, and with the inputs, keys, changes and decays of the new tokens.
     """
     num_rows, num_tokens = tokens.inputs.shape[:2]
-    columns, num_warps = tiling or step_tiling(heads)
-    shape = jax.ShapeDtypeStruct
-    rings = held.inputs, held.rates
-    num_old_blocks = pl.cdiv(most, _BLOCK_OF_STEP)
-    first_new = num_old_blocks * _BLOCK_OF_STEP  # place of the first new token among the mixed ones
-    (inputs, rates), mixed = call(
-        partial(_mix_kernel, heads=heads, num_old_blocks=num_old_blocks),
+    tiling = tiling or step_tiling(heads, num_rows, num_tokens)
+    number = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    of_keys = heads.num_key_heads, heads.key_size
+    of_values = heads.num_value_heads, heads.value_size
+
+    def like(x: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    rings = held.inputs, held.keys, held.decays
+    (inputs, keys, decays), mixed = call(
+        partial(_mix_kernel, heads=heads),
         (
-            jax.tree.map(lambda x: shape(x.shape, x.dtype), rings),
-            shape((num_rows, first_new + num_tokens, held.inputs.shape[2]), jnp.float32),
+            jax.tree.map(like, rings),
+            _Mixed(
+                number((num_rows, num_tokens, *of_keys)),
+                number((num_rows, num_tokens, *of_values)),
+                number((num_rows, num_tokens, heads.num_value_heads)),
+                number((num_rows, heads.num_key_heads, 2, num_tokens, _BLOCK_OF_STEP)),
+            ),
         ),
         (tokens, rings),
-        grid=(
-            2 * heads.num_key_heads + heads.num_value_heads,
-            num_old_blocks + pl.cdiv(num_tokens, _BLOCK_OF_STEP),
-            num_rows,
-        ),
+        grid=(heads.num_key_heads + heads.num_value_heads, pl.cdiv(num_tokens, _BLOCK_OF_STEP), num_rows),
         num_warps=1,
         interpret=interpret,
         begun=rings,
     )
-    state, output = call(
-        partial(_step_kernel, heads=heads, columns=columns, first_new=first_new),
-        (
-            shape(held.state.shape, held.state.dtype),
-            shape((num_rows, num_tokens, heads.num_value_heads, heads.value_size), jnp.float32),
-        ),
-        (tokens.start, tokens.count, mixed, rates, held.state),
-        grid=(heads.value_size // columns, heads.num_value_heads, num_rows),
-        num_warps=num_warps,
+    begun = held.changes, held.state
+    (changes, state), output = call(
+        partial(_step_kernel, heads=heads, tiling=tiling),
+        (jax.tree.map(like, begun), number((num_rows, num_tokens, *of_values))),
+        (tokens.start, tokens.count, mixed, keys, decays, begun),
+        grid=(heads.value_size // tiling.columns, heads.num_value_heads, num_rows),
+        num_warps=tiling.num_warps,
         interpret=interpret,
-        begun=held.state,
+        begun=begun,
     )
-    return output, Held(state, inputs, rates)
+    return output, Held(state, inputs, keys, changes, decays)
 
 
-def _mix_kernel(refs, out, *, heads: Heads, num_old_blocks: int):
-    """Store the queries, keys or values of a head, of a block of replayed tokens or of new ones, which are kept."""
-    new, (held_inputs, _) = refs
-    (inputs_out, rates_out), mixed_ref = out
+def _slot(ref: Ref, position: Array) -> Array:
+    """Return the slot of a position, and slot 0 for a negative one, which nobody reads."""
+    return lax.rem(jnp.maximum(position, 0), jnp.int32(ref.shape[1]))
+
+
+def _mix_kernel(refs, out, *, heads: Heads):
+    """Store queries and keys, or values and rates, of a head and a block of new tokens, and keep the inputs."""
+    new, (held_inputs, *_) = refs
+    (inputs_out, keys_out, decays_out), mixed = out
     part, block, row = (pl.program_id(axis) for axis in range(3))
-    is_new = block >= num_old_blocks
-    num_key_heads, num_tokens = heads.num_key_heads, new.inputs.shape[1]
-    num_slots, taps = inputs_out.shape[1], new.weight.shape[2]
-    start, count = plgpu.load(new.start.at[row]), plgpu.load(new.count.at[row])
-    position = start + count  # of the first new token
-    number = jnp.where(is_new, block - num_old_blocks, block) * _BLOCK_OF_STEP  # of the first token of the block
-    end = jnp.where(is_new, num_tokens, count)
-    of_values, head = part >= 2 * num_key_heads, part - 2 * num_key_heads
-    entry = lax.iota(jnp.int32, max(heads.key_size, heads.value_size))
-    in_head = jnp.where(of_values, entry < heads.value_size, entry < heads.key_size)
-    channel = entry + jnp.where(
-        of_values, 2 * num_key_heads * heads.key_size + head * heads.value_size, part * heads.key_size
-    )
-    owner = jnp.maximum(head, 0)  # of rates
+    num_key_heads, num_tokens, taps = heads.num_key_heads, new.inputs.shape[1], new.weight.shape[2]
+    position = plgpu.load(new.start.at[row]) + plgpu.load(new.count.at[row])  # of the first new token
+    first = block * _BLOCK_OF_STEP  # token of the block
 
-    def load(ref: Ref, *index, exists: Array) -> Array:
-        mask = in_head & exists
-        return plgpu.load(ref.at[row, *index, channel], mask=mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
+    def convolved(channel: Array) -> list[Array]:
+        """Return the tokens' numbers after the convolution, and keep its inputs."""
 
-    def slot_of(at: Array) -> Array:
-        return lax.rem(jnp.maximum(at, 0), jnp.int32(num_slots))
+        def load_old(token: Array) -> Array:
+            mask = (channel >= 0) & (token < 0) & (position + token >= 0)
+            slot = _slot(held_inputs, position + token)
+            return plgpu.load(held_inputs.at[row, slot, channel], mask=mask, other=jnp.zeros((), held_inputs.dtype))
 
-    def own_input(i: int) -> tuple[Array, Array]:
-        """Load the inputs of a new token, given its place in the block, and return whether there is one."""
-        own = number + i
-        exists = is_new & (own >= 0) & (own < num_tokens)
-        return load(new.inputs, jnp.clip(own, 0, num_tokens - 1), exists=exists), exists
+        def load_new(token: Array) -> Array:
+            mask = (channel >= 0) & (token >= 0) & (token < num_tokens)
+            place = new.inputs.at[row, jnp.clip(token, 0, num_tokens - 1), channel]
+            return plgpu.load(place, mask=mask, other=jnp.zeros((), new.inputs.dtype))
 
-    def run(_, carry):
-        at = jnp.where(is_new, position, start) + number
-        places = range(1 - taps, _BLOCK_OF_STEP)
-        olds = [load(held_inputs, slot_of(at + i), exists=(at + i >= 0) & (at + i < position)) for i in places]
-        owns = [own_input(i) for i in places]
-        line = [old + own for old, (own, _) in zip(olds, owns, strict=True)]
         weights = [
-            plgpu.load(new.weight.at[channel, jnp.int32(0), jnp.int32(i)], mask=in_head, other=0.0) for i in range(taps)
+            plgpu.load(new.weight.at[channel, jnp.int32(0), jnp.int32(i)]).astype(jnp.float32) for i in range(taps)
         ]
-        weights = [weight.astype(jnp.float32) for weight in weights]
-        decay, bias = (plgpu.load(ref.at[owner]).astype(jnp.float32) for ref in (new.decay, new.bias))
-        clipped = [jnp.clip(number + i, 0, num_tokens - 1) for i in range(_BLOCK_OF_STEP)]
-        raw = [[plgpu.load(new.rates.at[row, i, jnp.int32(j), owner]) for j in range(2)] for i in clipped]
+        before = [first + i for i in range(1 - taps, 0)]
+        line = [load_old(token).astype(jnp.float32) + load_new(token).astype(jnp.float32) for token in before]
+        numbers = []
         for i in range(_BLOCK_OF_STEP):
-            own, exists = owns[i + taps - 1]
-            slot = slot_of(at + i)
-            plgpu.store(inputs_out.at[row, slot, channel], own.astype(inputs_out.dtype), mask=in_head & exists)
-            rates = rates_of(raw[i][0].astype(jnp.float32), raw[i][1].astype(jnp.float32), decay, bias)
-            for j, x in enumerate(rates):
-                plgpu.store(rates_out.at[row, slot, jnp.int32(j), owner], x, mask=exists & of_values)
+            own = load_new(first + i)
+            place = inputs_out.at[row, _slot(inputs_out, position + first + i), channel]
+            plgpu.store(place, own.astype(inputs_out.dtype), mask=(channel >= 0) & exists[i])
+            line.append(own.astype(jnp.float32))
             x = line[i] * weights[0]
             for j in range(1, taps):
                 x += line[i + j] * weights[j]
-            x = jnp.where(in_head, x / (1 + jnp.exp(-x)), 0.0)
-            x = jnp.where(of_values, x, _unit(x))
-            x = jnp.where(part < num_key_heads, x * heads.key_size**-0.5, x)
-            place = mixed_ref.at[row, block * _BLOCK_OF_STEP + i, channel]
-            plgpu.store(place, x, mask=in_head & (number + i < end))
-        return carry
+            numbers.append(x / (1 + jnp.exp(-x)))
+        return numbers
 
-    lax.fori_loop(0, (number < end).astype(jnp.int32), run, 0)  # nothing where the block has no tokens
+    exists = [first + i < num_tokens for i in range(_BLOCK_OF_STEP)]
+
+    @pl.when(part < num_key_heads)
+    def store_queries_and_keys():
+        entry = lax.iota(jnp.int32, heads.key_size)
+        channel = part * heads.key_size + entry
+        queries = [_unit(x) * heads.key_size**-0.5 for x in convolved(channel)]
+        keys = [_unit(x) for x in convolved(num_key_heads * heads.key_size + channel)]
+        for i in range(_BLOCK_OF_STEP):
+            mask = (entry >= 0) & exists[i]
+            plgpu.store(mixed.query.at[row, first + i, part, entry], queries[i], mask=mask)
+            slot = _slot(keys_out, position + first + i)
+            plgpu.store(keys_out.at[row, slot, part, entry], keys[i], mask=mask)
+            for which, (x, number) in enumerate(((queries[i], i + 1), (keys[i], i))):
+                for j in range(number):
+                    place = mixed.products.at[row, part, jnp.int32(which), first + i, jnp.int32(j)]
+                    plgpu.store(place, jnp.sum(x * keys[j]), mask=exists[i])
+
+    @pl.when(part >= num_key_heads)
+    def store_values_and_rates():
+        entry, head = lax.iota(jnp.int32, heads.value_size), part - num_key_heads
+        channel = 2 * num_key_heads * heads.key_size + head * heads.value_size + entry
+        decay, bias = (plgpu.load(ref.at[head]).astype(jnp.float32) for ref in (new.decay, new.bias))
+        for i, value in enumerate(convolved(channel)):
+            token = jnp.minimum(first + i, num_tokens - 1)
+            raw = [plgpu.load(new.rates.at[row, token, jnp.int32(j), head]).astype(jnp.float32) for j in range(2)]
+            beta, g = rates_of(*raw, decay, bias)
+            plgpu.store(mixed.value.at[row, first + i, head, entry], value, mask=(entry >= 0) & exists[i])
+            plgpu.store(mixed.beta.at[row, first + i, head], beta, mask=exists[i])
+            plgpu.store(decays_out.at[row, _slot(decays_out, position + first + i), head], g, mask=exists[i])
 
 
-def _step_kernel(refs, out, *, heads: Heads, columns: int, first_new: int):
-    start_ref, count_ref, mixed_ref, rates_ref, state_ref = refs
-    state_out, output_ref = out
+class _Program(NamedTuple):
+    """The row and the head of a program of a step, and where their tokens lie."""
+
+    start: Array
+    count: Array
+    row: Array
+    head: Array
+    key_head: Array
+    mixed: _Mixed
+    keys: Ref
+    decays: Ref
+    changes: Ref  # of the replayed tokens
+
+    def slot(self, token: Array | int) -> Array:
+        """Return the slot of a token, counted from the first replayed one."""
+        return _slot(self.keys, self.start + token)
+
+    def load_decays(self) -> Array:
+        """Load the decays of all replayed tokens, and 0 for others."""
+        token = lax.iota(jnp.int32, self.decays.shape[1])
+        return plgpu.load(self.decays.at[self.row, self.slot(token), self.head], mask=token < self.count, other=0.0)
+
+    def load_changes(self, block: Array | int, column: Array) -> list[tuple[Array, Array]]:
+        """Load changes and decays of a block of replayed tokens, 0 where there is none."""
+        loaded = []
+        for i in range(_BLOCK_OF_STEP):
+            token = block * _BLOCK_OF_STEP + i
+            place, exists = (self.row, self.slot(token), self.head), token < self.count
+            change = plgpu.load(self.changes.at[*place, column], mask=(column >= 0) & exists, other=0.0)
+            loaded.append((change, plgpu.load(self.decays.at[place], mask=exists, other=0.0)))
+        return loaded
+
+    def load_old_keys(self, block: Array | int, entry: Array) -> list[Array]:
+        """Load entries of the keys of a block of replayed tokens, 0 where there is none."""
+        tokens = [block * _BLOCK_OF_STEP + i for i in range(_BLOCK_OF_STEP)]
+        return [
+            plgpu.load(
+                self.keys.at[self.row, self.slot(token), self.key_head, entry],
+                mask=(entry >= 0) & (token < self.count),
+                other=0.0,
+            )
+            for token in tokens
+        ]
+
+    def load_new_keys(self, tokens: range, entry: Array) -> list[tuple[Array, Array]]:
+        """Load entries of the queries and keys of new tokens."""
+        return [
+            (
+                plgpu.load(self.mixed.query.at[self.row, jnp.int32(token), self.key_head, entry]),
+                plgpu.load(self.keys.at[self.row, self.slot(self.count + token), self.key_head, entry]),
+            )
+            for token in tokens
+        ]
+
+    def load_new(self, tokens: range, column: Array) -> list[_New]:
+        """Load the rest of a block of new tokens."""
+        loaded = []
+        for token in tokens:
+            place = self.row, jnp.int32(token), self.head
+            products = [
+                [
+                    plgpu.load(self.mixed.products.at[self.row, self.key_head, jnp.int32(i), place[1], jnp.int32(j)])
+                    for j in range(token - tokens.start + 1 - i)
+                ]
+                for i in range(2)
+            ]
+            g = plgpu.load(self.decays.at[self.row, self.slot(self.count + token), self.head])
+            value, beta = plgpu.load(self.mixed.value.at[*place, column]), plgpu.load(self.mixed.beta.at[place])
+            loaded.append(_New(value, g, beta, *products))
+        return loaded
+
+
+def _decayed(changes: list[tuple[Array, Array]], left: Array) -> tuple[list[Array], Array]:
+    """Return changes after the decays of later tokens, and the rest of the sum of the decays from the first on."""
+    decayed = []
+    for change, g in changes:
+        left -= g
+        decayed.append(jnp.exp(left) * change)
+    return decayed, left
+
+
+def _add(keys: list[Array], changes: list[Array], state: Array) -> Array:
+    """Add changes to rows of a state along entries of their keys."""
+    for key, change in zip(keys, changes, strict=True):
+        state += key[:, None] * change[None]
+    return state
+
+
+def _sums(keys: list[tuple[Array, Array]], state: Array, before: list[Array]) -> list[Array]:
+    """Return queries and keys of tokens times rows of a state, one after the other, added to the sums of rows before."""
+    own = [jnp.sum(x[:, None] * state, axis=0) for token in keys for x in token]
+    return [x + y for x, y in zip(before, own, strict=True)] if before else own
+
+
+def _results(new: list[_New], sums: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Return outputs and changes of a block of tokens, given queries and keys times the state before the block."""
+    totals = list(accumulate(token.g for token in new))  # from before the block to after a token
+    outputs, changes = [], []
+    for i, token in enumerate(new):
+        output, known = (jnp.exp(totals[i]) * x for x in sums[2 * i : 2 * i + 2])
+        for j in range(i):
+            change = jnp.exp(totals[i] - totals[j]) * changes[j]
+            output, known = output + token.by_query[j] * change, known + token.by_key[j] * change
+        changes.append(token.beta * (token.value - known))
+        outputs.append(output + token.by_query[i] * changes[i])
+    return outputs, changes
+
+
+def _step_kernel(refs, out, *, heads: Heads, tiling: StepTiling):
+    """Replay and run the tokens of some columns, a part of the state's rows after the other."""
+    start_ref, count_ref, mixed, keys_ref, decays_ref, (held_changes, state_ref) = refs
+    (changes_out, state_out), output_ref = out
     head, row = pl.program_id(1), pl.program_id(2)
-    column = pl.program_id(0) * columns + lax.iota(jnp.int32, columns)
-    entry = lax.iota(jnp.int32, heads.key_size)
-    of_query, of_key, of_value = _channels(heads, head, entry, column)
     start, count = plgpu.load(start_ref.at[row]), plgpu.load(count_ref.at[row])
-    num_tokens, num_slots = output_ref.shape[1], rates_ref.shape[1]
+    key_head = head // (heads.num_value_heads // heads.num_key_heads)
+    program = _Program(start, count, row, head, key_head, mixed, keys_ref, decays_ref, held_changes)
+    num_tokens, num_parts = output_ref.shape[1], heads.key_size // tiling.entries
+    column = pl.program_id(0) * tiling.columns + lax.iota(jnp.int32, tiling.columns)
 
-    def load(number: Array, at: Array) -> tuple[Array, ...]:
-        """Load the key, some values, beta and g of a token, given its number and its position."""
-        slot = lax.rem(at, jnp.int32(num_slots))
-        rates = (plgpu.load(rates_ref.at[row, slot, jnp.int32(i), head]) for i in range(2))
-        return *(plgpu.load(mixed_ref.at[row, number, channel]) for channel in (of_key, of_value)), *rates
+    def entries(part: Array | int) -> Array:
+        return part * tiling.entries + lax.iota(jnp.int32, tiling.entries)
 
-    def load_new(index: int) -> tuple[Array, tuple[Array, ...]]:
-        """Load the query and the rest of a new token."""
-        number = jnp.int32(first_new + index)
-        return plgpu.load(mixed_ref.at[row, number, of_query]), load(number, start + count + index)
+    def load_state(part: Array | int) -> Array:
+        """Load rows of the state; 0 where the sequence begins, and after the last part."""
+        mask = ((entries(part) < heads.key_size) & (start > 0))[:, None] & (column >= 0)[None]
+        return plgpu.load(state_ref.at[row, head, entries(part)[:, None], column[None]], mask=mask, other=0.0)
 
-    def after(token: tuple[Array, ...], state: Array) -> Array:
-        key, value, beta, g = token
-        state *= jnp.exp(g)
-        change = beta * (value - jnp.sum(key[:, None] * state, axis=0))
-        return state + key[:, None] * change[None]
+    blocks = [range(i, min(i + _BLOCK_OF_STEP, num_tokens)) for i in range(0, num_tokens, _BLOCK_OF_STEP)]
+    following, old, decays = load_state(0), program.load_changes(0, column), program.load_decays()
+    total = jnp.sum(decays)
+    decay = jnp.exp(total)
+    old, rest = _decayed(old, total)
+    num_old = lax.div(count + (_BLOCK_OF_STEP - 1), jnp.int32(_BLOCK_OF_STEP))
 
-    def replay(index, carry):
-        """Apply a token, and load the next one meanwhile: an earlier one where there is no other."""
-        token, state = carry
-        following = jnp.minimum(index + 1, count - 1)
-        return load(following, start + following), after(token, state)
+    def run(part: Array | int, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        """Replay tokens on rows of the state, and add what these rows give to the sums of the first new tokens."""
+        state, sums = carry
+        entry = entries(part)
+        following = load_state(part + 1) if num_parts > 1 else None
+        keys, new_keys = program.load_old_keys(0, entry), program.load_new_keys(blocks[0], entry)
 
-    place = row, head, entry[:, None], column[None]
-    state = jnp.where(start == 0, 0.0, plgpu.load(state_ref.at[place]))
-    tokens = [load_new(index) for index in range(min(_BLOCK_OF_STEP, num_tokens))]  # ahead
-    _, state = lax.fori_loop(0, count, replay, (load(count * 0, start), state))
-    plgpu.store(state_out.at[place], state)
-    for index in range(num_tokens):
-        if index + _BLOCK_OF_STEP < num_tokens:
-            tokens.append(load_new(index + _BLOCK_OF_STEP))
-        query, token = tokens[index]
-        state = after(token, state)
-        plgpu.store(output_ref.at[row, jnp.int32(index), head, column], jnp.sum(query[:, None] * state, axis=0))
+        def replay(block: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            state, left = carry
+            changes, left = _decayed(program.load_changes(block, column), left)
+            return _add(program.load_old_keys(block, entry), changes, state), left
+
+        state, _ = lax.fori_loop(1, num_old, replay, (_add(keys, old, state * decay), rest))
+        plgpu.store(state_out.at[row, head, entry[:, None], column[None]], state)
+        return following if num_parts > 1 else state, _sums(new_keys, state, sums)
+
+    if num_parts > 1:
+        nothing = (runtime_zero(start) + jnp.zeros_like(column)).astype(jnp.float32)
+        _, sums = lax.fori_loop(0, num_parts, run, (following, [nothing] * (2 * len(blocks[0]))))
+        new = program.load_new(blocks[0], column)
+    else:
+        new = program.load_new(blocks[0], column)  # before stores, after which no load is moved
+        state, sums = run(0, (following, []))
+    changes = []
+    for block, tokens in enumerate(blocks):
+        if block:  # the program holds all rows of the state
+            keys = [key for _, key in program.load_new_keys(blocks[block - 1], entries(0))]
+            decays = [token.g for token in new]
+            total = sum(decays[1:], decays[0])
+            decayed, _ = _decayed(list(zip(changes, decays, strict=True)), total)
+            state = _add(keys, decayed, state * jnp.exp(total))
+            new = program.load_new(tokens, column)
+            sums = _sums(program.load_new_keys(tokens, entries(0)), state, [])
+        outputs, changes = _results(new, sums)
+        for token, output, change in zip(tokens, outputs, changes, strict=True):
+            plgpu.store(output_ref.at[row, jnp.int32(token), head, column], output)
+            plgpu.store(changes_out.at[row, program.slot(count + token), head, column], change)
 
 
 def rates_of(first: Array, second: Array, decay: Array, bias: Array) -> tuple[Array, Array]:
     """Return beta and g of a token and head from its two rates, all float32."""
     return jax.nn.sigmoid(first), -jnp.exp(decay) * jax.nn.softplus(second + bias)
-
-
-def _channels(heads: Heads, head: Array, entry: Array, column: Array) -> tuple[Array, Array, Array]:
-    """Return the channels of the query, the key and some values of a head."""
-    of_key = head // (heads.num_value_heads // heads.num_key_heads) * heads.key_size + entry
-    width = heads.num_key_heads * heads.key_size
-    return of_key, width + of_key, 2 * width + head * heads.value_size + column
 
 
 def _unit(x: Array) -> Array:

@@ -27,12 +27,15 @@ import jax.numpy as jnp
 from timing import device_seconds
 
 from pallas_kernels import delta_net as kernels
-from specjax.models.delta_net import MAX_STEP, DeltaMemory, DeltaNet, delta_rule
+from specjax.models.delta_net import NUM_SLOTS, DeltaMemory, DeltaNet, delta_rule
 
 PEAK = {"NVIDIA H100 80GB HBM3": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes/s that a copy reaches
 MAX_XLA = 64  # tokens
 STEPS, REPEATS = 20, 5  # steps of a timed run, and timed runs
-STEP_TILINGS = [kernels.StepTiling(*pair) for pair in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4))]
+STEP_TILINGS = [
+    kernels.StepTiling(*sizes)
+    for sizes in ((16, 1, 128), (32, 2, 128), (64, 4, 128), (64, 1, 4), (128, 1, 4), (128, 1, 8))
+]
 CHUNK_TILINGS = [kernels.ChunkTiling(*pair) for pair in ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8))]
 
 
@@ -51,8 +54,10 @@ def step_seconds(net: DeltaNet, batch: int, num_tokens: int, tiling: kernels.Ste
     heads = net.num_value_heads
     held = {
         "state": normal(batch, heads, net.key_size, net.value_size),
-        "inputs": normal(batch, net.num_slots, net.channels, dtype="bfloat16"),
-        "rates": jnp.stack(rates(batch, net.num_slots, heads), axis=2),
+        "inputs": normal(batch, net.num_input_slots, net.channels, dtype="bfloat16"),
+        "keys": normal(batch, NUM_SLOTS, net.num_key_heads, net.key_size) * net.key_size**-0.5,
+        "changes": normal(batch, NUM_SLOTS, heads, net.value_size),
+        "decays": rates(batch, NUM_SLOTS, heads)[1],
     }
     count = jnp.full(batch, num_tokens, jnp.int32)
     inputs = normal(batch, num_tokens, net.channels, dtype="bfloat16")
@@ -66,7 +71,7 @@ def step_seconds(net: DeltaNet, batch: int, num_tokens: int, tiling: kernels.Ste
             memory = DeltaMemory(held, start, count, count, is_step=True)
             return net.step(params, memory, inputs, new_rates, implementation="xla")
         new = kernels.Tokens(inputs, new_rates, *params.values(), start, count)
-        output, after = kernels.step(kernels.Held(**held), new, net.heads, MAX_STEP, tiling=tiling)
+        output, after = kernels.step(kernels.Held(**held), new, net.heads, tiling=tiling)
         return output, after._asdict()
 
     @partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -115,7 +120,7 @@ def time_steps(args: argparse.Namespace, net: DeltaNet, peak: float | None) -> I
     print("| B | K | by | us | TB/s of one read and one write of the states | % of peak |\n|---|---|---|---|---|---|")
     size = net.num_value_heads * net.key_size * net.value_size * 4
     for batch in args.batches:
-        for tiling in tilings_of(args, STEP_TILINGS, kernels.step_tiling(net.heads)):
+        for tiling in tilings_of(args, STEP_TILINGS, kernels.step_tiling(net.heads, batch, args.num_drafts + 1)):
             seconds = step_seconds(net, batch, args.num_drafts + 1, tiling)
             rate = 2 * batch * size / seconds
             share = f"{100 * rate / peak:.0f}" if peak else "-"

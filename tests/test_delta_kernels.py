@@ -9,7 +9,7 @@ import pytest
 from lowering import compile_for_sm90, triton_kernels
 
 from pallas_kernels import delta_net as kernels
-from specjax.models.delta_net import MAX_STEP, DeltaMemory, DeltaNet, delta_rule
+from specjax.models.delta_net import MAX_STEP, NUM_SLOTS, DeltaMemory, DeltaNet, delta_rule
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
 NET = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=16, value_size=32)
@@ -33,17 +33,20 @@ def error(got, expected) -> float:
     return float(np.abs(np.asarray(got) - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("interpret", INTERPRET)
-@pytest.mark.parametrize(("dtype", "num_tokens"), [(jnp.bfloat16, 3), (jnp.float32, 7), (jnp.float32, 1)])
-def test_step(dtype, num_tokens, interpret):
-    """Rows that replay none, some and all inputs, near the begin of a sequence and where slots are used again."""
-    num_rows, num_slots = 6, NET.num_slots
-    inputs, kept = (numbers(num_rows, n, NET.channels, seed=n).astype(dtype) for n in (num_tokens, num_slots))
-    kept_rates = jnp.stack(rates(num_rows, num_slots, 4), axis=2)
+def step_operands(dtype, num_tokens):
+    """Return the operands of a step: rows that replay none, some and all tokens, and where slots are used again."""
+    num_rows = 6
+    inputs, kept = (numbers(num_rows, n, NET.channels, seed=n).astype(dtype) for n in (num_tokens, NET.num_input_slots))
     new_rates = numbers(num_rows, num_tokens, 2, 4, seed=5).astype(dtype)
+    keys = numbers(num_rows, NUM_SLOTS, 2, 16, seed=6)
     memory = DeltaMemory(
-        {"state": numbers(num_rows, 4, 16, 32), "inputs": kept, "rates": kept_rates},
+        {
+            "state": numbers(num_rows, 4, 16, 32),
+            "inputs": kept,
+            "keys": keys / jnp.linalg.norm(keys, axis=-1, keepdims=True),
+            "changes": numbers(num_rows, NUM_SLOTS, 4, 32, seed=7),
+            "decays": rates(num_rows, NUM_SLOTS, 4)[1],
+        },
         start=jnp.asarray([0, 1, 0, 60, 33, 34], jnp.int32),
         count=jnp.asarray([0, 1, 3, MAX_STEP, 2, 0], jnp.int32),
         num_tokens=jnp.full(num_rows, num_tokens, jnp.int32),
@@ -51,7 +54,15 @@ def test_step(dtype, num_tokens, interpret):
     )
     params = {"delta_conv": 0.3 * numbers(NET.channels, 1, NET.conv_size)}
     params |= {name: numbers(4, seed=i) for i, name in enumerate(("delta_decay", "delta_decay_bias"))}
+    return params, memory, inputs, new_rates
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize(("dtype", "num_tokens"), [(jnp.bfloat16, 3), (jnp.float32, 7), (jnp.float32, 1)])
+def test_step(dtype, num_tokens, interpret):
+    """Rows that replay none, some and all inputs, near the begin of a sequence and where slots are used again."""
+    params, memory, inputs, new_rates = step_operands(dtype, num_tokens)
     wide = jnp.pad(inputs, ((0, 0), (0, 0), (0, 5)), constant_values=jnp.nan)  # the numbers after the inputs
 
     @partial(jax.jit, static_argnums=0)
@@ -62,9 +73,21 @@ def test_step(dtype, num_tokens, interpret):
         expected, after = step("xla")
     got, kernel_after = step(implementation(interpret))
     assert error(got, expected) < 1e-5
-    assert error(kernel_after["state"], after["state"]) < 1e-5
-    assert error(kernel_after["rates"], after["rates"]) < 1e-5
+    for name in ("state", "keys", "changes", "decays"):
+        assert error(kernel_after[name], after[name]) < 1e-5
     np.testing.assert_array_equal(kernel_after["inputs"].astype(jnp.float32), after["inputs"].astype(jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpret", INTERPRET)
+def test_step_by_parts(interpret):
+    """A program that takes some rows of the states after the others gives as much as one that holds all of them."""
+    params, memory, inputs, new_rates = step_operands(jnp.float32, 3)
+    tokens = kernels.Tokens(inputs, new_rates, *params.values(), memory.start, memory.count)
+    run = partial(kernels.step, kernels.Held(**memory.held), tokens, NET.heads, interpret=interpret)
+    whole, parts = (run(tiling=kernels.StepTiling(32, 1, entries)) for entries in (16, 4))
+    for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        assert error(y.astype(jnp.float32), x.astype(jnp.float32)) < 1e-5
 
 
 @pytest.mark.slow
@@ -106,11 +129,12 @@ def test_compile_for_an_h100(tmp_path):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     number, half = like(4, dtype=jnp.int32), partial(like, dtype=jnp.bfloat16)
-    held = kernels.Held(like(4, 32, 128, 128), half(4, 35, CHANNELS), like(4, 35, 2, 32))
-    for num_tokens in (1, 8):
+    slots = (like(4, NUM_SLOTS, *sizes) for sizes in ((16, 128), (32, 128), (32,)))
+    held = kernels.Held(like(4, 32, 128, 128), half(4, 19, CHANNELS), *slots)
+    for num_tokens, tiling in ((1, None), (8, None), (4, kernels.step_tiling(LARGE, 64, 4))):
         new = half(4, num_tokens, CHANNELS + 4096), half(4, num_tokens, 2, 32), half(CHANNELS, 1, 4), half(32), half(32)
         tokens = kernels.Tokens(*new, number, number)
-        for kernel in triton_kernels(partial(kernels.step, heads=LARGE, most=MAX_STEP), held, tokens):
+        for kernel in triton_kernels(partial(kernels.step, heads=LARGE, tiling=tiling), held, tokens):
             assert compile_for_sm90(kernel, tmp_path).spilled_bytes == 0
     heads = like(1, 512, 16, 128)
     tokens = kernels.Prompt(heads, heads, like(1, 512, 32, 128), like(1, 512, 32), like(1, 512, 32))

@@ -1,10 +1,11 @@
 """Gated delta nets, the recurrent layers of hybrids: a mixer of the one layer, and the rows of its memory.
 
-A layer keeps one checkpoint of its state for each sequence, and beside it the inputs of recent tokens, each in the slot
-of its position modulo the number of slots. `commit` says how many inputs of the last step the sequence keeps. The next
-call first applies these to the checkpoint, and then computes its own tokens. So a rejected draft never enters a state,
-and a step writes one state, not one for each of its tokens. The new inputs have other slots than those that the call
-reads, so that a kernel writes and reads at the same time.
+A layer keeps one checkpoint of its state for each sequence, and beside it how each token of the last step changes the
+state: a decay, a key, and the vector that is added along the key. `commit` says how many tokens of that step the
+sequence keeps. The next call first applies their changes to the checkpoint, and then computes its own tokens. So a
+rejected draft never enters a state, a step writes one state, not one for each of its tokens, and no token is computed
+twice. A token has the slot of its position modulo the number of slots. The tokens of a call have other slots than those
+that the call reads, so that a kernel writes and reads at the same time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,15 @@ if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
 CHUNK = 64  # tokens that the chunk form takes at a time
-MAX_STEP = 16  # tokens of a step whose inputs a row keeps: the pending token and 15 drafts
-HEAD_AXES = {"state": 1, "inputs": 2, "rates": 3}  # of `DeltaNet.rows`, which devices may share
+MAX_STEP = 16  # tokens of a step whose changes a row keeps: the pending token and 15 drafts
+NUM_SLOTS = 2 * MAX_STEP  # of changes: of a step that may be pending, and of the next one
+HEAD_AXES = {
+    "state": 1,
+    "inputs": 2,
+    "keys": 2,
+    "changes": 2,
+    "decays": 2,
+}  # of `DeltaNet.rows`, which devices may share
 UNROLLED = 16  # up to so many rows, the substitution has no loop
 
 
@@ -40,8 +48,8 @@ class DeltaMemory:
     """The memory of one layer in a call of R rows; without `held` the rows are whole sequences, which are not kept."""
 
     held: Mapping[str, Array] | None  # of `DeltaNet.rows`, [R, ...]
-    start: Array | None = None  # [R] int32, position of the first pending input; at 0 the sequence begins
-    count: Array | None = None  # [R] int32, number of pending inputs, which the sequence keeps of the last step
+    start: Array | None = None  # [R] int32, position of the first pending token; at 0 the sequence begins
+    count: Array | None = None  # [R] int32, number of pending tokens, which the sequence keeps of the last step
     num_tokens: Array | None = None  # [R] int32, tokens of the call that stay; of a step, all its tokens
     is_step: bool = False  # whether `commit` will say which tokens stay
 
@@ -64,9 +72,9 @@ class DeltaNet:
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
     @property
-    def num_slots(self) -> int:
-        """Slots of recent inputs: of the convolution's window, of a step that may be pending, and of the next one."""
-        return self.conv_size - 1 + 2 * MAX_STEP
+    def num_input_slots(self) -> int:
+        """Slots of inputs: of the convolution's window before a step, and of the step."""
+        return self.conv_size - 1 + MAX_STEP
 
     def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
         """Return the shapes of the parameters by name."""
@@ -86,8 +94,10 @@ class DeltaNet:
         heads = self.num_value_heads
         return {
             "state": jnp.zeros((batch_size, heads, self.key_size, self.value_size), jnp.float32),
-            "inputs": jnp.zeros((batch_size, self.num_slots, self.channels), dtype),
-            "rates": jnp.zeros((batch_size, self.num_slots, 2, heads), jnp.float32),
+            "inputs": jnp.zeros((batch_size, self.num_input_slots, self.channels), dtype),
+            "keys": jnp.zeros((batch_size, NUM_SLOTS, self.num_key_heads, self.key_size), jnp.float32),
+            "changes": jnp.zeros((batch_size, NUM_SLOTS, heads, self.value_size), jnp.float32),
+            "decays": jnp.zeros((batch_size, NUM_SLOTS, heads), jnp.float32),
         }
 
     def __call__(
@@ -133,7 +143,7 @@ class DeltaNet:
     def step(
         self, params: Params, memory: DeltaMemory, inputs: Array, rates: Array, *, implementation: str | None = None
     ) -> tuple[Array, dict[str, Array]]:
-        """Replay the pending inputs of the last step, and run the tokens of this one.
+        """Apply the pending changes of the last step, and run the tokens of this one.
 
         Args:
             params: of the layer.
@@ -144,27 +154,28 @@ class DeltaNet:
 
         Returns:
             The outputs of the tokens [R, T, heads, size] float32, and the layer's rows: the state after the pending
-            inputs alone, and the inputs and rates of the tokens in their slots.
+            changes alone, and the inputs and changes of the tokens in their slots.
 
         Raises:
             NotImplementedError: if the named implementation does not support the sizes.
         """
 
         def by_xla(memory: DeltaMemory, new: kernels.Tokens) -> tuple[Array, dict[str, Array]]:
-            held, inputs = memory.held, new.inputs[..., : self.channels]
-            assert held is not None and memory.start is not None and memory.count is not None
-            before = self._replayed(new.weight, memory)
+            held, position = memory.held, _position(memory)
+            state, inputs = self._replayed(memory), new.inputs[..., : self.channels]
+            query, key, value = self._convolved(new.weight, self._window(memory), inputs)
             rates = _rates(new.rates, new.decay, new.bias)
-            kept = {
-                "state": before[0],
-                "inputs": _written(held["inputs"], memory.start + memory.count, inputs),
-                "rates": _written(held["rates"], memory.start + memory.count, rates),
-            }
-            return self._run(new.weight, before, inputs, rates, memory.num_tokens)[0], kept
+            parts = _by_heads(query, key, value, rates[:, :, 0], rates[:, :, 1])
+            with jax.default_matmul_precision("highest"):
+                output, changes = (x.swapaxes(1, 2) for x in _output_and_changes(state, parts))
+            assert held is not None
+            written = {"inputs": inputs, "keys": key, "changes": changes, "decays": rates[:, :, 1]}
+            kept = {name: _written(held[name], position, entries) for name, entries in written.items()}
+            return output, {**kept, "state": state}
 
         def by_kernel(memory: DeltaMemory, new: kernels.Tokens, *, interpret: bool) -> tuple[Array, dict[str, Array]]:
             assert memory.held is not None
-            output, held = kernels.step(kernels.Held(**memory.held), new, self.heads, MAX_STEP, interpret=interpret)
+            output, held = kernels.step(kernels.Held(**memory.held), new, self.heads, interpret=interpret)
             return output, held._asdict()
 
         vectors = params["delta_decay"], params["delta_decay_bias"]
@@ -181,32 +192,57 @@ class DeltaNet:
         self, weight: Array, memory: DeltaMemory, inputs: Array, rates: Array
     ) -> tuple[Array, dict[str, Array] | None]:
         """Run tokens of prompts; return the outputs [R, T, heads, size], and the layer's rows where they are kept."""
-        held, start, count, num_tokens = memory.held, memory.start, memory.count, memory.num_tokens
+        held, num_tokens = memory.held, memory.num_tokens
         if held is None:
             nothing, number = self.rows(len(inputs), inputs.dtype), jnp.full(len(inputs), inputs.shape[1], jnp.int32)
             before = nothing["state"], nothing["inputs"][:, : self.conv_size - 1]
             return self._run(weight, before, inputs, rates, number)[0], None
-        assert start is not None and count is not None and num_tokens is not None
-        output, (state, window) = self._run(weight, self._replayed(weight, memory), inputs, rates, num_tokens)
-        first = start + count + num_tokens - window.shape[1]
+        assert num_tokens is not None, "calls that keep rows have it"
+        before = self._replayed(memory), self._window(memory)
+        output, (state, window) = self._run(weight, before, inputs, rates, num_tokens)
+        first = _position(memory) + num_tokens - window.shape[1]
         return output, {**held, "state": state, "inputs": _written(held["inputs"], first, window)}
 
-    def _replayed(self, weight: Array, memory: DeltaMemory) -> tuple[Array, Array]:
-        """Return the state and the window after the pending inputs of the last step."""
+    def _replayed(self, memory: DeltaMemory) -> Array:
+        """Return the state after the pending changes of the last step."""
         held, start, count = memory.held, memory.start, memory.count
         assert held is not None and start is not None and count is not None, "only a call that keeps its rows replays"
-        size = self.conv_size - 1
-        line = _read(held["inputs"], start - size, size + MAX_STEP)
+        exists = jnp.arange(MAX_STEP, dtype=jnp.int32)[None] < count[:, None]
+        keys, changes, decays = (
+            jnp.where(
+                exists.reshape(*exists.shape, *[1] * (held[name].ndim - 2)), _read(held[name], start, MAX_STEP), 0
+            )
+            for name in ("keys", "changes", "decays")
+        )
+        total = jnp.cumsum(decays, axis=1)
+        left = jnp.exp(total[:, -1:] - total)[..., None]
+        keys = jnp.repeat(keys, self.num_value_heads // self.num_key_heads, axis=2)
+        added = jnp.einsum("rthk,rthv->rhkv", keys, changes * left, precision="highest")
         state = jnp.where((start == 0)[:, None, None, None], 0, held["state"])
-        rates = _read(held["rates"], start, MAX_STEP)
-        return self._run(weight, (state, line[:, :size]), line[:, size:], rates, count)[1]
+        return state * jnp.exp(total[:, -1])[..., None, None] + added
+
+    def _window(self, memory: DeltaMemory) -> Array:
+        """Return the inputs before the tokens of a call that the convolution reads."""
+        assert memory.held is not None, "only a call that keeps its rows has inputs before"
+        size = self.conv_size - 1
+        return _read(memory.held["inputs"], _position(memory) - size, size)
 
     def _run(
-        self, weight: Array, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array | None
+        self, weight: Array, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array
     ) -> tuple[Array, tuple[Array, Array]]:
         """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state and window after."""
-        assert count is not None, "calls that keep rows have it"
         state, window = before
+        query, key, value = self._convolved(weight, window, inputs)
+        stays = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < count[:, None]
+        rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
+        # The kernels of chunks multiply in TF32, which has fewer digits than inputs of float32.
+        implementation = "xla" if inputs.dtype == jnp.float32 else None
+        beta, g = rates[:, :, 0], rates[:, :, 1]
+        output, state = delta_rule(state, query, key, value, beta, g, implementation=implementation)
+        return output, (state, _window_after(window, inputs, count))
+
+    def _convolved(self, weight: Array, window: Array, inputs: Array) -> tuple[Array, Array, Array]:
+        """Return queries and keys [R, T, key heads, size] and values [R, T, heads, size] of inputs after a window."""
         num_rows, num_tokens = inputs.shape[:2]
         line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
         weight = weight[:, 0].astype(jnp.float32)
@@ -215,14 +251,7 @@ class DeltaNet:
         width = self.num_key_heads * self.key_size
         query, key, value = jnp.split(mixed, [width, 2 * width], axis=-1)
         query, key = (_unit(x.reshape(num_rows, num_tokens, -1, self.key_size)) for x in (query, key))
-        value = value.reshape(num_rows, num_tokens, -1, self.value_size)
-        stays = jnp.arange(num_tokens, dtype=jnp.int32)[None] < count[:, None]
-        rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
-        # The kernels of chunks multiply in TF32, which has fewer digits than inputs of float32.
-        implementation = "xla" if inputs.dtype == jnp.float32 else None
-        query, beta, g = query * self.key_size**-0.5, rates[:, :, 0], rates[:, :, 1]
-        output, state = delta_rule(state, query, key, value, beta, g, implementation=implementation)
-        return output, (state, _window_after(window, inputs, count))
+        return query * self.key_size**-0.5, key, value.reshape(num_rows, num_tokens, -1, self.value_size)
 
 
 def _window_after(window: Array, inputs: Array, count: Array) -> Array:
@@ -230,6 +259,12 @@ def _window_after(window: Array, inputs: Array, count: Array) -> Array:
     line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
     places = count[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(line, places[:, :, None], axis=1).astype(window.dtype)
+
+
+def _position(memory: DeltaMemory) -> Array:
+    """Return the position [R] of the first token of a call."""
+    assert memory.start is not None and memory.count is not None, "calls that keep rows have both"
+    return memory.start + memory.count
 
 
 def _slots(first: Array, number: int, num_slots: int) -> Array:
@@ -308,18 +343,15 @@ def delta_rule(
 
 def _delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Array, g: Array) -> tuple[Array, Array]:
     """Apply the rule by XLA."""
-    share = value.shape[2] // key.shape[2]
-    query, key = jnp.repeat(query, share, axis=2), jnp.repeat(key, share, axis=2)
     num_tokens = query.shape[1]
     size = min(CHUNK, num_tokens)
     padding = -num_tokens % size
 
     def chunked(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
-        x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(x, 3, 1), 2, 0)  # [chunks, R, H, size, ...]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), *[(0, 0)] * (x.ndim - 3)))
+        return jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)  # [chunks, R, H, size, ...]
 
-    parts = tuple(map(chunked, (query, key, value, beta, g)))
+    parts = tuple(map(chunked, _by_heads(query, key, value, beta, g)))
     with jax.default_matmul_precision("highest"):
         if parts[0].shape[0] == 1:
             state, output = _chunk(state, tuple(part[0] for part in parts))
@@ -332,8 +364,24 @@ def _delta_rule(state: Array, query: Array, key: Array, value: Array, beta: Arra
     return output.reshape(output.shape[0], -1, *output.shape[3:])[:, :num_tokens], state
 
 
+def _by_heads(query: Array, key: Array, *others: Array) -> tuple[Array, ...]:
+    """Return arrays of heads and tokens [R, H, T, ...] of [R, T, H, ...]; consecutive heads share queries and keys."""
+    share = others[0].shape[2] // key.shape[2]
+    query, key = jnp.repeat(query, share, axis=2), jnp.repeat(key, share, axis=2)
+    return tuple(x.swapaxes(1, 2) for x in (query, key, *others))
+
+
 def _chunk(state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
     """Return the state after a chunk and its outputs, from query, key, value [R, H, C, D], beta and g [R, H, C]."""
+    output, changes = _output_and_changes(state, parts)
+    _, key, *_, g = parts
+    total = jnp.cumsum(g, axis=-1)
+    left = jnp.exp(total[..., -1:] - total)[..., None]
+    return state * jnp.exp(total[..., -1])[..., None, None] + (key * left).swapaxes(-1, -2) @ changes, output
+
+
+def _output_and_changes(state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Return the outputs of a chunk and the vectors [R, H, C, D] that are added to the state along its keys."""
     query, key, value, beta, g = parts
     size = g.shape[-1]
     total = jnp.cumsum(g, axis=-1)
@@ -342,12 +390,8 @@ def _chunk(state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
     scaled = key * beta[..., None]
     system = jnp.where(is_before & ~jnp.eye(size, dtype=bool)[None, None], scaled @ key.swapaxes(-1, -2) * decay, 0)
     grown = jnp.exp(total)[..., None]
-    right = value * beta[..., None] - (scaled * grown) @ state
-    new = _solved(system, right)
-    output = (query * grown) @ state + (query @ key.swapaxes(-1, -2) * decay) @ new
-    left = jnp.exp(total[..., -1:] - total)[..., None]
-    state = state * jnp.exp(total[..., -1])[..., None, None] + (key * left).swapaxes(-1, -2) @ new
-    return state, output
+    changes = _solved(system, value * beta[..., None] - (scaled * grown) @ state)
+    return (query * grown) @ state + (query @ key.swapaxes(-1, -2) * decay) @ changes, changes
 
 
 def _solved(system: Array, right: Array) -> Array:
@@ -376,14 +420,14 @@ class InitRows:
 
     def __call__(self, batch_size: int) -> PyTree:
         return {
-            "count": jnp.zeros(batch_size, jnp.int32),  # pending inputs, which the sequence keeps of the last step
+            "count": jnp.zeros(batch_size, jnp.int32),  # pending tokens, which the sequence keeps of the last step
             "start": jnp.zeros(batch_size, jnp.int32),  # position of the first of them, or of the next token
             "layers": [mixer.rows(batch_size, self.dtype) for _, mixer in self.mixers],
         }
 
 
 def commit(memory: Memory, inputs: ModelInput, path: Array, count: Array) -> Memory:
-    """Keep `count` [R] inputs of the last step, as `Model.commit` does; the next call applies them."""
+    """Keep `count` [R] tokens of the last step, as `Model.commit` does; the next call applies them."""
     part = memory.take(inputs.rows)
     kept = part.rows | {
         "count": count.astype(jnp.int32),
@@ -393,7 +437,7 @@ def commit(memory: Memory, inputs: ModelInput, path: Array, count: Array) -> Mem
 
 
 def _pending(inputs: ModelInput, rows: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Return the position of the first pending input and their number [R] int32, both 0 where a call begins a row."""
+    """Return the position of the first pending token and their number [R] int32, both 0 where a call begins a row."""
     begins = (inputs.positions[:, 0] == 0) & (inputs.counts > 0)
     return jnp.where(begins, 0, rows["start"]), jnp.where(begins, 0, rows["count"])
 
