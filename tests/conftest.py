@@ -101,7 +101,7 @@ def programs_when_used():
         patch.setattr(Slots, "compile", lambda *args: None)
         patch.setattr(garbage, "leave_out", lambda: None)  # a search of all objects takes as long as most tests
         patch.setattr(garbage, "take_back", lambda: None)
-        patch.setattr(_Device, "compiling_steps", lambda *args: nullcontext())
+        patch.setattr(_Device, "compiling_programs", lambda *args: nullcontext())
         yield compile_all
 
 
@@ -111,7 +111,7 @@ def all_programs(programs_when_used, monkeypatch):
     for use, of_use in SIZES.items():
         monkeypatch.setitem(sizes.SIZES, use, of_use)
     monkeypatch.setattr(Slots, "compile", programs_when_used)
-    monkeypatch.setattr(_Device, "compiling_steps", Slots.compiling_steps)
+    monkeypatch.setattr(_Device, "compiling_programs", Slots.compiling_programs)
 
 
 @pytest.fixture

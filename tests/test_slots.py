@@ -510,8 +510,8 @@ def test_nothing_is_compiled_after_the_start(target, in_pages, caplog):
         slots = make_slots(target, make_proposer("ngram", None), in_pages, num_slots=4)  # as in no other test
         slots.compile(CHUNK, [NUM_TILES * TILE])
     assert [getattr(record, "programs", None) for record in caplog.records] == [*((i, 8) for i in range(9)), None]
-    # The steps are compiled while others are traced.
-    assert (start.number, start.number_in_threads) == (9, 4)
+    # Steps, and calls that feed prompts, are compiled while others are traced.
+    assert (start.number, start.number_in_threads) == (9, 6)
     with Compilations() as later:
         host = Host(slots, jobs, 5, in_pages)
         host.run()

@@ -263,7 +263,7 @@ class _Device(Slots):
         self.compiling = Compiling()
         with self.compiling.counted():
             super().__init__(*args, **options)
-        with self.compiling.counted(), self.compiling_steps(self._steps(), lambda *_: nullcontext()):
+        with self.compiling.counted(), self.compiling_programs(self._steps(), lambda *_: nullcontext()):
             self.evict([])
 
     def _first(self, *call: Hashable) -> AbstractContextManager[None]:

@@ -73,6 +73,13 @@ class StepProgram(NamedTuple):
     prompts: Chunk | None = None  # of a mixed step, of which the sizes alone count
 
 
+class PromptProgram(NamedTuple):
+    """The arguments of `Slots.prefill` that decide which program runs."""
+
+    prompts: Chunk  # of which the sizes alone count
+    log_probs: bool = False
+
+
 class Slots:
     """A state on a device, and the calls that change it, each compiled once for all slots and requests.
 
@@ -163,26 +170,21 @@ class Slots:
             uses: the pairs of `use` and `log_probs` that calls are compiled for, as `step` takes them; None is every
                 pair. Others are compiled where they are first made.
         """
-        token = np.zeros(1, np.int32)
-        row = request(self.state, token, np.zeros(2, np.uint32), neutral(self.capacities))
+        row = request(self.state, np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities))
         steps = self._steps()
         if uses is not None:  # steps of some slots and mixed ones have one program for all uses
             has_one = [step.rows is not None or step.prompts is not None for step in steps]
             each = zip(steps, has_one, strict=True)
             steps = [step for step, is_one in each if is_one or (step.use, step.log_probs) in uses]
         sizes_to_feed = () if self._held is None else self.step_sizes
-        of_chunks = [(size, False) for size in prompt_sizes or (chunk_size,)]
+        sizes = sorted(prompt_sizes or (chunk_size,), reverse=True)  # the longest to compile first
+        of_prompts = [PromptProgram(self._no_prompts(size)) for size in sizes]
         if uses is None or any(log_probs for _, log_probs in uses):
-            of_chunks.append((chunk_size, True))
+            of_prompts.append(PromptProgram(self._no_prompts(chunk_size), log_probs=True))
         with (
-            Programs(2 + 2 * self.keeps_rows + sum(map(len, (of_chunks, steps, sizes_to_feed)))) as programs,
-            self.compiling_steps(steps, programs.making),
+            Programs(2 + 2 * self.keeps_rows + sum(map(len, (of_prompts, steps, sizes_to_feed)))) as programs,
+            self.compiling_programs([*steps, *of_prompts], programs.making),
         ):
-            for size, log_probs in of_chunks:
-                with programs.making(name_of_chunks(size, log_probs=log_probs)):
-                    num_tiles, tile = self.tiles_of(size)
-                    chunk = chunk_at(token, 0, tile, self.no_features)
-                    self.prefill([0], [chunk], num_tiles, tile, log_probs=log_probs)
             if self.keeps_rows:
                 with programs.making("states of prompts are kept"):
                     kept = self.kept(0)
@@ -197,22 +199,22 @@ class Slots:
                     self.feed(self._no_rows(size) if size < self.num_slots else None)
 
     @contextmanager
-    def compiling_steps(
-        self, steps: Sequence[StepProgram], making: Callable[..., AbstractContextManager]
+    def compiling_programs(
+        self, programs: Sequence[StepProgram | PromptProgram], making: Callable[..., AbstractContextManager]
     ) -> Iterator[None]:
-        """Compile programs of `step` in other threads, on CPUs while the context does something else.
+        """Compile programs in other threads, on CPUs while the context does something else.
 
         Args:
-            steps: the programs.
+            programs: the programs.
             making: function of the name of a program, and of the seconds that it has taken, which returns a context for
                 the rest of the compilation, such as `Programs.making`.
         """
         if jax.process_count() > 1:  # processes need one order
             yield
-            self._run_steps(steps, making)
+            self._run_once(programs, making)
             return
 
-        def compile_step(name: str, lowered: jax.stages.Lowered, seconds: float) -> None:
+        def compile_program(name: str, lowered: jax.stages.Lowered, seconds: float) -> None:
             with making(name, seconds):
                 lowered.compile()
 
@@ -221,22 +223,27 @@ class Slots:
             yield
         with ThreadPoolExecutor(COMPILED_AT_A_TIME, "specjax compiler") as executor:
             compiled = []
-            for program in steps:
+            for program in programs:
                 start = time.perf_counter()
                 lowered = self._pass_to(program, lambda function: function.lower)
                 seconds = time.perf_counter() - start
-                compiled.append(executor.submit(compile_step, self._name_of(program), lowered, seconds))
+                compiled.append(executor.submit(compile_program, self._name_of(program), lowered, seconds))
             if on_cpu:
                 yield
             for future in compiled:
                 future.result()
         if not on_cpu:  # a first run prepares more
-            self._run_steps(steps, lambda name: nullcontext())
+            self._run_once(programs, lambda name: nullcontext())
 
-    def _run_steps(self, steps: Sequence[StepProgram], making: Callable[[str], AbstractContextManager]) -> None:
-        """Run each program of `step` once."""
-        for program in steps:
+    def _run_once(
+        self, programs: Sequence[StepProgram | PromptProgram], making: Callable[[str], AbstractContextManager]
+    ) -> None:
+        """Run each program once."""
+        for program in programs:
             with making(self._name_of(program)):
+                if isinstance(program, PromptProgram):
+                    self.prefill([], [], *self.tiles_of(program.prompts.following.size), log_probs=program.log_probs)
+                    continue
                 if program.prompts is not None:
                     self.mixed_step((self._size_of(program), program.prompts.following.size), [], [], [])
                     continue
@@ -250,7 +257,9 @@ class Slots:
     def _size_of(self, program: StepProgram) -> int:
         return self.num_slots if program.rows is None else len(program.rows)
 
-    def _name_of(self, program: StepProgram) -> str:
+    def _name_of(self, program: StepProgram | PromptProgram) -> str:
+        if isinstance(program, PromptProgram):
+            return name_of_chunks(program.prompts.following.size, log_probs=program.log_probs)
         size = self._size_of(program)
         k = self.draft_lengths[0] if program.num_draft_tokens is None else program.num_draft_tokens
         name = name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, k, self.draft_lengths)
@@ -267,8 +276,11 @@ class Slots:
             programs.append(StepProgram(num_draft_tokens=k, log_probs=True))
         for size, num_tokens in self.mixed_sizes:
             rows = self._no_rows(size) if size < self.num_slots else None
-            programs.append(StepProgram(MIXED_USE, rows=rows, prompts=self._packed([], [], *self.tiles_of(num_tokens))))
+            programs.append(StepProgram(MIXED_USE, rows=rows, prompts=self._no_prompts(num_tokens)))
         return programs
+
+    def _no_prompts(self, num_tokens: int) -> Chunk:
+        return self._packed([], [], *self.tiles_of(num_tokens))
 
     def _no_rows(self, size: int) -> np.ndarray:
         return np.full(size, self.num_slots, np.int32)
@@ -369,13 +381,8 @@ class Slots:
         Returns:
             The features of the last token of each chunk, then others, and the log-probabilities [1, C, ...].
         """
-        self.state, features, entries = _prefill_chunk(
-            self.model,
-            self.proposer,
-            self.state,
-            self._packed(slots, chunks, num_tiles, chunks[0].following.shape[1] if size is None else size),
-            num_logprobs=self.capacities.logprobs if log_probs else None,
-        )
+        prompts = self._packed(slots, chunks, num_tiles, chunks[0].following.shape[1] if size is None else size)
+        self.state, features, entries = self._pass_to(PromptProgram(prompts, log_probs))
         return features, entries
 
     def _packed(self, slots: Sequence[int], chunks: Sequence[Chunk], num_tiles: int, width: int) -> Chunk:
@@ -447,15 +454,19 @@ class Slots:
         self.state = _feed_held(self.proposer, self.state, held.features, held.counts, rows)
         held.clear()
 
-    def _pass_to(self, program: StepProgram, form: Callable[[Any], Callable] = lambda function: function) -> Any:
+    def _pass_to(
+        self, program: StepProgram | PromptProgram, form: Callable[[Any], Callable] = lambda function: function
+    ) -> Any:
         """Call the function of a program, in a form such as `function.lower`, with the arguments of the program."""
+        models, num_logprobs = (self.model, self.proposer), self.capacities.logprobs if program.log_probs else None
+        if isinstance(program, PromptProgram):
+            return form(_prefill_chunk)(*models, self.state, program.prompts, num_logprobs=num_logprobs)
         rows, k, held = program.rows, program.num_draft_tokens, self._held
         options: dict[str, Any] = {"verifier": self.verifier, "scorer": self._scorer}
         if program.prompts is not None:
-            models = self.model, self.proposer
             return form(_mixed_step)(*models, self.state, program.prompts, rows, use=MIXED_USE, **options)
         options["use"] = Needs.EVERYTHING if program.log_probs else program.use
-        options["num_logprobs"] = self.capacities.logprobs if program.log_probs else None
+        options["num_logprobs"] = num_logprobs
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
             raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
         if held is not None and k == 0:
