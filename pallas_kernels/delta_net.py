@@ -335,7 +335,7 @@ def _add(keys: list[Array], changes: list[Array], state: Array) -> Array:
 
 
 def _sums(keys: list[tuple[Array, Array]], state: Array, before: list[Array]) -> list[Array]:
-    """Return queries and keys of tokens times rows of a state, one after the other, added to the sums of rows before."""
+    """Return queries and keys of tokens times rows of a state, in turn, added to the sums of rows before."""
     own = [jnp.sum(x[:, None] * state, axis=0) for token in keys for x in token]
     return [x + y for x, y in zip(before, own, strict=True)] if before else own
 

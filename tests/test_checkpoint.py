@@ -453,6 +453,30 @@ def test_unexpected_dtype(tmp_path, dtype):
         load(write(tmp_path, CONFIG, tensors))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "stored", "wanted"),
+    [
+        (K_PROJ, -np.nan, "bfloat16", "float32"),
+        (K_PROJ, 1e5, "float32", "float16"),
+        ("model.embed_tokens.weight", -np.inf, "float16", "float32"),
+        ("model.norm.weight", np.inf, "bfloat16", "bfloat16"),
+    ],
+)
+def test_numbers_must_be_finite(tmp_path, name, value, stored, wanted):
+    tensors = {key: tensor.astype(jnp.dtype(stored)) for key, tensor in make_tensors(CONFIG).items()}
+    tensors[name].flat[5] = value
+    with pytest.raises(ValueError, match=f"tensor {name} in .* must have finite numbers of {wanted}, got NaN, inf"):
+        load(write(tmp_path, CONFIG, tensors), wanted)
+
+
+def test_bits_of_finite_floats():
+    for dtype in map(jnp.dtype, ("float16", "bfloat16")):
+        every = np.arange(2**16, dtype=np.uint16).view(dtype)
+        is_finite = np.isfinite(every.astype(np.float32))
+        assert tensors._are_finite(every[is_finite])
+        assert not any(map(tensors._are_finite, every[~is_finite][:, None]))
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_stored_head_must_equal_the_embedding_it_is_tied_to(tmp_path, is_same):
     tensors = make_tensors(CONFIG)

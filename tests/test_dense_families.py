@@ -8,6 +8,7 @@ import pytest
 from families import ALL, write
 
 from specjax.models import load
+from specjax.models.rope import YarnScaling
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
     "old": lambda name: f"language_model.{name}",
@@ -19,6 +20,8 @@ CASES = {
     "ministral3": "mistral3",
     "mistral": "mistral3",
 }  # model_type, by the case of the text part
+TYPES = ["sliding_attention", "full_attention"]
+BETA = {"rope_type": "default", "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -35,7 +38,7 @@ def test_images_are_left_out(case, prefix, tmp_path):
 @pytest.mark.parametrize(
     ("case", "change"),
     [
-        ("gemma3", {"sliding_window_pattern": None, "_sliding_window_pattern": 2}),  # as Gemma 3 270M has it
+        ("gemma3", {"sliding_window_pattern": None, "_sliding_window_pattern": 3, "layer_types": TYPES}),  # as 270M
         ("gemma4", {"global_head_dim": None, "per_layer_config": {"1": {"head_dim": 24, "num_key_value_heads": 1}}}),
     ],
 )
@@ -96,7 +99,22 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type in .* must be .*'longrope'"),
         ("phi4_mini", {"partial_rotary_factor": 1.5}, "partial_rotary_factor in .* must be at most 1, got 1.5"),
-        ("ministral3", {"rope_parameters": None}, "must have the field rope_parameters.llama_4_scaling_beta"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "must have the field rope_parameters.llama_4_scaling_beta",
+        ),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "layer_types in .* must be absent or 'full_attention'"),
+        (
+            "phi4_mini",
+            {"partial_rotary_factor": 0.7},
+            "partial_rotary_factor in .* must turn an even number of the 8 .*, got 5",
+        ),
+        (
+            "gemma3",
+            {"sliding_window_pattern": None, "_sliding_window_pattern": 2},
+            "_sliding_window_pattern .* must be 6",
+        ),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in .* must be absent"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention in .* must be False"),
         ("gemma3", {"layer_types": ["full_attention", "linear"]}, "layer_types in .* must be 2 times"),
@@ -112,6 +130,20 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
     (directory / "config.json").write_text(json.dumps(ALL[case] | change))
     with pytest.raises(ValueError, match=message):
         load(directory)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "theta", "scaling", "windows"),
+    [
+        ("smollm3_window", {"sliding_window": None}, 500.0, None, (None, None)),
+        ("ministral3", {"rope_parameters": None}, 1e6, YarnScaling(16.0, 16384, 1e6), (5, 5)),
+        ("ministral3", {"rope_parameters": BETA, "rope_theta": None}, 1e4, None, (5, 5)),
+    ],
+)
+def test_defaults_of_transformers(case, change, theta, scaling, windows, tmp_path):
+    fields = {name: x for name, x in (ALL[case] | change).items() if x is not None}
+    config = load(write(tmp_path / "model", case, config=fields)).apply.config
+    assert (config.rope_theta, config.rope_scaling, config.windows) == (theta, scaling, windows)
 
 
 def test_phi_has_an_original_length(tmp_path):

@@ -160,6 +160,31 @@ def test_codes_of_a_file_are_not_rounded_again(tmp_path, rng):
         models.load(path, quantization="int8")
 
 
+def test_linear_scaling():
+    """As llama.cpp reads it: a file without a type has this one."""
+    from specjax.models.gguf.config import _scaling
+    from specjax.models.gguf.fields import Fields
+    from specjax.models.gguf.header import Header
+
+    def scaling(tensors=None, **fields):
+        fields = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+        return _scaling(Fields(Header("model.gguf", fields | {"general.architecture": "llama"}, tensors or {})), 8, ())
+
+    assert scaling(factor=4.0) == scaling(factor=4.0, type="linear") == {"rope_type": "linear", "factor": 4.0}
+    assert scaling(factor=4.0, type="none") is None
+    with pytest.raises(ValueError, match=r"llama.rope.scaling.factor in .* must be 1 or absent beside .* got 4.0"):
+        scaling({"rope_freqs.weight": ()}, factor=4.0)
+
+
+def test_tokens_that_end_a_sequence():
+    from specjax.models.gguf.config import settings_of
+    from specjax.models.gguf.header import Header
+
+    ids = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("eos", "eot", "eom"))}
+    settings = settings_of(Header("model.gguf", ids | {"tokenizer.ggml.tokens": ["a", "b", "c", "d"]}, {}))
+    assert settings["generation_config.json"] == {"eos_token_id": [0, 1, 2]}
+
+
 def test_byte_level_tokenizers():
     from specjax.models.gguf.header import Header
     from specjax.models.gguf.tokenizer import tokenizer_of

@@ -173,6 +173,19 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
         load(directory)
 
 
+def test_an_empty_table_is_as_none(tmp_path):
+    config = load(write(tmp_path / "model", "gpt_oss", config=ALL["gpt_oss"] | {"rope_scaling": {}})).apply.config
+    assert config.rope_scaling.factor == 32.0
+
+
+def test_windows_of_mixtures(tmp_path):
+    """In transformers, gpt-oss has another default, and Qwen3-MoE does not read max_window_layers."""
+    fields = {name: value for name, value in ALL["gpt_oss"].items() if name != "sliding_window"}
+    assert load(write(tmp_path / "gpt_oss", "gpt_oss", config=fields)).apply.config.windows == (128, None)
+    fields = ALL["qwen3_moe"] | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    assert load(write(tmp_path / "qwen3_moe", "qwen3_moe", config=fields)).apply.config.windows == (5, 5)
+
+
 @pytest.mark.parametrize(
     ("case", "absent", "theta", "scaling"),
     [

@@ -1,15 +1,28 @@
 """How heads turn in rows that are longer than the training had, and layers with different rotations."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from families import GOLDENS, LLAMA, NUM_TOKENS, TWO_BASES, write
+from families import GOLDENS, LLAMA, LLAMA3_SCALING, LONGROPE, NUM_TOKENS, TWO_BASES, YARN, write
 from test_families import TOLERANCE, difference, incremental_logits
 
 from specjax.models import load
 from specjax.models.config_file import ConfigFile
+from specjax.models.families import ropes
 from specjax.models.families.llama import config_of
 from specjax.models.layer import LayerConfig
-from specjax.models.rope import DynamicScaling, LongRopeScaling, ProportionalScaling, Rope, frequencies, rotation
+from specjax.models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+    frequencies,
+    rotation,
+)
 
 POSITIONS = np.array([[0, 3, 40]], np.int32)
 
@@ -52,3 +65,96 @@ def test_heads_refuse_kinds_that_depend_on_the_length(tmp_path):
     fields = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     with pytest.raises(ValueError, match=r"rope_scaling\.rope_type in .* must be 'default' or .*, got 'dynamic'"):
         config_of(ConfigFile(tmp_path, fields), (LayerConfig(),))
+
+
+NULLS = [  # of a table of YaRN, with what they change in `SCALED`
+    ({"truncate": None}, {"truncate": False}),
+    ({"beta_fast": None}, {"beta_fast": 32.0}),
+    ({"beta_slow": None}, {"beta_slow": 1.0}),
+    ({"mscale": None}, {"magnitude": 0.1 * math.log(4) + 1}),
+    ({"attention_factor": None}, {}),
+    ({"factor": None}, {"factor": 6.0, "magnitude": (0.2 * math.log(6) + 1) / (0.05 * math.log(6) + 1)}),
+]
+TABLE = YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": True, "beta_slow": 0.5}
+SCALED = YarnScaling(4.0, 16, 1e4, 2.0, 0.5, True, (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
+
+
+@pytest.mark.parametrize(("change", "expected"), NULLS)
+def test_nulls_in_a_table(change, expected, tmp_path):
+    config = ConfigFile(tmp_path, {"rope_parameters": TABLE | change, "max_position_embeddings": 96})
+    assert ropes.read(config, 8) == Rope(1e4, replace(SCALED, **expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [change for change, _ in NULLS])
+def test_nulls_are_those_of_transformers(change, tmp_path):
+    pytest.importorskip("torch")
+    import reference
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    table = TABLE | change | {"original_max_position_embeddings": 500}  # else rounding changes nothing
+    fields = LLAMA | {"rope_parameters": table, "max_position_embeddings": 3000}
+    theirs = LlamaRotaryEmbedding(reference.config(fields | {"model_type": "llama"}))
+    ours = ropes.read(ConfigFile(tmp_path, fields), 8)
+    np.testing.assert_allclose(ours.scaling(frequencies(8, ours.theta)), theirs.inv_freq, rtol=1e-5)
+    assert ours.scaling.magnitude == pytest.approx(theirs.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    ("table", "beside", "name"),
+    [
+        (YARN | {"original_max_position_embeddings": None}, {}, "rope_scaling.original_max_position_embeddings"),
+        (LLAMA3_SCALING, {"original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        (LONGROPE | {"rope_theta": None}, {"rope_theta": 500.0}, "rope_scaling.rope_theta"),
+        (YARN, {"rope_theta": None}, "rope_theta"),
+        (YARN | {"rope_type": None, "type": "yarn"}, {}, "rope_scaling.rope_type"),
+        (YARN | {"partial_rotary_factor": None}, {}, "rope_scaling.partial_rotary_factor"),
+    ],
+)
+def test_nulls_that_transformers_does_not_take(table, beside, name, tmp_path):
+    fields = {"rope_scaling": table, "max_position_embeddings": 96} | beside
+    with pytest.raises(ValueError, match=rf"^{name} in .* must be absent or have a value, got null"):
+        ropes.read(ConfigFile(tmp_path, fields), 8)
+
+
+def test_a_null_beside_the_table_turns_whole_heads(tmp_path):
+    fields = {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default"}}
+    assert ropes.read(ConfigFile(tmp_path, fields), 8, rotary_factor=0.5) == Rope()
+    assert ropes.read(ConfigFile(tmp_path, {}), 8, rotary_factor=0.5) == Rope(size=4)
+
+
+THETAS = {"full_attention": 10.0, "sliding_attention": 20.0}
+
+
+def test_bounds_of_yarn_in_the_wrong_order():
+    """The ramp then falls, as in transformers."""
+    found = YarnScaling(4.0, 512, 1e4, 0.5, 8.0)(np.ones(8, np.float32))
+    np.testing.assert_allclose(found, [0.25] * 4 + [1.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "local", "full", "sliding"),
+    [
+        ({"rope_theta": 5.0}, None, Rope(5.0), Rope(20.0)),
+        ({"rope_theta": 5.0, "rope_local_base_freq": 6.0}, "rope_local_base_freq", Rope(5.0), Rope(6.0)),
+        ({"rope_theta": 5.0, "rope_parameters": {"full_attention": None}}, None, Rope(5.0), Rope(20.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None, Rope(10.0, LinearScaling(2.0)), Rope(20.0)),
+        (
+            {"rope_scaling": YARN | {"truncate": None}, "original_max_position_embeddings": 8},
+            None,
+            Rope(10.0, YarnScaling(4.0, 16, 10.0, 2.0, 1.0, True, 0.1 * math.log(4) + 1)),
+            Rope(20.0),
+        ),
+    ],
+)
+def test_tables_by_the_type_of_layers(fields, local, full, sliding, tmp_path):
+    """As in transformers, rope_theta is of full layers alone, and the last case has two fields that are not read."""
+    config = ConfigFile(tmp_path, fields | {"max_position_embeddings": 96})
+    found = ropes.read_types(config, dict.fromkeys(ropes.TYPES, 8), THETAS, local=local)
+    assert found == {"full_attention": full, "sliding_attention": sliding}
+
+
+def test_bounds_that_tables_by_type_cannot_say(tmp_path):
+    fields = {"rope_parameters": {"full_attention": YARN}, "max_position_embeddings": 96}
+    with pytest.raises(ValueError, match=r"rope_parameters.full_attention.truncate in .* must be True, the only"):
+        ropes.read_types(ConfigFile(tmp_path, fields), dict.fromkeys(ropes.TYPES, 8), THETAS)

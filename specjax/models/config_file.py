@@ -171,6 +171,12 @@ class ConfigFile:
         """Return None if the field is null, else `default`: for a field whose null differs from its absence."""
         return None if name in self.fields and self.fields[name] is None else default
 
+    def refuse_null(self, *names: str) -> None:
+        """Raise ValueError for a field that is null, where that is not the absence of the field."""
+        for name in names:
+            if name in self.fields and self.fields[name] is None:
+                raise ValueError(f"{self.where(name)} must be absent or have a value, got null")
+
     def only(self, name: str, supported: bool | float | str) -> None:
         """Raise ValueError unless the field is absent or has the supported value."""
         value = self._read(name)

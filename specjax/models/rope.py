@@ -102,7 +102,7 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
-        high = high if high > low else low + 0.001
+        high = high if high != low else low + 0.001
         divided = jnp.clip((jnp.arange(size // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
         return frequency * (1 - divided) + frequency / self.factor * divided
 

@@ -25,6 +25,7 @@ from specjax.parallel import put
 from specjax.types import Array
 
 CHUNK_BYTES = 8 << 20  # maximum number of bytes copied from a file at once, counted as float32
+BLOCK_BYTES = 512 << 10  # the same, checked and converted at once: the caches hold it, so that the check costs little
 LOG_SECONDS = 10.0  # between two lines of the log while tensors are read
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, with bytes per number
 
@@ -117,7 +118,7 @@ class Tensors:
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file is damaged. The reading methods raise it for a tensor that is missing or has another shape
-            than the one requested, or a dtype that is not supported.
+            than the one requested, a dtype that is not supported, or numbers that are not finite in the requested one.
     """
 
     def __init__(
@@ -291,9 +292,9 @@ class Tensors:
                     here = slice(part.start - at.start, part.stop - at.start)
                     one = slice(expert, expert + 1)
                     if transposed:
-                        out[i, :, here] = self._read_slice(name, (one, part, rows))[0].T
+                        self._copy(out[i, :, here].T, name, (one, part, rows))
                     else:
-                        out[i, here] = self._read_slice(name, (one, part, columns))[0]
+                        self._copy(out[i, here], name, (one, part, columns))
 
         stored = Stored(shape, self._dtype, fill)
         if self._quantization is None:
@@ -312,7 +313,7 @@ class Tensors:
                 start, stop = max(first - offset, 0), min(last - offset, size)
                 if start < stop:
                     here = slice(start + offset - first, stop + offset - first)
-                    out[:, here] = self._read_slice(name, (slice(*bounds[0]), slice(start, stop)))
+                    self._copy(out[:, here], name, (slice(*bounds[0]), slice(start, stop)))
                 offset += size
 
         return self._array(Stored((rows, sum(sizes.values())), self._dtype, fill), sizes)
@@ -503,6 +504,19 @@ class Tensors:
         self._advance(values.nbytes)
         return values
 
+    def _copy(self, out: np.ndarray, name: str, index: tuple[slice, ...]) -> None:
+        """Write to `out` a slice of a stored tensor, whose numbers must be finite in the dtype of the arrays."""
+        values = self._read_slice(name, index).reshape(out.shape)
+        for rows in _chunks(0, len(values), math.prod(values.shape[1:]), BLOCK_BYTES):
+            with np.errstate(over="ignore"):
+                block = values[rows].astype(out.dtype, copy=False)
+            if not _are_finite(block):
+                raise ValueError(
+                    f"tensor {name} in {self._paths[self._find(name)]} must have finite numbers of {out.dtype.name}, "
+                    "got NaN, infinity or a number out of its range"
+                )
+            out[rows] = block
+
     def _read(self, shapes: dict[str, tuple[int, ...]], transpose: bool = False) -> Any:
         """Concatenate tensors along their first axis, and transpose the result if `transpose` is true."""
         for name, shape in shapes.items():
@@ -532,7 +546,8 @@ class Tensors:
         offset = 0  # row of the concatenation where the tensor begins
         for name, shape in shapes.items():
             for rows in _chunks(max(first - offset, 0), min(last - offset, shape[0]), width):
-                out[rows.start + offset - first : rows.stop + offset - first] = self._read_slice(name, (rows, *columns))
+                here = slice(rows.start + offset - first, rows.stop + offset - first)
+                self._copy(out[here], name, (rows, *columns))
             offset += shape[0]
 
 
@@ -575,10 +590,21 @@ def place(stored: Stored, sharding: jax.sharding.Sharding | None) -> Array:
     return jax.make_array_from_single_device_arrays(stored.shape, sharding, parts, dtype=stored.dtype)
 
 
-def _chunks(begin: int, end: int, width: int) -> Iterator[slice]:
-    """Return the rows [begin, end) as slices of at most CHUNK_BYTES each, but at least one row."""
-    step = max(1, CHUNK_BYTES // (4 * max(1, width)))
+def _chunks(begin: int, end: int, width: int, num_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
+    """Return the rows [begin, end) as slices of at most `num_bytes` each, but at least one row."""
+    step = max(1, num_bytes // (4 * max(1, width)))
     return (slice(row, min(row + step, end)) for row in range(begin, end, step))
+
+
+def _are_finite(values: np.ndarray) -> bool:
+    """Return whether floats are neither infinite nor NaN.
+
+    These have the largest bits, as whole numbers, of floats with their sign. So two maxima tell it, without a copy.
+    """
+    bits = 8 * values.itemsize
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{values.itemsize}"))
+    positive, negative = values.view(f"i{values.itemsize}"), values.view(f"u{values.itemsize}")
+    return bool(positive.max(initial=0) < infinity and negative.max(initial=0) < infinity + (1 << bits - 1))
 
 
 def _aligned_empty(shape: list[int], dtype: np.dtype) -> np.ndarray:

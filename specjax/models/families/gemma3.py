@@ -29,7 +29,11 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     text, tensors = text_part(config, tensors)
     text = text.with_defaults(**DEFAULTS)
     activation = text.choice("hidden_activation", tuple(ACTIVATIONS), default="gelu_pytorch_tanh")
-    pattern = text.size("sliding_window_pattern", text.size("_sliding_window_pattern", 6))
+    pattern = text.size("sliding_window_pattern", 6)
+    if "layer_types" in text:
+        text.ignore("_sliding_window_pattern")
+    else:
+        text.only("_sliding_window_pattern", 6)  # transformers writes it, and does not read it
     types = llama.layer_types(text, lambda i: (i + 1) % pattern != 0)
     window = text.size("sliding_window", text.unless_null("sliding_window", 4096))
     size = text.size("head_dim", 256)

@@ -35,8 +35,8 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     experts = Experts(router, gate, has_bias=True, is_interleaved=not is_apart)
     config.ignore("initial_context_length")  # the table of rope has it, too
     config.only("experts_per_token", sizes[1])
-    layers = llama.windowed(LayerConfig(attention, experts), llama.windows(config, lambda i: i % 2 == 0))
-    if "rope_parameters" not in config and "rope_scaling" not in config:
+    layers = llama.windowed(LayerConfig(attention, experts), llama.windows(config, lambda i: i % 2 == 0, 128))
+    if "rope_parameters" not in config and not config.fields.get("rope_scaling"):
         config.fields["rope_scaling"] = None if is_apart else YARN  # a GGUF file says it
     options: dict[str, Any] = {"head_size": 64, "expert_size": config.size("intermediate_size")}
     options["rope"] = partial(ropes.read, theta=150000.0)

@@ -171,24 +171,25 @@ def windowed(layer: LayerConfig, windows: Sequence[int | None]) -> tuple[LayerCo
     return tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for window in of_layers)
 
 
-def windows(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+def windows(config: ConfigFile, slides: Callable[[int], bool], default: int | None = 4096) -> tuple[int | None, ...]:
     """Return the window of each layer: sliding_window or None.
 
     Args:
         config: config.json. Its field layer_types, if present, says which layers have the window.
         slides: says it in the absence of that field, given the index of a layer.
+        default: of the field sliding_window.
 
     Returns:
         One window for each layer; None for all layers if sliding_window is null.
     """
-    window = config.size("sliding_window", config.unless_null("sliding_window", 4096))
+    window = config.size("sliding_window", config.unless_null("sliding_window", default))
     if window is None:
         return (None,) * config.size("num_hidden_layers", most=MAX_LAYERS)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types(config, slides))
 
 
 def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str, ...]:
-    """Return "full_attention" or "sliding_attention" for each layer; the arguments are as in `windows`."""
+    """Return "full_attention" or "sliding_attention" for each layer; `config` and `slides` are as in `windows`."""
     num_layers = config.size("num_hidden_layers", most=MAX_LAYERS)
     types = config.get("layer_types", list, None)
     if types is None:

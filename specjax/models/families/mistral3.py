@@ -15,6 +15,17 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 MINISTRAL3 = "ministral3"  # model_type of the text part of Ministral 3
+YARN = {  # the rotation of models whose files do not say it
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -27,10 +38,11 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
 def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = ()) -> Model:
     """Build the model of a Ministral 3 checkpoint, or of the text part of one, as `mistral.build` does."""
     config.only("hidden_act", "silu")
+    config = config.with_defaults(rope_parameters=YARN)
     rope = config.table("rope_parameters")
     beta = rope.number("llama_4_scaling_beta")
     scaling = QueryScaling(beta, rope.size("original_max_position_embeddings"))
     layers = llama.windowed(LayerConfig(), (config.size("sliding_window", None),))
-    read = partial(ropes.read, theta=1e6, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
+    read = partial(ropes.read, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
     options: dict[str, Any] = {"head_size": 128, "query_scaling": scaling, "rope": read, "ignored": ignored}
     return llama.decoder(config, tensors, layers, **options)

@@ -45,7 +45,10 @@ def read(
     """
     table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     table.ignore(*ignored)
-    return _of_table(config, table, head_size, theta, rotary_factor, kinds)
+    base = _base(config, table, "rope_theta", theta)
+    # Beside the table this length goes first.
+    trained = config if "original_max_position_embeddings" in config.fields else table
+    return _of_table(config, table, head_size, base, rotary_factor, kinds, trained)
 
 
 def read_types(
@@ -60,35 +63,45 @@ def read_types(
     """Return how the heads of the layers of each of the two `TYPES` turn.
 
     transformers 5 writes a table for each type. Older files have the base of full attention in rope_theta and its
-    scaling in rope_scaling, which sliding layers do not have.
+    scaling in rope_scaling, which sliding layers do not have. Both ways, a base that a table lacks stands beside it.
 
     Args:
         config: config.json.
         head_sizes: D of each type.
         thetas: default base of each type.
-        local: the field of older files with the base of sliding layers; None: it is rope_theta, too.
+        local: the field of older files with the base of sliding layers; None: these have the default base.
         rotary_factor: as `read` takes it.
         kinds: as `read` takes it.
 
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
     """
-    if "rope_parameters" in config:
-        both = config.table("rope_parameters")
-        tables = {name: both.table(name) for name in TYPES}
-        both.check_all_read()
-        return {
-            name: _of_table(config, table, head_sizes[name], thetas[name], rotary_factor, kinds)
-            for name, table in tables.items()
-        }
     full, sliding = TYPES
-    table = config.table("rope_scaling")
-    found = _of_table(config, table, head_sizes[full], thetas[full], rotary_factor, kinds)
-    theta = config.number("rope_theta" if local is None else local, thetas[sliding])
-    return {full: found, sliding: Rope(theta)}
+    both = config.table("rope_parameters")
+    tables = {name: both.table(name) for name in TYPES}
+    both.check_all_read()
+    if "rope_parameters" not in config:
+        tables[full] = config.table("rope_scaling")
+    bases = {full: _base(config, tables[full], "rope_theta", thetas[full]), sliding: thetas[sliding]}
+    if local is not None:
+        bases[sliding] = _base(config, tables[sliding], local, thetas[sliding])
+    for table in tables.values():
+        table.only("truncate", True)  # transformers does not read it in these tables
+        table.fields = table.fields | {"truncate": True}
+    return {
+        name: _of_table(config, table, head_sizes[name], bases[name], rotary_factor, kinds, table)
+        for name, table in tables.items()
+    }
 
 
 read_fixed = partial(read, kinds=FIXED)
+
+
+def _base(config: ConfigFile, table: ConfigFile, name: str, default: float) -> float:
+    """Return the base of the frequencies that stands beside a table, in the field `name`, or its default."""
+    if "rope_theta" not in table.fields:
+        config.refuse_null(name)
+    return config.number(name, default)
 
 
 def _of_table(
@@ -98,32 +111,56 @@ def _of_table(
     theta: float,
     rotary_factor: float | None,
     kinds: tuple[str, ...],
+    trained: ConfigFile,
 ) -> Rope:
-    """Return how heads turn by the fields of a table, and those beside it; the arguments are as `read` takes them."""
+    """Return how heads turn by the fields of a table, and those beside it.
+
+    A field that is null has the same meaning as in transformers. Where that fails, it is an error here, too.
+
+    Args:
+        config: config.json.
+        rope: the table.
+        head_size: as `read` takes it.
+        theta: base of the frequencies where the table has none.
+        rotary_factor: as `read` takes it.
+        kinds: as `read` takes it.
+        trained: what has the field original_max_position_embeddings, `config` or `rope`.
+    """
+    rope.refuse_null("rope_type" if "rope_type" in rope.fields else "type", "rope_theta")
+    kind = rope.choice("rope_type" if "rope_type" in rope else "type", kinds, default="default")
+    rope.only("type", kind)  # some checkpoints have both fields
+    if kind != "default" or rotary_factor is not None:
+        rope.refuse_null("partial_rotary_factor")
     factor = 1.0
     if rotary_factor is None:
         for place in (config, rope):
             place.only("partial_rotary_factor", 1.0)
     else:
-        factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_factor))
+        beside = config.unless_null("partial_rotary_factor", rotary_factor) or 1.0
+        factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", beside))
         if factor > 1:
             raise ValueError(f"{rope.where('partial_rotary_factor')} must be at most 1, got {factor}")
         rope.ignore("mrope_section", "mrope_interleaved")  # of text, all three positions are equal
-    theta = (rope if "rope_theta" in rope else config).number("rope_theta", theta)
-    kind = rope.choice("rope_type" if "rope_type" in rope else "type", kinds, default="default")
-    rope.only("type", kind)  # some checkpoints have both fields
+    theta = rope.number("rope_theta", theta)
     if kind == "proportional":
         pairs = int(factor * head_size // 2)
         found = Rope(theta, ProportionalScaling(pairs, rope.number("factor", 1.0)))
     else:
         size = int(head_size * factor)
-        found = Rope(theta, _scaling(config, rope, kind, theta, size), size if factor != 1 else None)
+        if factor != 1 and size % 2:
+            raise ValueError(
+                f"{rope.where('partial_rotary_factor')} must turn an even number of the {head_size} numbers of a head, "
+                f"got {size}"
+            )
+        found = Rope(theta, _scaling(config, rope, kind, theta, size, trained), size if factor != 1 else None)
     rope.ignore("original_max_position_embeddings")  # not all kinds use it
     rope.check_all_read()
     return found
 
 
-def _scaling(config: ConfigFile, rope: ConfigFile, kind: str, theta: float, size: int) -> RopeScaling | None:
+def _scaling(
+    config: ConfigFile, rope: ConfigFile, kind: str, theta: float, size: int, trained: ConfigFile
+) -> RopeScaling | None:
     """Return the scaling of this kind with its fields in `rope`, for heads of which `size` numbers turn."""
     if kind == "default":
         return None
@@ -133,20 +170,16 @@ def _scaling(config: ConfigFile, rope: ConfigFile, kind: str, theta: float, size
         if size <= 2:
             raise ValueError(f"{rope.path}: heads with dynamic rotation must turn more than 2 numbers, got {size}")
         return DynamicScaling(rope.number("factor"), config.size("max_position_embeddings"), theta)
+    trained.refuse_null("original_max_position_embeddings")
+    length = trained.size("original_max_position_embeddings", config.size("max_position_embeddings"))
     if kind == "yarn":
-        return _yarn(config, rope, theta)
+        return _yarn(config, rope, theta, length)
     if kind == "longrope":
-        return _longrope(config, rope, size // 2)
+        return _longrope(config, rope, size // 2, length)
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
-    return Llama3Scaling(factor, low, high, _original_length(config, rope))
-
-
-def _original_length(config: ConfigFile, rope: ConfigFile) -> int:
-    """Return the number of positions of the training before the frequencies were scaled."""
-    length = rope.size("original_max_position_embeddings", config.size("max_position_embeddings"))
-    return config.size("original_max_position_embeddings", length)  # beside the table it goes first
+    return Llama3Scaling(factor, low, high, length)
 
 
 def _factor(config: ConfigFile, rope: ConfigFile, length: int) -> float:
@@ -155,9 +188,8 @@ def _factor(config: ConfigFile, rope: ConfigFile, length: int) -> float:
     return config.size("max_position_embeddings") / length if found is None else found
 
 
-def _yarn(config: ConfigFile, rope: ConfigFile, theta: float) -> YarnScaling:
-    """Return the scaling of YaRN with its fields in `rope`."""
-    length = _original_length(config, rope)
+def _yarn(config: ConfigFile, rope: ConfigFile, theta: float, length: int) -> YarnScaling:
+    """Return the scaling of YaRN with its fields in `rope`, given the positions of the training."""
     factor = _factor(config, rope, length)
 
     def gain(scale: float) -> float:
@@ -168,11 +200,12 @@ def _yarn(config: ConfigFile, rope: ConfigFile, theta: float) -> YarnScaling:
     if given is None:
         given = gain(1.0) if scale is None or of_all is None else gain(scale) / gain(of_all)
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    return YarnScaling(factor, length, theta, fast, slow, rope.get("truncate", bool, True), given)
+    truncate = rope.get("truncate", bool, "truncate" not in rope.fields)  # transformers takes null for false
+    return YarnScaling(factor, length, theta, fast, slow, truncate, given)
 
 
-def _longrope(config: ConfigFile, rope: ConfigFile, num_pairs: int) -> LongRopeScaling:
-    """Return the scaling of LongRoPE with its fields in `rope`."""
+def _longrope(config: ConfigFile, rope: ConfigFile, num_pairs: int, length: int) -> LongRopeScaling:
+    """Return the scaling of LongRoPE with its fields in `rope`, given the positions of the training."""
 
     def divisors(name: str) -> tuple[float, ...]:
         found = rope.get(name, list)
@@ -181,7 +214,6 @@ def _longrope(config: ConfigFile, rope: ConfigFile, num_pairs: int) -> LongRopeS
         return tuple(map(float, found))
 
     short, long = divisors("short_factor"), divisors("long_factor")
-    length = _original_length(config, rope)
     factor, magnitude = _factor(config, rope, length), rope.number("attention_factor", None)
     if magnitude is None:
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

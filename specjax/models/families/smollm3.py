@@ -20,9 +20,9 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     turns = _turns(config)
     windows: tuple[int | None, ...] = (None,) * len(turns)
     if config.get("use_sliding_window", bool, False):
-        windows = llama.windows(config, lambda i: not turns[i])
+        windows = llama.windows(config, lambda i: not turns[i], None)
     else:
-        config.ignore("sliding_window", "layer_types")  # they are then not used
+        config.ignore("sliding_window")  # it is then not used
     mixers = [
         replace(attention, window=window, rope=None if turn else NO_ROPE)
         for turn, window in zip(turns, windows, strict=True)

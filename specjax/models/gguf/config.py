@@ -18,6 +18,7 @@ SIZES = {
     "num_attention_heads": "attention.head_count",
 }
 LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
+ENDS = "eos", "eot", "eom"  # of the tokens that end a text, a turn, and a message to a tool
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -62,9 +63,15 @@ def _scaling(fields: Fields, head_size: int, others: tuple[str, ...]) -> dict[st
     """Return the field rope_scaling; the architecture reads the fields of other kinds than linear."""
     fields.only("rope.scaling.type", "none", "linear", *others)
     factor = fields.get("rope.scaling.factor", float, fields.get("rope.scale_linear", float, 1.0))
+    is_scaled = factor not in (0.0, 1.0) and fields.get("rope.scaling.type", str, "linear") != "none"
     entry = fields.header.tensors.get("rope_freqs.weight")
     if entry is None:
-        return None if factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
+        return {"rope_type": "linear", "factor": factor} if is_scaled else None
+    if is_scaled:
+        raise ValueError(
+            f"{fields.architecture}.rope.scaling.factor in {fields.header.path} must be 1 or absent beside the tensor "
+            f"rope_freqs.weight, got {factor}"
+        )
     found = floats_of(fields.header.bytes_of(entry), entry.kind.name).ravel()
     frequencies = fields.get("rope.freq_base", float, 10000.0) ** -(np.arange(0, head_size, 2) / head_size)
     for of_llama3 in LLAMA3_FACTORS:
@@ -90,7 +97,7 @@ def settings_of(header: Header) -> dict[str, dict[str, Any]]:
     """
     tokens = header.fields.get("tokenizer.ggml.tokens")
     ids = {}
-    for name in ("bos", "eos", "eot", "unknown", "padding"):
+    for name in ("bos", *ENDS, "unknown", "padding"):
         value = header.fields.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             continue
@@ -106,5 +113,5 @@ def settings_of(header: Header) -> dict[str, dict[str, Any]]:
                 f"tokenizer.chat_template in {header.path} must be a string, got {type(template).__name__}"
             )
         texts["chat_template"] = template
-    ends = [ids[name] for name in ("eos", "eot") if name in ids]
+    ends = [ids[name] for name in ENDS if name in ids]
     return {"generation_config.json": {"eos_token_id": ends}, "tokenizer_config.json": texts}
