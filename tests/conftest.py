@@ -2,6 +2,7 @@ import argparse
 import gc
 import os
 import tempfile
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -16,10 +17,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 
 from specjax.engine import garbage, sizes
 from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
+from specjax.proposers import drawing
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)  # for tests of arrays that are spread over several devices
@@ -31,8 +34,25 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 # time.
 gc.set_threshold(100_000, 20, 100)
 
+# JAX 0.11 takes a context of MLIR for several programs of a thread. Before it makes one for each, in as much time as it
+# traces and lowers a small program.
+PROGRAMS_PER_CONTEXT = 100
+make_ir_context, kept = mlir.make_ir_context, threading.local()
+
+
+def kept_ir_context():
+    if getattr(kept, "programs", 0) == 0:
+        kept.context, kept.programs = make_ir_context(), PROGRAMS_PER_CONTEXT
+    kept.programs -= 1
+    return kept.context
+
+
+if jax.__version_info__ < (0, 11):
+    mlir.make_ir_context = kept_ir_context
+
 MEMORY_PER_WORKER = 8 * 2**30
 SIZES = dict(sizes.SIZES)  # as users have them
+MOST_UNROLLED = drawing.MOST_UNROLLED
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -88,7 +108,8 @@ def programs_when_used():
     """Engines and LLMs compile a program when a request first uses it, as most tests use few of them.
 
     On CPUs steps compute all slots, and all calls that feed prompts have one size, unless a test names other sizes: one
-    program does what several do for users.
+    program does what several do for users. Drafts after the first are drawn in a loop there, so that a drafter is
+    compiled twice and not K times.
 
     Returns:
         The method by which an engine compiles all of them at the start, as it is for users.
@@ -98,6 +119,8 @@ def programs_when_used():
         for use, of_use in SIZES.items():
             few = replace(of_use["cpu"], step_sizes=(), prompts=(of_use["cpu"].chunk,))
             patch.setitem(sizes.SIZES, use, of_use | {"cpu": few})
+        if jax.default_backend() == "cpu":
+            patch.setattr(drawing, "MOST_UNROLLED", 1)
         patch.setattr(Slots, "compile", lambda *args: None)
         patch.setattr(garbage, "leave_out", lambda: None)  # a search of all objects takes as long as most tests
         patch.setattr(garbage, "take_back", lambda: None)
@@ -107,7 +130,8 @@ def programs_when_used():
 
 @pytest.fixture
 def all_programs(programs_when_used, monkeypatch):
-    """Engines and LLMs have the sizes that they have for users, and compile all of their programs at the start."""
+    """Engines and LLMs have the programs that they have for users, and compile all of them at the start."""
+    monkeypatch.setattr(drawing, "MOST_UNROLLED", MOST_UNROLLED)
     for use, of_use in SIZES.items():
         monkeypatch.setitem(sizes.SIZES, use, of_use)
     monkeypatch.setattr(Slots, "compile", programs_when_used)

@@ -11,7 +11,7 @@ import torch_files
 from paged import random_table
 from safetensors.numpy import save_file
 
-from specjax import decode, sampling, verifiers
+from specjax import decode, sampling, scorers, verifiers
 from specjax.decoding.calls import run
 from specjax.engine.draft_length import with_draft_lengths
 from specjax.engine.slots import Slots, chunk_at, request
@@ -69,8 +69,15 @@ def features_of(target, tokens):
 
 @jax.jit
 def propose_and_step(target, proposer, state, verifier):
-    """The draft of a step and the results of the step, in one program."""
-    return propose(proposer, state), *decode.step(target, proposer, state, verifier=verifier)
+    """The draft of a step, as it is scored, and the results of the step, in one program."""
+    scored = []
+
+    def score(model, context, draft, cache):
+        scored.append(draft)
+        return scorers.mqa(model, context, draft, cache)
+
+    state, info = decode.step(target, proposer, state, verifier=verifier, scorer=score)
+    return scored[0], state, info
 
 
 @jax.jit

@@ -34,7 +34,7 @@ SLOW += [(64, *combination) for combination in COMBINATIONS]
 
 def arrays(num_tokens, dtype):
     def normal(seed, *shape):
-        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+        return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
     new, cached = (BATCH, num_tokens, KV_HEADS, SIZE), (BATCH, SLOTS, KV_HEADS, SIZE)
     query = normal(0, BATCH, num_tokens, HEADS, SIZE)
@@ -70,6 +70,14 @@ def reference(
     return attended
 
 
+@jax.jit
+def in_pages(pool, table, cache, starts):
+    """The pool with the slots of a dense cache that were fed, in the pages of a table; NaN in the others."""
+    is_held = (jnp.arange(cache["key"].shape[1])[None] < starts[:, None])[..., None, None]
+    held = jax.tree.map(lambda leaf: jnp.where(is_held, leaf, jnp.nan), cache)
+    return jax.tree.map(lambda leaf, rows: leaf.at[table].set(rows.reshape(BATCH, -1, *leaf.shape[1:])), pool, held)
+
+
 def attend_to_slots(query, key, value, cache, inputs, window=None, num_hidden=0, **options):
     mask = attention_mask(inputs, num_slots(cache, inputs), window, num_hidden)
     turns = rotation(inputs.positions, SIZE, 100.0)
@@ -90,11 +98,7 @@ def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, 
     if layout == "pages":
         table = jnp.asarray(random_table((BATCH, SLOTS // PAGE_SIZE), 40))
         pool = poisoned({name: jnp.zeros((40, PAGE_SIZE, KV_HEADS, SIZE), dtype) for name in cache})
-        is_held = (np.arange(SLOTS)[None] < STARTS[:, None])[..., None, None]
-        held = jax.tree.map(lambda leaf: jnp.where(is_held, leaf, jnp.nan), cache)
-        cache = jax.tree.map(
-            lambda leaf, rows: leaf.at[table].set(rows.reshape(BATCH, -1, *leaf.shape[1:])), pool, held
-        )
+        cache = in_pages(pool, table, cache, STARTS)
     inputs = ModelInput(jnp.zeros(positions.shape, jnp.int32), jnp.asarray(positions), pages=table)
     run = jax.jit(partial(attend_to_slots, implementation=implementation, **OPTIONS[options]))
     attended = np.asarray(run(query, key, value, cache, inputs), np.float64)
@@ -116,30 +120,34 @@ def test_blocks_of_slots(num_tokens, layout, options, few, monkeypatch):
     """A long cache is attended to in blocks, of which only those that a row fills are read."""
     monkeypatch.setattr(attention, "FEW_QUERIES", few)
     slots, starts = 3 * BLOCK + 64, np.array([3, BLOCK - 20, 2 * BLOCK + 5], np.int32)
-    keys = jax.random.split(jax.random.key(0), 5)
-    query, key, value = (
-        jax.random.normal(k, (BATCH, num_tokens, n, SIZE)) for k, n in zip(keys[:3], (4, 2, 2), strict=True)
-    )
-    cache = {
-        name: jax.random.normal(k, (BATCH, slots, KV_HEADS, SIZE))
-        for name, k in zip(("key", "value"), keys[3:], strict=True)
-    }
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    query, key, value = (normal(BATCH, num_tokens, heads, SIZE) for heads in (4, 2, 2))
+    cache = {name: normal(BATCH, slots, KV_HEADS, SIZE) for name in ("key", "value")}
     positions = jnp.asarray(starts[:, None] + np.arange(num_tokens, dtype=np.int32))
     inputs = ModelInput(jnp.zeros(positions.shape, jnp.int32), positions)
     options = OPTIONS[options]
-    written = update_cache(cache, key, value, inputs)
-    mask = attention_mask(inputs, slots, options.get("window"), options.get("num_hidden", 0))
     scores = {name: options.get(name) for name in ("scale", "softcap", "sinks")}
-    expected = attend(query, written["key"], written["value"], mask, **scores)
 
-    is_seen = (jnp.arange(slots)[None] < starts[:, None])[..., None, None]
-    cache = jax.tree.map(lambda leaf: jnp.where(is_seen, leaf, jnp.nan), cache)
-    if layout == "pages":
-        table = jnp.asarray(random_table((BATCH, slots // PAGE_SIZE), 160))
-        pool = jnp.full((160, PAGE_SIZE, KV_HEADS, SIZE), jnp.nan)
-        cache = jax.tree.map(lambda rows: pool.at[table].set(rows.reshape(BATCH, -1, PAGE_SIZE, KV_HEADS, SIZE)), cache)
-        inputs = inputs._replace(pages=table)
-    attended, _ = attend_to_cache(query, key, value, cache, inputs, mask, implementation="xla", **options)
+    @jax.jit
+    def both(query, key, value, cache, inputs, table):
+        """Attention to all slots at once, and in blocks, whose cache has NaN where nothing was fed."""
+        written = update_cache(cache, key, value, inputs)
+        mask = attention_mask(inputs, slots, options.get("window"), options.get("num_hidden", 0))
+        expected = attend(query, written["key"], written["value"], mask, **scores)
+        if table is None:
+            is_seen = (jnp.arange(slots)[None] < starts[:, None])[..., None, None]
+            cache = jax.tree.map(lambda leaf: jnp.where(is_seen, leaf, jnp.nan), cache)
+        else:
+            pool = dict.fromkeys(cache, jnp.full((160, PAGE_SIZE, KV_HEADS, SIZE), jnp.nan))
+            cache, inputs = in_pages(pool, table, cache, starts), inputs._replace(pages=table)
+        return expected, attend_to_cache(query, key, value, cache, inputs, mask, implementation="xla", **options)[0]
+
+    table = jnp.asarray(random_table((BATCH, slots // PAGE_SIZE), 160)) if layout == "pages" else None
+    expected, attended = both(query, key, value, cache, inputs, table)
     np.testing.assert_allclose(attended, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -418,7 +418,12 @@ def test_masks_leave_nothing_of_a_reduced_vocabulary(is_greedy):
     context = Context(jnp.ones((3, 12), jnp.int32), jnp.array([4, 4, 4]), jnp.ones(3, bool), jnp.array([2, 2, 2]))
     keys = jax.random.split(jax.random.key(0), (3, 3))
     logits = jax.random.normal(jax.random.key(1), (3, 3, 5))
-    draft = Drawer(keys, context, rows, is_greedy, reduced_vocabulary(REDUCED, 8)).parallel(logits)
+
+    @jax.jit
+    def drawn(keys, context, rows, logits):
+        return Drawer(keys, context, rows, is_greedy, reduced_vocabulary(REDUCED, 8)).parallel(logits)
+
+    draft = drawn(keys, context, rows, logits)
     assert draft.num_tokens.tolist() == [0, 3, 1]
     assert set(draft.tokens[1].tolist()) <= {4, 7}
     assert draft.tokens[2, 0] in (1, 2, 4, 6, 7)

@@ -141,7 +141,7 @@ def test_a_grown_shape_follows_the_draft():
 
     keys = jax.random.split(jax.random.key(6), (2, 6))
     first = Categorical(jnp.asarray(TABLE)[LAST[:, None]])
-    tree, calls = growing.grow(growing.EAGLE, keys, LAST, first, advance, [])
+    tree, calls = jax.jit(lambda *given: growing.grow(growing.EAGLE, *given, advance, []))(keys, LAST, first)
     assert tree.distribution is None and [len(nodes) for nodes in calls] == [4, 4, 1, 1]
     for row in range(2):
         tokens = np.asarray(tree.tokens)[row]
@@ -149,7 +149,8 @@ def test_a_grown_shape_follows_the_draft():
             best = np.argsort(-TABLE[tokens[growing.EAGLE.parents[node]]], kind="stable")
             assert tokens[node] == best[growing.EAGLE.ranks[node]]
     for choose in (growing.by_coupling, growing.by_drawing):
-        tree, _ = growing.grow(growing.of_widths((1, 1)), keys, LAST, first, advance, [], choose)
+        chain = partial(growing.grow, growing.of_widths((1, 1)), advance=advance, carry=[], choose=choose)
+        tree, _ = jax.jit(chain)(keys, LAST, first)
         for node in (1, 2):
             above = Categorical(jnp.asarray(TABLE)[tree.tokens[:, node - 1 : node]])
             own = stream(keys[:, :1], DRAFT, node - 1)
@@ -222,7 +223,8 @@ def test_the_best_first_tree_of_marginals():
         mine = scored(jax.tree.map(lambda x: x[row], tree), lambda path, token: marginals[row, len(path), token])  # noqa: B023
         assert set(mine) == set(best)
         assert trees.depths(jnp.asarray(tree.parents)).tolist() == tree.depth.tolist()
-    few = growing.best_first(LAST, growing.top(Categorical(jnp.zeros((2, 1, 3))), 3), 7)
+    grow = jax.jit(lambda logits: growing.best_first(LAST, growing.top(Categorical(logits), 3), 7))
+    few = grow(jnp.zeros((2, 1, 3)))
     assert few.tokens.tolist() == [[4, 0, 1, 2, -1, -1, -1], [7, 0, 1, 2, -1, -1, -1]]
     with pytest.raises(ValueError, match="num_nodes must be an integer >= 1, got 0"):
         growing.best_first(LAST, growing.top(Categorical(jnp.zeros((2, 1, 3))), 3), 0)

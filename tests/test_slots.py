@@ -585,9 +585,10 @@ def test_neutral_parameters_change_no_bit(kind, use):
     assert tables.insert(GRAMMARS[0])
     guide = rows.guide._replace(token_classes=tables.token_classes, transitions=tables.transitions)
     rows = rows._replace(guide=guide)
-    expected = sampling.process(sampling.batch([kind] * 2, EOS, VOCAB), jnp.asarray(logits), context, drafts)
+    process = jax.jit(sampling.process)
+    expected = process(sampling.batch([kind] * 2, EOS, VOCAB), jnp.asarray(logits), context, drafts)
     for wider in range(use, Needs.EVERYTHING + 1):
-        found = sampling.process(keep_only(rows, wider), jnp.asarray(logits), context, drafts)
+        found = process(keep_only(rows, wider), jnp.asarray(logits), context, drafts)
         np.testing.assert_array_equal(found.logits, expected.logits)
         np.testing.assert_array_equal(found.temperature, expected.temperature)
         cut = np.full((2, 4), -np.inf) if found.min_logit is None else found.min_logit
