@@ -239,8 +239,9 @@ def _mix_kernel(refs, out, *, heads: Heads):
         decay, bias = (plgpu.load(ref.at[head]).astype(jnp.float32) for ref in (new.decay, new.bias))
         for i, value in enumerate(convolved(channel)):
             token = jnp.minimum(first + i, num_tokens - 1)
-            raw = [plgpu.load(new.rates.at[row, token, jnp.int32(j), head]).astype(jnp.float32) for j in range(2)]
-            beta, g = rates_of(*raw, decay, bias)
+            raw = (plgpu.load(new.rates.at[row, token, jnp.int32(j), head]).astype(jnp.float32) for j in range(2))
+            of_beta, of_g = raw
+            beta, g = rates_of(of_beta, of_g, decay, bias)
             plgpu.store(mixed.value.at[row, first + i, head, entry], value, mask=(entry >= 0) & exists[i])
             plgpu.store(mixed.beta.at[row, first + i, head], beta, mask=exists[i])
             plgpu.store(decays_out.at[row, _slot(decays_out, position + first + i), head], g, mask=exists[i])
@@ -384,7 +385,7 @@ def _step_kernel(refs, out, *, heads: Heads, tiling: StepTiling):
         """Replay tokens on rows of the state, and add what these rows give to the sums of the first new tokens."""
         state, sums = carry
         entry = entries(part)
-        following = load_state(part + 1) if num_parts > 1 else None
+        following = load_state(part + 1) if num_parts > 1 else state
         keys, new_keys = program.load_old_keys(0, entry), program.load_new_keys(blocks[0], entry)
 
         def replay(block: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:

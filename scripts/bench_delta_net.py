@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from timing import device_seconds
 
 from pallas_kernels import delta_net as kernels
-from specjax.models.delta_net import NUM_SLOTS, DeltaMemory, DeltaNet, delta_rule
+from specjax.models.delta_net import DeltaNet, delta_rule
+from specjax.models.recurrent import NUM_SLOTS, RowMemory
 
 PEAK = {"NVIDIA H100 80GB HBM3": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes/s that a copy reaches
 MAX_XLA = 64  # tokens
@@ -68,7 +69,7 @@ def step_seconds(net: DeltaNet, batch: int, num_tokens: int, tiling: kernels.Ste
 
     def step(held: dict, start: jax.Array) -> tuple[jax.Array, dict]:
         if tiling is None:
-            memory = DeltaMemory(held, start, count, count, is_step=True)
+            memory = RowMemory(held, start, count, count, is_step=True)
             return net.step(params, memory, inputs, new_rates, implementation="xla")
         new = kernels.Tokens(inputs, new_rates, *params.values(), start, count)
         output, after = kernels.step(kernels.Held(**held), new, net.heads, tiling=tiling)

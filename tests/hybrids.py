@@ -34,7 +34,44 @@ CONFIGS = {
     "qwen3_5_moe_text": HYBRID | MIXTURE | {"model_type": "qwen3_5_moe_text", "rope_parameters": SECTIONS},
 }
 
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "shared_intermediate_size": 20,
+    "intermediate_size": 24,
+    "num_local_experts": 0,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+CONFIGS["granite_h"] = {**LLAMA, **GRANITE}
+CONFIGS["granite_h_moe"] = CONFIGS["granite_h"] | {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+}
+
+# The names of transformers in files where they are not the model's.
+IN_FILES = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+
 SMALL = CONFIGS["qwen3_5_text"] | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+SMALL_GRANITE = CONFIGS["granite_h"] | {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
 
 
 def tokens() -> np.ndarray:
@@ -66,6 +103,8 @@ def write(
     named_shapes = shapes(case) | (mtp_shapes(case) if has_mtp else {})
     others = "model.layers.2." if config.get("text_config", config)["num_hidden_layers"] == 2 else "no such layer"
     tensors = {name: make_tensor(name, shape) for name, shape in named_shapes.items() if others not in name}
+    for own, in_files in IN_FILES.items():
+        tensors = {name.replace(own, in_files): values for name, values in tensors.items()}
     named = {prefix + name[6:] if name.startswith("model.") else name: values for name, values in tensors.items()}
     save_file(named, directory / "model.safetensors")
     return directory

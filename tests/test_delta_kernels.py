@@ -9,7 +9,8 @@ import pytest
 from lowering import compile_for_sm90, triton_kernels
 
 from pallas_kernels import delta_net as kernels
-from specjax.models.delta_net import MAX_STEP, NUM_SLOTS, DeltaMemory, DeltaNet, delta_rule
+from specjax.models.delta_net import DeltaNet, delta_rule
+from specjax.models.recurrent import MAX_STEP, NUM_SLOTS, RowMemory
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
 NET = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=16, value_size=32)
@@ -39,7 +40,7 @@ def step_operands(dtype, num_tokens):
     inputs, kept = (numbers(num_rows, n, NET.channels, seed=n).astype(dtype) for n in (num_tokens, NET.num_input_slots))
     new_rates = numbers(num_rows, num_tokens, 2, 4, seed=5).astype(dtype)
     keys = numbers(num_rows, NUM_SLOTS, 2, 16, seed=6)
-    memory = DeltaMemory(
+    memory = RowMemory(
         {
             "state": numbers(num_rows, 4, 16, 32),
             "inputs": kept,

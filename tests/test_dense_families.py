@@ -91,8 +91,16 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("gemma4", {"per_layer_config": {"1": {"rms_norm_eps": 1.0}}}, "per_layer_config.1.rms_norm_eps in .* must be"),
         ("phi3", {"per_layer_config": {"1": {"head_dim": 24}}}, "per_layer_config in .* must be absent"),
         ("gemma4", {"enable_moe_block": True}, "must have the field num_experts"),
-        ("granite4", {"num_local_experts": 8}, "num_local_experts in .* must be 0, because .*, got 8"),
-        ("granite4", {"layer_types": ["mamba", "attention"]}, "layer_types in .* must be 2 times 'attention'"),
+        (
+            "granite4",
+            {"layer_types": ["mamba", "mamba"]},
+            "layer_types in .* must be 2 times 'mamba' or 'attention', the",
+        ),
+        (
+            "granite4",
+            {"layer_types": ["mamba", "attention"], "mamba_n_heads": 5},
+            "mamba_n_heads in .* must divide .* 64",
+        ),
         ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type in .* must be 'rope' or 'nope'"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers in .* must be at least 2 times 0 or 1, got \[1\]"),

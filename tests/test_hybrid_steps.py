@@ -17,17 +17,19 @@ from specjax.engine.slots import Slots
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.delta_net import DeltaNet
 from specjax.models.layer import Attention, LayerConfig
+from specjax.models.mamba import Mamba2
 from specjax.proposers import trunk
 from specjax.sampling import SamplingParams
 from specjax.types import ModelInput, Verified
 
+MAMBA = Mamba2(num_key_heads=1, num_value_heads=2, key_size=4, value_size=4)
 NET = DeltaNet(num_key_heads=1, num_value_heads=2, key_size=4, value_size=4)
 ATTENTION = LayerConfig(Attention(has_head_norms=True, has_gate=True))
 CONFIG = DecoderConfig(29, 16, 2, 2, 1, 8, 16, 4096, layers=(LayerConfig(NET), ATTENTION))
 
 
-def hybrid(vocab_size):
-    config = replace(CONFIG, vocab_size=vocab_size)
+def hybrid(vocab_size, net=NET):
+    config = replace(CONFIG, vocab_size=vocab_size, layers=(LayerConfig(net), ATTENTION))
     params = jax.tree.map(lambda x: 12 * x if x.ndim > 1 else x, init_params(config, 0))
     return decoder_model(config, params)
 
@@ -86,8 +88,9 @@ def assert_exact(target):
 
 
 @pytest.mark.slow
-def test_the_distribution_is_exact():
-    assert_exact(hybrid(3))
+@pytest.mark.parametrize("net", [NET, MAMBA], ids=["delta_net", "mamba"])
+def test_the_distribution_is_exact(net):
+    assert_exact(hybrid(3, net))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import GOLDENS
-from hybrids import CONFIGS, HYBRID, NUM_TOKENS, SMALL, tokens, write
+from hybrids import CONFIGS, HYBRID, NUM_TOKENS, SMALL, SMALL_GRANITE, tokens, write
 from jax.sharding import Mesh
 from test_quantized_models import rounded
 from wrong_recurrent import MISTAKES, recurrent
@@ -38,6 +38,11 @@ def goldens():
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     return load(write(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_5_text", SMALL))
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory):
+    return load(write(tmp_path_factory.mktemp("granite") / "model", "granite_h", SMALL_GRANITE))
 
 
 @jax.jit
@@ -97,6 +102,20 @@ def test_fields_that_are_refused(tmp_path):
             load(directory)
 
 
+def test_fields_of_mamba_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "granite_h")
+    for fields, message in (
+        ({"mamba_n_heads": 3}, "mamba_n_heads in .* must divide mamba_expand hidden_size = 64 and be a multiple of"),
+        ({"mamba_d_head": 8}, "mamba_d_head in .* must be"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\], .* got \[0.0, 0.1\]"),
+        ({"layer_types": ["mamba"] * 3}, "layer_types in .* must be 3 times 'mamba' or 'attention'"),
+        ({"mamba_proj_bias": True}, "in_proj.bias"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["granite_h"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
 def test_chunks_of_the_delta_rule_are_its_recurrence():
     """For lengths around the chunks, with keys that nearly agree, so that the triangular system is far from unit."""
     rng = np.random.default_rng(0)
@@ -126,11 +145,22 @@ def test_the_state_is_that_of_plain_decoding(hybrid):
     """Also after 200 steps that keep any number of their tokens, beside rows that do not run."""
     testing.assert_model(hybrid)
     testing.assert_model(recurrent())
-    trial, rng = _Trial.of(hybrid, 64, 1e-4), np.random.default_rng(2)
-    for _ in range(200):
+    run_steps(hybrid, 200)
+
+
+def run_steps(model, number):
+    """Run steps that keep any number of their tokens, and compare each with plain decoding."""
+    trial, rng = _Trial.of(model, 64, 1e-4), np.random.default_rng(2)
+    for _ in range(number):
         for row in np.flatnonzero(trial.fed > 64 - 2 * WIDTH):
             trial.begin(int(row))
         trial.step("a step", rng.integers(0, WIDTH + 1, 4))
+
+
+@pytest.mark.slow
+def test_mamba_keeps_the_state_of_plain_decoding(granite):
+    testing.assert_model(granite)
+    run_steps(granite, 60)
 
 
 @pytest.mark.slow
@@ -177,8 +207,15 @@ def test_devices_share_the_heads(case, goldens, tmp_path):
     assert state.addressable_shards[0].data.shape[1] == HYBRID["linear_num_value_heads"] / 2
     memory, start = model.init_memory(1, 1, NUM_TOKENS), 0
     for count in (63, 3):
-        output, memory = call(model, inputs_at(start, count, size=66), memory)
+        _, memory = call(model, inputs_at(start, count, size=66), memory)
         start += count
+    assert_steps(model, memory, start, expected)
+    with pytest.raises(ValueError, match="num_key_heads of gated delta nets must be a multiple of the 4 devices"):
+        tensor_parallel(load(tmp_path / case), Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)))
+
+
+def assert_steps(model, memory, start, expected):
+    """Steps that keep some of their tokens have the logits of the whole row."""
     for count in (4, 0, 1, 2, 3, 1):
         inputs = inputs_at(start, 4)
         output, memory = call(model, inputs, memory)
@@ -186,8 +223,15 @@ def test_devices_share_the_heads(case, goldens, tmp_path):
         difference = np.abs(output.logits[0] - expected[start : start + 4]).max()
         assert difference / np.abs(expected).max() <= TOLERANCE
         start += count
-    with pytest.raises(ValueError, match="num_key_heads of gated delta nets must be a multiple of the 4 devices"):
-        tensor_parallel(load(tmp_path / case), Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)))
+
+
+def test_steps_of_mamba(goldens, tmp_path):
+    """After a prompt, steps with and without rejected drafts have the recorded logits; devices share no such layers."""
+    model = load(write(tmp_path / "model", "granite_h"))
+    _, memory = call(model, inputs_at(0, 65, size=66), model.init_memory(1, 1, NUM_TOKENS))
+    assert_steps(model, memory, 65, goldens["granite_h"][0])
+    with pytest.raises(ValueError, match="model must have no layers of Mamba-2 to be shared by devices"):
+        tensor_parallel(model, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
 
 
 @pytest.mark.slow
@@ -215,12 +259,20 @@ def test_rates_stay_floats(tmp_path, hybrid):
         assert all(isinstance(layer[name], Quantized) for name in ("delta_in", "delta_out"))
 
 
+def test_codes_of_granite(tmp_path):
+    """Whose config is read with another width of MLPs where it has no experts."""
+    directory = write(tmp_path / "floats", "granite_h", SMALL_GRANITE)
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    layer = load(tmp_path / "codes").params["layers"][0]
+    assert all(isinstance(layer[name], Quantized) for name in ("mamba_in", "mamba_out", "gate_up"))
+
+
 def test_steps_that_are_refused(hybrid):
     inputs = inputs_at(0, 17)
     with pytest.raises(ValueError, match="at most 16 tokens a row, so num_draft_tokens at most 15, got 17"):
         call(hybrid, inputs, hybrid.init_memory(1, 1, 32))
     mask = jnp.ones((1, 4, 4), bool)
-    with pytest.raises(ValueError, match=r"inputs\.mask must be None for a model with gated delta nets"):
+    with pytest.raises(ValueError, match=r"inputs\.mask must be None for a model with recurrent layers"):
         call(hybrid, inputs_at(0, 4)._replace(mask=mask), hybrid.init_memory(1, 1, 32))
 
 

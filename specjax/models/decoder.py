@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.models import delta_net, network
+from specjax.models import network, recurrent
 from specjax.models.attention import cache_scales, memories, num_slots
-from specjax.models.delta_net import DeltaNet
 from specjax.models.latent_attention import InitLatents, latent_mixer
 from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer
 from specjax.models.layer_input import LayerInput
 from specjax.models.linear import Norm, linear, rms_norm
+from specjax.models.recurrent import Recurrent
 from specjax.models.rope import QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.models.shared_keys import Borrowed, Lender
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
@@ -80,10 +80,10 @@ class DecoderConfig:
         return self.layers if len(self.layers) == self.num_layers else self.layers * self.num_layers
 
     @property
-    def delta_nets(self) -> tuple[tuple[int, DeltaNet], ...]:
+    def recurrent(self) -> tuple[tuple[int, Recurrent], ...]:
         """The layers that are recurrent, each by its index, with their mixers; the others attend."""
         mixers = enumerate(layer.mixer for layer in self.each_layer)
-        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, DeltaNet))
+        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, Recurrent))
 
     @property
     def has_own_sizes(self) -> bool:
@@ -163,8 +163,8 @@ def _apply(
         params: as `init_params` names them.
         inputs: tokens and positions [B, T]. Without a cache they are whole sequences from position 0, attended
             causally or as `inputs.mask` says.
-        cache: keys and values of each layer; with gated delta nets, a `Memory` with these pools and the rows of
-            `delta_net.InitRows`; None computes without a cache.
+        cache: keys and values of each layer; with recurrent layers, a `Memory` with these pools and the rows of
+            `recurrent.InitRows`; None computes without a cache.
         feature_layers: layers of `Features.taps`, static.
 
     Returns:
@@ -238,16 +238,16 @@ def _rotations(
 
 def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:
     """Return the memory of each layer in a call; None of a layer that borrows another one's."""
-    recurrent, owners = dict(config.delta_nets), config.owners
+    recurs, owners = dict(config.recurrent), config.owners
     pools = cache.pools if isinstance(cache, Memory) else cache
-    attends = [i for i in range(config.num_layers) if i not in recurrent and owners[i] == i]
+    attends = [i for i in range(config.num_layers) if i not in recurs and owners[i] == i]
     windows = [config.windows[i] for i in attends]
     scales = [cache_scales(params["layers"][i]) for i in attends]
     own = None if pools is None else [pools[i] for i in attends]
     found: dict[int, Any] = dict(zip(attends, memories(inputs, own, windows, scales=scales), strict=True))
-    if recurrent:
+    if recurs:
         assert cache is None or isinstance(cache, Memory), "such a model has init_rows"
-        found |= delta_net.memories(inputs, cache, tuple(recurrent))
+        found |= recurrent.memories(inputs, cache, tuple(recurs))
     lenders = {owner for i, owner in enumerate(owners) if owner != i}
     found |= {i: Lender(found[i]) for i in lenders}
     return [found.get(i) for i in range(config.num_layers)]
@@ -257,9 +257,9 @@ def _kept(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None
     """Return the cache after a call, given the records of all layers."""
     if not isinstance(cache, Memory):
         return None if cache is None else new
-    recurrent = dict(config.delta_nets)
-    pools = [{} if i in recurrent else one for i, one in enumerate(new)]
-    return delta_net.after_call(inputs, cache, pools, [new[i] for i in recurrent])
+    recurs = dict(config.recurrent)
+    pools = [{} if i in recurs else one for i, one in enumerate(new)]
+    return recurrent.after_call(inputs, cache, pools, [new[i] for i in recurs])
 
 
 DECODER = network.Network(_init, _apply)
@@ -286,21 +286,21 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
     model = network.network_model(DECODER, config, params, feature_layers)
     if latent_mixer(config.layers) is not None:
         return replace(model, init_cache=InitLatents(config, str(params["embedding"].dtype)))
-    if not config.delta_nets:
+    if not config.recurrent:
         if not config.has_own_sizes:
             return model
         owns = tuple(owner == i for i, owner in enumerate(config.owners))
         return replace(
             model, init_cache=network.InitCache(config, str(params["embedding"].dtype), owns, config.cache_sizes)
         )
-    recurrent = {i for i, _ in config.delta_nets}
-    if len(recurrent) == config.num_layers:
-        raise ValueError("config.layers must have a layer that attends beside gated delta nets, got none")
-    attends = tuple(i not in recurrent for i in range(config.num_layers))
+    recurs = {i for i, _ in config.recurrent}
+    if len(recurs) == config.num_layers:
+        raise ValueError("config.layers must have a layer that attends beside recurrent ones, got none")
+    attends = tuple(i not in recurs for i in range(config.num_layers))
     return replace(
         model,
         init_cache=network.InitCache(config, str(params["embedding"].dtype), attends),
-        init_rows=delta_net.InitRows(config.delta_nets, str(params["embedding"].dtype)),
-        commit=delta_net.commit,
+        init_rows=recurrent.InitRows(config.recurrent, str(params["embedding"].dtype)),
+        commit=recurrent.commit,
         takes_groups=False,
     )

@@ -202,7 +202,7 @@ class GatedMLP:
 class LayerConfig:
     """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
-    mixer: Any = Attention()  # or a `delta_net.DeltaNet`
+    mixer: Any = Attention()  # or a `delta_net.DeltaNet` or `mamba.Mamba2`
     ffn: "GatedMLP | Experts | BesideMLP" = GatedMLP()
     has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm

@@ -17,7 +17,9 @@ from specjax.models.hub import FILES
 from specjax.models.quantized import GROUPS, Quantized, codes_of, format_of, quantize
 from specjax.models.safetensors_file import DTYPES, read_array, read_header
 
-MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|in_proj_\w+|fc1|fc2|w[123])\.weight")  # of a layer
+MATRIX = re.compile(  # of a layer
+    r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|in_proj_\w+|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear)\.weight"
+)
 STACK = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|down_proj)")  # of all experts of a layer
 FLOATS = ("F32", "BF16", "F16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

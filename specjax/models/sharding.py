@@ -16,14 +16,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax.models.decoder import DecoderConfig
-from specjax.models.delta_net import HEAD_AXES, DeltaNet, InitRows
+from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
 from specjax.models.families.opt import OPTConfig
 from specjax.models.latent_attention import InitLatents, LatentAttention, latent_mixer
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.mamba import Mamba2
 from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
+from specjax.models.recurrent import HEAD_AXES, InitRows
 from specjax.models.tensors import Stored, StoredMatrix, place
 from specjax.parallel import InitOnMesh, InitRowsOnMesh, OnMesh, check_axis, put, shards
 from specjax.parallel.links import links_of
@@ -99,7 +101,7 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
     )
     init_rows = model.init_rows
     if isinstance(init_rows, InitRows) and isinstance(part, DecoderConfig):
-        of_part, specs = replace(init_rows, mixers=part.delta_nets), _specs_of_rows(init_rows, axis_name)
+        of_part, specs = replace(init_rows, mixers=part.recurrent), _specs_of_rows(init_rows, axis_name)
         on_mesh, init_rows = (
             replace(on_mesh, init_rows=of_part, row_specs=specs),
             InitRowsOnMesh(init_rows, mesh, specs),
@@ -126,7 +128,7 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
     size = shards.part_size(whole.vocab_size, number)
     own: dict[str, Any] = {}
     if isinstance(whole, DecoderConfig):
-        if len({mixer for _, mixer in whole.delta_nets}) > 1:
+        if len({mixer for _, mixer in whole.recurrent}) > 1:
             raise ValueError("model must have gated delta nets of one size in all layers, to be shared by devices")
         own = {"num_kv_heads": kv_heads, "layers": tuple(_part_of_layer(layer, number) for layer in whole.layers)}
     return replace(
@@ -155,6 +157,8 @@ def _part_of_mixer(mixer: Any, number: int) -> Any:
     """Return one device's part of a mixer."""
     if isinstance(mixer, Attention) and mixer.num_kv_heads is not None:
         return replace(mixer, num_kv_heads=_part_of_kv_heads(mixer.num_kv_heads, number))
+    if isinstance(mixer, Mamba2):
+        raise ValueError("model must have no layers of Mamba-2 to be shared by devices, which have no parts of them")
     if not isinstance(mixer, DeltaNet):
         return mixer
     if mixer.num_key_heads % number:
@@ -314,7 +318,8 @@ def _num_projected(config: Config) -> int:
 def _runs_of_delta_net(name: str, device: int, part: Config, number: int) -> list[Run]:
     """Return a device's part of a gated delta net: some key heads, and the value heads that share them."""
     assert isinstance(part, DecoderConfig), "no other network has one"
-    net = part.delta_nets[0][1]
+    net = part.recurrent[0][1]
+    assert isinstance(net, DeltaNet), "others are not shared"
     key, heads = net.num_key_heads * net.key_size, net.num_value_heads
     value = heads * net.value_size
     sizes = {

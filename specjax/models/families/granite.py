@@ -1,60 +1,137 @@
-"""Granite 3 and 4: change Llama by factors on embeddings, scores, the outputs of sublayers, and logits."""
+"""Granite 3 and 4: change Llama by factors on embeddings, scores, the outputs of sublayers, and logits.
 
+Granite 4.0 may have layers of Mamba-2, and experts beside an MLP.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import llama
+from specjax.models.decoder import DecoderConfig
+from specjax.models.experts import Experts, Shared, SoftmaxTopK
+from specjax.models.families import llama, mixtures
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.mamba import Mamba2
 from specjax.models.rope import NO_ROPE, Rope
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 # The MLP of Granite 4.0 has the name of the one that stands beside the experts of its larger releases.
+ATTENDS, RECURS = {"attention", "full_attention"}, {"mamba", "linear_attention"}  # kinds of layers
+NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of the time of a step; transformers 5 writes the latter
 SHARED_MLP = llama.MLPNames("shared_mlp", whole="input_linear", out="output_linear")
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a dense Granite checkpoint."""
-    return _decoder(config, tensors, None, has_bias=config.get("mlp_bias", bool, False))
+    return _decoder(config, tensors, None, GatedMLP(has_bias=config.get("mlp_bias", bool, False)))
 
 
 def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Granite 4.0 checkpoint that has neither experts nor recurrent layers."""
+    """Build the model of a Granite 4.0 checkpoint: with layers of Mamba-2 and experts, with one of both, or neither."""
     size = config.size("shared_intermediate_size", 1024)
-    config = ConfigFile(config.path, config.fields | {"intermediate_size": size})
+    ffn, options = GatedMLP(), {}
+    if config.get("num_local_experts", int, 8):
+        router = mixtures.made(config, SoftmaxTopK, *mixtures.counts(config, "num_local_experts"))
+        ffn = Experts(router, shared=Shared())
+        options = {"expert_size": config.size("intermediate_size"), "shared_size": size, "mixture": _MixtureNames()}
+    else:
+        own = {"intermediate_size": size, "quantization_config": None}  # `Checkpoint.scheme` has read the latter
+        config = ConfigFile(config.path, config.fields | own)
+        config.ignore("num_local_experts", "num_experts_per_tok", *mixtures.TRAINING)
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     kinds = config.get("layer_types", list, config.get("layers_block_type", list, []))
-    if len(kinds) != number or not set(kinds) <= {"attention", "full_attention"}:
+    if len(kinds) != number or not set(kinds) <= ATTENDS | RECURS or not set(kinds) & ATTENDS:
         raise ValueError(
-            f"{config.where('layer_types')} must be {number} times 'attention', because specjax has no Mamba layers, "
+            f"{config.where('layer_types')} must be {number} times 'mamba' or 'attention', the latter at least once, "
             f"got {kinds!r}"
         )
-    if config.get("num_local_experts", int, 8) != 0:
-        raise ValueError(
-            f"{config.where('num_local_experts')} must be 0, because specjax does not have the experts of Granite, got "
-            f"{config.get('num_local_experts', int, 8)}"
-        )
-    config.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # there are no experts
+    recurs = [kind in RECURS for kind in kinds]
     turns = config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "rope"
-    return _decoder(config, tensors, None if turns else NO_ROPE, mlp=SHARED_MLP)
+    mixer = _mamba(config) if any(recurs) else None
+    config.ignore(*(name for name in config.fields if name.startswith("mamba_")), "time_step_limit")
+    return _decoder(config, tensors, None if turns else NO_ROPE, ffn, mixer, recurs, mlp=SHARED_MLP, **options)
+
+
+def _mamba(config: ConfigFile) -> Mamba2:
+    """Return the mixer of the recurrent layers."""
+    heads, groups = config.size("mamba_n_heads", 128), config.size("mamba_n_groups", 1)
+    width = config.size("mamba_expand", 2) * config.size("hidden_size")
+    if width % heads or heads % groups:
+        raise ValueError(
+            f"{config.where('mamba_n_heads')} must divide mamba_expand hidden_size = {width} and be a multiple of "
+            f"mamba_n_groups = {groups}, got {heads}"
+        )
+    if config.fields.get("mamba_d_head", "auto") != "auto":
+        config.only("mamba_d_head", width // heads)
+    limit = config.get("time_step_limit", list, NO_LIMITS[0])
+    if limit not in NO_LIMITS:
+        raise ValueError(
+            f"{config.where('time_step_limit')} must be {NO_LIMITS[0]}, because steps have no limits, got {limit}"
+        )
+    return Mamba2(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_size=config.size("mamba_d_state", 256),
+        value_size=width // heads,
+        conv_size=config.size("mamba_d_conv", 4),
+        has_bias=config.get("mamba_proj_bias", bool, False),
+        has_conv_bias=config.get("mamba_conv_bias", bool, True),
+    )
+
+
+@dataclass(frozen=True)
+class _MixtureNames:
+    """The names of the tensors of experts, and of the MLP beside them."""
+
+    def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
+        """Read the parameters of a mixture, as `Experts.shapes` names them."""
+        block, number = f"{layer}.block_sparse_moe", ffn.router.num_experts
+        hidden, size = config.hidden_size, config.expert_size
+        beside = llama.mlp_params(config, GatedMLP(size=config.shared_size), tensors, layer, SHARED_MLP)
+        return {
+            "router": tensors.table(f"{block}.router.layer.weight", number, hidden),
+            "experts_gate_up": tensors.stacked(f"{block}.input_linear.weight", number, 2 * size, hidden),
+            "experts_out": tensors.stacked(f"{block}.output_linear.weight", number, hidden, size),
+            "shared_gate_up": beside["gate_up"],
+            "shared_out": beside["mlp_out"],
+        }
 
 
 def _decoder(
-    config: ConfigFile, tensors: Tensors, rope: Rope | None, *, has_bias: bool = False, **options: Any
+    config: ConfigFile,
+    tensors: Tensors,
+    rope: Rope | None,
+    ffn: GatedMLP | Experts,
+    mixer: Mamba2 | None = None,
+    recurs: Sequence[bool] = (),
+    **options: Any,
 ) -> Model:
-    """Build the model, given the rotation of its layers, where it is not as config.json says."""
+    """Build the model.
+
+    Args:
+        config: config.json.
+        tensors: the tensors.
+        rope: the rotation of its layers, where it is not as config.json says.
+        ffn: of all layers.
+        mixer: of the recurrent layers; None where there are none.
+        recurs: whether each layer is recurrent.
+        options: further ones of `llama.decoder`.
+    """
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
     scale = config.number("attention_multiplier", 1.0)
     layer = LayerConfig(
         Attention(has_bias=bias, has_out_bias=bias, scale=scale, rope=rope),
-        GatedMLP(has_bias=has_bias),
+        ffn,
         residual_factor=config.number("residual_multiplier", 1.0),
     )
     return llama.decoder(
         config,
         tensors,
-        (layer,),
+        (layer,) if mixer is None else tuple(replace(layer, mixer=mixer) if one else layer for one in recurs),
         embedding_factor=config.number("embedding_multiplier", 1.0),
         logit_divisor=config.number("logits_scaling", 1.0),
         **options,

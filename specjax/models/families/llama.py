@@ -12,6 +12,7 @@ from specjax.models.experts import Experts
 from specjax.models.families import ropes
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.mamba import Mamba2
 from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, PyTree
@@ -228,6 +229,8 @@ def layer_params(
     params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()}
     if isinstance(layer.mixer, DeltaNet):
         params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
+    elif isinstance(layer.mixer, Mamba2):
+        params |= _mamba_params(config, layer.mixer, tensors, f"{name}.mamba")
     elif isinstance(layer.mixer, LatentAttention):
         params |= _latent_params(config, layer.mixer, tensors, f"{name}.self_attn")
     else:
@@ -302,6 +305,27 @@ def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name
         "delta_scale": tensors.vectors({f"{name}.norm.weight": mixer.value_size}),
         "delta_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
     }
+
+
+def _mamba_params(config: DecoderConfig, mixer: Mamba2, tensors: Tensors, name: str) -> dict[str, Array]:
+    """Read the parameters of a layer of Mamba-2."""
+    hidden, heads, width = config.hidden_size, mixer.num_value_heads, mixer.width
+    outputs, matrices = width + mixer.channels + heads, partial(tensors.matrices, transposed=config.transposed)
+    params = {
+        "mamba_in": matrices(hidden, {f"{name}.in_proj.weight": outputs}),
+        "mamba_conv": tensors.table(f"{name}.conv1d.weight", mixer.channels, 1, mixer.conv_size),
+        "mamba_decay": tensors.vectors({f"{name}.A_log": heads}),
+        "mamba_step_bias": tensors.vectors({f"{name}.dt_bias": heads}),
+        "mamba_skip": tensors.vectors({f"{name}.D": heads}),
+        "mamba_scale": tensors.vectors({f"{name}.norm.weight": width}),
+        "mamba_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
+    }
+    if mixer.has_bias:
+        params["mamba_in_bias"] = tensors.vectors({f"{name}.in_proj.bias": outputs})
+        params["mamba_out_bias"] = tensors.vectors({f"{name}.out_proj.bias": hidden})
+    if mixer.has_conv_bias:
+        params["mamba_conv_bias"] = tensors.vectors({f"{name}.conv1d.bias": mixer.channels})
+    return params
 
 
 def _latent_params(config: DecoderConfig, mixer: LatentAttention, tensors: Tensors, name: str) -> dict[str, Array]:

@@ -1,0 +1,82 @@
+"""Mamba-2, the recurrent layers of Granite 4 H: a mixer of the one layer.
+
+Token t changes the state S to exp(g) S + B (dt x)^T, where g = -exp(a) dt, and its output is S^T C + D x. So B is the
+key of `recurrent.Recurrent`, C the query and x the value. Source: Dao and Gu, https://arxiv.org/abs/2405.21060.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
+from specjax.models.recurrent import Convolution, Recurrent, RowMemory, decays
+from specjax.models.rope import Rotation
+from specjax.types import Array
+
+if TYPE_CHECKING:
+    from specjax.models.decoder import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """A layer of Mamba-2; its groups are the key heads, its heads the value heads, and its state size the key size."""
+
+    has_bias: bool = False  # whether the projections have biases
+    has_conv_bias: bool = True  # whether the convolution has one
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in all heads."""
+        return self.num_value_heads * self.value_size
+
+    def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
+        """Return the shapes of the parameters by name."""
+        heads, outputs = self.num_value_heads, self.width + self.channels + self.num_value_heads
+        shapes: Shapes = {
+            "mamba_in": matrix_shape(config, inputs, outputs),
+            "mamba_conv": (self.channels, 1, self.conv_size),
+            "mamba_decay": (heads,),
+            "mamba_step_bias": (heads,),
+            "mamba_skip": (heads,),
+            "mamba_scale": (self.width,),
+            "mamba_out": matrix_shape(config, self.width, config.hidden_size),
+        }
+        if self.has_bias:
+            shapes |= {"mamba_in_bias": (outputs,), "mamba_out_bias": (config.hidden_size,)}
+        return shapes | ({"mamba_conv_bias": (self.channels,)} if self.has_conv_bias else {})
+
+    def __call__(
+        self, config: "DecoderConfig", params: Params, call: Sublayer, turns: Rotation | None, memory: RowMemory
+    ) -> tuple[Array, dict[str, Array] | None]:
+        """Return the residual stream after the mixer [R, T, h], and the layer's rows afterwards."""
+        mixed = product(config, params, "mamba_in", call.x, norm=call.norm)
+        gate, inputs, raw = jnp.split(mixed, [self.width, self.width + self.channels], axis=-1)
+        decay, bias, skip = (
+            params[name].astype(jnp.float32)[None, None] for name in ("mamba_decay", "mamba_step_bias", "mamba_skip")
+        )
+        step = jax.nn.softplus(raw.astype(jnp.float32) + bias)
+        rates = jnp.stack([step, jnp.broadcast_to(skip, step.shape), -jnp.exp(decay) * step], axis=2)
+        convolution = Convolution(params["mamba_conv"], params.get("mamba_conv_bias"))
+        run = self.step_by_xla if memory.is_step else self.prompt
+        output, kept = run(convolution, memory, inputs, rates)
+        y = output.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))
+        groups = y.reshape(*y.shape[:2], self.num_key_heads, -1)
+        groups *= jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + config.norm_eps)
+        scaled = groups.reshape(gate.shape) * params["mamba_scale"].astype(jnp.float32)[None, None]
+        return join(config, params, "mamba_out", scaled.astype(call.residual.dtype), call), kept
+
+    def heads_of(self, mixed: Array) -> tuple[Array, Array, Array]:
+        """Return C, B and x, which lie in the opposite order."""
+        value, *both = jnp.split(mixed, [self.width, self.width + self.num_key_heads * self.key_size], axis=-1)
+        key, query = (x.reshape(*x.shape[:2], self.num_key_heads, self.key_size) for x in both)
+        return query, key, value.reshape(*value.shape[:2], self.num_value_heads, self.value_size)
+
+    def output_and_changes(self, state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Return the outputs of a chunk, and dt x of its tokens; the rates are dt, D and g."""
+        query, key, value, step, skip, g = parts
+        between, grown = decays(g)
+        changes = value * step[..., None]
+        seen = (query * grown) @ state + (query @ key.swapaxes(-1, -2) * between) @ changes
+        return seen + value * skip[..., None], changes
