@@ -132,6 +132,8 @@ def step(
     """
     num_rows, num_tokens = tokens.inputs.shape[:2]
     tiling = tiling or step_tiling(heads, num_rows, num_tokens)
+    if num_tokens > _BLOCK_OF_STEP and tiling.entries < heads.key_size:
+        raise ValueError(f"tiling.entries must be {heads.key_size} for more than {_BLOCK_OF_STEP} tokens, got {tiling}")
     number = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     of_keys = heads.num_key_heads, heads.key_size
     of_values = heads.num_value_heads, heads.value_size

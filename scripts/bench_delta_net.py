@@ -121,7 +121,8 @@ def time_steps(args: argparse.Namespace, net: DeltaNet, peak: float | None) -> I
     print("| B | K | by | us | TB/s of one read and one write of the states | % of peak |\n|---|---|---|---|---|---|")
     size = net.num_value_heads * net.key_size * net.value_size * 4
     for batch in args.batches:
-        for tiling in tilings_of(args, STEP_TILINGS, kernels.step_tiling(net.heads, batch, args.num_drafts + 1)):
+        tilings = [tiling for tiling in STEP_TILINGS if args.num_drafts < 4 or tiling.entries == net.key_size]
+        for tiling in tilings_of(args, tilings, kernels.step_tiling(net.heads, batch, args.num_drafts + 1)):
             seconds = step_seconds(net, batch, args.num_drafts + 1, tiling)
             rate = 2 * batch * size / seconds
             share = f"{100 * rate / peak:.0f}" if peak else "-"

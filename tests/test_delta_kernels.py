@@ -112,6 +112,10 @@ def test_chunks(interpret):
 
 
 def test_unsupported():
+    params, memory, inputs, new_rates = step_operands(jnp.float32, 5)
+    tokens = kernels.Tokens(inputs, new_rates, *params.values(), memory.start, memory.count)
+    with pytest.raises(ValueError, match=r"tiling.entries must be 16 for more than 4 tokens, got .*entries=4"):
+        kernels.step(kernels.Held(**memory.held), tokens, NET.heads, tiling=kernels.StepTiling(32, 1, 4))
     heads = kernels.Heads(2, 4, 24, 32)
     with pytest.raises(
         NotImplementedError, match=r"sizes of keys and values that are powers of two .*, got \(24, 32\)"

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from families import ALL, write
 
-from specjax.models import load
+from specjax.models import Checkpoint, load
+from specjax.models.quantize_files import write_quantized
+from specjax.models.quantized import Quantized
 from specjax.models.rope import YarnScaling
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
@@ -159,3 +161,20 @@ def test_phi_has_an_original_length(tmp_path):
     fields = {name: x for name, x in ALL["phi4_mini"].items() if name != "original_max_position_embeddings"}
     config = load(write(tmp_path / "model", "phi4_mini", config=fields)).apply.config
     assert config.rope_scaling.original_length == 4096
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gemma4", "ministral3", "granite4", "gpt_oss"])
+def test_codes_where_fields_are_replaced(case, tmp_path):
+    """Codes are read where a family has other defaults of fields, and where some matrices stay floats."""
+    directory = write(tmp_path / "floats", case)
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    layer = load(tmp_path / "codes").params["layers"][0]
+    assert isinstance(layer["qkv"], Quantized) and isinstance(layer["attention_out"], Quantized)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}]
+)
+def test_layers_that_do_not_turn_need_no_base(fields, tmp_path):
+    config = ALL["granite4_nope"] | {"rope_theta": None} | fields
+    assert load(write(tmp_path / "model", "granite4_nope", config=config)).apply.config.rope.size == 0

@@ -13,6 +13,7 @@ import pytest
 from families import GOLDENS
 from hybrids import CONFIGS, HYBRID, NUM_TOKENS, SMALL, SMALL_GRANITE, tokens, write
 from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
 from test_quantized_models import rounded
 from wrong_recurrent import MISTAKES, recurrent
 
@@ -265,6 +266,24 @@ def test_codes_of_granite(tmp_path):
     write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
     layer = load(tmp_path / "codes").params["layers"][0]
     assert all(isinstance(layer[name], Quantized) for name in ("mamba_in", "mamba_out", "gate_up"))
+
+
+def test_codes_of_stacks_of_granite_are_refused(tmp_path):
+    """No file has them in codes that are read, and none is written."""
+    directory = write(tmp_path / "floats", "granite_h_moe")
+    with pytest.raises(ValueError, match=r"block_sparse_moe\.input_linear\.weight .* must not be a stack of Granite's"):
+        write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    assert isinstance(load(directory, quantization="int8").params["layers"][0]["experts_out"], Quantized)
+    tensors = dict(load_file(directory / "model.safetensors"))
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    tensors |= {name: tensors[name].astype(jnp.float8_e4m3fn), f"{name}_scale": np.ones((4, 48, 1), np.float32)}
+    save_file(tensors, directory / "model.safetensors")
+    codes = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    groups = {"config_groups": {"group_0": {"targets": ["re:.*input_linear"], "weights": codes}}}
+    quantized = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"} | groups}
+    (directory / "config.json").write_text(json.dumps(CONFIGS["granite_h_moe"] | quantized))
+    with pytest.raises(ValueError, match=r"input_linear.* must be floats or MXFP4, because other codes of a stack"):
+        load(directory)
 
 
 def test_steps_that_are_refused(hybrid):

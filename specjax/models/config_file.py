@@ -162,10 +162,15 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be positive and finite, got {value}")
         return None if value is None else float(value)
 
+    def replaced(self, **fields: Any) -> "ConfigFile":
+        """Return these fields with other values of some, which count as not read."""
+        other = ConfigFile(self.path, self.fields | fields, self._prefix)
+        other._read_names = self._read_names - fields.keys()
+        return other
+
     def with_defaults(self, **defaults: Any) -> "ConfigFile":
-        """Return these fields, none of them read yet, with defaults for fields that are absent."""
-        present = {name: value for name, value in self.fields.items() if value is not None or name not in defaults}
-        return ConfigFile(self.path, defaults | present, self._prefix)
+        """Return these fields with defaults for fields that are absent."""
+        return self.replaced(**{name: value for name, value in defaults.items() if name not in self})
 
     def unless_null(self, name: str, default: Any) -> Any:
         """Return None if the field is null, else `default`: for a field whose null differs from its absence."""

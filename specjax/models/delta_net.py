@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import delta_net as kernels
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
 from specjax.models.linear import rms_norm
-from specjax.models.recurrent import Convolution, Recurrent, RowMemory, by_chunks, decays
+from specjax.models.recurrent import Convolution, Recurrent, RowMemory, by_chunks, decay_factors
 from specjax.models.rope import Rotation
 from specjax.operations.dispatch import dispatch
 from specjax.parallel.loops import as_carry
@@ -131,7 +131,7 @@ class DeltaNet(Recurrent):
         """Return the outputs of a chunk, and beta (v - S^T k) of its tokens, where S is the state before each."""
         return _output_and_changes(state, parts)
 
-    def run(self, state: Array, tokens: tuple[Array, ...], dtype: Any) -> tuple[Array, Array]:
+    def run_chunks(self, state: Array, tokens: tuple[Array, ...], dtype: Any) -> tuple[Array, Array]:
         """Run tokens of prompts by `delta_rule`."""
         # The kernels of chunks multiply in TF32, which has fewer digits than inputs of float32.
         return delta_rule(state, *tokens, implementation="xla" if dtype == jnp.float32 else None)
@@ -194,7 +194,7 @@ def delta_rule(
 def _output_and_changes(state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
     """Return the outputs of a chunk and the vectors [R, H, C, D] that are added to the state along its keys."""
     query, key, value, beta, g = parts
-    between, grown = decays(g)
+    between, grown = decay_factors(g)
     scaled = key * beta[..., None]
     system = jnp.tril(scaled @ key.swapaxes(-1, -2) * between, -1)
     changes = _solved(system, value * beta[..., None] - (scaled * grown) @ state)

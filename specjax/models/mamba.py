@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
-from specjax.models.recurrent import Convolution, Recurrent, RowMemory, decays
+from specjax.models.recurrent import Convolution, Recurrent, RowMemory, decay_factors
 from specjax.models.rope import Rotation
 from specjax.types import Array
 
@@ -76,7 +76,7 @@ class Mamba2(Recurrent):
     def output_and_changes(self, state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
         """Return the outputs of a chunk, and dt x of its tokens; the rates are dt, D and g."""
         query, key, value, step, skip, g = parts
-        between, grown = decays(g)
+        between, grown = decay_factors(g)
         changes = value * step[..., None]
         seen = (query * grown) @ state + (query @ key.swapaxes(-1, -2) * between) @ changes
         return seen + value * skip[..., None], changes

@@ -20,6 +20,7 @@ from specjax.models.safetensors_file import DTYPES, read_array, read_header
 MATRIX = re.compile(  # of a layer
     r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|in_proj_\w+|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear)\.weight"
 )
+STACK_OF_GRANITE = re.compile(r"(?:.*\.)?block_sparse_moe\.(?:in|out)put_linear\.weight")
 STACK = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|down_proj)")  # of all experts of a layer
 FLOATS = ("F32", "BF16", "F16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -75,14 +76,16 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
             if rounding is not None:
                 parts[name] = _matrices(name, tuple(entry["shape"]), rounding, family)
                 rounded |= {part.name: rounding for part in parts[name]}
-            elif ndim == 2 and name.endswith(".weight"):
+            elif (ndim == 2 and name.endswith(".weight")) or STACK.fullmatch(name):
                 ignored.append(_in_layout(name, family).removesuffix(".weight"))
             before += math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
         written = _write(path, out / path.name, parts)
         after += sum(written.values())
         weight_map |= dict.fromkeys(written, path.name)
     if not rounded:
-        raise ValueError(f"{model.directory} must have matrices of layers, which end in _proj, fc1 or fc2, got none")
+        raise ValueError(
+            f"{model.directory} must have matrices of layers, which end in _proj, _linear, fc1 or fc2, got none"
+        )
     if len(files) > 1:
         index = {"metadata": {"total_size": after}, "weight_map": weight_map}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -100,6 +103,11 @@ def _check_files(model: Checkpoint) -> None:
             if entry["dtype"] not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise ValueError(f"tensor {name} in {path} must be of type {known}, got {entry['dtype']}")
+            if STACK_OF_GRANITE.fullmatch(name):
+                raise ValueError(
+                    f"tensor {name} in {path} must not be a stack of Granite's experts, because other engines have no "
+                    "names for their codes; `quantization` of `load` rounds them"
+                )
 
 
 class Rounding(NamedTuple):

@@ -101,7 +101,7 @@ class Recurrent:
         """
         raise NotImplementedError
 
-    def run(self, state: Array, tokens: tuple[Array, ...], dtype: Any) -> tuple[Array, Array]:
+    def run_chunks(self, state: Array, tokens: tuple[Array, ...], dtype: Any) -> tuple[Array, Array]:
         """Run tokens of prompts.
 
         Args:
@@ -189,7 +189,7 @@ class Recurrent:
         heads = self.heads_of(self._convolved(convolution, window, inputs))
         stays = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < count[:, None]
         rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
-        output, state = self.run(state, (*heads, *jnp.unstack(rates, axis=2)), inputs.dtype)
+        output, state = self.run_chunks(state, (*heads, *jnp.unstack(rates, axis=2)), inputs.dtype)
         return output, (state, _window_after(window, inputs, count))
 
     def _convolved(self, convolution: Convolution, window: Array, inputs: Array) -> Array:
@@ -286,7 +286,7 @@ def _by_heads(query: Array, key: Array, *others: Array) -> tuple[Array, ...]:
     return tuple(x.swapaxes(1, 2) for x in (query, key, *others))
 
 
-def decays(g: Array) -> tuple[Array, Array]:
+def decay_factors(g: Array) -> tuple[Array, Array]:
     """Return how a chunk's state decays from each token to later ones [..., C, C], else 0, and from its begin."""
     total = jnp.cumsum(g, axis=-1)
     is_before = jnp.tri(g.shape[-1], dtype=bool)[None, None]

@@ -129,7 +129,7 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
     own: dict[str, Any] = {}
     if isinstance(whole, DecoderConfig):
         if len({mixer for _, mixer in whole.recurrent}) > 1:
-            raise ValueError("model must have gated delta nets of one size in all layers, to be shared by devices")
+            raise ValueError("model must have recurrent layers of one size, to be shared by devices")
         own = {"num_kv_heads": kv_heads, "layers": tuple(_part_of_layer(layer, number) for layer in whole.layers)}
     return replace(
         whole,

@@ -20,6 +20,7 @@ import numpy as np
 
 from specjax.models.files import StoredArray, model_files, opened
 from specjax.models.quantization import Scheme, StoredLinear, name_of_matrix
+from specjax.models.quantization.mxfp4 import MXFP4
 from specjax.models.quantized import Quantized, concatenate, dequantize, format_of, quantize, stack
 from specjax.parallel import put
 from specjax.types import Array
@@ -276,10 +277,14 @@ class Tensors:
     def stacked(self, name: str, *shape: int, transposed: bool = False) -> Any:
         """Read a stack of matrices [E, N, K] that the files have as one tensor, with its inputs first if `transposed`.
 
-        The name has no ending, as the names of experts have none.
+        The name is the tensor's own, which has no ending in most families.
         """
         linear = self._linear(name, shape)
         if self._is_quantized(linear):
+            if not isinstance(self._scheme, MXFP4):
+                raise ValueError(
+                    f"tensor {name} must be floats or MXFP4, because other codes of a stack of experts are not read"
+                )
             return self._placed(lambda: self._kept(linear), [linear], 3)
         number, outputs, inputs = shape
         self._check(name, (number, inputs, outputs) if transposed else shape)

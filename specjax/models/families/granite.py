@@ -14,19 +14,19 @@ from specjax.models.experts import Experts, Shared, SoftmaxTopK
 from specjax.models.families import llama, mixtures
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.mamba import Mamba2
-from specjax.models.rope import NO_ROPE, Rope
+from specjax.models.rope import NO_ROPE
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
-# The MLP of Granite 4.0 has the name of the one that stands beside the experts of its larger releases.
 ATTENDS, RECURS = {"attention", "full_attention"}, {"mamba", "linear_attention"}  # kinds of layers
 NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of the time of a step; transformers 5 writes the latter
+# The MLP of Granite 4.0 has the name of the one that stands beside the experts of its larger releases.
 SHARED_MLP = llama.MLPNames("shared_mlp", whole="input_linear", out="output_linear")
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a dense Granite checkpoint."""
-    return _decoder(config, tensors, None, GatedMLP(has_bias=config.get("mlp_bias", bool, False)))
+    return _decoder(config, tensors, True, GatedMLP(has_bias=config.get("mlp_bias", bool, False)))
 
 
 def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
@@ -38,8 +38,7 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
         ffn = Experts(router, shared=Shared())
         options = {"expert_size": config.size("intermediate_size"), "shared_size": size, "mixture": _MixtureNames()}
     else:
-        own = {"intermediate_size": size, "quantization_config": None}  # `Checkpoint.scheme` has read the latter
-        config = ConfigFile(config.path, config.fields | own)
+        config = config.replaced(intermediate_size=size)
         config.ignore("num_local_experts", "num_experts_per_tok", *mixtures.TRAINING)
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     kinds = config.get("layer_types", list, config.get("layers_block_type", list, []))
@@ -48,11 +47,10 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
             f"{config.where('layer_types')} must be {number} times 'mamba' or 'attention', the latter at least once, "
             f"got {kinds!r}"
         )
-    recurs = [kind in RECURS for kind in kinds]
+    recurs = [i for i, kind in enumerate(kinds) if kind in RECURS]
     turns = config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "rope"
-    mixer = _mamba(config) if any(recurs) else None
     config.ignore(*(name for name in config.fields if name.startswith("mamba_")), "time_step_limit")
-    return _decoder(config, tensors, None if turns else NO_ROPE, ffn, mixer, recurs, mlp=SHARED_MLP, **options)
+    return _decoder(config, tensors, turns, ffn, recurs, mlp=SHARED_MLP, **options)
 
 
 def _mamba(config: ConfigFile) -> Mamba2:
@@ -103,10 +101,9 @@ class _MixtureNames:
 def _decoder(
     config: ConfigFile,
     tensors: Tensors,
-    rope: Rope | None,
+    turns: bool,
     ffn: GatedMLP | Experts,
-    mixer: Mamba2 | None = None,
-    recurs: Sequence[bool] = (),
+    recurs: Sequence[int] = (),
     **options: Any,
 ) -> Model:
     """Build the model.
@@ -114,24 +111,31 @@ def _decoder(
     Args:
         config: config.json.
         tensors: the tensors.
-        rope: the rotation of its layers, where it is not as config.json says.
+        turns: whether queries and keys turn, as config.json says it.
         ffn: of all layers.
-        mixer: of the recurrent layers; None where there are none.
-        recurs: whether each layer is recurrent.
+        recurs: the layers of Mamba-2.
         options: further ones of `llama.decoder`.
     """
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
     scale = config.number("attention_multiplier", 1.0)
     layer = LayerConfig(
-        Attention(has_bias=bias, has_out_bias=bias, scale=scale, rope=rope),
+        Attention(has_bias=bias, has_out_bias=bias, scale=scale),
         ffn,
         residual_factor=config.number("residual_multiplier", 1.0),
     )
+    layers = (layer,)
+    if recurs:
+        layers *= config.size("num_hidden_layers")
+        mamba = replace(layer, mixer=_mamba(config))
+        layers = tuple(mamba if i in recurs else one for i, one in enumerate(layers))
+    if not turns:
+        config.ignore("rope_parameters", "rope_scaling", "rope_theta")
+        options["rope"] = NO_ROPE
     return llama.decoder(
         config,
         tensors,
-        (layer,) if mixer is None else tuple(replace(layer, mixer=mixer) if one else layer for one in recurs),
+        layers,
         embedding_factor=config.number("embedding_multiplier", 1.0),
         logit_divisor=config.number("logits_scaling", 1.0),
         **options,

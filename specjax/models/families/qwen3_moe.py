@@ -17,8 +17,9 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     renormalized = config.get("norm_topk_prob", bool, False)
     experts = Experts(mixtures.made(config, SoftmaxTopK, *sizes, is_renormalized=renormalized))
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
-    slides = config.get("use_sliding_window", bool, False)  # all layers, whatever max_window_layers says
-    windows = llama.windows(config, lambda i: True) if slides else qwen2.windows(config)
+    windows = qwen2.windows(config)
+    if config.get("use_sliding_window", bool, False):  # all layers, whatever max_window_layers and layer_types say
+        windows = (config.size("sliding_window", config.unless_null("sliding_window", 4096)),) * number
     each = llama.windowed(LayerConfig(attention, experts), windows)
     layers = llama.with_dense(each, GatedMLP(), mixtures.dense_layers(config, number))
     return llama.decoder(
