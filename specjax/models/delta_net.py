@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import delta_net as kernels
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
 from specjax.models.linear import rms_norm
-from specjax.models.recurrent import Convolution, Recurrent, RowMemory, by_chunks, decay_factors
+from specjax.models.recurrent import Recurrent, RowMemory, by_chunks, decay_factors
 from specjax.models.rope import Rotation
 from specjax.operations.dispatch import dispatch
 from specjax.parallel.loops import as_carry
@@ -51,7 +51,7 @@ class DeltaNet(Recurrent):
             attended, kept = self.step(params, memory, wide, rates)
         else:
             rates = _rates(rates, params["delta_decay"], params["delta_decay_bias"])
-            attended, kept = self.prompt(Convolution(params["delta_conv"]), memory, wide[..., : self.channels], rates)
+            attended, kept = self.prompt((params["delta_conv"], None), memory, wide[..., : self.channels], rates)
         normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
         return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), kept
@@ -103,7 +103,7 @@ class DeltaNet(Recurrent):
 
         def by_xla(memory: RowMemory, new: kernels.Tokens) -> tuple[Array, dict[str, Array]]:
             rates, inputs = _rates(new.rates, new.decay, new.bias), new.inputs[..., : self.channels]
-            return self.step_by_xla(Convolution(new.weight), memory, inputs, rates)
+            return self.step_by_xla((new.weight, None), memory, inputs, rates)
 
         def by_kernel(memory: RowMemory, new: kernels.Tokens, *, interpret: bool) -> tuple[Array, dict[str, Array]]:
             assert memory.held is not None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
-from specjax.models.recurrent import Convolution, Recurrent, RowMemory, decay_factors
+from specjax.models.recurrent import Recurrent, RowMemory, decay_factors
 from specjax.models.rope import Rotation
 from specjax.types import Array
 
@@ -58,7 +58,7 @@ class Mamba2(Recurrent):
         )
         step = jax.nn.softplus(raw.astype(jnp.float32) + bias)
         rates = jnp.stack([step, jnp.broadcast_to(skip, step.shape), -jnp.exp(decay) * step], axis=2)
-        convolution = Convolution(params["mamba_conv"], params.get("mamba_conv_bias"))
+        convolution = params["mamba_conv"], params.get("mamba_conv_bias")
         run = self.step_by_xla if memory.is_step else self.prompt
         output, kept = run(convolution, memory, inputs, rates)
         y = output.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))

@@ -11,7 +11,7 @@ that the call reads, so that a kernel writes and reads at the same time.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,10 @@ CHUNK = 64  # tokens that the chunk form takes at a time
 MAX_STEP = 16  # tokens of a step whose changes a row keeps: the pending token and 15 drafts
 NUM_SLOTS = 2 * MAX_STEP  # of changes: of a step that may be pending, and of the next one
 HEAD_AXES = {"state": 1, "inputs": 2, "keys": 2, "changes": 2, "decays": 2}  # of `Recurrent.rows`, for devices to share
+
+
+# The weights [C, 1, W] of a short causal convolution, and its bias [C], if it has one.
+Convolution: TypeAlias = tuple[Array, Array | None]
 
 
 @partial(
@@ -43,13 +47,6 @@ class RowMemory:
         """The position [R] of the first token of the call."""
         assert self.start is not None and self.count is not None, "calls that keep rows have both"
         return self.start + self.count
-
-
-class Convolution(NamedTuple):
-    """The parameters of a short causal convolution."""
-
-    weight: Array  # [C, 1, W]
-    bias: Array | None = None  # [C]
 
 
 @dataclass(frozen=True)
@@ -196,11 +193,12 @@ class Recurrent:
         """Return the channels [R, T, C] float32 of inputs after a window."""
         num_tokens = inputs.shape[1]
         line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
-        weight = convolution.weight[:, 0].astype(jnp.float32)
+        weight, bias = convolution
+        weight = weight[:, 0].astype(jnp.float32)
         taps = [line[:, i : i + num_tokens] * weight[None, None, :, i] for i in range(self.conv_size)]
         mixed = sum(taps[1:], taps[0])
-        if convolution.bias is not None:
-            mixed += convolution.bias.astype(jnp.float32)[None, None]
+        if bias is not None:
+            mixed += bias.astype(jnp.float32)[None, None]
         return jax.nn.silu(mixed)
 
 
