@@ -125,19 +125,20 @@ def test_target_as_its_own_draft(target, temperature, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_neighbours_do_not_change_a_request(target, draft, name):
-    proposer = proposers.draft_model(draft, 3)
-    keys = jax.random.split(jax.random.key(3), 4)
+def test_neighbours_do_not_change_a_request(target, stranger, name):
+    """`test_match_equals_plain_sampling` compiles the same loop."""
+    proposer = proposers.draft_model(stranger, 4)
+    keys = jax.random.split(jax.random.key(3), 3)
     params = [
-        SamplingParams(temperature=t, top_k=k, max_tokens=n)
-        for t, k, n in [(1.0, 5, 20), (0.0, -1, 11), (0.7, 9, 30), (1.3, -1, 17)]
+        SamplingParams(temperature=t, top_k=k, top_p=p, max_tokens=n)
+        for t, k, p, n in [(1.0, 5, 1.0, 20), (0.0, -1, 1.0, 11), (1.3, 9, 0.9, 30)]
     ]
     verifier = one_of(name)
-    together = run(target, proposer, params, verifier, lengths=(9, 4, 1, 6), keys=keys)
-    order = [2, 0, 3, 1]
+    together = run(target, proposer, params, verifier, keys=keys)
+    order = [2, 0, 1]
     rng = np.random.default_rng(0)
-    prompts = jnp.asarray(rng.integers(0, VOCAB, (4, 9)), jnp.int32)
-    lengths = jnp.array([9, 4, 1, 6])
+    prompts = jnp.asarray(rng.integers(0, VOCAB, (3, 9)), jnp.int32)
+    lengths = jnp.array([9, 4, 1])
     shuffled = prefill(
         target,
         proposer,
@@ -148,7 +149,7 @@ def test_neighbours_do_not_change_a_request(target, draft, name):
         max_length=64,
     )
     shuffled = outputs(decode.generate(target, proposer, shuffled, verifier=verifier))
-    assert [shuffled[order.index(i)] for i in range(4)] == outputs(together)
+    assert [shuffled[order.index(i)] for i in range(3)] == outputs(together)
 
 
 def test_stop_token_inside_the_accepted_block(target):
@@ -244,9 +245,9 @@ def test_nobody_speculates_and_the_draft_is_not_run(target, draft):
 
 
 @pytest.mark.slow
-def test_prompts_longer_than_a_chunk(target, draft):
+def test_prompts_longer_than_a_chunk(target, stranger):
     params = SamplingParams(temperature=0, max_tokens=10)
-    proposer, lengths = proposers.draft_model(draft, 3), (40, 7, 33)
+    proposer, lengths = proposers.draft_model(stranger, 4), (40, 7, 33)
     whole = run(target, proposer, params, lengths=lengths)
     calls = []
     counted = replace(target, apply=Counting(target.apply, calls))
@@ -271,11 +272,11 @@ def test_ragged_prompts_and_ends(target):
 
 class TestSharedPrompts:
     @pytest.mark.slow
-    def test_rows_are_those_of_repeated_prompts(self, target, draft):
+    def test_rows_are_those_of_repeated_prompts(self, target, stranger):
         prompts, lengths = jnp.array([[3, 4, 5, 6], [7, 0, 0, 0]]), jnp.array([4, 1])
         keys, rows = jax.random.split(jax.random.key(0), 3), jnp.array([1, 0, 1])
         requests = sampling.batch([SamplingParams(temperature=1, max_tokens=9)] * 3)
-        proposer = proposers.draft_model(draft, 4)
+        proposer = proposers.draft_model(stranger, 4)
         shared = prefill(target, proposer, prompts, lengths, requests, keys, max_length=64, rows=rows)
         repeated = prefill(target, proposer, prompts[rows], lengths[rows], requests, keys, max_length=64)
         for a, b in zip(jax.tree.leaves(shared), jax.tree.leaves(repeated), strict=True):
@@ -353,8 +354,8 @@ class TestLogProbs:
 
 
 @pytest.mark.slow
-def test_stream_yields_what_generate_commits(target, draft):
-    proposer = proposers.draft_model(draft, 4)
+def test_stream_yields_what_generate_commits(target, stranger):
+    proposer = proposers.draft_model(stranger, 4)
     params = SamplingParams(temperature=1, max_tokens=25)
     expected = outputs(run(target, proposer, params))
     rows = [[], [], []]
@@ -365,8 +366,8 @@ def test_stream_yields_what_generate_commits(target, draft):
 
 
 @pytest.mark.slow
-def test_max_steps_pauses(target, draft):
-    proposer = proposers.draft_model(draft, 4)
+def test_max_steps_pauses(target, stranger):
+    proposer = proposers.draft_model(stranger, 4)
     params = SamplingParams(temperature=1, max_tokens=25)
     state = start(target, proposer, params)
     while state.context.active.any():
@@ -643,7 +644,7 @@ class TestSeveralSteps:
 
         The tests below show what as many samples find.
         """
-        testing.assert_lossless(one_of("block"), drafter=testing.sample_draft, num_samples=60_000)
+        testing.assert_lossless(verifiers.block, drafter=testing.sample_draft, num_samples=60_000)
 
     @pytest.mark.parametrize("name", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
     def test_draft_model_reports_what_it_sampled(self, name):
@@ -706,14 +707,17 @@ class TestSeveralSteps:
     @pytest.mark.slow
     def test_an_own_verifier_without_a_core_gets_a_verdict(self):
         """By samples too, the drafts sampled as above; and ragged and deterministic ones."""
-        assert not hasattr(REJECTION, "core")
-        testing.assert_lossless(REJECTION, num_samples=20_000)  # its core is enumerated elsewhere
+        testing.assert_lossless(rejection_without_a_core, num_samples=20_000)  # its core is enumerated elsewhere
 
     @staticmethod
     def assert_fails(verifier, drafter):
         """With a tenth of the samples that a verdict has: what they show, more would show as well."""
         with pytest.raises(AssertionError, match=r"not lossless on .* expected at most"):
             testing.assert_lossless(verifier, drafter=drafter, num_samples=60_000)
+
+
+def rejection_without_a_core(keys, draft, target):
+    return verifiers.rejection(keys, draft, target)
 
 
 class OwnPositionFlips(core.KeyDraw):
