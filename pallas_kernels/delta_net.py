@@ -23,7 +23,7 @@ CHUNK = 64  # tokens of a chunk
 _BLOCK = 16  # tokens of a block on the diagonal of a triangular system
 _MIN_SIZE, _MAX_SIZE = 16, 256  # entries of keys and values
 _BLOCK_OF_STEP = 4  # tokens of a step that a program takes at a time
-_MANY_STATES = 1024
+_MANY_STATES = 1024  # of all rows, from which on a program takes some rows of a state after the others
 
 
 class Heads(NamedTuple):
@@ -116,7 +116,7 @@ def unsupported(heads: Heads) -> str | None:
 def step(
     held: Held, tokens: Tokens, heads: Heads, *, tiling: StepTiling | None = None, interpret: bool = False
 ) -> tuple[Array, Held]:
-    """Apply the kept tokens of the last step to each state, and run new tokens without keeping how they change it.
+    """Apply the kept tokens of the last step to each state, and run new tokens, whose changes are kept beside it.
 
     Args:
         held: the rows of the layer. W - 1 + T slots of inputs are enough, and S slots for T and the most of `count`, so
@@ -410,9 +410,10 @@ def _step_kernel(refs, out, *, heads: Heads, tiling: StepTiling):
     for block, tokens in enumerate(blocks):
         if block:  # the program holds all rows of the state
             keys = [key for _, key in program.load_new_keys(blocks[block - 1], entries(0))]
-            decays = [token.g for token in new]
-            total = sum(decays[1:], decays[0])
-            decayed, _ = _decayed(list(zip(changes, decays, strict=True)), total)
+            total = new[0].g
+            for token in new[1:]:
+                total += token.g
+            decayed, _ = _decayed([(change, token.g) for change, token in zip(changes, new, strict=True)], total)
             state = _add(keys, decayed, state * jnp.exp(total))
             new = program.load_new(tokens, column)
             sums = _sums(program.load_new_keys(tokens, entries(0)), state, [])

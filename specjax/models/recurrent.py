@@ -260,9 +260,9 @@ def by_chunks(
     def chunk(state: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
         output, changes = output_and_changes(state, parts)
         _, key, *_, g = parts
-        total = jnp.cumsum(g, axis=-1)
-        left = jnp.exp(total[..., -1:] - total)[..., None]
-        return state * jnp.exp(total[..., -1])[..., None, None] + (key * left).swapaxes(-1, -2) @ changes, output
+        between, grown = decay_factors(g)
+        left = between[..., -1, :, None]
+        return state * grown[..., -1:, :] + (key * left).swapaxes(-1, -2) @ changes, output
 
     parts = tuple(map(chunked, _by_heads(query, key, value, *rates)))
     with jax.default_matmul_precision("highest"):

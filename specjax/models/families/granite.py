@@ -49,7 +49,6 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
         )
     recurs = [i for i, kind in enumerate(kinds) if kind in RECURS]
     turns = config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "rope"
-    config.ignore(*(name for name in config.fields if name.startswith("mamba_")), "time_step_limit")
     return _decoder(config, tensors, turns, ffn, recurs, mlp=SHARED_MLP, **options)
 
 
