@@ -97,12 +97,12 @@ class ChunkTiling(NamedTuple):
 def step_tiling(heads: Heads, num_rows: int, num_tokens: int) -> StepTiling:
     """Choose a tiling for an H100.
 
-    Few states are cut into few columns, so that one warp holds them, and its sums need no barrier. Where states are
-    many, a warp takes more columns, some rows after the others, and loads the next rows meanwhile.
+    Few states are cut into few columns, which two warps hold. Where states are many, a warp takes more columns, some
+    rows after the others, and loads the next rows meanwhile.
     """
     if num_tokens <= _BLOCK_OF_STEP and num_rows * heads.num_value_heads >= _MANY_STATES:
         return StepTiling(min(64, heads.value_size), 1, 8)
-    return StepTiling(min(16, heads.value_size), 1, heads.key_size)
+    return StepTiling(min(16, heads.value_size), 2, heads.key_size)
 
 
 def unsupported(heads: Heads) -> str | None:

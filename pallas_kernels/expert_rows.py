@@ -24,9 +24,9 @@ _WARP = 32  # threads in a warp
 def products(
     x: Array,
     weight: Quantized,
-    row: Array,
     expert: Array,
     *,
+    norm: tuple[Array, float] | tuple[Array, float, float] | None = None,
     bias: Array | None = None,
     gate: Callable[[Array, Array], Array] | None = None,
     is_interleaved: bool = False,
@@ -37,10 +37,11 @@ def products(
     """Multiply a row by the matrix of an expert for each of P pairs, summing in float32.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16.
+        x: [T, K] float32, bfloat16 or float16. The first P / T pairs are of the first row, the next of the second.
         weight: [E, N, K], of codes that `quantized.unsupported_codes` allows.
-        row: [P] int32, the row of each pair.
         expert: [P] int32, the expert of each pair.
+        norm: scale [K], epsilon and optionally an offset: a row is first divided by its root mean square and multiplied
+            by the scale, to which the offset is added.
         bias: [E, N] floats, added to the products.
         gate: function of two halves of the N products, which gives the results; None gives the products themselves.
         is_interleaved: whether the halves alternate; otherwise one comes after the other.
@@ -51,14 +52,14 @@ def products(
     Returns:
         [P, N], or with a gate [P, N / 2].
     """
-    num_pairs, num_outputs = len(row), weight.shape[1] // (1 if gate is None else 2)
+    num_pairs, num_outputs = len(expert), weight.shape[1] // (1 if gate is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs, num_pairs)
     num_programs = tiling.num_programs_of(num_outputs, num_pairs)
     return call(
         partial(
             _expert_row_kernel,
-            epsilon=None,
-            offset=0.0,
+            epsilon=None if norm is None else norm[1],
+            offset=0.0 if norm is None else sum(norm[2:]),
             gate=gate,
             is_interleaved=is_interleaved,
             tile=(tiling.outputs, tiling.num_warps * _WARP),
@@ -66,7 +67,7 @@ def products(
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((num_pairs, num_outputs), dtype or x.dtype),
-        (x, weight, bias, row, expert),
+        (x, weight, None if norm is None else norm[0], bias, expert),
         grid=(num_programs, num_pairs),
         num_warps=tiling.num_warps,
         interpret=interpret,
@@ -74,8 +75,9 @@ def products(
 
 
 def _expert_row_kernel(inputs, out_ref, **options):
-    x_ref, weight, bias_ref, row_ref, expert_ref = inputs
-    pair = pl.program_id(1)
-    row, expert = plgpu.load(row_ref.at[pair]), plgpu.load(expert_ref.at[pair])
+    x_ref, weight, norm_ref, bias_ref, expert_ref = inputs
+    pair, pairs_of_row = pl.program_id(1), expert_ref.shape[0] // x_ref.shape[0]
+    expert = plgpu.load(expert_ref.at[pair])
     weight, bias_ref = jax.tree.map(lambda ref: Entry(ref, expert), (weight, bias_ref))
-    quantized_linear_kernel((Entry(x_ref, row), weight, None, bias_ref, None), Entry(out_ref, pair), **options)
+    x_ref = Entry(x_ref, pair // pairs_of_row)
+    quantized_linear_kernel((x_ref, weight, norm_ref, bias_ref, None), Entry(out_ref, pair), **options)

@@ -35,7 +35,7 @@ MAX_XLA = 64  # tokens
 STEPS, REPEATS = 20, 5  # steps of a timed run, and timed runs
 STEP_TILINGS = [
     kernels.StepTiling(*sizes)
-    for sizes in ((16, 1, 128), (32, 2, 128), (64, 4, 128), (64, 1, 4), (128, 1, 4), (128, 1, 8))
+    for sizes in ((16, 1, 128), (16, 2, 128), (32, 4, 128), (64, 1, 4), (64, 1, 8), (128, 1, 8))
 ]
 CHUNK_TILINGS = [kernels.ChunkTiling(*pair) for pair in ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8))]
 

@@ -220,7 +220,7 @@ def random_model(config: DecoderConfig, format: str, attention_format: str) -> M
             return random_matrix(format, shape.shape)
         if len(shape.shape) < 2 or name.endswith("bias"):
             return jnp.ones(shape.shape, jnp.bfloat16) * ("bias" not in name and name != "sinks")
-        is_attention = name in ("qkv", "out")
+        is_attention = name in ("qkv", "attention_out")
         return random_matrix(attention_format if is_attention else "bf16", shape.shape)
 
     shapes = param_shapes(config)

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from specjax.decoding.calls import run
 from specjax.decoding.drafters import in_memory
 from specjax.decoding.log_probs import LogProbs, record
-from specjax.operations.dispatch import is_partitioned
+from specjax.operations.dispatch import has_static_shape, is_partitioned
 from specjax.operations.pieces import at_token
 from specjax.parallel.loops import as_carry
 from specjax.types import NO_PAGE, Array, Context, Memory, Model, ModelInput, Proposer, PyTree
 
 BUDGET = 2048  # tokens of a call that holds some rows of a batch
-CHUNK = 256  # tokens of a prompt in a call; on a GPU more, where the rows are too few for BUDGET
+CHUNK = 256  # tokens of a prompt in a call; on a GPU more, where the rows are few
+LONG = 8192  # tokens of a call of few rows on a GPU, which reads or decodes each matrix once for all of them
 
 
 class Fed(NamedTuple):
@@ -151,7 +152,8 @@ def feed(
         cache: the target's memory.
         proposer_state: the proposer's memory.
         rows: [N] int32, the row of the memories that each prompt is fed to; None feeds the rows in order.
-        chunk_size: the most tokens of a prompt in a call; None is 256, and up to 2048 for a few rows on a GPU.
+        chunk_size: the most tokens of a prompt in a call; None is 256, and up to 8192 for a few rows on a GPU, or 2048
+            with `log_probs`.
         log_probs: a buffer with the rows of the memories, as `feed_chunk` has it.
 
     Returns:
@@ -160,8 +162,10 @@ def feed(
     num_prompts, width = prompts.tokens.shape
     is_known = isinstance(num_prompts, int)  # and not symbolic, as in exported functions
     if chunk_size is None:
-        is_cpu = jax.default_backend() == "cpu"
-        chunk_size = CHUNK if is_cpu or not is_known else max(CHUNK, BUDGET // max(1, num_prompts))
+        chunk_size = CHUNK
+        if has_static_shape(prompts.tokens) and jax.default_backend() != "cpu":
+            most = LONG if log_probs is None else BUDGET
+            chunk_size = _even_size(width, max(CHUNK, most // max(1, num_prompts)))
     size = min(chunk_size, width)
     tokens = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < prompts.length[:, None], prompts.tokens, -1)
     tokens = jnp.pad(tokens, ((0, 0), (0, 1 + -width % size)), constant_values=-1)
@@ -189,6 +193,12 @@ def feed(
         return _feed_group(model, proposer, size, group, fed)
 
     return jax.lax.fori_loop(0, num_groups, body, as_carry(partial(body, 0), fed, prompts))
+
+
+def _even_size(width: int, most: int) -> int:
+    """Return the tokens of a call where all calls of a prompt have as many: a multiple of 64 up to `most`."""
+    num_calls = -(-width // (most // 64 * 64))
+    return -(-width // (64 * num_calls)) * 64
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,19 @@ def test_short_rows_do_not_pay_for_long_ones(monkeypatch, takes_pages):
 
 
 @pytest.mark.parametrize(
-    "platform, num_rows, expected",
-    [("cpu", 1, (1, 256)), ("gpu", 1, (1, 2048)), ("gpu", 4, (4, 512)), ("gpu", 20, (7, 256)), ("cpu", 20, (7, 256))],
+    "platform, num_rows, width, expected",
+    [
+        ("cpu", 1, 5000, (1, 256)),
+        ("gpu", 1, 5000, (1, 5000)),
+        ("gpu", 1, 8200, (1, 4160)),
+        ("gpu", 4, 512, (4, 512)),
+        ("gpu", 4, 5000, (1, 1728)),
+        ("gpu", 32, 5000, (8, 256)),
+        ("cpu", 20, 5000, (7, 256)),
+    ],
 )
-def test_shapes_of_calls(monkeypatch, platform, num_rows, expected):
-    """About 2048 tokens: of many prompts some of each, and on a GPU of a few prompts more of each."""
+def test_shapes_of_calls(monkeypatch, platform, num_rows, width, expected):
+    """About 2048 tokens of many prompts, some of each. On a GPU a few prompts have more each, in equal calls."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     bigram, seen = testing.bigram_model(jnp.zeros((VOCAB, VOCAB))), set()
 
@@ -80,7 +88,7 @@ def test_shapes_of_calls(monkeypatch, platform, num_rows, expected):
         context = Context(ids, lengths, lengths > 0)
         return prompts.feed(replace(bigram, apply=apply), proposers.none(), context, (), ())
 
-    jax.eval_shape(feed, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, 5000), (num_rows,))))
+    jax.eval_shape(feed, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, width), (num_rows,))))
     assert seen == {expected}
 
 
