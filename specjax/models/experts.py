@@ -16,14 +16,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import choice, expert_rows, row_choice
 from pallas_kernels import experts as kernels
-from pallas_kernels import linear as one_row
 from pallas_kernels.experts import Tiles
 from pallas_kernels.row_choice import Largest
 from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
-from specjax.models.linear import Norm, linear, rms_norm
+from specjax.models.linear import linear, rms_norm
 from specjax.models.quantized import Quantized, dequantize
-from specjax.operations.dispatch import dispatch, has_static_shape
+from specjax.operations.dispatch import dispatch
 from specjax.parallel.links import sum_over
 from specjax.parallel.loops import as_carry
 from specjax.types import Array
@@ -238,13 +237,13 @@ class Shared:
         }
         return shapes | {"shared_gate": (1, hidden)} if self.is_gated else shapes
 
-    def __call__(self, config: "DecoderConfig", params: Params, x: Array, norm: Norm | None = None) -> Array:
-        """Return the output of x [B, T, h] after its norm, of which each device has a summand."""
-        inner = product(config, params, "shared_gate_up", x, norm=norm, activation=ACTIVATIONS[self.activation])
+    def __call__(self, config: "DecoderConfig", params: Params, x: Array) -> Array:
+        """Return the output of x [B, T, h], of which each device has a summand."""
+        inner = product(config, params, "shared_gate_up", x, activation=ACTIVATIONS[self.activation])
         y = linear(inner, params["shared_out"], transposed=config.transposed)
         if not self.is_gated:
             return y
-        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True, norm=norm)) * y
+        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True)) * y
 
 
 @dataclass(frozen=True)
@@ -276,25 +275,26 @@ class Experts:
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the mixture [B, T, h]."""
-        x, norm = call.x, None if call.norm is None else Norm.of(call.norm)
-        if norm is not None and not (has_static_shape(x) and x.shape[:2] == (1, 1)):  # kernels norm one row themselves
-            x, norm = rms_norm(x, norm), None
+        x = call.x if call.norm is None else rms_norm(call.x, call.norm)
         rows = x.reshape(-1, x.shape[-1])
-        if self.has_router_norm:
-            own = rms_norm(call.x.reshape(rows.shape), norm_of(params["router_norm"], config))
-            logits = router_logits(params["router"], times(own, config.hidden_size**-0.5))
-        else:
-            logits = router_logits(params["router"], rows, norm)
-        y, experts, weights = self.route(params, rows, logits, norm)
+        logits = router_logits(params["router"], self._read_by_router(config, params, call, rows))
+        y, experts, weights = self.route(params, rows, logits)
         y = y.reshape(x.shape).astype(x.dtype)
         if self.shared is not None:
-            y = y + self.shared(config, params, x, norm)
+            y = y + self.shared(config, params, x)
         if config.axis_name is not None:
             y = sum_over(y, config.axis_name, params.get("links"), after=call.residual)
         if self.has_bias:
             biases = params["experts_out_bias"][experts].astype(jnp.float32)
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
         return call.residual + (y if call.finish is None else call.finish(y))
+
+    def _read_by_router(self, config: "DecoderConfig", params: Params, call: Sublayer, rows: Array) -> Array:
+        """Return the input [T, h] of the router, given the input of the experts."""
+        if not self.has_router_norm:
+            return rows
+        x = rms_norm(call.x.reshape(rows.shape), norm_of(params["router_norm"], config))
+        return times(x, config.hidden_size**-0.5)
 
     def mix(
         self, params: Params, x: Array, experts: Array, weights: Array, *, implementation: str | None = None
@@ -327,7 +327,7 @@ class Experts:
         )
 
     def route(
-        self, params: Params, x: Array, logits: Array, norm: Norm | None = None, *, implementation: str | None = None
+        self, params: Params, x: Array, logits: Array, *, implementation: str | None = None
     ) -> tuple[Array, Array, Array]:
         """Choose experts for each row, and return the sum of `mix`, the experts and their weights.
 
@@ -335,7 +335,6 @@ class Experts:
             params: the matrices of experts, and the vectors of the router.
             x: [T, h] floats.
             logits: [T, experts] float32.
-            norm: of x, which comes before the experts; None for none.
             implementation: as `mix` takes it. The choice of few rows has a kernel, too.
 
         Raises:
@@ -343,32 +342,20 @@ class Experts:
         """
         vectors = {name: params[name] for name in self.router.shapes()}
 
-        def by_xla(x: Array, scale: Array | None, logits: Array, vectors: Params, *matrices: Any):
+        def by_xla(x: Array, logits: Array, vectors: Params, *matrices: Any) -> tuple[Array, Array, Array]:
             experts, weights = self.router(vectors, logits)
-            x = x if norm is None else rms_norm(x, norm._replace(scale=scale))
             return self._by_xla(x, experts, weights, *matrices), experts, weights
 
-        def by_kernels(
-            x: Array, scale: Array | None, logits: Array, vectors: Params, *matrices: Any, interpret: bool
-        ) -> tuple[Array, Array, Array]:
+        def by_kernels(x: Array, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
             experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
-            before = None if norm is None else norm._replace(scale=scale)
-            y = self._by_kernels(x, experts, weights, *matrices, interpret=interpret, norm=before, tiles=tiles)
+            y = self._by_kernels(x, experts, weights, *matrices, interpret=interpret, tiles=tiles)
             return y, experts, weights
 
-        def reason(
-            x: Array,
-            scale: Array | None,
-            logits: Array,
-            vectors: Params,
-            gate_up: Array,
-            bias: Array | None,
-            out: Array,
-        ) -> str | None:
+        def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
             return self._unsupported(x, gate_up, out)
 
         return dispatch(
-            (x, None if norm is None else norm.scale, logits, vectors, *self._matrices(params)),
+            (x, logits, vectors, *self._matrices(params)),
             xla=by_xla,
             pallas=by_kernels,
             reason=reason,
@@ -411,16 +398,14 @@ class Experts:
         out: Array | Quantized,
         *,
         interpret: bool,
-        norm: Norm | None = None,
         tiles: Tiles | None = None,
     ) -> Array:
         first = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved, "interpret": interpret}
         last = {"dtype": jnp.float32, "interpret": interpret}
         if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
             flat = experts.reshape(-1)
-            inner = expert_rows.products(x, gate_up, flat, norm=norm, **first)
+            inner = expert_rows.products(x, gate_up, flat, **first)
             return _sum_of_chosen(expert_rows.products(inner, out, flat, **last), weights)
-        x = x if norm is None else rms_norm(x, norm)
         if tiles is None:
             tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
         inner = kernels.product(x, gate_up, tiles, is_gathered=True, **first)
@@ -471,32 +456,15 @@ class Experts:
         return gate, up
 
 
-def router_logits(
-    router: Array | Quantized, x: Array, norm: Norm | None = None, *, implementation: str | None = None
-) -> Array:
-    """Return the logits [T, experts] of rows [T, h] after their norm, in float32 whatever the dtype of the model is.
+def router_logits(router: Array | Quantized, x: Array) -> Array:
+    """Return the logits [T, experts] of rows [T, h], in float32 whatever the dtype of the model is.
 
     A router compares each logit with each. XLA may make the sum of a product's parts a part of the comparison, once for
     each side of it and in another order. A number then differs from itself, two experts share a rank, and no expert has
     another. The barrier keeps the logits in memory, so that both sides read the same numbers.
     """
-
-    def by_xla(x: Array, router: Array | Quantized, scale: Array | None) -> Array:
-        x = x if norm is None else rms_norm(x, norm._replace(scale=scale))
-        router = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
-        return jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-
-    def by_kernel(x: Array, router: Array, scale: Array | None, *, interpret: bool) -> Array:
-        before = None if norm is None else norm._replace(scale=scale)
-        return one_row.linear(x[0], router, norm=before, dtype=jnp.float32, interpret=interpret)[None]
-
-    def reason(x: Array, router: Array | Quantized, scale: Array | None) -> str | None:
-        if isinstance(router, Quantized):
-            return "the kernel takes a router of floats, got a quantised one"
-        return one_row.unsupported(x, router)
-
-    scale = None if norm is None else norm.scale
-    logits = dispatch((x, router, scale), xla=by_xla, pallas=by_kernel, reason=reason, implementation=implementation)
+    router = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
+    logits = jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
     return jax.lax.optimization_barrier(logits)
 
 
