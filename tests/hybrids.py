@@ -63,6 +63,31 @@ CONFIGS["granite_h_moe"] = CONFIGS["granite_h"] | {
     "mamba_conv_bias": False,
 }
 
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "time_step_min": 1e-30,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+}
+CONFIGS["nemotron_h"] = LLAMA | NEMOTRON | {"hybrid_override_pattern": "M*-M-", "num_hidden_layers": 5, "head_dim": 16}
+CONFIGS["nemotron_h_moe"] = CONFIGS["nemotron_h"] | {
+    "hybrid_override_pattern": "ME*EM",
+    "use_bias": True,
+    "use_conv_bias": False,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 2.5,
+    "mlp_hidden_act": "silu",
+}
+CONFIGS["nemotron_h_latents"] = CONFIGS["nemotron_h_moe"] | {"moe_latent_size": 12, "mlp_hidden_act": "relu2"}
+
 # The names of transformers in files where they are not the model's.
 IN_FILES = {
     "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",

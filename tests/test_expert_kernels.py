@@ -23,6 +23,7 @@ from specjax.models.experts import (
     SigmoidTopK,
     SoftmaxTopK,
     TopKSoftmax,
+    Ungated,
     sizes_of_tiles,
     tiles_of,
 )
@@ -30,6 +31,7 @@ from specjax.models.quantized import dequantize
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
 PLAIN, CLIPPED = {}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}
+UNGATED = {"gate": Ungated()}
 
 
 def implementation(interpret: bool) -> str:
@@ -42,9 +44,9 @@ def error(got, expected) -> float:
 
 
 @pytest.mark.parametrize("interpret", INTERPRET)
-@pytest.mark.parametrize(("num_rows", "options"), [(1, CLIPPED), (9, PLAIN), (70, CLIPPED)])
+@pytest.mark.parametrize(("num_rows", "options"), [(1, CLIPPED), (9, PLAIN), (9, UNGATED), (70, CLIPPED)])
 def test_floats(num_rows, options, interpret):
-    """Tiles of one row and of many, of several tiles an expert, and experts that no row chose; odd widths."""
+    """Tiles of one row and of many, of several tiles an expert, and experts that no row chose; odd widths; no gate."""
     number, size = (4, 37) if num_rows > 64 else (20, 23)
     ffn, params = make_experts(number, size, **options)
     params = {name: jnp.asarray(x / 4, jnp.bfloat16) for name, x in params.items()}
@@ -85,7 +87,7 @@ def test_codes(case, interpret):
 def experts_of_codes(case: str, number: int, hidden: int, size: int, **options) -> tuple[Experts, dict, dict]:
     """A mixture of codes whose products are about 1, its parameters, and its parameters as floats."""
     ffn, params, floats = Experts(SoftmaxTopK(number, 2), **options), {}, {}
-    for name, shape in (("experts_gate_up", (2 * size, hidden)), ("experts_out", (hidden, size))):
+    for name, shape in (("experts_gate_up", (ffn.gate.num_parts * size, hidden)), ("experts_out", (hidden, size))):
         weight, _ = fabricated(case, number, *shape)
         norm = np.sqrt(np.square(dequantize(weight)).sum(-1).mean())
         if weight.scale.dtype == np.uint8:  # exponents
@@ -106,6 +108,7 @@ def experts_of_codes(case: str, number: int, hidden: int, size: int, **options) 
     ("case", "options"),
     [
         ("int8", PLAIN),
+        ("int8", UNGATED),
         ("e4m3 in blocks", CLIPPED),
         ("mxfp4", CLIPPED),
         ("int4 with minima", {"has_bias": True}),

@@ -23,6 +23,7 @@ from specjax.models.experts import (
     SigmoidTopK,
     SoftmaxTopK,
     TopKSoftmax,
+    Ungated,
     router_logits,
     tiles_of,
 )
@@ -124,11 +125,11 @@ def test_routers_that_are_refused(make, message):
 def make_experts(number: int, size: int, **options) -> tuple[Experts, dict]:
     ffn = Experts(SoftmaxTopK(number, 2), **options)
     params = {
-        "experts_gate_up": numbers(number, 2 * size, HIDDEN),
+        "experts_gate_up": numbers(number, ffn.gate.num_parts * size, HIDDEN),
         "experts_out": numbers(number, HIDDEN, size, seed=1),
     }
     if ffn.has_bias:
-        params["experts_gate_up_bias"] = numbers(number, 2 * size, seed=2)
+        params["experts_gate_up_bias"] = numbers(number, ffn.gate.num_parts * size, seed=2)
     return ffn, params
 
 
@@ -146,6 +147,8 @@ def dense_sum(ffn: Experts, params: dict, x, experts, weights, dtype=np.float64)
     if isinstance(ffn.gate, ClippedGated):
         gate, up = np.minimum(both[0], ffn.gate.limit), np.clip(both[1], -ffn.gate.limit, ffn.gate.limit)
         inner = gate / (1 + np.exp(-ffn.gate.slope * gate)) * (up + 1)
+    elif isinstance(ffn.gate, Ungated):
+        inner = np.square(np.maximum(gate_up, 0))
     else:
         inner = both[0] / (1 + np.exp(-both[0])) * both[1]
     inner = inner.astype(dtype).astype(np.float64)
@@ -165,9 +168,9 @@ def choices(number: int, num_rows: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40, 300])
 def test_products_equal_the_dense_sum(num_rows):
-    """With an odd width, biases and both layouts of gate and up."""
+    """With an odd width, biases, both layouts of gate and up, and without a gate."""
     x, weights = numbers(num_rows, HIDDEN), np.abs(numbers(num_rows, 2, seed=5))
-    for options in ({}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}):
+    for options in ({}, {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}, {"gate": Ungated()}):
         ffn, params = make_experts(6, 7, **options)
         mix = jax.jit(ffn.mix)
         for experts in choices(6, num_rows).values():

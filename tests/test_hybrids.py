@@ -20,6 +20,7 @@ from wrong_recurrent import MISTAKES, recurrent
 from specjax import SamplingParams, proposers, sampling, testing
 from specjax.decode import generate, prefill
 from specjax.models import Checkpoint, load, tensor_parallel, with_cache_dtype
+from specjax.models import with_feature_layers as with_streams
 from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
 from specjax.models.quantize_files import write_quantized
@@ -117,6 +118,77 @@ def test_fields_of_mamba_that_are_refused(tmp_path):
             load(directory)
 
 
+def test_fields_of_nemotron_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "nemotron_h_moe")
+    for fields, message in (
+        ({"hybrid_override_pattern": "MEM*"}, "hybrid_override_pattern in .* must say of 5 layers whether they are"),
+        ({"hybrid_override_pattern": "MEMEM"}, "attention, an MLP or experts, the second at least once, got 'MEMEM'"),
+        ({"hybrid_override_pattern": "ME*EX"}, "hybrid_override_pattern in .* got 'ME[*]EX'"),
+        (
+            {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe", 3]},
+            "layers_block_type in .* must say",
+        ),
+        ({"mamba_num_heads": 3}, "mamba_num_heads in .* must be a multiple of n_groups = 2, got 3"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\]"),
+        ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act in .* must be"),
+        ({"n_shared_experts": 2}, "n_shared_experts in .* must be"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok in .* must be"),
+        ({"mlp_bias": True}, "mlp_bias in .* must be"),
+        ({"use_bias": False}, "in_proj.bias"),
+        ({"moe_latent_size": 12}, "fc1_latent_proj.weight"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["nemotron_h_moe"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
+def released(directory, case):
+    """A checkpoint of Nemotron as it is released: other names, a tensor for each expert, a drafter, its own fields."""
+    write(directory, case)
+    tensors = {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        name = name.replace("model.", "backbone.")
+        if ".experts." not in name:
+            tensors[name] = values
+            continue
+        tensors |= {name.replace(".experts.", f".experts.{i}.") + ".weight": one for i, one in enumerate(values)}
+    tensors["mtp.layers.0.eh_proj.weight"] = np.ones((4, 8), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    fields = {"rms_norm_eps": 1.0, "norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 1.0, "expand": 2}
+    fields |= {"time_step_limit": [0.0, float("inf")], "residual_in_fp32": False, "num_logits_to_keep": 1}
+    fields |= {"attention_head_dim": 16, "head_dim": None, "sliding_window": None, "mamba_ssm_cache_dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(CONFIGS[case] | fields))
+    return directory
+
+
+@pytest.mark.parametrize("case", ["nemotron_h", "nemotron_h_latents"])
+def test_nemotron_as_it_is_released(case, tmp_path):
+    """And as transformers writes it, with the kinds of layers by their names."""
+    model, written = load(released(tmp_path / "released", case)), write(tmp_path / "written", case)
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    kinds = [names[kind] for kind in CONFIGS[case]["hybrid_override_pattern"]]
+    config = CONFIGS[case] | {"hybrid_override_pattern": None, "num_hidden_layers": None, "layers_block_type": kinds}
+    config |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "n_group": 1, "topk_group": 1}
+    (written / "config.json").write_text(json.dumps(config))
+    other = load(written)
+    assert model.apply.config == other.apply.config and model.apply.config.norm_eps == 1e-5
+    for one, two in zip(*map(jax.tree.leaves, (model.params, other.params)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    with_streams(model, tuple(range(6)))
+    with pytest.raises(ValueError, match=r"feature_layers must be in \[0, 5\], the number of layers"):
+        with_streams(model, (6,))
+
+
+def test_codes_of_nemotron(tmp_path):
+    """The matrices of each kind of layer, from files with a tensor for each expert."""
+    write_quantized(Checkpoint(released(tmp_path / "floats", "nemotron_h_latents")), tmp_path / "codes", "int8")
+    layers = load(tmp_path / "codes").params["layers"]
+    names = {0: ("mamba_in", "mamba_out"), 2: ("qkv", "attention_out"), 3: ("experts_gate_up", "experts_out")}
+    names[1] = "latent_in", "latent_out", "shared_gate_up", "shared_out"
+    for layer, own in names.items():
+        assert all(isinstance(layers[layer][name], Quantized) for name in own)
+
+
 def test_chunks_of_the_delta_rule_are_its_recurrence():
     """For lengths around the chunks, with keys that nearly agree, so that the triangular system is far from unit."""
     rng = np.random.default_rng(0)
@@ -162,6 +234,11 @@ def run_steps(model, number):
 def test_mamba_keeps_the_state_of_plain_decoding(granite):
     testing.assert_model(granite)
     run_steps(granite, 60)
+
+
+@pytest.mark.slow
+def test_layers_without_mixers_keep_nothing(tmp_path):
+    testing.assert_model(load(write(tmp_path / "model", "nemotron_h_moe")))
 
 
 @pytest.mark.slow
@@ -226,11 +303,12 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-def test_steps_of_mamba(goldens, tmp_path):
+@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents"])
+def test_steps_of_mamba(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits; devices share no such layers."""
-    model = load(write(tmp_path / "model", "granite_h"))
+    model = load(write(tmp_path / "model", case))
     _, memory = call(model, inputs_at(0, 65, size=66), model.init_memory(1, 1, NUM_TOKENS))
-    assert_steps(model, memory, 65, goldens["granite_h"][0])
+    assert_steps(model, memory, 65, goldens[case][0])
     with pytest.raises(ValueError, match="model must have no layers of Mamba-2 to be shared by devices"):
         tensor_parallel(model, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
 

@@ -81,9 +81,15 @@ class DecoderConfig:
 
     @property
     def recurrent(self) -> tuple[tuple[int, Recurrent], ...]:
-        """The layers that are recurrent, each by its index, with their mixers; the others attend."""
+        """The layers that are recurrent, each by its index, with their mixers."""
         mixers = enumerate(layer.mixer for layer in self.each_layer)
         return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, Recurrent))
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each layer attends, to the keys and values that it keeps or that another layer lends it."""
+        mixers = [layer.mixer for layer in self.each_layer]
+        return tuple(mixer is not None and not isinstance(mixer, Recurrent) for mixer in mixers)
 
     @property
     def has_own_sizes(self) -> bool:
@@ -97,7 +103,7 @@ class DecoderConfig:
         """The number of key heads of each layer, and their size; None where all layers have the config's."""
         if not self.has_own_sizes:
             return None
-        sized = [layer.mixer.sized(self) for layer in self.each_layer]
+        sized = [self if layer.mixer is None else layer.mixer.sized(self) for layer in self.each_layer]
         return tuple((one.num_kv_heads, one.head_size) for one in sized)
 
     @property
@@ -114,7 +120,7 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer: the number of positions that a token sees, its own included; None is all."""
-        return tuple(layer.mixer.window for layer in self.each_layer)
+        return tuple(getattr(layer.mixer, "window", None) for layer in self.each_layer)
 
 
 def _init(config: DecoderConfig, seed: int) -> PyTree:
@@ -240,7 +246,7 @@ def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: 
     """Return the memory of each layer in a call; None of a layer that borrows another one's."""
     recurs, owners = dict(config.recurrent), config.owners
     pools = cache.pools if isinstance(cache, Memory) else cache
-    attends = [i for i in range(config.num_layers) if i not in recurs and owners[i] == i]
+    attends = [i for i, one in enumerate(config.attends) if one and owners[i] == i]
     windows = [config.windows[i] for i in attends]
     scales = [cache_scales(params["layers"][i]) for i in attends]
     own = None if pools is None else [pools[i] for i in attends]
@@ -286,20 +292,20 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
     model = network.network_model(DECODER, config, params, feature_layers)
     if latent_mixer(config.layers) is not None:
         return replace(model, init_cache=InitLatents(config, str(params["embedding"].dtype)))
+    if not any(config.attends):
+        raise ValueError("config.layers must have a layer that attends, got none")
     if not config.recurrent:
-        if not config.has_own_sizes:
+        if not config.has_own_sizes and all(config.attends):
             return model
-        owns = tuple(owner == i for i, owner in enumerate(config.owners))
+        owns = tuple(
+            one and owner == i for i, (one, owner) in enumerate(zip(config.attends, config.owners, strict=True))
+        )
         return replace(
             model, init_cache=network.InitCache(config, str(params["embedding"].dtype), owns, config.cache_sizes)
         )
-    recurs = {i for i, _ in config.recurrent}
-    if len(recurs) == config.num_layers:
-        raise ValueError("config.layers must have a layer that attends beside recurrent ones, got none")
-    attends = tuple(i not in recurs for i in range(config.num_layers))
     return replace(
         model,
-        init_cache=network.InitCache(config, str(params["embedding"].dtype), attends),
+        init_cache=network.InitCache(config, str(params["embedding"].dtype), config.attends),
         init_rows=recurrent.InitRows(config.recurrent, str(params["embedding"].dtype)),
         commit=recurrent.commit,
         takes_groups=False,

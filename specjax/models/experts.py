@@ -6,7 +6,6 @@ one expert, so that no product is over an expert that no token chose, and the ou
 other rows of the call.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -204,9 +203,21 @@ class Gated:
     """The function activation(gate) * up of an expert."""
 
     activation: str = "silu"  # one of ACTIVATIONS
+    num_parts = 2
 
     def __call__(self, gate: Array, up: Array) -> Array:
         return ACTIVATIONS[self.activation](gate) * up
+
+
+@dataclass(frozen=True)
+class Ungated:
+    """The function activation(up) of an expert that has no gate."""
+
+    activation: str = "relu2"  # one of ACTIVATIONS
+    num_parts = 1
+
+    def __call__(self, up: Array) -> Array:
+        return ACTIVATIONS[self.activation](up)
 
 
 @dataclass(frozen=True)
@@ -215,6 +226,7 @@ class ClippedGated:
 
     limit: float = 7.0  # largest gate, and largest magnitude of `up`
     slope: float = 1.702
+    num_parts = 2
 
     def __call__(self, gate: Array, up: Array) -> Array:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
@@ -227,19 +239,21 @@ class Shared:
 
     activation: str = "silu"  # of the gate, one of ACTIVATIONS
     is_gated: bool = False  # whether its output is multiplied by the sigmoid of a product with the input
+    num_parts: int = 2  # gate and up projection, or the latter alone
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name."""
         hidden, size = config.hidden_size, config.shared_size
         shapes = {
-            "shared_gate_up": matrix_shape(config, hidden, 2 * size),
+            "shared_gate_up": matrix_shape(config, hidden, self.num_parts * size),
             "shared_out": matrix_shape(config, size, hidden),
         }
         return shapes | {"shared_gate": (1, hidden)} if self.is_gated else shapes
 
     def __call__(self, config: "DecoderConfig", params: Params, x: Array) -> Array:
         """Return the output of x [B, T, h], of which each device has a summand."""
-        inner = product(config, params, "shared_gate_up", x, activation=ACTIVATIONS[self.activation])
+        activation, inner = ACTIVATIONS[self.activation], partial(product, config, params, "shared_gate_up", x)
+        inner = inner(activation=activation) if self.num_parts == 2 else activation(inner())
         y = linear(inner, params["shared_out"], transposed=config.transposed)
         if not self.is_gated:
             return y
@@ -248,27 +262,33 @@ class Shared:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, each a gated MLP of the width `expert_size` of the config."""
+    """A mixture of experts, each an MLP of the width `expert_size` of the config."""
 
     router: Router
-    gate: Callable[[Array, Array], Array] = Gated()  # function of an expert's gate and up projections
+    gate: Gated | ClippedGated | Ungated = Gated()  # function of an expert's gate and up projections, or of the latter
     has_bias: bool = False  # whether the projections of experts have biases
     # Whether the outputs of gate and up alternate, as gpt-oss stores them; otherwise all gates come first.
     is_interleaved: bool = False
     shared: Shared | None = None
     # Whether the router reads the stream after another norm, times hidden_size ** -0.5, as in Gemma 4.
     has_router_norm: bool = False
+    # Numbers of a token that experts read and give, with a projection before and after; None: hidden_size.
+    latent_size: int | None = None
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name. The matrices of experts are [experts, outputs, inputs]."""
         number, hidden, size = self.router.num_experts, config.hidden_size, config.expert_size
+        first, read = self.gate.num_parts * size, hidden if self.latent_size is None else self.latent_size
         shapes: Shapes = {
             "router": (number, hidden),
-            "experts_gate_up": (number, 2 * size, hidden),
-            "experts_out": (number, hidden, size),
+            "experts_gate_up": (number, first, read),
+            "experts_out": (number, read, size),
         }
         if self.has_bias:
-            shapes |= {"experts_gate_up_bias": (number, 2 * size), "experts_out_bias": (number, hidden)}
+            shapes |= {"experts_gate_up_bias": (number, first), "experts_out_bias": (number, read)}
+        if self.latent_size is not None:
+            shapes["latent_in"] = matrix_shape(config, hidden, read)
+            shapes["latent_out"] = matrix_shape(config, read, hidden)
         if self.has_router_norm:
             shapes["router_norm"] = (hidden,)
         return shapes | self.router.shapes() | ({} if self.shared is None else self.shared.shapes(config))
@@ -278,8 +298,12 @@ class Experts:
         x = call.x if call.norm is None else rms_norm(call.x, call.norm)
         rows = x.reshape(-1, x.shape[-1])
         logits = router_logits(params["router"], self._read_by_router(config, params, call, rows))
+        if self.latent_size is not None:
+            rows = linear(rows[None], params["latent_in"], transposed=config.transposed)[0]
         y, experts, weights = self.route(params, rows, logits)
-        y = y.reshape(x.shape).astype(x.dtype)
+        y = y.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        if self.latent_size is not None:
+            y = linear(y, params["latent_out"], transposed=config.transposed)
         if self.shared is not None:
             y = y + self.shared(config, params, x)
         if config.axis_name is not None:
@@ -400,15 +424,22 @@ class Experts:
         interpret: bool,
         tiles: Tiles | None = None,
     ) -> Array:
-        first = {"bias": bias, "gate": self.gate, "is_interleaved": self.is_interleaved, "interpret": interpret}
+        ungated = self.gate if isinstance(self.gate, Ungated) else None
+        gate = self.gate if ungated is None else None
+        first = {"bias": bias, "gate": gate, "is_interleaved": self.is_interleaved, "interpret": interpret}
         last = {"dtype": jnp.float32, "interpret": interpret}
+
+        def gated(inner: Array) -> Array:
+            """Return the products after the function of an expert that has no gate, which the kernels leave out."""
+            return inner if ungated is None else ungated(inner.astype(jnp.float32)).astype(x.dtype)
+
         if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
             flat = experts.reshape(-1)
-            inner = expert_rows.products(x, gate_up, flat, **first)
+            inner = gated(expert_rows.products(x, gate_up, flat, **first))
             return _sum_of_chosen(expert_rows.products(inner, out, flat, **last), weights)
         if tiles is None:
             tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
-        inner = kernels.product(x, gate_up, tiles, is_gathered=True, **first)
+        inner = gated(kernels.product(x, gate_up, tiles, is_gathered=True, **first))
         y = kernels.product(inner, out, tiles, is_gathered=False, **last)
         return _sum_of_chosen(y[tiles.place], weights)
 
@@ -448,8 +479,10 @@ class Experts:
         y = jax.lax.fori_loop(0, tiles.start.shape[0], tile, y)
         return _sum_of_chosen(y[tiles.place], weights)
 
-    def split(self, gate_up: Array) -> tuple[Array, Array]:
-        """Return the gate and the up projection [..., I] in outputs [..., 2 I] of the first matrix."""
+    def split(self, gate_up: Array) -> tuple[Array, ...]:
+        """Return the gate and the up projection [..., I] in outputs [..., 2 I] of the first matrix, or the latter."""
+        if self.gate.num_parts == 1:
+            return (gate_up,)
         if self.is_interleaved:
             return gate_up[..., 0::2], gate_up[..., 1::2]
         gate, up = jnp.split(gate_up, 2, axis=-1)

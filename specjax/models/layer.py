@@ -29,6 +29,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 NO_KEYS: tuple[Any, Any] = None, None  # the keys and values that a layer with another one's memory gives it
 Params = Mapping[str, Any]
@@ -199,11 +200,28 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class MLP:
+    """The down projection of activation(up projection), without a gate."""
+
+    activation: str = "relu2"  # one of ACTIVATIONS
+
+    def shapes(self, config: "DecoderConfig") -> Shapes:
+        """Return the shapes of the parameters by name."""
+        hidden, size = config.hidden_size, config.mlp_size
+        return {"mlp_in": matrix_shape(config, hidden, size), "mlp_out": matrix_shape(config, size, hidden)}
+
+    def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
+        """Return the residual stream after the MLP [B, T, h]."""
+        up = product(config, params, "mlp_in", call.x, norm=call.norm)
+        return join(config, params, "mlp_out", ACTIVATIONS[self.activation](up), call)
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
-    mixer: Any = Attention()  # or a `delta_net.DeltaNet` or `mamba.Mamba2`
-    ffn: "GatedMLP | Experts | BesideMLP" = GatedMLP()
+    mixer: Any = Attention()  # or a `delta_net.DeltaNet` or `mamba.Mamba2`; None for a layer without one
+    ffn: "GatedMLP | MLP | Experts | BesideMLP | None" = GatedMLP()  # None for a layer without one
     has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
     residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms
@@ -219,12 +237,16 @@ class LayerConfig:
             inputs: numbers of a token that the mixer reads as they are; None: it reads the residual stream normed.
         """
         hidden = config.hidden_size
-        shapes = self.mixer.shapes(config, hidden if inputs is None else inputs) | self.ffn.shapes(config)
-        names = ["mlp_norm"] if self.has_norms else []
-        if inputs is None and self.has_norms:
-            names.append("attention_norm")
+        shapes, parts = {}, []
+        if self.mixer is not None:
+            shapes |= self.mixer.shapes(config, hidden if inputs is None else inputs)
+            parts.append("attention")
+        if self.ffn is not None:
+            shapes |= self.ffn.shapes(config)
+            parts.append("mlp")
+        names = [f"{part}_norm" for part in parts if self.has_norms and (part == "mlp" or inputs is None)]
         if self.has_post_norms:
-            names += ["attention_post_norm", "mlp_post_norm"]
+            names += [f"{part}_post_norm" for part in parts]
         if self.has_scale:
             shapes["layer_scale"] = (1,)
         if self.input is not None:
@@ -260,9 +282,12 @@ def run_layer(
     Returns:
         The residual stream after the layer [B, T, h], and the layer's cache afterwards.
     """
-    call = _enter(config, layer, params, "attention", x, x if residual is None else residual)
-    stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
-    stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream))
+    stream, kept = x if residual is None else residual, {}
+    if layer.mixer is not None:
+        call = _enter(config, layer, params, "attention", x, stream)
+        stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
+    if layer.ffn is not None:
+        stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream))
     if layer.input is not None:
         assert given is not None, "the decoder gives each layer its numbers"
         stream = layer.input(config, params, stream, given)

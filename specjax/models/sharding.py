@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from specjax.models.beside_mlp import BesideMLP
 from specjax.models.decoder import DecoderConfig
 from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
@@ -144,12 +145,12 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
 def _part_of_layer(layer: LayerConfig, number: int) -> LayerConfig:
     """Return one device's part of a layer. Sizes that the layer does not say are the config's."""
     ffn = layer.ffn
-    mlp = getattr(ffn, "mlp", ffn)  # beside experts, too
+    mlp = ffn.mlp if isinstance(ffn, BesideMLP) else ffn
     if isinstance(mlp, GatedMLP) and mlp.size is not None:
         if mlp.size % number:
             raise ValueError(f"size of an MLP must be a multiple of the {number} devices that share it, got {mlp.size}")
         own = replace(mlp, size=mlp.size // number)
-        ffn = own if mlp is ffn else replace(ffn, mlp=own)
+        ffn = replace(ffn, mlp=own) if isinstance(ffn, BesideMLP) else own
     return replace(layer, mixer=_part_of_mixer(layer.mixer, number), ffn=ffn)
 
 

@@ -19,7 +19,7 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 ATTENDS, RECURS = {"attention", "full_attention"}, {"mamba", "linear_attention"}  # kinds of layers
-NO_LIMITS = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # of the time of a step; transformers 5 writes the latter
+INFINITE = {"__float__": "Infinity"}, 1e30  # as transformers 5 and other tools write it where JSON has no word for it
 # The MLP of Granite 4.0 has the name of the one that stands beside the experts of its larger releases.
 SHARED_MLP = llama.MLPNames("shared_mlp", whole="input_linear", out="output_linear")
 
@@ -63,11 +63,7 @@ def _mamba(config: ConfigFile) -> Mamba2:
         )
     if config.fields.get("mamba_d_head", "auto") != "auto":
         config.only("mamba_d_head", width // heads)
-    limit = config.get("time_step_limit", list, NO_LIMITS[0])
-    if limit not in NO_LIMITS:
-        raise ValueError(
-            f"{config.where('time_step_limit')} must be {NO_LIMITS[0]}, because steps have no limits, got {limit}"
-        )
+    check_steps(config)
     return Mamba2(
         num_key_heads=groups,
         num_value_heads=heads,
@@ -77,6 +73,15 @@ def _mamba(config: ConfigFile) -> Mamba2:
         has_bias=config.get("mamba_proj_bias", bool, False),
         has_conv_bias=config.get("mamba_conv_bias", bool, True),
     )
+
+
+def check_steps(config: ConfigFile) -> None:
+    """Raise ValueError where the times of the steps of Mamba-2 have limits."""
+    limit = config.get("time_step_limit", list, [0.0, math.inf])
+    if len(limit) != 2 or limit[0] != 0 or limit[1] not in (math.inf, *INFINITE):
+        raise ValueError(
+            f"{config.where('time_step_limit')} must be {[0.0, math.inf]}, because steps have no limits, got {limit}"
+        )
 
 
 @dataclass(frozen=True)

@@ -230,11 +230,11 @@ def layer_params(
     if isinstance(layer.mixer, DeltaNet):
         params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
     elif isinstance(layer.mixer, Mamba2):
-        params |= _mamba_params(config, layer.mixer, tensors, f"{name}.mamba")
+        params |= mamba_params(config, layer.mixer, tensors, f"{name}.mamba")
     elif isinstance(layer.mixer, LatentAttention):
         params |= _latent_params(config, layer.mixer, tensors, f"{name}.self_attn")
     else:
-        params |= _attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
+        params |= attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
     if isinstance(layer.ffn, GatedMLP):
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif mixture is not None:
@@ -249,7 +249,7 @@ def layer_params(
     return params
 
 
-def _attention_params(
+def attention_params(
     config: DecoderConfig, mixer: Attention, tensors: Tensors, name: str, inputs: int
 ) -> dict[str, Array]:
     """Read the parameters of attention that reads `inputs` numbers of a token."""
@@ -307,7 +307,7 @@ def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name
     }
 
 
-def _mamba_params(config: DecoderConfig, mixer: Mamba2, tensors: Tensors, name: str) -> dict[str, Array]:
+def mamba_params(config: DecoderConfig, mixer: Mamba2, tensors: Tensors, name: str) -> dict[str, Array]:
     """Read the parameters of a layer of Mamba-2."""
     hidden, heads, width = config.hidden_size, mixer.num_value_heads, mixer.width
     outputs, matrices = width + mixer.channels + heads, partial(tensors.matrices, transposed=config.transposed)
