@@ -426,12 +426,14 @@ class Experts:
     ) -> Array:
         ungated = self.gate if isinstance(self.gate, Ungated) else None
         gate = self.gate if ungated is None else None
-        first = {"bias": bias, "gate": gate, "is_interleaved": self.is_interleaved, "interpret": interpret}
         last = {"dtype": jnp.float32, "interpret": interpret}
+        first = last | {"bias": bias, "gate": gate, "is_interleaved": self.is_interleaved}
+        if ungated is None:
+            first["dtype"] = x.dtype
 
         def gated(inner: Array) -> Array:
             """Return the products after the function of an expert that has no gate, which the kernels leave out."""
-            return inner if ungated is None else ungated(inner.astype(jnp.float32)).astype(x.dtype)
+            return inner if ungated is None else ungated(inner).astype(x.dtype)
 
         if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
             flat = experts.reshape(-1)
