@@ -4,12 +4,14 @@ import json
 import runpy
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quantized_files as files
 from families import GOLDENS
 from hybrids import CONFIGS, HYBRID, NUM_TOKENS, SMALL, SMALL_GRANITE, tokens, write
 from jax.sharding import Mesh
@@ -187,6 +189,36 @@ def test_codes_of_nemotron(tmp_path):
     names[1] = "latent_in", "latent_out", "shared_gate_up", "shared_out"
     for layer, own in names.items():
         assert all(isinstance(layers[layer][name], Quantized) for name in own)
+
+
+def test_nemotron_in_mixed_codes(tmp_path):
+    """As ModelOpt writes it: e4m3 for projections of Mamba-2 and attention, NVFP4 for experts, scales of the cache."""
+    directory, rng = released(tmp_path / "model", "nemotron_h_latents"), np.random.default_rng(0)
+    floats = dict(load_file(directory / "model.safetensors"))
+    config, codes = json.loads((directory / "config.json").read_text()), dict(floats)
+    for name, matrix in floats.items():
+        in_e4m3 = name.endswith(("in_proj.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        if not in_e4m3 and ".experts." not in name:
+            continue
+        fabricate = partial(files.fp8, name="weight_scale") if in_e4m3 else partial(files.nvfp4, tool="modelopt")
+        arrays, floats[name] = fabricate(rng, *matrix.shape)
+        del codes[name]
+        codes |= {f"{name.removesuffix('weight')}{key}": np.array(value) for key, value in arrays.items()}
+    codes |= {f"backbone.layers.2.mixer.{one}_proj.{one}_scale": np.array(0.5, np.float32) for one in "kv"}
+    quantized = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8"}
+    logits = []
+    for tensors, fields in ((codes, {"quantization_config": quantized}), (floats, {})):
+        save_file(tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps(config | fields))
+        model = load(directory)
+        logits.append(np.asarray(call(model, inputs_at(0, 9), None)[0].logits))
+        for layer, name in ((0, "mamba_in"), (1, "experts_gate_up"), (1, "experts_out"), (2, "qkv")):
+            assert isinstance(model.params["layers"][layer][name], Quantized) == bool(fields)
+    assert np.abs(logits[0] - logits[1]).max() / np.abs(logits[1]).max() <= TOLERANCE
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    save_file(codes, directory / "model.safetensors")
+    scales = load(directory, cache_dtype="fp8").params["layers"][2]
+    np.testing.assert_array_equal([scales["key_scale"], scales["value_scale"]], np.full((2, 2), 0.5))
 
 
 def test_chunks_of_the_delta_rule_are_its_recurrence():

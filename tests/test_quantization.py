@@ -121,7 +121,8 @@ def test_modelopt(rng, is_nested):
     arrays, w = files.fp8(rng, 12, 20, name="weight_scale")
     check(named("FP8"), arrays | {"input_scale": np.float32(1)}, w)
     arrays, w = files.nvfp4(rng, 12, 50, "modelopt")
-    check(named("NVFP4"), arrays, w, code="e2m1", group=(1, 16))
+    for algorithm in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"):
+        check(named(algorithm), arrays, w, code="e2m1", group=(1, 16))
     with pytest.raises(ValueError, match="pre_quant_scale"):
         read(named("NVFP4"), arrays | {"pre_quant_scale": np.ones(50, np.float32)}, (12, 50))
 
@@ -224,6 +225,9 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
     assert bits("mlp.gate_proj") == ("int-quantized", 8)
 
 
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -238,6 +242,9 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt.*e5m2"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size.*must be 16.*got 32"),
+        (MIXED | {"quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}}, "quantized_layers.*W4A8_AWQ.*for a"),
+        (MIXED | {"quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 8}}}, "group_size.*got 8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type"),
         (compressed(groups("marlin-24", num_bits=4)), "format.*marlin-24"),
         (compressed(groups("pack-quantized", num_bits=3)), "num_bits"),

@@ -30,6 +30,10 @@ def compressed(layout, **weights):
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+def of_modelopt(rng, n, k, in_fp8):
+    return files.fp8(rng, n, k, name="weight_scale") if in_fp8 else files.nvfp4(rng, n, k, "modelopt")
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
 FORMATS = {
     "fp8 blocks": (
@@ -47,6 +51,10 @@ FORMATS = {
     "nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         lambda rng, n, k: files.nvfp4(rng, n, k, "modelopt"),
+    ),
+    "modelopt mixed": (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
+        lambda rng, *shape: of_modelopt(rng, *shape, in_fp8=max(shape) == SIZES["hidden_size"]),
     ),
     "nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},

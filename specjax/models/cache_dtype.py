@@ -17,7 +17,7 @@ from specjax.validation import suggestion
 
 CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
 _SCALE = re.compile(  # of the keys or values of a layer, as compressed-tensors, ModelOpt and older files name it
-    r"(?:.*\.)?layers\.(?P<layer>\d+)\.self_attn\.(?:(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
+    r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\.(?:(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
 )
 _PARAMS = {"k": "key_scale", "v": "value_scale"}
 

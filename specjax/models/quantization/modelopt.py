@@ -1,4 +1,7 @@
-"""ModelOpt: FP8 with one scale a matrix, and NVFP4, by quantization_config or hf_quant_config.json."""
+"""ModelOpt: FP8 with a scale for each matrix or output, and NVFP4, by quantization_config or hf_quant_config.json.
+
+Matrices of one checkpoint may have either, which their dtype tells, so that names in the config are not needed.
+"""
 
 from dataclasses import dataclass
 
@@ -7,6 +10,8 @@ from specjax.models.quantization.fp8 import read_e4m3
 from specjax.models.quantization.linear_files import StoredLinear, shape_in
 from specjax.models.quantization.nvfp4 import BLOCK, read_nvfp4, scalar
 from specjax.models.quantized import Quantized
+
+ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"  # which also say how engines round activations
 
 
 def matches(config: ConfigFile) -> bool:
@@ -29,9 +34,16 @@ class ModelOpt:
         """
         table = config.table("quantization") if "quantization" in config else config
         has_cache_alone = table.fields.get("kv_cache_quant_algo") and table.fields.get("quant_algo") is None
-        algorithm = None if has_cache_alone else table.choice("quant_algo", ("FP8", "NVFP4"))
-        if algorithm == "NVFP4":
-            table.only("group_size", BLOCK)
+        algorithm = None if has_cache_alone else table.choice("quant_algo", (*ALGORITHMS, "MIXED_PRECISION"))
+        layers = table.get("quantized_layers", dict, {}) if algorithm == "MIXED_PRECISION" else {}
+        for name, fields in layers.items():
+            if not isinstance(fields, dict) or fields.get("quant_algo") not in (*ALGORITHMS, "UNQUANTIZED"):
+                expected = f"{table.where('quantized_layers')} must name algorithms of {', '.join(ALGORITHMS)}"
+                raise ValueError(f"{expected}, got {fields!r} for {name}")
+        for fields in (table.fields, *layers.values()):
+            if "NVFP4" in str(fields.get("quant_algo")) and fields.get("group_size") not in (None, BLOCK):
+                raise ValueError(f"{table.where('group_size')} must be {BLOCK} for NVFP4, got {fields['group_size']}")
+        table.ignore("group_size")
         for name in ("exclude_modules", "ignore"):
             table.get(name, list, [])
         return cls()
