@@ -127,7 +127,7 @@ def test_fields_of_nemotron_that_are_refused(tmp_path):
         ({"hybrid_override_pattern": "MEMEM"}, "attention, an MLP or experts, the second at least once, got 'MEMEM'"),
         ({"hybrid_override_pattern": "ME*EX"}, "hybrid_override_pattern in .* got 'ME[*]EX'"),
         (
-            {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "moe", 3]},
+            {"hybrid_override_pattern": None, "layers_block_type": ["mamba", ["moe"], 3]},
             "layers_block_type in .* must say",
         ),
         ({"mamba_num_heads": 3}, "mamba_num_heads in .* must be a multiple of n_groups = 2, got 3"),

@@ -68,7 +68,7 @@ def _kinds(config: ConfigFile) -> str:
     """Return the sign of each layer's kind."""
     name = next((one for one in ("hybrid_override_pattern", "layers_block_type") if one in config), "layer_types")
     given = config.get(name, str if name == "hybrid_override_pattern" else list)
-    kinds = "".join(KINDS.get(kind, "?") for kind in given) if isinstance(given, list) else given.replace("|", "")
+    kinds = given.replace("|", "") if isinstance(given, str) else "".join(KINDS.get(str(kind), "?") for kind in given)
     number = config.size("num_hidden_layers", len(kinds), most=llama.MAX_LAYERS)
     if len(kinds) != number or not {"*"} <= set(kinds) <= set(KINDS.values()):
         raise ValueError(
