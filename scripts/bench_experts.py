@@ -3,6 +3,7 @@
     python scripts/bench_experts.py
     python scripts/bench_experts.py --parts products --mixtures qwen3-bf16 --rows 1 64 --tune
     python scripts/bench_experts.py --parts steps --mixtures gpt-oss-mxfp4 --batches 1
+    python scripts/bench_experts.py --parts prompts --mixtures qwen3-fp8 --layers 4 --prompt 8192
 
 Each row is printed as soon as it is measured.
 
@@ -12,6 +13,9 @@ Each row is printed as soon as it is measured.
 * A step is one of `specjax.generate`, as in bench_decode.py, with an EAGLE-3 head where K > 0. Its floor counts the
   experts that the router chooses for as many random tokens, counted in each layer, and everything else once: the head
   of the drafter for each draft.
+* A prompt is fed by `specjax.prompts.feed`, without its head. Its floor is the time of the products of each call at
+  PRODUCTS, or of reading the matrices where that takes longer, and of attention at ATTENTION. The last layer writes its
+  keys and values alone. With --layers the mixture has only so many layers.
 * Before a product is timed, it is compared with XLA's product of the floats for which the codes stand.
 """
 
@@ -27,11 +31,12 @@ import bench_decode
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_prefill import prefill_seconds
 from bench_quantized import copy_bandwidth, random_weight
 from timing import device_seconds
 
 from pallas_kernels import experts as kernels
-from specjax import models, proposers, theory, verifiers
+from specjax import models, prompts, proposers, theory, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, param_shapes
 from specjax.models.experts import ClippedGated, Experts, SoftmaxTopK, TopKSoftmax
 from specjax.models.layer import Attention, LayerConfig
@@ -40,7 +45,9 @@ from specjax.proposers import trunk
 from specjax.proposers.drawing import reduced_vocabulary
 from specjax.types import Model, ModelInput
 
+PARTS = "products", "steps", "prompts"
 ROWS, MAX_ERROR, RATE = (1, 4, 16, 64, 2048), 2e-2, 0.7
+PRODUCTS, ATTENTION = 790e12, 436e12  # FLOP/s that large products, and attention of prompts, reach on an H100
 _GPT = Attention(has_bias=True, has_out_bias=True, has_sinks=True)
 _CLIPPED = {"gate": ClippedGated(), "has_bias": True, "is_interleaved": True}
 GPT_OSS = DecoderConfig(
@@ -61,6 +68,11 @@ GPT_OSS = DecoderConfig(
         for i in range(24)
     ),
 )
+GPT_OSS_120B = replace(
+    GPT_OSS,
+    num_layers=36,
+    layers=tuple(replace(GPT_OSS.layers[i % 2], ffn=Experts(TopKSoftmax(128, 4), **_CLIPPED)) for i in range(36)),
+)
 QWEN3 = DecoderConfig(
     vocab_size=151936,
     hidden_size=2048,
@@ -79,6 +91,7 @@ QWEN3 = DecoderConfig(
 MIXTURES = {  # config, format of the experts, format of the matrices of attention
     "gpt-oss-mxfp4": (GPT_OSS, "mxfp4", "bf16"),
     "gpt-oss-bf16": (GPT_OSS, "bf16", "bf16"),
+    "gpt-oss-120b-mxfp4": (GPT_OSS_120B, "mxfp4", "bf16"),
     "qwen3-bf16": (QWEN3, "bf16", "bf16"),
     "qwen3-fp8": (QWEN3, "fp8-blocks", "fp8-blocks"),
     "qwen3-int4": (QWEN3, "int4", "bf16"),
@@ -288,7 +301,7 @@ def time_steps(args: argparse.Namespace, bandwidth: float) -> list[dict]:
     print("| mixture | B | K | experts | MB a step | ms a step | floor / measured, % | tokens/s at 1.0 | at 0.7 |")
     print("|---" * 9 + "|")
     for name in args.mixtures:
-        config, format, attention_format = MIXTURES[name]
+        config, format, attention_format = mixture(args, name)
         plain = random_model(config, format, attention_format)
         number, last = ffn_of(config).router.num_experts, config.num_layers
         reading = models.with_feature_layers(plain, (2, last // 2, last - 3))
@@ -318,14 +331,58 @@ def time_steps(args: argparse.Namespace, bandwidth: float) -> list[dict]:
     return rows
 
 
+def mixture(args: argparse.Namespace, name: str) -> tuple[DecoderConfig, str, str]:
+    """Return a mixture with as many layers as were asked for, and the formats of its matrices."""
+    config, *formats = MIXTURES[name]
+    if args.layers is None:
+        return config, *formats
+    layers = config.layers if len(config.layers) == 1 else config.layers[: args.layers]
+    return replace(config, num_layers=args.layers, layers=layers), *formats
+
+
+def prompt_floor(config: DecoderConfig, model: Model, num_tokens: int, bandwidth: float) -> tuple[int, float]:
+    """Return the tokens of a call that feeds a prompt, and the least seconds of all calls."""
+    num_calls = -(-num_tokens // prompts.LONG)
+    size, router = -(-num_tokens // num_calls), ffn_of(config).router
+    layer = model.params["layers"][0]
+    of_experts = sum(x.size for name, x in layer.items() if name in ("experts_gate_up", "experts_out"))
+    active = layer["qkv"].size + layer["attention_out"].size + of_experts * router.num_chosen / router.num_experts
+    of_call = max(2 * size * active / PRODUCTS, sum(map(bytes_of, layer.values())) / bandwidth)
+    attends = [one.mixer.window or num_tokens for one in config.each_layer[:-1]]
+    pairs = sum(num_tokens * window - window**2 / 2 for window in attends)
+    attention = 4 * pairs * config.num_heads * config.head_size / ATTENTION
+    return size, (config.num_layers - 1) * num_calls * of_call + attention
+
+
+def time_prompts(args: argparse.Namespace, bandwidth: float) -> list[dict]:
+    """Print the table of prompts and return its rows."""
+    rows = []
+    print("\n| mixture | layers | tokens of a prompt | of a call | ms | floor, ms | floor / measured, % |")
+    print("|---" * 7 + "|")
+    for name in args.mixtures:
+        config, format, attention_format = mixture(args, name)
+        model = random_model(config, format, attention_format)
+        for number in args.prompt:
+            size, floor = prompt_floor(config, model, number, bandwidth)
+            seconds = prefill_seconds(model, f"1x{number}", None, None)
+            cells = name, config.num_layers, number, size, f"{1e3 * seconds:.1f}", f"{1e3 * floor:.1f}"
+            print(f"| {' | '.join(map(str, cells))} | {100 * floor / seconds:.0f} |")
+            rows.append({"mixture": name, "layers": config.num_layers, "prompt": number, "seconds": seconds})
+            rows[-1] |= {"call": size, "floor_s": floor}
+        del model
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("products", "steps"), default=("products", "steps"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--mixtures", nargs="+", choices=MIXTURES, default=tuple(MIXTURES))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows of a product")
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 64))
     parser.add_argument("--num-drafts", type=int, nargs="+", default=(0, 3))
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--prompt", type=int, nargs="+", default=(8192,), help="tokens of a prompt")
+    parser.add_argument("--layers", type=int, help="layers of steps and prompts; default: all")
     parser.add_argument("--tune", action="store_true", help="try the tilings of the kernels")
     parser.add_argument("--baseline", action="store_true", help="also time jax.lax.ragged_dot")
     parser.add_argument("--profile", type=Path, help="write profiles of some steps here")
@@ -336,8 +393,9 @@ def main() -> None:
     print(f"device {about['device']}, jax {about['jax']}, a copy reaches {about['bandwidth'] / 1e12:.2f} TB/s\n")
     products = time_products(args, about["bandwidth"]) if "products" in args.parts else []
     steps = time_steps(args, about["bandwidth"]) if "steps" in args.parts else []
+    fed = time_prompts(args, about["bandwidth"]) if "prompts" in args.parts else []
     if args.json:
-        args.json.write_text(json.dumps(about | {"rows": [*products, *steps]}, indent=1))
+        args.json.write_text(json.dumps(about | {"rows": [*products, *steps, *fed]}, indent=1))
     num_wrong = sum(not row["error"] <= MAX_ERROR for row in products)
     print(f"{num_wrong} wrong")
     if num_wrong:
